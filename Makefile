@@ -1,0 +1,36 @@
+# make train       a first run: a small Llama learns Python from the standard library's source
+# make test        lint, types and all tests but the long ones
+# make test-long   the long ones too
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+RANKS ?= 2
+# The first folder that no run has used: a run is never written over
+RUN_DIR = $$(dir=runs/quickstart; n=2; while [ -s "$$dir/metrics.jsonl" ]; do dir=runs/quickstart-$$n; n=$$((n+1)); done; echo $$dir)
+
+.PHONY: install train test lint types test-long
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, this is " + sys.version.split()[0] + "; name one: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(INSTALLED)
+
+train: install
+	$(BIN)/torchrun --nproc-per-node $(RANKS) launcher/train.py recipe=quickstart run.dir=$(RUN_DIR)
+
+test: lint types
+	$(BIN)/python -m pytest -m 'not long and not gpu'
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+test-long: lint types
+	$(BIN)/python -m pytest -m 'not gpu'

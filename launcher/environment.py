@@ -1,0 +1,80 @@
+"""Where this process stands among the others: the only place that reads the launcher's environment variables.
+
+Standard library only: a recipe is checked, and refused, before torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from launcher.errors import RecipeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Ranks as torchrun gives them; one process alone is rank 0 of 1."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    torchrun: bool
+    """Started by torchrun, whose agent hosts the store and restarts on any status but 0."""
+    restart_count: int
+    """How often torchrun's agent has restarted the workers; 0 at first."""
+
+    @property
+    def main(self) -> bool:
+        """True on the one rank that prints and writes for all."""
+        return self.rank == 0
+
+
+def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
+    """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and what torchrun sets beside them.
+
+    Raises RecipeError where they are half set, are no integers, or where srun started several tasks without torchrun:
+    each of those would train a model of its own into the same folder.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    given = [name for name in names if variables.get(name)]
+    if "RANK" not in given and "WORLD_SIZE" not in given:
+        tasks = variables.get("SLURM_STEP_NUM_TASKS", "1")
+        if tasks.isdigit() and int(tasks) > 1:
+            raise RecipeError(
+                f"srun started {tasks} tasks, but not through torchrun: each would train alone. "
+                "Start one torchrun a node: srun --ntasks-per-node=1 torchrun --nproc-per-node GPUS launcher/train.py"
+            )
+        return Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0)
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise RecipeError(f"{', '.join(given)} set, but not {', '.join(missing)}: start through torchrun, or unset them")
+
+    def integer(name: str, default: int) -> int:
+        text = variables.get(name) or str(default)
+        try:
+            return int(text)
+        except ValueError:
+            raise RecipeError(f"{name}={text}: must be an integer; start through torchrun, or unset it") from None
+
+    world_size = integer("WORLD_SIZE", 1)
+    return Environment(
+        rank=integer("RANK", 0),
+        world_size=world_size,
+        local_rank=integer("LOCAL_RANK", 0),
+        local_world_size=integer("LOCAL_WORLD_SIZE", world_size),
+        torchrun="TORCHELASTIC_RUN_ID" in variables,
+        restart_count=integer("TORCHELASTIC_RESTART_COUNT", 0),
+    )
+
+
+def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, deterministic: bool) -> None:
+    """Settings that CUDA reads once, when it starts; to be called before torch is imported.
+
+    Segments that grow in place lose less memory to fragmentation. A user who set the allocator knows better.
+    """
+    if "PYTORCH_ALLOC_CONF" not in variables and "PYTORCH_CUDA_ALLOC_CONF" not in variables:
+        variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if deterministic:
+        variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

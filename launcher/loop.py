@@ -1,0 +1,90 @@
+"""Accumulate, clip, step: a generator that yields finished steps.
+
+Who consumes it logs, evaluates, saves and stops. Nothing here asks the device for a number: the loss, the norm, what is
+clipped and what is skipped stay tensors, and the CPU runs ahead until somebody reads one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from launcher.data.loader import GlobalBatch
+from launcher.loss import summed_loss
+from launcher.optimizer import LearningRate, LossScale
+from launcher.strategies import WrappedModel
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step. Tensors are scalars on the device; reading one waits for it."""
+
+    number: int
+    """1-based."""
+    loss: torch.Tensor
+    """This rank's part of the global batch's token mean: the sum over ranks is the loss."""
+    grad_norm: torch.Tensor
+    """Before clipping; not finite where the step was skipped."""
+    skipped: torch.Tensor
+    """1 where the gradients were not finite and the step left weights and optimizer as they were, else 0."""
+    learning_rate: float
+    batch: GlobalBatch
+
+
+def train_steps(
+    wrapped: WrappedModel,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[GlobalBatch],
+    *,
+    learning_rate: LearningRate,
+    loss_scale: LossScale,
+    max_grad_norm: float | None,
+    ranks: int,
+) -> Iterator[Step]:
+    """Trains on each global batch and yields it as a Step.
+
+    The loss of a global batch is the sum over its tokens divided by the tokens that have a target, counted over all
+    micro-batches and ranks before the first forward pass: no mean of means. Gradients are averaged over `ranks` by the
+    strategy, hence the factor.
+    """
+    model = wrapped.model
+    model.train()
+    batch = next(batches, None)
+    while batch is not None:
+        targets = batch.counts.loss_tokens()
+        factor = ranks / targets
+        scaled = factor * loss_scale.value if loss_scale.enabled else factor
+        total = torch.zeros_like(factor)
+        last = len(batch.micro_batches) - 1
+        for index, micro_batch in enumerate(batch.micro_batches):
+            with wrapped.micro_batch(last=index == last):
+                with wrapped.forward_context():
+                    loss = summed_loss(model, micro_batch)
+                (loss * scaled).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+        norm = wrapped.grad_norm()
+        if loss_scale.enabled:
+            norm = norm / loss_scale.value
+        skipped = (~torch.isfinite(norm)).to(norm.dtype)
+        rate = learning_rate(batch.step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        # The fused step divides by grad_scale and does nothing where found_inf is 1.
+        optimizer.grad_scale = _divisor(norm, loss_scale, max_grad_norm)  # type: ignore[attr-defined]
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss_scale.update(skipped)
+        step = Step(batch.step, total / targets, norm, skipped, rate, batch)
+        batch = next(batches, None)  # on its way to the device before anybody waits for this step's numbers
+        yield step
+
+
+def _divisor(norm: torch.Tensor, loss_scale: LossScale, max_grad_norm: float | None) -> torch.Tensor | None:
+    """What gradients are divided by: the loss scale, and what brings their norm down to max_grad_norm."""
+    if max_grad_norm is None:
+        return loss_scale.value if loss_scale.enabled else None
+    clip = torch.clamp((norm + 1e-6) / max_grad_norm, min=1.0)
+    return clip * loss_scale.value if loss_scale.enabled else clip

@@ -1,0 +1,1 @@
+"""Numbers to people and files: metrics.jsonl, the console, wandb, tensorboard."""

@@ -1,0 +1,122 @@
+"""Where records go: metrics.jsonl always, wandb and tensorboard where the recipe says so. Rank 0 alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from launcher.recipe import schema
+
+
+class Sink(Protocol):
+    """Takes records."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One record, of a step or of an evaluation."""
+
+    def close(self, state: str) -> None:
+        """The run ended in this state."""
+
+
+class JsonLines:
+    """One JSON object a line, readable while the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends a line."""
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self, state: str) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class Forgiving:
+    """A sink that may fail: it is told once, left alone from then on, and never stops a run."""
+
+    def __init__(self, name: str, make: Callable[[], Sink], warn: Callable[[str], None]) -> None:
+        self._name, self._warn = name, warn
+        self._sink: Sink | None = None
+        self._try(lambda: setattr(self, "_sink", make()))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Passes the record on while the sink works."""
+        if (sink := self._sink) is not None:
+            self._try(lambda: sink.write(record))
+
+    def close(self, state: str) -> None:
+        """Closes the sink while it works."""
+        if (sink := self._sink) is not None:
+            self._try(lambda: sink.close(state))
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._sink = None
+            lines = str(error).strip().splitlines()
+            self._warn(f"{self._name} is left out from here on, training goes on: {lines[0] if lines else type(error).__name__}")
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    prefix = "evaluation" if "eval_loss" in record else "training"
+    return {f"{prefix}/{key}": value for key, value in record.items() if isinstance(value, (int, float)) and key not in ("step", "time")}
+
+
+class Wandb:
+    """Weights & Biases; the whole recipe is the run's config."""
+
+    def __init__(self, wandb: schema.Wandb, *, name: str, folder: Path, config: dict[str, Any]) -> None:
+        import wandb as library
+
+        self._run = library.init(
+            project=wandb.project,
+            entity=wandb.entity,
+            name=name,
+            dir=folder,
+            mode=wandb.mode,
+            config=config,
+            settings=library.Settings(init_timeout=30, console="off"),
+        )
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Logs the record's numbers at its step."""
+        self._run.log(_numbers(record), step=record["step"])
+
+    def close(self, state: str) -> None:
+        """Ends the run; anything but `finished` counts as failed there."""
+        self._run.finish(exit_code=0 if state == "finished" else 1)
+
+
+class TensorBoard:
+    """Event files."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Adds a scalar a number."""
+        for key, value in _numbers(record).items():
+            self._writer.add_scalar(key, value, record["step"])
+
+    def close(self, state: str) -> None:
+        """Closes the event file."""
+        self._writer.close()
+
+
+def open_sinks(
+    logging: schema.Logging, *, name: str, folder: Path, metrics: Path, config: dict[str, Any], warn: Callable[[str], None]
+) -> list[Sink]:
+    """metrics.jsonl first, then what the recipe asks for."""
+    sinks: list[Sink] = [JsonLines(metrics)]
+    if (wandb := logging.wandb) is not None:
+        sinks.append(Forgiving("wandb", lambda: Wandb(wandb, name=name, folder=folder, config=config), warn))
+    if logging.tensorboard:
+        sinks.append(Forgiving("tensorboard", lambda: TensorBoard(folder / "tensorboard"), warn))
+    return sinks

@@ -1,0 +1,123 @@
+"""Gives a wrapped meta model its storage and its random initial weights.
+
+The weights are a function of the seed and the names alone. Every rank draws each block whole, on the CPU, with a
+generator seeded from (seed, module name), and keeps only its own shard, so they are the same under every strategy, on
+every device and number of ranks. In memory that is the shards and one block at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from launcher.errors import RecipeError
+
+_UNSET = -24576
+"""What a signed buffer holds until something writes it, exact in every float: model code that leaves one unset is
+found, not trained with."""
+
+
+def clean_name(name: str) -> str:
+    """A module's or parameter's name without what wrappers put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_checkpoint_wrapped_module", "").rstrip(".")
+
+
+def materialize(model: nn.Module, *, parameters: torch.device, buffers: torch.device) -> None:
+    """Uninitialized storage for a meta model: parameters (or a rank's shards of them) here, buffers there."""
+    model.to_empty(device=parameters)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.full_like(buffer, _UNSET if buffer.dtype.is_signed else 1, device=buffers)
+
+
+def random_weights(model: nn.Module, parameters: torch.device, buffers: torch.device, *, blocks: dict[str, nn.Module], seed: int) -> None:
+    """Fills a wrapped meta model: parameters on one device, buffers on the other. See `initialize`."""
+    materialize(model, parameters=parameters, buffers=buffers)
+    initialize(model, blocks=blocks, seed=seed)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, *, blocks: dict[str, nn.Module], seed: int) -> None:
+    """Random weights and buffers, as the model's own class initializes them.
+
+    model: wrapped or not, its parameters plain or DTensor, materialized.
+    blocks: the units drawn at once, by clean name; what is outside of them is drawn module by module.
+    Raises RecipeError where a buffer is left unset.
+    """
+    owner = _initializers(model)
+    inside = {id(module) for block in blocks.values() for module in block.modules()}
+    done: set[int] = set()
+    with torch.random.fork_rng(devices=[]):
+        for name, module in _post_order(model, ""):
+            if id(module) in inside and not any(module is block for block in blocks.values()):
+                continue
+            unit = list(_post_order(module, name)) if id(module) in inside else [(name, module)]
+            with _whole_on_cpu([part for _, part in unit], done):
+                for part_name, part in unit:
+                    digest = hashlib.sha256(f"{seed}/{clean_name(part_name)}".encode()).digest()
+                    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                    initializer = owner.get(id(part))
+                    if initializer is not None:
+                        initializer._init_weights(part)
+    for name, buffer in model.named_buffers():
+        if buffer.dtype.is_signed and bool((buffer == _UNSET).any()):
+            raise RecipeError(f"model.config: {type(model).__name__} leaves the buffer {clean_name(name)} without a value")
+
+
+def _post_order(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Children before parents: a class may draw again, in the parent, what the general rule drew in the child."""
+    for child_name, child in module.named_children():
+        yield from _post_order(child, f"{name}.{child_name}" if name else child_name)
+    yield name, module
+
+
+def _initializers(model: nn.Module) -> dict[int, Any]:
+    """For each module the innermost model of transformers around it, whose `_init_weights` knows it."""
+    owner: dict[int, Any] = {}
+    for module in model.modules():  # parents come before children
+        if hasattr(module, "_init_weights"):
+            owner |= {id(inner): module for inner in module.modules()}
+    return owner
+
+
+@contextmanager
+def _whole_on_cpu(modules: list[nn.Module], done: set[int]) -> Iterator[None]:
+    """Puts whole, plain CPU tensors in the place of the modules' parameters and buffers, and afterwards copies each
+    rank's part back. A parameter shared with an earlier unit keeps what it has."""
+    whole: dict[int, torch.Tensor] = {}
+    saved = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in whole:
+                    whole[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+                module._parameters[name] = whole[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                whole[id(buffer)] = module._buffers[name] = buffer.cpu().clone()
+    yield
+    for module, parameters, buffers in saved:
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
+        for tensor in [*parameters.values(), *buffers.values()]:
+            if tensor is not None and id(tensor) not in done:
+                done.add(id(tensor))
+                _keep_shard(tensor.detach(), whole[id(tensor)])
+
+
+def _keep_shard(mine: torch.Tensor, whole: torch.Tensor) -> None:
+    if not isinstance(mine, DTensor):
+        mine.copy_(whole)
+        return
+    # fully_shard cuts dimension 0 as torch.chunk does, over the mesh's last dimension: the first one holds copies.
+    mesh, local = mine.device_mesh, mine.to_local()
+    chunk = -(-whole.shape[0] // mesh.size(mesh.ndim - 1))
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * chunk, whole.shape[0])
+    local.copy_(whole[start : start + local.shape[0]])

@@ -1,0 +1,84 @@
+"""AdamW, the learning rate over the run, and the loss scale of float16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from launcher.recipe import schema
+
+LearningRate = Callable[[int], float]
+"""Learning rate of a step; steps count from 1."""
+
+
+def make_optimizer(model: nn.Module, optimizer: schema.Optimizer) -> torch.optim.AdamW:
+    """Fused AdamW; weight decay on what has two dimensions or more (matrices, embeddings), none on norms and biases.
+
+    The fused step takes two scalars from the device: `grad_scale`, which gradients are divided by, and `found_inf`,
+    which makes it a no-op. The loop clips and skips through them, without a pass over the gradients of its own and
+    without asking the device.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": optimizer.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=optimizer.learning_rate,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        fused=True,
+    )
+
+
+def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> LearningRate:
+    """The learning rate at a step (1 to `steps`).
+
+    Warm-up is linear and reaches the peak at step `warmup_steps`. After it `cosine` and `linear` fall to
+    peak * min_ratio at the last step, `constant` stays, and `wsd` (warm-up, stable, decay) stays and falls linearly
+    over the last `decay_steps`.
+    """
+    warmup, floor = min(schedule.warmup_steps, steps), schedule.min_ratio
+
+    def at(step: int) -> float:
+        if step <= warmup:
+            return peak * step / warmup
+        if schedule.kind == "constant":
+            return peak
+        begin = warmup
+        if schedule.kind == "wsd":
+            decay = schedule.decay_steps if schedule.decay_steps is not None else max(1, steps // 10)
+            begin = max(warmup, steps - decay)
+            if step <= begin:
+                return peak
+        progress = (step - begin) / (steps - begin)
+        left = (1 + math.cos(math.pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
+        return peak * (floor + (1 - floor) * left)
+
+    return at
+
+
+class LossScale:
+    """Scales the loss so that small float16 gradients do not vanish (Micikevicius et al., 2018).
+
+    Halves where a step's gradients are not finite, doubles after 2,000 steps that were. It lives on the device: neither
+    scaling nor updating waits for it. Outside float16 it is one, and stays so.
+    """
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.value = torch.full((), 65536.0 if enabled else 1.0, device=device)
+        self._good_steps = torch.zeros((), device=device)
+
+    def update(self, skipped: torch.Tensor) -> None:
+        """skipped: a scalar, 1 where the step's gradients were not finite, else 0."""
+        if not self.enabled:
+            return
+        good = (self._good_steps + 1) * (1 - skipped)
+        grow = good >= 2000
+        self.value = torch.where(skipped > 0, self.value * 0.5, torch.where(grow, self.value * 2, self.value))
+        self._good_steps = torch.where(grow, torch.zeros_like(good), good)

@@ -1,0 +1,114 @@
+"""The process group, the device, and the ranks that train together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from launcher.environment import Environment
+from launcher.errors import TrainingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """The ranks that train one model together. A strategy gets this, never the default group: the self-test trains on
+    parts of it, and the memory plan on one that does not exist."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+    device: torch.device
+
+
+def cores_per_rank(environment: Environment) -> int:
+    """Cores that this process may use, shared evenly among the node's ranks."""
+    return max(1, len(os.sched_getaffinity(0)) // environment.local_world_size)
+
+
+def set_threads(environment: Environment, *, device: torch.device, cpu_offload: bool) -> None:
+    """Gives a rank that computes on the CPU its share of the cores.
+
+    torchrun sets OMP_NUM_THREADS=1 wherever it starts more than one process a node; an optimizer step on offloaded
+    parameters would then run on one thread. A value other than 1 was set by the user, and stays.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1" and (cpu_offload or device.type == "cpu"):
+        torch.set_num_threads(cores_per_rank(environment))
+
+
+def choose_device(environment: Environment) -> torch.device:
+    """This rank's GPU where there is one for every rank of the node, else the CPU."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= environment.local_world_size:
+        device = torch.device("cuda", environment.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def check_dtype(device: torch.device, dtype: str) -> None:
+    """Raises ValueError where the device cannot compute in this dtype at its own speed."""
+    if dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(
+            f"{name} does not compute in bfloat16; use float16, whose loss scale keeps small gradients, or mixed_precision: null"
+        )
+
+
+def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
+    """Precision of float32 products, and bit-reproducibility where it is asked for."""
+    torch.set_float32_matmul_precision(float32_matmul)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+@contextmanager
+def process_group(
+    environment: Environment, *, device: torch.device, cpu_offload: bool, init_timeout: int
+) -> Iterator[tuple[DataParallel, Store]]:
+    """The default process group for as long as the context lasts.
+
+    Yields the ranks that train together, all of them, and the store they met at. `init_timeout` (seconds) holds until
+    `set_timeout`. After an error the group is left to the end of the process: a peer may be stuck in it.
+    """
+    timeout = timedelta(seconds=init_timeout)
+    # With offload the gradients that are clipped are in host memory, which NCCL cannot reduce.
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
+    store: Store
+    if environment.world_size == 1 and not environment.torchrun:
+        store = HashStore()
+    else:
+        try:
+            found, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+        except (dist.DistError, OSError) as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise TrainingError(f"could not meet the other ranks at {where} within {init_timeout} s: {error}") from error
+        # A restart meets at the same store; without a prefix of its own it reads the addresses of the ranks that died.
+        store = PrefixStore(f"attempt{environment.restart_count}", found)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    yield DataParallel(rank=environment.rank, size=environment.world_size, group=group, device=device), store
+    dist.destroy_process_group()
+
+
+def set_timeout(seconds: int) -> None:
+    """From now on a collective of any group may take so long; called once the slow first ones are done."""
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -1,0 +1,306 @@
+"""The recipe's shape: one frozen dataclass a section, one docstring a field.
+
+Standard library only. What a recipe leaves out has the default written here; a field without one must be given.
+A new key is added here, is read where it is used, and shown in the recipes: nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+DEFAULT_RUN_DIR = "runs/${run.name}"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number. `above` and `below` exclude the bound itself."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def violated_by(self, value: float) -> str | None:
+        """What the value must be, in words, or None where it is."""
+        if self.minimum is not None and value < self.minimum:
+            return f"must be at least {self.minimum:g}"
+        if self.above is not None and value <= self.above:
+            return f"must be more than {self.above:g}"
+        if self.maximum is not None and value > self.maximum:
+            return f"must be at most {self.maximum:g}"
+        if self.below is not None and value >= self.below:
+            return f"must be less than {self.below:g}"
+        return None
+
+
+@dataclass(frozen=True)
+class ListOf:
+    """A tuple that may be written as one value: `train: a.txt` is `train: [a.txt]`."""
+
+
+PositiveInt = Annotated[int, Range(minimum=1)]
+NonNegativeInt = Annotated[int, Range(minimum=0)]
+PositiveFloat = Annotated[float, Range(above=0)]
+NonNegativeFloat = Annotated[float, Range(minimum=0)]
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the run is called, where it writes, how long it lasts."""
+
+    name: str
+    """Name of the run, and of its folder."""
+    dir: str = DEFAULT_RUN_DIR
+    """Folder that everything the run writes goes into; relative to where the command is started."""
+    seed: NonNegativeInt = 1234
+    """Seed of the initial weights, the order of samples and dropout."""
+    deterministic: bool = False
+    """Bit-reproducible on CUDA too, at some cost in speed."""
+    timeout: PositiveInt = 600
+    """Seconds that a collective may take once the first step is done."""
+    init_timeout: PositiveInt = 1800
+    """Seconds that the first collectives may take, while ranks still start, load and compile."""
+    float32_matmul: Literal["highest", "high", "medium"] = "high"
+    """Precision of float32 matrix products on CUDA: highest is float32, high is TF32."""
+    max_steps: PositiveInt | None = None
+    """Length of the run in optimizer steps; or give epochs."""
+    epochs: PositiveInt | None = None
+    """Length of the run in passes over the training data; or give max_steps."""
+    max_skipped_steps: PositiveInt = 20
+    """Steps in a row with gradients that are not finite before the run ends. A float16 loss scale may halve 16 times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Which model, and how it is built."""
+
+    path: str | None = None
+    """Hugging Face checkpoint: a folder or a hub id."""
+    config: dict[str, Any] | None = None
+    """Or a transformers config: model_type and the fields of its config class."""
+    init: Literal["pretrained", "random"] | None = None
+    """Where the weights come from; null: pretrained with a path, random with a config."""
+    attention: str = "sdpa"
+    """Any attention name of transformers: sdpa, eager, flash_attention_2, ..."""
+    compile: bool = False
+    """torch.compile each block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is trained on."""
+
+    kind: Literal["text", "tokens", "chat", "instruct"] = "text"
+    """text: documents for next-token training; tokens: rows of input_ids, and labels where given."""
+    train: Annotated[tuple[str, ...], ListOf()]
+    """Files, globs and folders."""
+    validation: Annotated[tuple[str, ...], ListOf()] | None = None
+    """The same, for evaluation."""
+    tokenizer: str | None = None
+    """`bytes`, or a folder with a Hugging Face tokenizer; null: the model's own."""
+    sequence_length: PositiveInt = 2048
+    """Tokens of a sequence."""
+    packing: bool = True
+    """Fill sequences with several documents, attention and positions kept apart."""
+    shuffle: bool = True
+    """false: in the order of the files."""
+    workers: NonNegativeInt = 2
+    """Loader processes per rank; 0: the rank's own process loads."""
+    prefetch_factor: PositiveInt = 2
+    """Batches that each worker keeps ready."""
+    persistent_workers: bool = True
+    """Keep the workers of an evaluation alive until the next one."""
+    pin_memory: bool | None = None
+    """Page-locked host memory for the copy to the device; null: where the device is a GPU."""
+    text_column: str = "text"
+    """The column of .jsonl, .json and .parquet files that holds the document (kind text)."""
+    cache: str | None = None
+    """Folder of tokenized data; null: $XDG_CACHE_HOME/launcher or ~/.cache/launcher."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """How many sequences at once. Accumulation follows from these two and the number of ranks."""
+
+    global_batch_size: PositiveInt
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: PositiveInt
+    """Sequences per rank per forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecision:
+    """What is computed in fewer bits. Master weights and optimizer state stay float32."""
+
+    param_dtype: Dtype = "bfloat16"
+    """ddp: the autocast dtype; fsdp: gathered weights and compute."""
+    reduce_dtype: Dtype = "float32"
+    """Gradient reduction (fsdp); ddp reduces in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuOffload:
+    """Parameters, gradients and optimizer state live in host memory."""
+
+    pin_memory: bool = True
+    """Page-locked, for copies that overlap with compute; used where the device is a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How the model is spread over the ranks."""
+
+    kind: Literal["ddp", "fsdp", "auto"] = "fsdp"
+    """ddp: every rank holds the model; fsdp: parameters, gradients and optimizer state are sharded."""
+    mixed_precision: MixedPrecision | None = field(default_factory=MixedPrecision)
+    """null: float32 throughout."""
+    reshard_after_forward: bool = True
+    """fsdp: free a block's gathered weights after its forward pass, and gather them again for its backward pass."""
+    reshard_after_backward: bool = True
+    """fsdp; false: weights stay gathered from the first to the last micro-batch of a step: faster, more memory."""
+    cpu_offload: CpuOffload | None = None
+    """fsdp: {pin_memory: true} keeps the shards in host memory."""
+    replicate: PositiveInt = 1
+    """fsdp: copies of the sharded model (hybrid sharding); 1: shard over all ranks."""
+    sync_every_micro_batch: bool | Literal["auto"] = "auto"
+    """Reduce gradients after each micro-batch (less memory) or after the last (less traffic); auto: fsdp true, ddp false."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointing:
+    """Which activations are computed again in the backward pass instead of kept."""
+
+    mode: Literal["full", "selective"] = "full"
+    """full: keep a block's input only; selective: also attention's and every other matrix product's output."""
+    every_n_blocks: PositiveInt = 1
+    """Checkpoint every n-th block."""
+    offload_to_cpu: bool = False
+    """Keep what is kept in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019), fused; weight decay on matrices only."""
+
+    name: Literal["adamw"] = "adamw"
+    """The optimizer."""
+    learning_rate: NonNegativeFloat = 2.0e-5
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, Range(minimum=0, below=1)], Annotated[float, Range(minimum=0, below=1)]] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    eps: PositiveFloat = 1.0e-8
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of parameters with two dimensions or more."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip gradients to this global 2-norm; null: never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rate over the run."""
+
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after the warm-up; wsd: constant, then linear decay over decay_steps."""
+    warmup_steps: NonNegativeInt = 100
+    """Steps of linear warm-up; the first step has learning_rate / warmup_steps."""
+    min_ratio: Annotated[float, Range(minimum=0, maximum=1)] = 0.1
+    """The last step's learning rate, as a part of the peak."""
+    decay_steps: PositiveInt | None = None
+    """wsd: steps of decay at the end; null: a tenth of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Loss on data.validation."""
+
+    every_steps: PositiveInt | None = 200
+    """Optimizer steps between evaluations; the last step is always evaluated. null: only there."""
+    max_batches: PositiveInt | None = None
+    """Micro-batches per rank of one evaluation; null: all."""
+    at_start: bool = False
+    """Evaluate before the first step too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What is kept of the weights."""
+
+    every_steps: PositiveInt | None = None
+    """Optimizer steps between checkpoints; null: none."""
+    keep_last: PositiveInt = 2
+    """Checkpoints to keep."""
+    resume: str = "auto"
+    """auto | never | the path of a checkpoint."""
+    asynchronous: bool = True
+    """Write checkpoints while training goes on."""
+    export: Literal["at_end"] | None = None
+    """at_end: write the final weights as a Hugging Face folder to RUN_DIR/hf."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wandb:
+    """Weights & Biases."""
+
+    project: str
+    """Project that the run is shown under."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: written to RUN_DIR/wandb, for `wandb sync`."""
+    entity: str | None = None
+    """User or team; null: wandb's default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logging:
+    """Where numbers go, beside metrics.jsonl and the console."""
+
+    every_steps: PositiveInt = 1
+    """Optimizer steps between lines. A number that is logged is the only thing the loop waits for the device for."""
+    wandb: Wandb | None = None
+    """{project: NAME, mode: online | offline}."""
+    tensorboard: bool = False
+    """Write RUN_DIR/tensorboard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """torch.profiler over a few steps: one Chrome trace a rank in RUN_DIR/profile."""
+
+    start_step: PositiveInt
+    """First step that is profiled."""
+    steps: PositiveInt
+    """Number of steps."""
+    memory_snapshot: bool = False
+    """CUDA: also RUN_DIR/profile/memory_rank_N.pickle, for pytorch.org/memory_viz."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One run, whole."""
+
+    run: Run
+    """What the run is called, where it writes, how long it lasts."""
+    model: Model
+    """Which model, and how it is built."""
+    data: Data
+    """What is trained on."""
+    batch: Batch
+    """How many sequences at once."""
+    strategy: Strategy = field(default_factory=Strategy)
+    """How the model is spread over the ranks."""
+    activation_checkpointing: ActivationCheckpointing | None = None
+    """Which activations are computed again; null: none."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    """AdamW and its settings."""
+    schedule: Schedule = field(default_factory=Schedule)
+    """The learning rate over the run."""
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    """Loss on data.validation."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """What is kept of the weights."""
+    logging: Logging = field(default_factory=Logging)
+    """Where numbers go."""
+    profile: Profile | None = None
+    """torch.profiler over a few steps; null: off."""

@@ -1,0 +1,173 @@
+"""What is told about a run while it goes on: its start, its steps, its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from launcher.data.dataset import SequenceDataset
+from launcher.errors import TrainingError
+from launcher.hardware import peak_flops
+from launcher.loop import Step
+from launcher.metrics.console import Console, bytes_as_text, seconds_as_text
+from launcher.metrics.record import StepRecorder
+from launcher.metrics.sinks import Sink, open_sinks
+from launcher.processes import DataParallel
+from launcher.recipe.schema import Logging, Run
+from launcher.run_folder import RunFolder, State
+from launcher.strategies import WrappedModel
+from launcher.strategies.activation_checkpointing import is_checkpointed, recomputation_changes_state
+
+
+class Reporter:
+    """Logs steps and evaluations. Every rank has one, since a record takes numbers from all; rank 0's writes and prints."""
+
+    def __init__(
+        self,
+        ranks: DataParallel,
+        folder: RunFolder,
+        *,
+        run: Run,
+        logging: Logging,
+        steps: int,
+        flops_per_token: float,
+        config: dict[str, Any],
+    ) -> None:
+        device = ranks.device
+        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._recorder = StepRecorder(ranks, flops_per_token=flops_per_token, peak_flops=peak)
+        self.excluded = self._recorder.excluded
+        self._main = ranks.rank == 0
+        self._folder, self._steps = folder, steps
+        self._every_steps, self._max_skipped = logging.every_steps, run.max_skipped_steps
+        self._console = Console(steps)
+        self._started = time.monotonic()
+        self._losses: list[float] = []
+        self._last_step = 0
+        self._sinks: list[Sink] = []
+        if self._main:
+            self._sinks = open_sinks(
+                logging, name=run.name, folder=folder.path, metrics=folder.metrics, config=config, warn=self._console.say
+            )
+            folder.write_status("running", step=0, steps=steps)
+
+    def say(self, text: str) -> None:
+        """A line on the console, from rank 0."""
+        if self._main:
+            self._console.say(text)
+
+    def step(self, step: Step) -> None:
+        """Logs a step where one is due. Raises TrainingError after too many skipped steps in a row."""
+        self._last_step = step.number
+        self._recorder.add(step)
+        if step.number % self._every_steps and step.number not in (1, self._steps):
+            return
+        record = self._recorder.record(step)
+        if record["loss"] is not None:
+            self._losses = [*self._losses[:1], record["loss"]]
+        if self._main:
+            self._write(record)
+            self._console.step(record)
+            self._folder.note_step(step.number, steps=self._steps)
+        if self._recorder.skipped_in_a_row >= self._max_skipped:
+            raise TrainingError(
+                f"gradients not finite in {self._recorder.skipped_in_a_row} steps in a row (run.max_skipped_steps={self._max_skipped}); "
+                "try a lower optimizer.learning_rate, a longer schedule.warmup_steps, or bfloat16 in the place of float16"
+            )
+
+    def evaluation(self, step: int, loss: float, tokens: int, seconds: float) -> None:
+        """Logs an evaluation."""
+        if self._main:
+            finite = math.isfinite(loss)
+            self._write({"step": step, "eval_loss": loss if finite else None, "eval_tokens": tokens, "time": time.time()})
+            self._console.say(f"evaluation after step {step}: loss {loss:.4f} over {tokens:,} tokens ({seconds_as_text(seconds)})")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+
+    def end(self, state: State, *, reason: str | None = None, exported: bool = False) -> None:
+        """The run's last words, and its status."""
+        if not self._main:
+            return
+        for sink in self._sinks:
+            sink.close(state)
+        self._folder.write_status(state, step=self._last_step, reason=reason, steps=self._steps)
+        folder, say = self._folder, self._console.say
+        lost = f", {self._recorder.skipped} steps skipped" if self._recorder.skipped else ""
+        falls = f"; loss {self._losses[0]:.3f} -> {self._losses[-1]:.3f}" if self._losses else ""
+        say(f"{state} after {self._last_step} of {self._steps} steps in {seconds_as_text(time.monotonic() - self._started)}{falls}{lost}")
+        if state == "stopped":
+            say(f"  asked by {reason}; the weights are not kept (checkpoints are not built yet)")
+        say(f"  {folder.metrics}  every step, one JSON object a line")
+        say(f"  {folder.path}/recipe.yaml  the whole recipe; to repeat the run: recipe={folder.path}/recipe.yaml run.dir=ANOTHER")
+        say(f"  {folder.path}/status.json, {folder.log}/  outcome, what each rank printed")
+        if exported:
+            say(f"  {folder.export}/  the weights, for transformers' from_pretrained")
+
+
+def _bytes(tensors: list[nn.Parameter]) -> int:
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def describe_model(wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[str, nn.Module], mode: str | None) -> list[str]:
+    """What was really done, for the first lines on the console: read off the wrapped model, not off the recipe.
+
+    blocks: as `find_blocks` found them; mode: of activation checkpointing, None: off.
+    """
+    parameters = list(wrapped.module.parameters())
+    held = _bytes(parameters)
+    config: Any = getattr(wrapped.module, "config", None)
+    total = sum(parameter.numel() for parameter in parameters)
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else f"CPU with {torch.get_num_threads()} thread(s)"
+    name = getattr(config, "model_type", type(wrapped.module).__name__)
+    kind = next((type(block).__name__.removeprefix("FSDP") for block in blocks.values()), "none")
+    lines = [
+        f"model: {name}, {_count(total)} parameters, {len(blocks)} blocks ({kind}); a rank is a {device}",
+        wrapped.description(),
+    ]
+    if not blocks:
+        lines.append("note: the model's class names no blocks (_no_split_modules): it is gathered whole, and nothing is checkpointed")
+    if mode is not None:
+        wrapped_blocks = sum(is_checkpointed(module) for module in wrapped.module.modules())
+        lines.append(f"activation checkpointing: {mode}, {wrapped_blocks} of {len(blocks)} blocks")
+        left_alone = sum(recomputation_changes_state(block) for block in blocks.values())
+        if left_alone:
+            lines.append(f"note: {left_alone} blocks are not checkpointed, recomputation would update their BatchNorm twice")
+    lines.append(
+        f"a rank holds {bytes_as_text(4 * held)}: parameters {bytes_as_text(held)}, gradients {bytes_as_text(held)}, "
+        f"optimizer {bytes_as_text(2 * held)}; activations and gathered blocks come on top"
+    )
+    return lines
+
+
+def describe_data(dataset: SequenceDataset, *, shuffled: bool) -> str:
+    """Counts of a data set, what was cut, and what padding costs."""
+    store, sequences = dataset.store, dataset.sequences
+    tokens = int(store.offsets[-1])
+    order = "shuffled" if shuffled else "in the order of the files"
+    text = f"data: {store.documents:,} documents, {tokens:,} tokens in {len(sequences):,} sequences of up to {dataset.length}, {order}"
+    if dataset.packed:
+        text += f", packed ({1 - tokens / (len(sequences) * dataset.length):.1%} padding)"
+    if sequences.split_documents:
+        text += f"; {sequences.split_documents:,} documents go on in a second sequence"
+    return text
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def recipe_as_dict(recipe: Any) -> dict[str, Any]:
+    """For trackers that show a run's settings."""
+    return dataclasses.asdict(recipe)

@@ -1,0 +1,51 @@
+"""The entry: `torchrun --nproc-per-node N launcher/train.py recipe=NAME [key=value ...]`.
+
+The recipe is checked here, before torch is imported, so that a mistake in it costs a second; what then happens is
+`pipeline.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
+    # Started as a file: its folder would come before the standard library
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from launcher.environment import prepare_cuda, read_environment
+from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
+from launcher.recipe.load import load_recipe, to_yaml
+from launcher.run_folder import RunFolder
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trains; returns the exit status."""
+    environment = None
+    try:
+        environment = read_environment()
+        loaded = load_recipe(sys.argv[1:] if arguments is None else arguments, ranks=environment.world_size)
+        run = RunFolder(Path(loaded.recipe.run.dir))
+        if environment.main:
+            run.refuse_if_used()
+            run.create(to_yaml(loaded.recipe))
+    except RecipeError as error:
+        if environment is None or environment.main:
+            print(error, file=sys.stderr, flush=True)
+        else:
+            time.sleep(10)  # rank 0 says it; torchrun ends everybody once the first has ended
+        return EXIT_USAGE
+    prepare_cuda(deterministic=loaded.recipe.run.deterministic)
+    from launcher.pipeline import train  # and with it torch
+
+    try:
+        return train(loaded, environment, run)
+    except TrainingError as error:
+        print(f"rank {environment.rank}: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
