@@ -42,7 +42,7 @@ def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> Lear
     peak * min_ratio at the last step, `constant` stays, and `wsd` (warm-up, stable, decay) stays and falls linearly
     over the last `decay_steps`.
     """
-    warmup, floor = min(schedule.warmup_steps, steps), schedule.min_ratio
+    warmup, floor = schedule.warmup_steps, schedule.min_ratio
 
     def at(step: int) -> float:
         if step <= warmup:

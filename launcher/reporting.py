@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from launcher.batching import accumulation_steps
 from launcher.data.dataset import SequenceDataset
 from launcher.errors import TrainingError
 from launcher.hardware import peak_flops
@@ -19,7 +20,7 @@ from launcher.metrics.console import Console, bytes_as_text, seconds_as_text
 from launcher.metrics.record import StepRecorder
 from launcher.metrics.sinks import Sink, open_sinks
 from launcher.processes import DataParallel
-from launcher.recipe.schema import Logging, Run
+from launcher.recipe.schema import Batch, Recipe
 from launcher.run_folder import RunFolder, State
 from launcher.strategies import WrappedModel
 from launcher.strategies.activation_checkpointing import is_checkpointed, recomputation_changes_state
@@ -28,24 +29,14 @@ from launcher.strategies.activation_checkpointing import is_checkpointed, recomp
 class Reporter:
     """Logs steps and evaluations. Every rank has one, since a record takes numbers from all; rank 0's writes and prints."""
 
-    def __init__(
-        self,
-        ranks: DataParallel,
-        folder: RunFolder,
-        *,
-        run: Run,
-        logging: Logging,
-        steps: int,
-        flops_per_token: float,
-        config: dict[str, Any],
-    ) -> None:
+    def __init__(self, ranks: DataParallel, folder: RunFolder, *, recipe: Recipe, steps: int, flops_per_token: float) -> None:
         device = ranks.device
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._recorder = StepRecorder(ranks, flops_per_token=flops_per_token, peak_flops=peak)
         self.excluded = self._recorder.excluded
         self._main = ranks.rank == 0
         self._folder, self._steps = folder, steps
-        self._every_steps, self._max_skipped = logging.every_steps, run.max_skipped_steps
+        self._every_steps, self._max_skipped = recipe.logging.every_steps, recipe.run.max_skipped_steps
         self._console = Console(steps)
         self._started = time.monotonic()
         self._losses: list[float] = []
@@ -53,9 +44,19 @@ class Reporter:
         self._sinks: list[Sink] = []
         if self._main:
             self._sinks = open_sinks(
-                logging, name=run.name, folder=folder.path, metrics=folder.metrics, config=config, warn=self._console.say
+                recipe.logging,
+                name=recipe.run.name,
+                folder=folder.path,
+                metrics=folder.metrics,
+                config=dataclasses.asdict(recipe),
+                warn=self._console.say,
             )
             folder.write_status("running", step=0, steps=steps)
+
+    def start(self, *lines: str) -> None:
+        """The first lines on the console, from rank 0."""
+        for line in lines:
+            self.say(line)
 
     def say(self, text: str) -> None:
         """A line on the console, from rank 0."""
@@ -117,7 +118,7 @@ def _bytes(tensors: list[nn.Parameter]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def describe_model(wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[str, nn.Module], mode: str | None) -> list[str]:
+def describe_model(wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[str, nn.Module], mode: str | None) -> str:
     """What was really done, for the first lines on the console: read off the wrapped model, not off the recipe.
 
     blocks: as `find_blocks` found them; mode: of activation checkpointing, None: off.
@@ -145,7 +146,7 @@ def describe_model(wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[s
         f"a rank holds {bytes_as_text(4 * held)}: parameters {bytes_as_text(held)}, gradients {bytes_as_text(held)}, "
         f"optimizer {bytes_as_text(2 * held)}; activations and gathered blocks come on top"
     )
-    return lines
+    return "\n".join(lines)
 
 
 def describe_data(dataset: SequenceDataset, *, shuffled: bool) -> str:
@@ -161,13 +162,18 @@ def describe_data(dataset: SequenceDataset, *, shuffled: bool) -> str:
     return text
 
 
+def describe_batch(batch: Batch, *, ranks: int, steps: int, sequences: int, warmup: int) -> str:
+    """How the global batch is put together, and how often the run sees the data."""
+    accumulation = accumulation_steps(global_batch_size=batch.global_batch_size, micro_batch_size=batch.micro_batch_size, ranks=ranks)
+    text = (
+        f"batch: {batch.global_batch_size} sequences = {batch.micro_batch_size} a micro-batch x {accumulation} accumulation steps "
+        f"x {ranks} ranks; {steps} steps are {steps * batch.global_batch_size / sequences:.2g} passes over the data"
+    )
+    return text + (f"\nnote: the warm-up of {warmup} steps is not over within the run's {steps}" if warmup >= steps else "")
+
+
 def _count(number: int) -> str:
     for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= size:
             return f"{number / size:.2f} {unit}"
     return str(number)
-
-
-def recipe_as_dict(recipe: Any) -> dict[str, Any]:
-    """For trackers that show a run's settings."""
-    return dataclasses.asdict(recipe)

@@ -45,13 +45,15 @@ def _wanted(relative: Path) -> bool:
 def read_documents(file: Path, *, column: str) -> Iterator[str]:
     """The documents of a file: one a row, from `column`, or the whole of a text file.
 
-    Raises RecipeError naming file and row where one has no such column, is malformed or not UTF-8.
+    Raises RecipeError naming file and row where one has no such column, is malformed, not UTF-8 or cannot be read.
     """
     if file.suffix.lower() not in ROW_FILES:
         try:
             text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise RecipeError(f"{file}: not UTF-8 text (byte {error.start}); convert it, or leave it out of the patterns") from None
+        except OSError as error:
+            raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
         if text:
             yield text
         return
@@ -60,8 +62,17 @@ def read_documents(file: Path, *, column: str) -> Iterator[str]:
         if not isinstance(value, str):
             got = "no such column" if column not in row else f"got {type(value).__name__}"
             raise RecipeError(f"{where}: column {column!r} must hold text; {got}; columns: {', '.join(row)} (data.text_column names it)")
+        if not _encodable(value):
+            raise RecipeError(f"{where}: column {column!r} holds half a surrogate pair (\\ud800 to \\udfff), which is no character")
         if value:
             yield value
+
+
+def _encodable(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -87,6 +98,8 @@ def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise RecipeError(f"{file}:{line}: not JSON: {error.msg} (column {error.colno})") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{file}: not UTF-8 text (byte {error.start} of a block)") from None
+    except OSError as error:
+        raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
 
 
 def _row(where: str, row: Any) -> tuple[str, dict[str, Any]]:
@@ -105,5 +118,5 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for row in batch.to_pylist():
                 number += 1
                 yield f"{file} row {number}", row
-    except pyarrow.ArrowException as error:
-        raise RecipeError(f"{file}: not a parquet file: {error}") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RecipeError(f"{file}: not a parquet file, or a damaged one: {str(error).splitlines()[0]}") from None

@@ -1,6 +1,6 @@
 """Tokenized documents on disk, memory-mapped: made once, shared by all processes of a node, found again at the next start.
 
-A store is a folder: `ids.npy` (all documents behind one another), `targets.npy` where rows bring labels of their own,
+A store is a folder: `ids.npy` (all documents behind one another), `labels.npy` where rows bring labels of their own,
 `offsets.npy` (documents + 1) and `meta.json`. It is written beside its place and renamed into it, so what has the name
 is whole.
 """
@@ -142,8 +142,11 @@ def _integers(where: str, row: dict[str, Any], column: str) -> npt.NDArray[np.in
 
 
 def _write(folder: Path, documents: Iterator[_Document], *, files: int) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+    except OSError as error:
+        raise RecipeError(f"data.cache: {folder.parent} cannot be written to: {error.strerror}") from None
     try:
         offsets, largest, labelled = [0], -1, False
         with (scratch / "ids.raw").open("wb") as ids_file, (scratch / "labels.raw").open("wb") as labels_file:

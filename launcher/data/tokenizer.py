@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 from launcher.errors import RecipeError
 
+_TOKENIZER_FILES = (".json", ".txt", ".model", ".tiktoken", ".vocab", ".bpe")
+"""What a tokenizer may be made of: merges.txt and spiece.model as well as tokenizer.json."""
+
 
 class Tokenizer(Protocol):
     """A document into ids, its end marked."""
@@ -42,14 +45,15 @@ class FolderTokenizer:
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise RecipeError(f"data.tokenizer: {folder}: no tokenizer could be loaded: {str(error).splitlines()[0]}") from None
+        except Exception as error:  # whatever a broken file makes it raise: the folder came from the user
+            what = (str(error).splitlines() or [""])[0] if isinstance(error, (OSError, ValueError)) else repr(error)
+            raise RecipeError(f"data.tokenizer: {folder}: no tokenizer could be loaded: {what}") from None
         if self._tokenizer.eos_token_id is None:
             raise RecipeError(f"data.tokenizer: {folder}: has no end-of-text token (eos_token), which ends each document")
         digest = hashlib.sha256()
-        for file in sorted(Path(folder).glob("*token*")) + sorted(Path(folder).glob("*vocab*")):
-            if file.is_file():
-                digest.update(file.read_bytes())
+        for file in sorted(Path(folder).iterdir()):
+            if file.is_file() and file.suffix in _TOKENIZER_FILES:
+                digest.update(file.name.encode() + file.read_bytes())
         self.identity = digest.hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:

@@ -29,8 +29,19 @@ def clean_name(name: str) -> str:
 
 
 def materialize(model: nn.Module, *, parameters: torch.device, buffers: torch.device) -> None:
-    """Uninitialized storage for a meta model: parameters (or a rank's shards of them) here, buffers there."""
+    """Uninitialized storage for a meta model: parameters (or a rank's shards of them) here, buffers there.
+
+    Parameters that share a tensor (tied embeddings) go on sharing one.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
     model.to_empty(device=parameters)
+    for (first, first_name), *others in places.values():
+        for module, name in others:
+            module._parameters[name] = first._parameters[first_name]
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,13 @@ def _name(recipe: Recipe, ranks: int | None) -> Found:
         yield "run.name", f"must be usable as a folder's name; got {recipe.run.name!r}"
 
 
+@_rule("run.dir", "data.cache")
+def _home(recipe: Recipe, ranks: int | None) -> Found:
+    for key, folder in (("run.dir", recipe.run.dir), ("data.cache", recipe.data.cache)):
+        if folder is not None and folder.startswith("~"):
+            yield key, f"~ is not expanded in a recipe; write the whole path, or ${{oc.env:HOME}}; got {folder!r}"
+
+
 @_rule("run.max_steps", "run.epochs")
 def _length(recipe: Recipe, ranks: int | None) -> Found:
     if recipe.run.max_steps is None and recipe.run.epochs is None:
@@ -95,7 +103,7 @@ def _tokenizer(recipe: Recipe, ranks: int | None) -> Found:
     if recipe.data.kind == "text" and recipe.data.tokenizer is None and recipe.model.path is None:
         yield "data.tokenizer", "missing; a model.config has none of its own: give `bytes` or a folder with a tokenizer"
     tokenizer = recipe.data.tokenizer
-    if recipe.data.kind == "text" and tokenizer not in (None, "bytes") and not Path(str(tokenizer)).is_dir():
+    if recipe.data.kind == "text" and tokenizer not in (None, "bytes") and not os.path.isdir(str(tokenizer)):
         yield "data.tokenizer", f"no such folder: {tokenizer}; give `bytes` or a folder with a tokenizer (a hub id: not built yet)"
 
 
@@ -121,7 +129,7 @@ def _validation_files(recipe: Recipe, ranks: int | None) -> Found:
 
 def _missing_files(key: str, patterns: tuple[str, ...]) -> Found:
     for index, pattern in enumerate(patterns):
-        if not Path(pattern).exists() and next(glob.iglob(pattern, recursive=True), None) is None:
+        if not os.path.exists(pattern) and next(glob.iglob(pattern, recursive=True), None) is None:
             what = "matches no file" if any(c in pattern for c in "*?[") else "no such file or folder"
             yield f"{key}.{index}", f"{pattern!r}: {what} (looked for in {Path.cwd()}; a hub data set: not built yet)"
 
@@ -155,7 +163,7 @@ def _strategy(recipe: Recipe, ranks: int | None) -> Found:
                 yield f"strategy.{name}", "not available with kind ddp; use kind fsdp"
         if strategy.mixed_precision is not None and strategy.mixed_precision.reduce_dtype != "float32":
             yield "strategy.mixed_precision.reduce_dtype", "not available with kind ddp, which reduces in float32; use kind fsdp"
-    if ranks is not None and ranks % strategy.replicate:
+    elif ranks is not None and ranks % strategy.replicate:
         divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         yield "strategy.replicate", f"{strategy.replicate} does not divide {ranks} (ranks); try one of {divisors}"
 

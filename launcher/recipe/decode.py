@@ -35,10 +35,15 @@ def dotted(path: KeyPath) -> str:
     return text
 
 
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` was probably meant to be."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?`, or an empty string where nothing is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = closest(word, known)
+    return f"; did you mean {near}?" if near else ""
 
 
 def quoted(value: Any) -> str:
@@ -47,7 +52,12 @@ def quoted(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    text = repr(value)
+    if isinstance(value, dict):
+        text = "{" + ", ".join(f"{key}: {quoted(inner)}" for key, inner in value.items()) + "}"
+    elif isinstance(value, list):
+        text = "[" + ", ".join(quoted(inner) for inner in value) + "]"
+    else:
+        text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -123,6 +133,8 @@ class Decoder:
 
     def __init__(self, root: Any) -> None:
         self.problems: list[Problem] = []
+        self.misspelt: set[KeyPath] = set()
+        """Keys that are not there, but that a misspelt one seems to mean: they are not told to be missing too."""
         self._keys = list(_all_keys(root))
 
     def section(self, kind: Any, value: Any, path: KeyPath) -> Any:
@@ -130,13 +142,15 @@ class Decoder:
         annotations = section_fields(kind)
         for key in value:
             if key not in annotations:
-                self._unknown(str(key), annotations, path)
+                self._unknown(str(key), annotations, annotations.keys() - value.keys(), path)
         decoded = {}
         for field in dataclasses.fields(kind):
             default = default_of(field)
             here = (*path, field.name)
             if field.name in value:
                 decoded[field.name] = self._value(annotations[field.name], value[field.name], here, default)
+            elif default is dataclasses.MISSING and here in self.misspelt:
+                decoded[field.name] = None
             elif default is dataclasses.MISSING and (inner := subsection(annotations[field.name])) is not None:
                 decoded[field.name] = self.section(inner, {}, here)
             elif default is dataclasses.MISSING:
@@ -148,8 +162,13 @@ class Decoder:
                 decoded[field.name] = default
         return kind(**decoded)
 
-    def _unknown(self, key: str, known: Iterable[str], path: KeyPath) -> None:
-        message = suggestion(key, known)
+    def _unknown(self, key: str, known: Iterable[str], absent: Iterable[str], path: KeyPath) -> None:
+        meant = closest(key, absent)
+        if meant is not None:
+            self.misspelt.add((*path, meant))
+            message = f"; did you mean {meant}?"
+        else:
+            message = suggestion(key, known)
         if not message:
             elsewhere = [dotted(other) for other in self._keys if other[-1] == key and other[:-1] != path]
             if elsewhere:
@@ -230,12 +249,11 @@ class Decoder:
         for mark in expected.marks:
             violated = mark.violated_by(value) if isinstance(mark, Range) else None
             if violated:
-                self.problems.append(Problem(path, f"{violated}; got {value:g}"))
+                self.problems.append(Problem(path, f"{violated}; got {value if isinstance(value, int) else f'{value:g}'}"))
 
 
 def _is_number(text: str) -> bool:
     try:
-        float(text)
+        return math.isfinite(float(text))
     except ValueError:
         return False
-    return True

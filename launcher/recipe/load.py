@@ -6,21 +6,37 @@ OmegaConf loads, overrides and interpolates; `decode` makes its plain result a R
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from launcher.errors import RecipeError
 from launcher.recipe.check import check
-from launcher.recipe.decode import Decoder, KeyPath, Problem, dotted, suggestion
-from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
+from launcher.recipe.decode import Decoder, KeyPath, Problem, closest, default_of, dotted, section_fields, subsection, suggestion
+from launcher.recipe.schema import Recipe
 
 COMMAND_LINE = "command line"
+
+_TAG = "tag:yaml.org,2002:"
+_KNOWN_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq")}
+_BROKEN_INTERPOLATION = "is no interpolation: write ${section.key}, or \\${ for the two characters themselves"
+_YAML_HINTS = (  # part of what the YAML reader says, and what is mostly meant by it
+    ("\\t", "indent with spaces, not with tabs"),
+    ("undefined alias", "text that starts with * stands in quotes"),
+    ("alphabetic or numeric", "text that starts with * or & stands in quotes"),
+    ("expected ',' or", "inside [ ] and { }, text with any of [ ] { } , : stands in quotes"),
+    ("<block", "is the indentation right, here and in the line before?"),
+    ("mapping values", "text with a colon and a space stands in quotes; or is the indentation wrong?"),
+    ("found '?'", "??? stands in quotes in a list"),
+    ("cannot start any token", "text that starts so stands in quotes"),
+)
 
 
 @dataclass
@@ -40,15 +56,27 @@ class Origins:
             return f"{self.file}:{self.lines[path]}"
         return "default"
 
+    def override(self, path: KeyPath, argument: str) -> None:
+        """An argument set this key; what the file says inside it stands no more."""
+        self.lines = {key: line for key, line in self.lines.items() if key == path or key[: len(path)] != path}
+        self.overrides = {key: earlier for key, earlier in self.overrides.items() if key[: len(path)] != path}
+        self.overrides[path] = argument
+
+    def locate(self, path: KeyPath) -> str | int:
+        """The argument or the line that set a key, or else the section nearest to it; 0: neither."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.overrides:
+                return self.overrides[path[:length]]
+            if path[:length] in self.lines:
+                return self.lines[path[:length]]
+        return 0
+
     def cite(self, problem: Problem) -> str:
         """One line: where, which key, what is wrong."""
-        path = problem.path
-        if path in self.overrides:
-            argument = self.overrides[path]
-            shown = argument if argument.split("=", 1)[0] == dotted(path) else dotted(path)
-            return f"{COMMAND_LINE}: {shown}: {problem.message}"
-        where = next((f":{self.lines[path[:n]]}" for n in range(len(path), 0, -1) if path[:n] in self.lines), "")
-        return f"{self.file}{where}: {dotted(path)}: {problem.message}" if path else f"{self.file}: {problem.message}"
+        where, key = self.locate(problem.path), dotted(problem.path)
+        if isinstance(where, str):
+            return f"{COMMAND_LINE}: {where if where.partition('=')[0] == key else key}: {problem.message}"
+        return ": ".join(part for part in (f"{self.file}:{where}" if where else self.file, key, problem.message) if part)
 
 
 @dataclass(frozen=True)
@@ -72,16 +100,18 @@ def recipe_folders() -> list[Path]:
 def _find(name: str) -> Path:
     written = Path(name)
     if written.suffix in (".yaml", ".yml") or "/" in name:
-        if not written.exists():
-            near = suggestion(written.name, [p.name for p in written.parent.glob("*.y*ml")])
-            raise RecipeError(f"recipe={name}: no such file{near}")
-        if not written.is_file():
-            raise RecipeError(f"recipe={name}: is a folder; give a file in it")
+        if not os.path.exists(name):
+            stems = {path.stem: path for path in sorted(written.parent.glob("*.y*ml"))}
+            near = closest(written.stem, stems)
+            raise RecipeError(f"{COMMAND_LINE}: recipe={name}: no such file{f'; did you mean {stems[near]}?' if near else ''}")
+        if written.is_dir():
+            raise RecipeError(f"{COMMAND_LINE}: recipe={name}: is a folder; give a file in it")
         return written
     known = {path.stem: path for folder in reversed(recipe_folders()) for path in sorted(folder.glob("*.yaml"))}
     if name not in known:
+        near = f"; did you mean {name}.yaml?" if os.path.exists(f"{name}.yaml") else suggestion(name, known)
         raise RecipeError(
-            f"recipe={name}: no recipe of that name{suggestion(name, known)}; known: {', '.join(sorted(known))}; "
+            f"{COMMAND_LINE}: recipe={name}: no recipe of that name{near}; known: {', '.join(sorted(known))}; "
             "or give the path of a .yaml file"
         )
     return known[name]
@@ -104,21 +134,47 @@ def _read(path: Path, shown: str) -> str:
 
 
 def _lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], problems: list[Problem]) -> None:
-    """Fills `lines` with the line of each key; a key that stands twice in a section is a problem."""
+    """Fills `lines` with the line of each key.
+
+    What OmegaConf would stop at, or say without a line, is a problem, and is taken out of the tree: a key that stands
+    twice in a section or is no text, a tag, a broken interpolation.
+    """
+    if node.tag not in _KNOWN_TAGS:
+        problems.append(
+            Problem(
+                path,
+                f"the YAML tag {node.tag.replace(_TAG, '!!')} has no meaning in a recipe; text that starts with ! or = stands in quotes",
+            )
+        )
+        node.tag = _TAG + ("map" if isinstance(node, yaml.MappingNode) else "seq" if isinstance(node, yaml.SequenceNode) else "str")
     if isinstance(node, yaml.MappingNode):
-        seen: dict[str, int] = {}
-        for key, value in node.value:
-            name = str(key.value)
-            line = key.start_mark.line + 1
-            if name in seen:
-                problems.append(Problem((*path, name), f"stands twice: in line {seen[name]} and in line {line}"))
-            seen[name] = line
-            lines[(*path, name)] = line
-            _lines(value, (*path, name), lines, problems)
+        kept: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in sorted(node.value, key=lambda pair: pair[0].tag != _TAG + "merge"):
+            name, line = key.value, key.start_mark.line + 1
+            if key.tag == _TAG + "merge":  # <<: what it brings in stands where its anchor is
+                for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    _lines(merged, path, lines, problems)
+            elif not isinstance(name, str) or key.tag not in (_TAG + "str", _TAG + "int"):
+                shown = repr(name) if isinstance(name, str) else "a list or a section"
+                problems.append(Problem(path, f"a key must be a name; line {line} has {shown}"))
+                continue
+            else:
+                if name in kept:
+                    problems.append(Problem((*path, name), f"stands twice: in line {lines[(*path, name)]} and in line {line}"))
+                lines[(*path, name)] = line
+                _lines(value, (*path, name), lines, problems)
+            kept[name] = (key, value)
+        node.value = list(kept.values())
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             lines[(*path, str(index))] = value.start_mark.line + 1
             _lines(value, (*path, str(index)), lines, problems)
+    elif "${" in node.value:
+        try:
+            OmegaConf.create([node.value])
+        except GrammarParseError:
+            problems.append(Problem(path, _BROKEN_INTERPOLATION))
+            node.value = ""
 
 
 def _parse(text: str, origins: Origins, problems: list[Problem]) -> DictConfig:
@@ -129,70 +185,145 @@ def _parse(text: str, origins: Origins, problems: list[Problem]) -> DictConfig:
         if not isinstance(node, yaml.MappingNode):
             raise RecipeError(f"{origins.file}:{node.start_mark.line + 1}: must be sections (run:, model:, data:, ...)")
         _lines(node, (), origins.lines, problems)
-        if problems:  # OmegaConf refuses duplicate keys too, but names only the first
-            raise RecipeError([origins.cite(problem) for problem in problems])
-        loaded = OmegaConf.create(text)
+        loaded = OmegaConf.create(yaml.serialize(node, Dumper=yaml.SafeDumper) if problems else text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise RecipeError(f"{origins.file}:{line}: not YAML: the character {text[error.position]!r} is not allowed") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{origins.file}:{mark.line + 1}" if mark else origins.file
-        what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        hint = "; indent with spaces, not with tabs" if "\\t" in what else ""
-        raise RecipeError(f"{where}: not YAML: {what}{hint}") from None
+        raise RecipeError(f"{where}: not YAML: {_yaml_words(error)}") from None
     except RecursionError:
-        raise RecipeError(f"{origins.file}: an alias contains itself") from None
-    except OmegaConfBaseException as error:
-        raise RecipeError(f"{origins.file}: {_first_line(error)}") from None
+        raise RecipeError(f"{origins.file}: an alias contains itself, or sections are nested without end") from None
+    except RecipeError:
+        raise
+    except (OmegaConfBaseException, ValueError, KeyError, TypeError):
+        raise RecipeError(f"{origins.file}: a YAML tag (!!int, !!bool, ...) stands before a value that it does not fit") from None
     assert isinstance(loaded, DictConfig)
     return loaded
 
 
+def _yaml_words(error: yaml.YAMLError) -> str:
+    what = getattr(error, "problem", None) or _first_line(error)
+    if what.startswith("but "):
+        what = f"{getattr(error, 'context', None)}, {what}"
+    if "constructor" in what:
+        return "a tag (!...) has no meaning in a recipe; text that starts with ! or = stands in quotes"
+    hint = next((hint for sign, hint in _YAML_HINTS if sign in what), None)
+    return f"{what}; {hint}" if hint else what
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _leaves(value: Any, path: KeyPath) -> list[KeyPath]:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict):
         return [path] + [leaf for key, inner in value.items() for leaf in _leaves(inner, (*path, str(key)))]
-    if isinstance(value, list):
-        return [path] + [leaf for index, inner in enumerate(value) for leaf in _leaves(inner, (*path, str(index)))]
     return [path]
 
 
-def _override(config: DictConfig, argument: str, origins: Origins, cited: list[str]) -> DictConfig:
+def _override(config: DictConfig, argument: str, origins: Origins) -> DictConfig:
+    """Raises RecipeError where the argument is no override."""
     key, equals, _ = argument.partition("=")
-    if not equals or not key.strip() or any(not part.strip() for part in key.split(".")):
-        cited.append(f"{COMMAND_LINE}: {argument}: an override is key=value, such as batch.micro_batch_size=4")
-        return config
+    if not equals or any(not part or part != part.strip() for part in key.split(".")):
+        raise RecipeError(f"{COMMAND_LINE}: {argument or repr('')}: an override is key=value, such as batch.micro_batch_size=4")
     try:
         override = OmegaConf.from_dotlist([argument])
+        _make_way(config, OmegaConf.to_container(override, resolve=False), (), argument, origins)
         merged = OmegaConf.merge(config, override)
-        plain = OmegaConf.to_container(override, resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-        cited.append(f"{COMMAND_LINE}: {argument}: not a value: {getattr(error, 'problem', None) or _first_line(error)}")
-        return config
+    except RecipeError:
+        raise
+    except GrammarParseError:
+        raise RecipeError(f"{COMMAND_LINE}: {argument}: {_BROKEN_INTERPOLATION}") from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{COMMAND_LINE}: {argument}: not a value: {_yaml_words(error)}") from None
+    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+        raise RecipeError(f"{COMMAND_LINE}: {argument}: not a value: {_first_line(error)}") from None
     assert isinstance(merged, DictConfig)
-    for leaf in _leaves(plain, ()):
-        if len(leaf) >= len(key.split(".")):
-            origins.overrides[leaf] = argument
     return merged
 
 
-def _resolve(config: Any, path: KeyPath, problems: list[Problem]) -> Any:
-    """OmegaConf's tree as plain values, each interpolation resolved; one that fails is a problem and comes out as None."""
+def _make_way(config: DictConfig, values: Any, path: KeyPath, argument: str, origins: Origins) -> None:
+    """Notes what an override sets as its own, and takes away what stands there: a list and a section do not merge."""
+    for key, value in values.items():
+        here = (*path, str(key))
+        before = _peek(config, key)
+        if isinstance(before, DictConfig) and isinstance(value, dict):
+            _make_way(before, value, here, argument, origins)
+            continue
+        if isinstance(before, ListConfig) and isinstance(value, dict):
+            raise RecipeError(f"{COMMAND_LINE}: {argument}: {dotted(here)} is a list; give it whole, as {dotted(here)}=[...]")
+        if before is not None:
+            config[key] = None
+        for leaf in _leaves(value, here):
+            origins.override(leaf, argument)
+
+
+def _peek(config: DictConfig, key: Any) -> Any:
+    """A value, interpolated where that is possible; None where there is none."""
+    try:
+        return config[key] if key in set(config) and not OmegaConf.is_missing(config, key) else None
+    except (OmegaConfBaseException, ValueError):
+        return None
+
+
+def _write_defaults(config: DictConfig, section: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """Adds what a recipe leaves out, so that an interpolation finds it; yields the keys."""
+    annotations = section_fields(section)
+    for field_ in dataclasses.fields(section):
+        name, default = field_.name, default_of(field_)
+        if name not in set(config) and default is not dataclasses.MISSING:  # `in config` would interpolate
+            config[name] = _plain(default)
+            yield (*path, name)
+            continue
+        inner, value = subsection(annotations[name]), _peek(config, name)
+        if inner is not None and isinstance(value, DictConfig) and not OmegaConf.is_interpolation(config, name):
+            yield from _write_defaults(value, inner, (*path, name))
+
+
+def _resolve(config: Any, path: KeyPath, above: tuple[Any, ...], defaults: set[KeyPath], problems: list[Problem]) -> Any:
+    """OmegaConf's tree as plain values, each interpolation resolved; one that fails is a problem and comes out as None.
+
+    above: the sections that lead here.
+    defaults: left out again, but where they are interpolated (`run.dir`) and that succeeds.
+    """
     keys = range(len(config)) if isinstance(config, ListConfig) else list(config.keys())
     resolved: dict[str, Any] = {}
     for key in keys:
         here = (*path, str(key))
+        if here in defaults and not OmegaConf.is_interpolation(config, key):
+            continue
         try:
             if OmegaConf.is_missing(config, key):
+                resolved[str(key)] = None
                 problems.append(Problem(here, "??? stands where a value must be given"))
                 continue
             value = config[key]
+            if any(value is node for node in above):
+                raise ValueError(_CYCLE)
         except (OmegaConfBaseException, ValueError) as error:
-            problems.append(Problem(here, f"cannot be interpolated: {_first_line(error)}"))
+            if here not in defaults:
+                resolved[str(key)] = None
+                problems.append(Problem(here, f"cannot be interpolated: {_interpolation_words(error, config)}"))
             continue
-        resolved[str(key)] = _resolve(value, here, problems) if isinstance(value, (DictConfig, ListConfig)) else value
+        inside = isinstance(value, (DictConfig, ListConfig))
+        resolved[str(key)] = _resolve(value, here, (*above, value), defaults, problems) if inside else value
     return list(resolved.values()) if isinstance(config, ListConfig) else resolved
+
+
+_CYCLE = "it leads back to itself"
+
+
+def _interpolation_words(error: Exception, config: Any) -> str:
+    what = _first_line(error)
+    if "Recursive" in what or "parent node" in what:
+        return _CYCLE
+    if missing := re.fullmatch(r"Interpolation key '(.*)' not found", what):
+        return f"there is no key {missing[1]}"
+    if unsupported := re.fullmatch(r"Unsupported interpolation type (.*)", what):
+        return f"there is no resolver {unsupported[1]}; use ${{section.key}}, ${{oc.env:NAME}} or ${{stdlib:}}"
+    return re.sub(r"^\w+ raised while resolving interpolation: ", "", what).strip('"')
 
 
 def _standard_library(folder: str = "") -> str:
@@ -220,33 +351,51 @@ def load_recipe(arguments: Sequence[str], *, ranks: int | None) -> LoadedRecipe:
     path = _find(named[0])
     origins = Origins(file=_shown(path))
     problems: list[Problem] = []
-    cited: list[str] = []
+    found: list[tuple[bool, int, str]] = []
+    """Problems in the order to tell them in: as in the file, then as on the command line."""
     config = _parse(_read(path, origins.file), origins, problems)
-    if config.get("run") is not None and isinstance(config.get("run"), DictConfig) and "dir" not in config["run"]:
-        config["run"]["dir"] = DEFAULT_RUN_DIR
-    for argument in arguments:
+    for index, argument in enumerate(arguments):
         if not argument.startswith("recipe="):
-            config = _override(config, argument, origins, cited)
-    plain = _resolve(config, (), problems)
+            try:
+                config = _override(config, argument, origins)
+            except RecipeError as error:
+                found.append((True, index, str(error)))
+    defaults = set(_write_defaults(config, Recipe, ()))
+    plain = _resolve(config, (), (config,), defaults, problems)
     decoder = Decoder(Recipe)
     recipe = decoder.section(Recipe, plain, ())
     named_already = {problem.path for problem in problems}
     problems += [problem for problem in decoder.problems if problem.path not in named_already]
-    problems += check(recipe, ranks=ranks, unsound={problem.path for problem in problems})
-    if problems or cited:
-        raise RecipeError([origins.cite(problem) for problem in sorted(problems, key=lambda p: _order(p, origins))] + cited)
+    problems += check(recipe, ranks=ranks, unsound={problem.path for problem in problems} | decoder.misspelt)
+    for problem in problems:
+        where = origins.locate(problem.path)
+        found.append((isinstance(where, str), where if isinstance(where, int) else arguments.index(where), origins.cite(problem)))
+    if found:
+        raise RecipeError([text for _, _, text in sorted(found, key=lambda one: one[:2])])
     return LoadedRecipe(recipe, origins)
 
 
-def _order(problem: Problem, origins: Origins) -> tuple[bool, int]:
-    """In the order of the file, the command line last."""
-    near = next((origins.lines[problem.path[:n]] for n in range(len(problem.path), 0, -1) if problem.path[:n] in origins.lines), 0)
-    return problem.path in origins.overrides, near
+class _Dumper(yaml.SafeDumper):
+    """Writes text so that OmegaConf reads the same: not as a number (1e-4), not as an interpolation."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_str(re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
+
+
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[\d_.]+[eE][-+]?\d+"), list("-+.0123456789"))
 
 
 def to_yaml(recipe: Recipe) -> str:
     """The resolved recipe, every key written out; running it repeats the run."""
-    return yaml.safe_dump(_plain(recipe), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
+    return yaml.dump(_plain(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
+
+
+def scalar_as_yaml(value: Any) -> str:
+    """A value that is no section, on one line of YAML."""
+    text: str = yaml.safe_dump(_plain(value), default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _plain(value: Any) -> Any:

@@ -24,13 +24,13 @@ class Range:
     def violated_by(self, value: float) -> str | None:
         """What the value must be, in words, or None where it is."""
         if self.minimum is not None and value < self.minimum:
-            return f"must be at least {self.minimum:g}"
+            return f"must be at least {self.minimum}"
         if self.above is not None and value <= self.above:
-            return f"must be more than {self.above:g}"
+            return f"must be more than {self.above}"
         if self.maximum is not None and value > self.maximum:
-            return f"must be at most {self.maximum:g}"
+            return f"must be at most {self.maximum}"
         if self.below is not None and value >= self.below:
-            return f"must be less than {self.below:g}"
+            return f"must be less than {self.below}"
         return None
 
 
@@ -54,7 +54,7 @@ class Run:
     """Name of the run, and of its folder."""
     dir: str = DEFAULT_RUN_DIR
     """Folder that everything the run writes goes into; relative to where the command is started."""
-    seed: NonNegativeInt = 1234
+    seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234
     """Seed of the initial weights, the order of samples and dropout."""
     deterministic: bool = False
     """Bit-reproducible on CUDA too, at some cost in speed."""

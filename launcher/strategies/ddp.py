@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +22,16 @@ class Ddp:
         self, model: nn.Module, *, ranks: DataParallel, param_dtype: torch.dtype, sync_every_micro_batch: bool, fill: Fill
     ) -> None:
         fill(model, ranks.device, ranks.device)
+        # torch 2.13 renames broadcast_buffers
+        renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+        no_buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
         self.module = model
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
             process_group=ranks.group,
             init_sync=False,  # every rank has filled in the same weights
-            broadcast_buffers=False,
+            **no_buffers,
             gradient_as_bucket_view=True,
         )
         self.model: nn.Module = self._ddp

@@ -1,0 +1,161 @@
+"""What the hand-written loops share: arguments, start and end, data, initial weights, and the measuring.
+
+Nothing here comes from launcher/: the loops are what the launcher is compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import resource
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig
+
+IGNORED = -100
+
+
+def parse_arguments(description: str, *flags: str) -> argparse.Namespace:
+    """The arguments of a loop; `flags` are switches that only this one has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", type=Path, required=True, help="JSON: fields of LlamaConfig")
+    parser.add_argument("--data", type=Path, required=True, help=".npy: token ids (rows, tokens)")
+    parser.add_argument("--metrics", type=Path, required=True, help="file that rank 0 writes a JSON line a step to")
+    parser.add_argument("--weights", type=Path, help="safetensors file with the initial weights; without it they are random")
+    parser.add_argument("--steps", type=int, required=True, help="optimizer steps")
+    parser.add_argument("--micro-batch-size", type=int, required=True, help="rows per rank per forward pass")
+    parser.add_argument("--accumulation", type=int, required=True, help="micro-batches per optimizer step")
+    parser.add_argument("--learning-rate", type=float, required=True, help="peak")
+    parser.add_argument("--warmup-steps", type=int, required=True, help="steps of linear warm-up")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; float32 otherwise")
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
+    return parser.parse_args()
+
+
+def start(*, offload: bool = False) -> tuple[int, int, torch.device]:
+    """Joins the other ranks; (rank, ranks, device)."""
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    torch.set_float32_matmul_precision("high")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        # Clipping reduces the norm of gradients that lie in host memory, which NCCL cannot
+        dist.init_process_group("cpu:gloo,cuda:nccl" if offload else "nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    if device.type == "cpu" or offload:
+        # torchrun sets OMP_NUM_THREADS=1, which leaves cores idle where there are more of them than ranks
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def end() -> None:
+    """Leaves the other ranks; to be called once the loop's own variables are gone.
+
+    DistributedDataParallel stands in a reference cycle and holds the process group. Were it the last one to do so, the
+    group would end while this thread holds the interpreter lock, which gloo's thread may wait for: both for ever (seen
+    with torch 2.13).
+    """
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def read_config(file: Path) -> LlamaConfig:
+    """The model's config, with the attention that the launcher takes."""
+    return LlamaConfig(**json.loads(file.read_text()), attn_implementation="sdpa")
+
+
+def load_rows(file: Path, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, (rows, tokens) each: all of the data, on the device from the start. A row's last token has no target."""
+    inputs = torch.from_numpy(np.load(file)).to(torch.int64)
+    targets = torch.full_like(inputs, IGNORED)
+    targets[:, :-1] = inputs[:, 1:]
+    return inputs.to(device), targets.to(device)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, file: Path) -> None:
+    """Puts the tensors of a safetensors file into the model, or each rank's part of them into its shards."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as weights:
+        for name, parameter in model.named_parameters():
+            whole = weights.get_tensor(name.replace("_checkpoint_wrapped_module.", ""))
+            if isinstance(parameter, DTensor):
+                # fully_shard cuts the first dimension as chunk does; ranks beyond the last chunk hold nothing
+                chunks = whole.chunk(parameter.device_mesh.size())
+                rank = parameter.device_mesh.get_local_rank()
+                whole = chunks[rank] if rank < len(chunks) else whole[:0]
+                parameter = parameter.to_local()
+            parameter.copy_(whole)
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+    """Fused AdamW; weight decay on matrices only."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    rest = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+
+def learning_rate_at(step: int, *, peak: float, warmup_steps: int, steps: int, floor: float = 0.1) -> float:
+    """Linear warm-up, then a cosine down to floor * peak at the last step; steps count from 1."""
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    progress = (step - warmup_steps) / (steps - warmup_steps)
+    return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+class Meter:
+    """A JSON line a step, measured as the launcher measures its own: one gathering of a few numbers over the ranks.
+
+    Reading the loss waits for the device, every step: the launcher does so too where it logs every step.
+    """
+
+    def __init__(self, file: Path, rank: int, ranks: int, device: torch.device) -> None:
+        self._file = file.open("w", buffering=1) if rank == 0 else None
+        self._ranks, self._device = ranks, device
+        self._since, self._cpu = time.perf_counter(), _cpu_seconds()
+
+    def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """loss: this rank's part of it, the sum over ranks is the loss; grad_norm: the same on all ranks."""
+        mine, norm = torch.stack([loss.double(), grad_norm.double()]).tolist()
+        numbers = torch.tensor([mine, _cpu_seconds() - self._cpu, self._peak_bytes()], dtype=torch.float64, device=self._device)
+        gathered = torch.empty(self._ranks * 3, dtype=torch.float64, device=self._device)
+        dist.all_gather_into_tensor(gathered, numbers)
+        by_rank = gathered.cpu().view(self._ranks, 3)
+        now = time.perf_counter()
+        if self._file is not None:
+            line = {
+                "step": step,
+                "loss": float(by_rank[:, 0].sum()),
+                "grad_norm": norm,
+                "step_seconds": now - self._since,
+                "cpu_seconds": float(by_rank[:, 1].sum()),
+                "peak_memory_bytes": int(by_rank[:, 2].max()),
+                "time": time.time(),
+            }
+            self._file.write(json.dumps(line) + "\n")
+        self._since, self._cpu = now, _cpu_seconds()
+
+    def _peak_bytes(self) -> int:
+        """CUDA: most bytes of tensors so far; CPU: most resident bytes."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

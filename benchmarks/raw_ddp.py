@@ -1,0 +1,59 @@
+"""A hand-written DistributedDataParallel loop, to compare the launcher's `ddp` with. Started by compare.py, through torchrun."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from raw_common import IGNORED, Meter, end, learning_rate_at, load_rows, load_weights, make_optimizer, parse_arguments, read_config, start
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
+
+
+def main() -> None:
+    """Trains."""
+    arguments = parse_arguments(__doc__)
+    rank, ranks, device = start()
+    micro, accumulation, steps = arguments.micro_batch_size, arguments.accumulation, arguments.steps
+    inputs, targets = load_rows(arguments.data, device)
+
+    torch.manual_seed(1234)
+    with device:
+        model = LlamaForCausalLM(read_config(arguments.config))
+    if arguments.weights is not None:
+        load_weights(model, arguments.weights)
+    ddp = DistributedDataParallel(
+        model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False
+    )
+    ddp.train()
+    optimizer = make_optimizer(model, arguments.learning_rate)
+    parameters = list(model.parameters())
+    # All rows are full, so what each step divides its loss by is known: no counting over the ranks
+    valid_tokens = accumulation * micro * ranks * (inputs.shape[1] - 1)
+
+    meter = Meter(arguments.metrics, rank, ranks, device)
+    for step in range(1, steps + 1):
+        total = torch.zeros((), device=device)
+        for index in range(accumulation):
+            row = (((step - 1) * accumulation + index) * ranks + rank) * micro % len(inputs)
+            with nullcontext() if index == accumulation - 1 else ddp.no_sync():
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=arguments.bf16):
+                    logits = ddp(input_ids=inputs[row : row + micro], use_cache=False).logits
+                    loss = F.cross_entropy(
+                        logits.float().flatten(0, 1), targets[row : row + micro].flatten(), ignore_index=IGNORED, reduction="sum"
+                    )
+                (loss * (ranks / valid_tokens)).backward()
+                total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        rate = learning_rate_at(step, peak=arguments.learning_rate, warmup_steps=arguments.warmup_steps, steps=steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        meter.record(step, total / valid_tokens, norm)
+
+
+if __name__ == "__main__":
+    main()
+    end()

@@ -1,0 +1,68 @@
+"""A hand-written FSDP2 loop, to compare the launcher's `fsdp` with. Started by compare.py, through torchrun.
+
+It gathers and frees the weights in every micro-batch; with --keep-gathered they stay gathered from a step's first to its
+last micro-batch. Gradients are reduced in every micro-batch either way.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from raw_common import IGNORED, Meter, end, learning_rate_at, load_rows, load_weights, make_optimizer, parse_arguments, read_config, start
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaForCausalLM
+
+
+def main() -> None:
+    """Trains."""
+    arguments = parse_arguments("A hand-written FSDP2 loop.", "--keep-gathered")
+    rank, ranks, device = start()
+    micro, accumulation, steps = arguments.micro_batch_size, arguments.accumulation, arguments.steps
+    inputs, targets = load_rows(arguments.data, device)
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(read_config(arguments.config))
+    mesh = init_device_mesh(device.type, (ranks,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if arguments.bf16 else MixedPrecisionPolicy()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not arguments.keep_gathered)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=device)
+    torch.manual_seed(1234)
+    model.init_weights()
+    if arguments.weights is not None:
+        load_weights(model, arguments.weights)
+    model.train()
+    optimizer = make_optimizer(model, arguments.learning_rate)
+    parameters = list(model.parameters())
+    # All rows are full, so what each step divides its loss by is known: no counting over the ranks
+    valid_tokens = accumulation * micro * ranks * (inputs.shape[1] - 1)
+
+    meter = Meter(arguments.metrics, rank, ranks, device)
+    for step in range(1, steps + 1):
+        total = torch.zeros((), device=device)
+        for index in range(accumulation):
+            last = index == accumulation - 1
+            model.set_is_last_backward(last)
+            if arguments.keep_gathered:
+                model.set_reshard_after_backward(last)
+            row = (((step - 1) * accumulation + index) * ranks + rank) * micro % len(inputs)
+            logits = model(input_ids=inputs[row : row + micro], use_cache=False).logits
+            loss = F.cross_entropy(
+                logits.float().flatten(0, 1), targets[row : row + micro].flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            (loss * (ranks / valid_tokens)).backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0).full_tensor()
+        rate = learning_rate_at(step, peak=arguments.learning_rate, warmup_steps=arguments.warmup_steps, steps=steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        meter.record(step, total / valid_tokens, norm)
+
+
+if __name__ == "__main__":
+    main()
+    end()

@@ -1,0 +1,57 @@
+"""The `launcher` command: finds the verb, calls it, turns what it raises into a message and an exit status."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from launcher import __version__
+from launcher.errors import EXIT_DONE, EXIT_USAGE, RecipeError
+from launcher.recipe.decode import suggestion
+
+VERBS = {
+    "show": "the resolved recipe, each value with where it came from",
+    "selftest": "the same losses over strategies, accumulation and ranks, on your recipe and machine",
+}
+
+
+def usage() -> str:
+    """What the command can do."""
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  launcher {verb:<{width}} recipe=NAME [key=value ...]   {what}" for verb, what in VERBS.items())
+    return (
+        f"launcher {__version__}\n\n"
+        f"  torchrun --nproc-per-node GPUS launcher/train.py recipe=NAME [key=value ...]   train\n{verbs}\n\n"
+        "recipe= takes the name of a shipped recipe (quickstart, ddp, fsdp, fsdp_offload) or the path of a .yaml file."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `launcher VERB ...`; returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return EXIT_DONE if words else EXIT_USAGE
+    if words[0] in ("-V", "--version"):
+        print(__version__)
+        return EXIT_DONE
+    if words[0] not in VERBS:
+        print(f"launcher {words[0]}: no such command{suggestion(words[0], VERBS)}; there are {', '.join(VERBS)}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        command = importlib.import_module(f"launcher.commands.{words[0]}")
+        status: int = command.main(words[1:])
+        return status
+    except RecipeError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `launcher show ... | head`
+        sys.stderr.close()
+        return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""One file a verb of the `launcher` command: `main(arguments) -> exit status`."""

@@ -1,0 +1,260 @@
+"""Trains one tiny model in many ways in one torchrun of four ranks, beside the plain loop, and writes down what came out.
+
+    torchrun --nproc-per-node 4 equivalence_worker.py FOLDER
+
+FOLDER has train.jsonl; results.json is written to it.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import plain_loop
+
+from launcher import loop
+from launcher.data.loader import Counts
+from launcher.model.weights import clean_name
+from launcher.pipeline import assemble
+from launcher.processes import DataParallel
+from launcher.recipe.load import load_recipe
+
+STEPS, BATCH = 10, 16
+LLAMA = "{model_type: llama, vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, \
+num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}"
+GPT2 = "{model_type: gpt2, vocab_size: 64, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 64, resid_pdrop: 0.1, embd_pdrop: 0.1, \
+attn_pdrop: 0.1}"
+BASE = """
+run: {name: equivalence, max_steps: 10, seed: 7}
+model: {config: %s}
+data: {kind: tokens, train: FOLDER/train.jsonl, sequence_length: 32, packing: false, shuffle: false, workers: 0}
+batch: {global_batch_size: 16, micro_batch_size: 1}
+strategy: {mixed_precision: null}
+optimizer: {learning_rate: 2.0e-3}
+schedule: {warmup_steps: 3}
+"""
+OFFLOAD = ["strategy.cpu_offload={pin_memory: true}", "activation_checkpointing={mode: full}"]
+STRATEGIES = {"ddp": ["strategy.kind=ddp"], "fsdp": ["strategy.kind=fsdp"], "offload": ["strategy.kind=fsdp", *OFFLOAD]}
+
+
+def full(tensor):
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def weights(training):
+    return {clean_name(name): full(parameter).clone() for name, parameter in training.wrapped.module.named_parameters()}
+
+
+class Worker:
+    def __init__(self, folder):
+        dist.init_process_group("gloo")
+        self.folder, self.rank = folder, dist.get_rank()
+        self.groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 4)}
+        self.results = {}
+        self.initial = self.plain = None
+
+    def recipe(self, overrides, ranks, accumulation, config=LLAMA):
+        file = self.folder / f"recipe_{self.rank}.yaml"
+        file.write_text((BASE % config).replace("FOLDER", str(self.folder)))
+        micro = BATCH // ranks // accumulation
+        return load_recipe([f"recipe={file}", f"batch.micro_batch_size={micro}", *overrides], ranks=ranks).recipe
+
+    def train(self, name, overrides, *, ranks=4, accumulation=1, config=LLAMA, mutate=None, before_step=None, compare=True):
+        """Trains and notes losses, norms, and how far initial and final weights are from the plain loop's."""
+        note, started = {}, time.monotonic()
+        if self.rank < ranks:
+            data_parallel = DataParallel(rank=self.rank, size=ranks, group=self.groups[ranks], device=torch.device("cpu"))
+            try:
+                training = assemble(self.recipe(overrides, ranks, accumulation, config), ranks=data_parallel, build_data=self.rank == 0)
+                start = weights(training)
+                if mutate is not None:
+                    mutate(training)
+                losses, norms, skipped = [], [], []
+                for step in training.trained:
+                    if before_step is not None:
+                        before_step(step.number + 1, training)
+                    loss = step.loss.clone()
+                    dist.all_reduce(loss, group=self.groups[ranks])
+                    losses.append(loss.item())
+                    norms.append(step.grad_norm.item())
+                    skipped.append(int(step.skipped.item()))
+                end = weights(training)
+                note = {"losses": losses, "norms": norms, "skipped": skipped}
+                if self.initial is None:
+                    self.initial = start
+                    self.run_plain_loop(training)
+                if compare:
+                    note["initial"] = max((start[k] - self.initial[k]).abs().max().item() for k in start)
+                    note["final"] = max((end[k] - self.plain["weights"][k]).abs().max().item() for k in end)
+                self.last = end
+            except (RuntimeError, ValueError) as error:
+                if mutate is None:
+                    raise
+                note = {"error": repr(error)}
+        dist.barrier()
+        self.results[name] = note
+        if self.rank == 0:
+            print(f"{time.monotonic() - started:.2f} s  {name}")
+
+    def run_plain_loop(self, training):
+        model = type(training.wrapped.module)
+        config = training.wrapped.module.config
+        from transformers import LlamaForCausalLM
+
+        assert issubclass(model, LlamaForCausalLM)
+        plain = LlamaForCausalLM(config)
+        missing, unexpected = plain.load_state_dict(self.initial, strict=False)
+        assert missing == ["lm_head.weight"], missing
+        assert not unexpected, unexpected
+        plain.tie_weights()
+        rows = plain_loop.read_rows(self.folder / "train.jsonl")
+        losses, norms = plain_loop.train(
+            plain, rows, steps=STEPS, batch=BATCH, learning_rate=2e-3, warmup=3, min_ratio=0.1, weight_decay=0.1
+        )
+        self.plain = {"losses": losses, "norms": norms, "weights": dict(plain.named_parameters())}
+        self.results["plain"] = {"losses": losses, "norms": norms, "evaluation": evaluation_of(plain, rows)}
+
+
+def evaluation_of(plain, rows):
+    with torch.no_grad():
+        plain.eval()
+        total = tokens = 0
+        for row in rows:
+            labels = (row.get("labels") or row["input_ids"])[1:]
+            count = sum(label != -100 for label in labels)
+            if count:
+                total += plain_loop.mean_loss(plain, [row]).item() * count
+                tokens += count
+    return [total / tokens, tokens]
+
+
+def mean_of_means(training):
+    """The classic mistake: each micro-batch's own mean, averaged."""
+    original = loop.summed_loss
+
+    def mean(model, micro_batch):
+        valid = (micro_batch["targets"] != -100).sum()
+        return original(model, micro_batch) / valid
+
+    loop.summed_loss = mean
+    Counts.loss_tokens = lambda self: torch.tensor(16.0)  # micro-batches of one row, 8 on each of two ranks
+
+
+def held_back_once_too_often(training):
+    """Sync is held back in the last micro-batch of step 3, too."""
+    wrapped, original, seen = training.wrapped, training.wrapped.micro_batch, [0]
+
+    def micro_batch(*, last):
+        seen[0] += last
+        return original(last=last and seen[0] != 3)
+
+    wrapped.micro_batch = micro_batch
+
+
+def main(folder):
+    worker = Worker(folder)
+    train = worker.train
+    for strategy, overrides in STRATEGIES.items():
+        for ranks in (1, 2, 4):
+            for accumulation in (1, 4):
+                for sync in (True, False):
+                    name = f"{strategy} ranks={ranks} accumulation={accumulation} sync={sync}"
+                    sync_override = f"strategy.sync_every_micro_batch={str(sync).lower()}"
+                    train(name, [*overrides, sync_override], ranks=ranks, accumulation=accumulation)
+    fsdp = ["strategy.kind=fsdp"]
+    for name, overrides in {
+        "kept gathered": ["strategy.reshard_after_backward=false"],
+        "kept gathered, held back": ["strategy.reshard_after_backward=false", "strategy.sync_every_micro_batch=false"],
+        "not resharded after forward": ["strategy.reshard_after_forward=false"],
+        "selective": ["activation_checkpointing={mode: selective}"],
+        "every second block": ["activation_checkpointing={mode: full, every_n_blocks: 2}"],
+        "activations offloaded": ["activation_checkpointing={mode: full, offload_to_cpu: true}"],
+        "loader processes": ["data.workers=2"],
+    }.items():
+        train(name, [*fsdp, *overrides], ranks=2, accumulation=4)
+    selective = ["activation_checkpointing={mode: selective, offload_to_cpu: true}"]
+    train("ddp selective", ["strategy.kind=ddp", *selective], ranks=2, accumulation=2)
+    hybrid = [*fsdp, "strategy.replicate=2"]
+    train("hybrid 2x2", hybrid, accumulation=2)
+    train("hybrid 2x2 held back", [*hybrid, "strategy.sync_every_micro_batch=false"], accumulation=2)
+
+    bf16 = ["strategy.mixed_precision={param_dtype: bfloat16, reduce_dtype: float32}"]
+    for strategy, overrides in STRATEGIES.items():
+        train(f"bfloat16 {strategy}", [*overrides, *bf16], ranks=2, accumulation=2)
+
+    fp16 = ["strategy.mixed_precision={param_dtype: float16, reduce_dtype: float32}"]
+
+    undo = []
+
+    def overflow_on_rank_1(step, training):
+        """In step 4 the second rank's gradient of one parameter is infinite."""
+        if worker.rank == 1 and step == 4:
+            hook = training.wrapped.module.get_input_embeddings().register_forward_hook(lambda m, i, o: o * torch.inf)
+            undo.append(hook)
+        elif step == 5 and worker.rank == 1:
+            undo.pop().remove()
+
+    for strategy, overrides in STRATEGIES.items():
+        object_setting = dict(ranks=2, compare=False)
+        train(f"float16 {strategy}", [*overrides, *fp16, "run.max_steps=6"], **object_setting)
+        train(f"overflow {strategy}", [*overrides, *fp16, "run.max_steps=6"], before_step=overflow_on_rank_1, **object_setting)
+
+    finals = {}
+    for strategy in ("ddp", "fsdp"):
+        for mode in ("null", "{mode: full}", "{mode: selective}"):
+            train(
+                f"dropout {strategy} {mode}",
+                [*STRATEGIES[strategy], f"activation_checkpointing={mode}"],
+                ranks=2,
+                accumulation=2,
+                config=GPT2,
+                compare=False,
+            )
+            if worker.rank == 0:
+                finals[strategy, mode] = worker.last
+                same = all(torch.equal(worker.last[k], finals[strategy, "null"][k]) for k in worker.last)
+                worker.results[f"dropout {strategy} {mode}"]["bit_identical"] = same
+    evaluations(worker)
+    # Mutations last: the first one patches the launcher for good.
+    for strategy, overrides in STRATEGIES.items():
+        train(f"mutation: held back {strategy}", [*overrides, "strategy.sync_every_micro_batch=false"], ranks=2, accumulation=4, mutate=held_back_once_too_often)
+    originals = loop.summed_loss, Counts.loss_tokens
+    for strategy, overrides in STRATEGIES.items():
+        train(f"mutation: mean of means {strategy}", overrides, ranks=2, accumulation=8, mutate=mean_of_means)
+        loop.summed_loss, Counts.loss_tokens = originals
+    if worker.rank == 0:
+        (folder / "results.json").write_text(json.dumps(worker.results))
+    dist.destroy_process_group()
+
+
+def evaluations(worker):
+    """The token mean of the whole file by the trained weights of step 10, over 4, 2 and 1 ranks, packed and not."""
+    for ranks in (1, 2, 4):
+        for packing in (True, False):
+            name = f"evaluation ranks={ranks} packing={packing}"
+            note = {}
+            if worker.rank < ranks:
+                data_parallel = DataParallel(rank=worker.rank, size=ranks, group=worker.groups[ranks], device=torch.device("cpu"))
+                overrides = [f"data.validation={worker.folder}/train.jsonl", f"data.packing={str(packing).lower()}", "run.max_steps=1"]
+                recipe = worker.recipe(["strategy.kind=ddp", *overrides], ranks, 4)
+                recipe = dataclasses.replace(recipe, batch=dataclasses.replace(recipe.batch, micro_batch_size=4, global_batch_size=16))
+                training = assemble(recipe, ranks=data_parallel, build_data=worker.rank == 0)
+                with torch.no_grad():
+                    for key, parameter in training.wrapped.module.named_parameters():
+                        dist.broadcast(parameter, src=0, group=worker.groups[ranks]) if worker.plain is None else parameter.copy_(
+                            worker.plain["weights"][clean_name(key)]
+                        )
+                note = {"evaluation": training.evaluator.evaluate(training.wrapped), "sequences": len(training.data)}
+            dist.barrier()
+            worker.results[name] = note
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

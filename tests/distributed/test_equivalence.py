@@ -1,0 +1,120 @@
+"""Every strategy, accumulation and number of ranks trains the same model to the same losses as a plain loop."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launching import torchrun
+
+WORKER = Path(__file__).with_name("equivalence_worker.py")
+
+
+def write_rows(file, count=53):
+    """Rows of unequal length, learnable, some with parts that carry no loss; a number that no batch divides."""
+    randomness = random.Random(3)
+    with file.open("w") as out:
+        for index in range(count):
+            start, stride = randomness.randrange(64), randomness.choice([1, 3, 5])
+            ids = [(start + stride * i) % 64 for i in range(randomness.randint(2, 32))]
+            row = {"input_ids": ids}
+            if index % 3 == 0:
+                row["labels"] = [-100 if i < len(ids) // 2 else token for i, token in enumerate(ids)]
+            out.write(json.dumps(row) + "\n")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("equivalence")
+    write_rows(folder / "train.jsonl")
+    torchrun(WORKER, folder, ranks=4, timeout=240).check()
+    return json.loads((folder / "results.json").read_text())
+
+
+def deviation(measured, expected):
+    assert len(measured) == len(expected) == 10
+    return max(abs(a - b) / abs(b) for a, b in zip(measured, expected, strict=True))
+
+
+def assert_same(note, plain, *, loss, norm, final=None):
+    assert "error" not in note, note
+    worst_loss, worst_norm = deviation(note["losses"], plain["losses"]), deviation(note["norms"], plain["norms"])
+    assert worst_loss <= loss, f"losses differ by {worst_loss:.1e}"
+    assert worst_norm <= norm, f"gradient norms differ by {worst_norm:.1e}"
+    assert note["initial"] == 0.0, f"initial weights differ by {note['initial']:.1e}"
+    if final is not None:
+        assert note["final"] <= final, f"final weights differ by {note['final']:.1e}"
+
+
+def test_the_plain_loop_learns(results):
+    losses = results["plain"]["losses"]
+    assert losses[0] > 4.0, "about ln 64 at first"
+    assert losses[-1] < 0.95 * losses[0]
+
+
+FLOAT32 = [
+    f"{strategy} ranks={ranks} accumulation={accumulation} sync={sync}"
+    for strategy in ("ddp", "fsdp", "offload")
+    for ranks in (1, 2, 4)
+    for accumulation in (1, 4)
+    for sync in (True, False)
+] + [
+    "hybrid 2x2",
+    "hybrid 2x2 held back",
+    "kept gathered",
+    "kept gathered, held back",
+    "not resharded after forward",
+    "selective",
+    "every second block",
+    "activations offloaded",
+    "loader processes",
+    "ddp selective",
+]
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_same_as_the_plain_loop_in_float32(results, name):
+    assert_same(results[name], results["plain"], loss=1e-5, norm=1e-5, final=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload"])
+def test_same_as_the_plain_loop_in_bfloat16(results, strategy):
+    assert_same(results[f"bfloat16 {strategy}"], results["plain"], loss=1e-3, norm=2e-2)
+    assert deviation(results[f"bfloat16 {strategy}"]["losses"], results["plain"]["losses"]) > 1e-7, "computed in float32 after all"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload"])
+def test_float16_overflow_on_one_rank_skips_the_step_on_all(results, strategy):
+    smooth, overflow = results[f"float16 {strategy}"], results[f"overflow {strategy}"]
+    assert smooth["skipped"] == [0, 0, 0, 0, 0, 0]
+    assert overflow["skipped"] == [0, 0, 0, 1, 0, 0], "rank 0 saw what rank 1 alone had"
+    assert overflow["losses"][:3] == smooth["losses"][:3]
+    assert smooth["losses"][-1] < smooth["losses"][0]
+    # Nothing moved in the skipped step: step 5 starts from the weights of step 3, on the batch of step 5.
+    assert overflow["losses"][4] > smooth["losses"][4]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["{mode: full}", "{mode: selective}"])
+def test_dropout_is_bit_identical_under_checkpointing(results, strategy, mode):
+    assert results[f"dropout {strategy} {mode}"]["losses"] == results[f"dropout {strategy} null"]["losses"]
+    assert results[f"dropout {strategy} {mode}"]["bit_identical"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("packing", [True, False])
+def test_evaluation_counts_each_token_once(results, ranks, packing):
+    note = results[f"evaluation ranks={ranks} packing={packing}"]
+    loss, tokens = note["evaluation"]
+    expected_loss, expected_tokens = results["plain"]["evaluation"]
+    assert tokens == expected_tokens
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert note["sequences"] < 53 if packing else note["sequences"] == 53
+
+
+@pytest.mark.parametrize("mutation", ["mean of means", "held back"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload"])
+def test_the_suite_notices(results, mutation, strategy):
+    with pytest.raises(AssertionError):
+        assert_same(results[f"mutation: {mutation} {strategy}"], results["plain"], loss=1e-5, norm=1e-5, final=1e-5)
