@@ -126,6 +126,7 @@ class Meter:
     def __init__(self, file: Path, rank: int, ranks: int, device: torch.device) -> None:
         self._file = file.open("w", buffering=1) if rank == 0 else None
         self._ranks, self._device = ranks, device
+        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
         self._since, self._cpu = time.perf_counter(), _cpu_seconds()
 
     def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
@@ -133,7 +134,7 @@ class Meter:
         mine, norm = torch.stack([loss.double(), grad_norm.double()]).tolist()
         numbers = torch.tensor([mine, _cpu_seconds() - self._cpu, self._peak_bytes()], dtype=torch.float64, device=self._device)
         gathered = torch.empty(self._ranks * 3, dtype=torch.float64, device=self._device)
-        dist.all_gather_into_tensor(gathered, numbers)
+        self._all_gather(gathered, numbers)
         by_rank = gathered.cpu().view(self._ranks, 3)
         now = time.perf_counter()
         if self._file is not None:

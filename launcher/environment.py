@@ -5,9 +5,13 @@ Standard library only: a recipe is checked, and refused, before torch is importe
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from launcher.errors import RecipeError
 
@@ -24,6 +28,15 @@ class Environment:
     """Started by torchrun, whose agent hosts the store and restarts on any status but 0."""
     restart_count: int
     """How often torchrun's agent has restarted the workers; 0 at first."""
+
+    error_file: str | None = None
+    """Where torchrun's agent looks for the reason of a failure, to print it last, below its own traceback."""
+
+    def tell_agent(self, reason: str) -> None:
+        """Leaves the reason of a failure for torchrun's agent."""
+        if self.error_file is not None:
+            with contextlib.suppress(OSError):
+                Path(self.error_file).write_text(json.dumps({"message": reason, "timestamp": int(time.time())}))
 
     @property
     def main(self) -> bool:
@@ -65,6 +78,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         local_rank=integer("LOCAL_RANK", 0),
         local_world_size=integer("LOCAL_WORLD_SIZE", world_size),
         torchrun="TORCHELASTIC_RUN_ID" in variables,
+        error_file=variables.get("TORCHELASTIC_ERROR_FILE"),
         restart_count=integer("TORCHELASTIC_RESTART_COUNT", 0),
     )
 

@@ -23,4 +23,11 @@ class RecipeError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """The run itself cannot go on (too many skipped steps, say). The message is all there is to tell."""
+    """The run itself cannot go on (too many skipped steps, say). The message is all there is to tell.
+
+    reason: one word for status.json.
+    """
+
+    def __init__(self, message: str, *, reason: str = "error") -> None:
+        self.reason = reason
+        super().__init__(message)

@@ -20,6 +20,7 @@ from typing import NoReturn, TextIO
 
 from torch._C._distributed_c10d import Store
 
+from launcher.environment import Environment
 from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
 from launcher.run_folder import RunFolder
 
@@ -83,56 +84,61 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """One line: the exception's type and message, and the line of code that raised it where it is a surprise."""
-    if isinstance(error, (RecipeError, TrainingError)):
-        return str(error)
+    """One line: the exception's type and message, and the line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     message = str(error).strip().splitlines()
     return f"{type(error).__name__}: {message[0] if message else 'no message'}{where}"
 
 
-def report(error: BaseException, *, step: int, watch: FailureWatch, rank: int, ranks: int, run: RunFolder, console: TextIO) -> int:
-    """Writes the whole traceback to the rank's log, and, from the first rank that failed, the cause to the console and
-    to status.json. Returns the exit status."""
+def report(
+    error: BaseException, *, progress: Progress, watch: FailureWatch, environment: Environment, run: RunFolder, console: TextIO
+) -> int:
+    """Writes the whole traceback to the rank's log, and, from the first rank that failed, the cause to the console, to
+    status.json and to torchrun's agent. Returns the exit status."""
+    rank, ranks = environment.rank, environment.world_size
+    log_file = run.log / f"rank_{rank}.log"
     user = isinstance(error, RecipeError)
     if not isinstance(error, (RecipeError, TrainingError)):
-        with (run.log / f"rank_{rank}.log").open("a", encoding="utf-8") as log:
+        with log_file.open("a", encoding="utf-8") as log:
             traceback.print_exception(error, file=log)
     if not watch.claim():
         return EXIT_USAGE if user else EXIT_FAILED
-    cause = describe(error)
-    reason = "error"
-    if lost_a_peer(error):
-        silent = watch.silent_ranks()
-        if silent:
-            who = ", ".join(str(r) for r in silent)
-            cause = f"rank {who} ended without a word (killed? the host may be out of memory); rank {rank} then saw: {cause}"
-            reason = "rank_lost"
-    told = cause if user else f"rank {rank} of {ranks} failed at step {step}: {cause}"
+    reason, told = "error", f"rank {rank} of {ranks} failed in step {progress.step + 1}: {describe(error)}\nThe traceback is in {log_file}"
+    if isinstance(error, TrainingError):
+        reason, told = error.reason, f"failed after step {progress.step}: {error}"
+    elif user:
+        reason, told = "recipe", str(error)
+    elif lost_a_peer(error) and (silent := watch.silent_ranks()):
+        reason = "rank_lost"
+        who = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(str(r) for r in silent)
+        told = (
+            f"{who} of {ranks} ended without a word in step {progress.step + 1}. Killed? Exit code -9 is what the kernel does where "
+            f"host memory runs out.\nHow rank {rank} noticed is in {log_file}"
+        )
     print(told, file=console, flush=True)
-    if not user:
-        print(f"The traceback is in {run.log}/rank_{rank}.log", file=console, flush=True)
-    run.write_status("failed", step=step, reason="recipe" if user else reason, error=told)
+    run.write_status("failed", step=progress.step, reason=reason, error=told)
+    environment.tell_agent(told)
     return EXIT_USAGE if user else EXIT_FAILED
 
 
 class Progress:
-    """How far this rank is; what a failure is reported with."""
+    """How far this rank is, for who reports a failure."""
 
     step = 0
+    """The last finished step."""
 
 
 @contextlib.contextmanager
-def failing_together(store: Store, *, rank: int, ranks: int, run: RunFolder, console: TextIO, progress: Progress) -> Iterator[None]:
+def failing_together(store: Store, *, environment: Environment, run: RunFolder, console: TextIO, progress: Progress) -> Iterator[None]:
     """Whatever is raised inside ends this process, told as `report` tells it, and the other ranks with it."""
-    watch = FailureWatch(store, rank=rank, ranks=ranks)
+    watch = FailureWatch(store, rank=environment.rank, ranks=environment.world_size)
     try:
         yield
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
-        end_process(report(error, step=progress.step, watch=watch, rank=rank, ranks=ranks, run=run, console=console))
+        end_process(report(error, progress=progress, watch=watch, environment=environment, run=run, console=console))
     finally:
         watch.close()
 

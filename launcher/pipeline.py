@@ -48,7 +48,7 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
         StopRequest() as stop,
         group as (ranks, store),
         rank_log(run.log, ranks.rank) as console,
-        failing_together(store, rank=ranks.rank, ranks=ranks.size, run=run, console=console, progress=progress),
+        failing_together(store, environment=environment, run=run, console=console, progress=progress),
     ):
         finished = pipeline(loaded, environment, run, ranks, stop, progress)
     # torchrun's agent takes any other status for a failure, and restarts; there status.json tells

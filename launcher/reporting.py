@@ -79,7 +79,8 @@ class Reporter:
         if self._recorder.skipped_in_a_row >= self._max_skipped:
             raise TrainingError(
                 f"gradients not finite in {self._recorder.skipped_in_a_row} steps in a row (run.max_skipped_steps={self._max_skipped}); "
-                "try a lower optimizer.learning_rate, a longer schedule.warmup_steps, or bfloat16 in the place of float16"
+                "try a lower optimizer.learning_rate, a longer schedule.warmup_steps, or bfloat16 in the place of float16",
+                reason="not_finite",
             )
 
     def evaluation(self, step: int, loss: float, tokens: int, seconds: float) -> None:

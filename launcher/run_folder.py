@@ -34,13 +34,14 @@ class RunFolder:
         """
         if not (self.metrics.exists() and self.metrics.stat().st_size):
             return
-        with contextlib.suppress(OSError, ValueError):
+        known = ""
+        with contextlib.suppress(OSError, ValueError, KeyError):
             status = json.loads(self._status.read_text())
-            raise RecipeError(
-                f"run.dir: {self.path} holds a run already ({status['state']}, step {status['step']}), and no checkpoint to resume from; "
-                f"give another folder, such as run.dir={self.path}-2, or remove it"
-            )
-        raise RecipeError(f"run.dir: {self.path} holds a run already; give another folder, such as run.dir={self.path}-2, or remove it")
+            known = f" ({status['state']}, step {status['step']})"
+        raise RecipeError(
+            f"run.dir: {self.path} holds a run already{known}, and no checkpoint to resume from; "
+            f"give another folder, such as run.dir={self.path}-2, or remove it"
+        )
 
     def create(self, recipe_yaml: str) -> None:
         """Makes the folder and writes the recipe. Raises RecipeError where that is not possible."""

@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RecipeError as error:
         if environment is None or environment.main:
             print(error, file=sys.stderr, flush=True)
+            if environment is not None:
+                environment.tell_agent(str(error))
         else:
             time.sleep(10)  # rank 0 says it; torchrun ends everybody once the first has ended
         return EXIT_USAGE

@@ -4,20 +4,23 @@ import os
 
 import pytest
 
+SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "KMP_")
+
+
+def variables():
+    return {name: value for name, value in os.environ.items() if not name.startswith(SET_BY_LIBRARIES)}
+
 
 @pytest.fixture(autouse=True)
 def _same_environment():
-    before = dict(os.environ)
+    before = variables()
     yield
-    assert {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} == {
-        k: v for k, v in before.items() if not k.startswith("PYTEST_")
-    }
+    assert variables() == before
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory):
     """Tokenized data of tests goes where they go."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    yield
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

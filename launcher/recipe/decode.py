@@ -10,7 +10,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -162,13 +162,12 @@ class Decoder:
                 decoded[field.name] = default
         return kind(**decoded)
 
-    def _unknown(self, key: str, known: Iterable[str], absent: Iterable[str], path: KeyPath) -> None:
-        meant = closest(key, absent)
-        if meant is not None:
+    def _unknown(self, key: str, known: Iterable[str], absent: Collection[str], path: KeyPath) -> None:
+        message, meant = suggestion(key, known), closest(key, known)
+        if meant is not None and meant in absent:
             self.misspelt.add((*path, meant))
-            message = f"; did you mean {meant}?"
-        else:
-            message = suggestion(key, known)
+        if "." in key:
+            message = "; a dot joins keys on the command line only, in a file they are nested"
         if not message:
             elsewhere = [dotted(other) for other in self._keys if other[-1] == key and other[:-1] != path]
             if elsewhere:

@@ -27,6 +27,7 @@ COMMAND_LINE = "command line"
 _TAG = "tag:yaml.org,2002:"
 _KNOWN_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq")}
 _BROKEN_INTERPOLATION = "is no interpolation: write ${section.key}, or \\${ for the two characters themselves"
+_MISFIT = "a YAML tag (!!int, !!bool, ...) or an alias (*name) stands where it does not fit"
 _YAML_HINTS = (  # part of what the YAML reader says, and what is mostly meant by it
     ("\\t", "indent with spaces, not with tabs"),
     ("undefined alias", "text that starts with * stands in quotes"),
@@ -197,8 +198,8 @@ def _parse(text: str, origins: Origins, problems: list[Problem]) -> DictConfig:
         raise RecipeError(f"{origins.file}: an alias contains itself, or sections are nested without end") from None
     except RecipeError:
         raise
-    except (OmegaConfBaseException, ValueError, KeyError, TypeError):
-        raise RecipeError(f"{origins.file}: a YAML tag (!!int, !!bool, ...) stands before a value that it does not fit") from None
+    except (OmegaConfBaseException, ValueError, LookupError, TypeError):  # what construction of `!!int x` and the like raises
+        raise RecipeError(f"{origins.file}: {_MISFIT}") from None
     assert isinstance(loaded, DictConfig)
     return loaded
 
@@ -238,8 +239,8 @@ def _override(config: DictConfig, argument: str, origins: Origins) -> DictConfig
         raise RecipeError(f"{COMMAND_LINE}: {argument}: {_BROKEN_INTERPOLATION}") from None
     except yaml.YAMLError as error:
         raise RecipeError(f"{COMMAND_LINE}: {argument}: not a value: {_yaml_words(error)}") from None
-    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-        raise RecipeError(f"{COMMAND_LINE}: {argument}: not a value: {_first_line(error)}") from None
+    except (OmegaConfBaseException, ValueError, LookupError, TypeError, RecursionError):
+        raise RecipeError(f"{COMMAND_LINE}: {argument}: not a value: {_MISFIT}") from None
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -319,6 +320,8 @@ def _interpolation_words(error: Exception, config: Any) -> str:
     what = _first_line(error)
     if "Recursive" in what or "parent node" in what:
         return _CYCLE
+    if "is not a container" in what:
+        return "it looks for a key in what is no section"
     if missing := re.fullmatch(r"Interpolation key '(.*)' not found", what):
         return f"there is no key {missing[1]}"
     if unsupported := re.fullmatch(r"Unsupported interpolation type (.*)", what):
@@ -394,7 +397,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 def scalar_as_yaml(value: Any) -> str:
     """A value that is no section, on one line of YAML."""
-    text: str = yaml.safe_dump(_plain(value), default_flow_style=True, allow_unicode=True, width=10**6)
+    text: str = yaml.dump(_plain(value), Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

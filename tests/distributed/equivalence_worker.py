@@ -202,7 +202,7 @@ def main(folder):
             undo.pop().remove()
 
     for strategy, overrides in STRATEGIES.items():
-        object_setting = dict(ranks=2, compare=False)
+        object_setting = {"ranks": 2, "compare": False}
         train(f"float16 {strategy}", [*overrides, *fp16, "run.max_steps=6"], **object_setting)
         train(f"overflow {strategy}", [*overrides, *fp16, "run.max_steps=6"], before_step=overflow_on_rank_1, **object_setting)
 
@@ -224,7 +224,13 @@ def main(folder):
     evaluations(worker)
     # Mutations last: the first one patches the launcher for good.
     for strategy, overrides in STRATEGIES.items():
-        train(f"mutation: held back {strategy}", [*overrides, "strategy.sync_every_micro_batch=false"], ranks=2, accumulation=4, mutate=held_back_once_too_often)
+        train(
+            f"mutation: held back {strategy}",
+            [*overrides, "strategy.sync_every_micro_batch=false"],
+            ranks=2,
+            accumulation=4,
+            mutate=held_back_once_too_often,
+        )
     originals = loop.summed_loss, Counts.loss_tokens
     for strategy, overrides in STRATEGIES.items():
         train(f"mutation: mean of means {strategy}", overrides, ranks=2, accumulation=8, mutate=mean_of_means)

@@ -1,0 +1,70 @@
+"""A hand-written FSDP2 loop with offloading and activation checkpointing, to compare the launcher's `fsdp` with
+`cpu_offload` with. Started by compare.py, through torchrun.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from raw_common import IGNORED, Meter, end, learning_rate_at, load_rows, load_weights, make_optimizer, parse_arguments, read_config, start
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from transformers import LlamaForCausalLM
+
+
+def main() -> None:
+    """Trains."""
+    arguments = parse_arguments("A hand-written FSDP2 loop with offloading and activation checkpointing.")
+    rank, ranks, device = start(offload=True)
+    micro, accumulation, steps = arguments.micro_batch_size, arguments.accumulation, arguments.steps
+    inputs, targets = load_rows(arguments.data, device)
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(read_config(arguments.config))
+    mesh = init_device_mesh(device.type, (ranks,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if arguments.bf16 else MixedPrecisionPolicy()
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    layers = model.model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = checkpoint_wrapper(layer)
+        fully_shard(layers[index], mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    model.to_empty(device="cpu")
+    torch.manual_seed(1234)
+    model.init_weights()
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))  # what is no parameter is not offloaded
+    if arguments.weights is not None:
+        load_weights(model, arguments.weights)
+    model.train()
+    optimizer = make_optimizer(model, arguments.learning_rate)
+    parameters = list(model.parameters())
+    # All rows are full, so what each step divides its loss by is known: no counting over the ranks
+    valid_tokens = accumulation * micro * ranks * (inputs.shape[1] - 1)
+
+    meter = Meter(arguments.metrics, rank, ranks, device)
+    for step in range(1, steps + 1):
+        total = torch.zeros((), device=device)
+        for index in range(accumulation):
+            model.set_is_last_backward(index == accumulation - 1)
+            row = (((step - 1) * accumulation + index) * ranks + rank) * micro % len(inputs)
+            logits = model(input_ids=inputs[row : row + micro], use_cache=False).logits
+            loss = F.cross_entropy(
+                logits.float().flatten(0, 1), targets[row : row + micro].flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            (loss * (ranks / valid_tokens)).backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0).full_tensor()
+        rate = learning_rate_at(step, peak=arguments.learning_rate, warmup_steps=arguments.warmup_steps, steps=steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        meter.record(step, total / valid_tokens, norm.to(device))  # the norm of offloaded gradients lies in host memory
+
+
+if __name__ == "__main__":
+    main()
+    end()

@@ -1,0 +1,348 @@
+"""Runs as a user starts them: torchrun, plain python, several nodes, other folders."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import yaml
+
+from tests.distributed.launching import REPOSITORY, run, torchrun
+
+TRAIN = REPOSITORY / "launcher/train.py"
+SHRUNK = [
+    *("model.config.hidden_size=64", "model.config.intermediate_size=176", "model.config.num_hidden_layers=2"),
+    *("model.config.num_attention_heads=4", "model.config.num_key_value_heads=2", "model.config.head_dim=16"),
+    *("data.sequence_length=128", "batch.global_batch_size=16", "batch.micro_batch_size=4"),
+]
+"""As the headers of the recipes say."""
+SMALL = ["recipe=quickstart", "data.sequence_length=64", "model.config.num_hidden_layers=2", "data.validation=null"]
+KEYS = {
+    *("step", "loss", "grad_norm", "learning_rate", "tokens", "loss_tokens", "step_seconds", "tokens_per_second", "mfu"),
+    *("peak_memory_bytes", "samples_seen", "time"),
+}
+
+
+def lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def training(run_dir):
+    return [line for line in lines(run_dir) if "loss" in line]
+
+
+def status(run_dir):
+    return json.loads((run_dir / "status.json").read_text())
+
+
+def python(*arguments, **options):
+    return run([sys.executable, TRAIN, *arguments], **options)
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    """The recipe ddp, small, from another folder, with everything that can be written."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    extra = ["logging.tensorboard=true", "logging.wandb={project: test, mode: offline}", "evaluation={every_steps: 2, at_start: true}"]
+    overrides = [*SHRUNK, *extra, "run.max_steps=5", "evaluation.max_batches=3", "profile={start_step: 2, steps: 1}"]
+    result = torchrun(TRAIN, "recipe=ddp", *overrides, ranks=2, cwd=folder).check()
+    return folder / "runs/ddp", result
+
+
+def test_metrics_have_what_the_design_says(ddp):
+    run_dir, _ = ddp
+    steps = training(run_dir)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    for line in steps:
+        assert set(line) >= KEYS
+        assert line["tokens"] == 16 * 128
+        assert 0 < line["loss_tokens"] <= line["tokens"]
+        assert line["samples_seen"] == 16 * line["step"]
+        assert line["mfu"] is None, "a CPU has no known peak"
+        assert line["peak_memory_bytes"] > 2**27
+        assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["step_seconds"])
+    assert steps[0]["learning_rate"] == pytest.approx(3e-4 / 100)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    evaluations = [line for line in lines(run_dir) if "eval_loss" in line]
+    assert [line["step"] for line in evaluations] == [0, 2, 4, 5]
+    assert all(line["eval_tokens"] == evaluations[0]["eval_tokens"] > 2000 for line in evaluations)
+    assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
+
+
+def test_run_folder(ddp):
+    run_dir, result = ddp
+    assert status(run_dir)["state"] == "finished"
+    assert status(run_dir)["step"] == 5
+    assert status(run_dir)["error"] is None
+    assert yaml.safe_load((run_dir / "recipe.yaml").read_text())["batch"] == {"global_batch_size": 16, "micro_batch_size": 4}
+    assert "finished after 5 of 5 steps" in (run_dir / "log/rank_0.log").read_text()
+    assert (run_dir / "log/rank_1.log").exists()
+    assert list((run_dir / "tensorboard").glob("events*"))
+    assert list((run_dir / "wandb").glob("offline-run-*"))
+    traces = sorted(path.name for path in (run_dir / "profile").iterdir())
+    assert traces == ["rank_0.json", "rank_1.json"]
+    assert "runs/ddp/metrics.jsonl" in result.output
+
+
+def test_the_start_says_what_was_really_done(ddp):
+    _, result = ddp
+    for text in (
+        "2 blocks (LlamaDecoderLayer)",
+        "ddp: whole model on each rank, float32 masters, compute in bfloat16",
+        "x 2 accumulation steps x 2 ranks",
+    ):
+        assert text in result.output
+
+
+def test_exported_weights_are_those_of_the_run(ddp):
+    """`from_pretrained` reads them, and its loss is the last evaluation's."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    run_dir, _ = ddp
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
+    recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
+    from launcher.data.dataset import open_dataset
+    from launcher.loss import summed_loss
+    from launcher.recipe.load import load_recipe
+
+    data = load_recipe([f"recipe={run_dir}/recipe.yaml"], ranks=2).recipe.data
+    dataset = open_dataset(data, tuple(recipe["data"]["validation"]), vocabulary=512, build=True, report=print)
+    total = tokens = 0
+    with torch.no_grad():
+        for first in range(0, 24, 8):  # three micro-batches on each of two ranks
+            batch = dataset.collate([dataset[index] for index in range(first, first + 8)])
+            total += summed_loss(model, batch["tensors"]).item()
+            tokens += batch["loss_tokens"]
+    last = [line for line in lines(run_dir) if "eval_loss" in line][-1]
+    assert tokens == last["eval_tokens"]
+    assert total / tokens == pytest.approx(last["eval_loss"], rel=1e-3), "the run evaluated in bfloat16"
+
+
+@pytest.mark.parametrize("recipe", ["fsdp", "fsdp_offload"])
+def test_the_other_recipes_train_to_the_same_losses(ddp, recipe, tmp_path):
+    overrides = [*SHRUNK, "run.max_steps=3", "evaluation.max_batches=3", "evaluation.every_steps=null", f"run.dir={tmp_path}/run"]
+    result = torchrun("-m", "launcher.train", f"recipe={recipe}", *overrides, "checkpoint.export=null", ranks=2).check()
+    measured, expected = training(tmp_path / "run"), training(ddp[0])
+    for mine, other in zip(measured, expected, strict=False):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
+    assert "fsdp: 3 groups over a mesh of 2 shard, float32 masters" in result.output
+    assert "gathered in bfloat16, gradients reduced in float32" in result.output
+    if recipe == "fsdp_offload":
+        assert "(offloaded)" in result.output
+        assert "activation checkpointing: full, 2 of 2 blocks" in result.output
+    assert not (tmp_path / "run/hf").exists()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One process, without torchrun."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    python(*SMALL, "run.max_steps=3", f"run.dir={run_dir}").check()
+    return run_dir
+
+
+def test_recipe_yaml_repeats_the_run_and_a_used_folder_is_refused(alone, tmp_path):
+    again = [f"recipe={alone}/recipe.yaml", f"run.dir={tmp_path}/second"]
+    python(*again).check()
+    for a, b in zip(training(alone), training(tmp_path / "second"), strict=True):
+        assert (a["loss"], a["grad_norm"], a["learning_rate"]) == (b["loss"], b["grad_norm"], b["learning_rate"])
+    before = (tmp_path / "second/metrics.jsonl").read_bytes()
+    refused = python(*again).check(2)
+    assert f"{tmp_path}/second holds a run already (finished, step 3)" in refused.output
+    assert "Traceback" not in refused.output
+    assert (tmp_path / "second/metrics.jsonl").read_bytes() == before
+
+
+def test_two_nodes(alone, tmp_path):
+    """Two torchruns meet, as on two machines; the losses are those of one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    node = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "t"]
+    command = [sys.executable, "-m", "torch.distributed.run", *node, TRAIN, *SMALL, "run.max_steps=3", f"run.dir={tmp_path}/two"]
+    second = []
+    other = threading.Thread(target=lambda: second.append(run(command)))
+    other.start()
+    run(command).check()
+    other.join()
+    second[0].check()
+    for a, b in zip(training(tmp_path / "two"), training(alone), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
+FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raise:1:3", "rank 1 of 2 failed in step 3: ValueError: a fault of this test (tests/distributed/faulty_train.py"),
+        ("kill:1:3", "rank 1 of 2 ended without a word in step 3"),
+    ],
+)
+def test_when_one_rank_fails_all_end_and_one_says_why(fault, told, tmp_path):
+    started = time.monotonic()
+    result = torchrun(FAULTY, *SMALL, "run.max_steps=10000", f"run.dir={tmp_path}/run", ranks=2, timeout=90, FAULT=fault)
+    assert result.status == 1
+    assert time.monotonic() - started < 60, "seconds, where the limit of a collective is 10 minutes"
+    ours = [line for line in result.output.splitlines() if told in line]
+    assert 1 <= len(ours) <= 3, "on the console once, and once or twice in torchrun's summary"
+    outcome = status(tmp_path / "run")
+    assert outcome["state"] == "failed"
+    assert outcome["step"] == 2
+    assert outcome["error"].startswith(told)
+    assert outcome["reason"] == ("error" if "raise" in fault else "rank_lost")
+    raised = "ValueError: a fault of this test"
+    assert (raised in (tmp_path / "run/log/rank_1.log").read_text()) == ("raise" in fault)
+    assert "Traceback" in (tmp_path / "run/log/rank_0.log").read_text(), "what rank 0 saw of it is in its own log"
+
+
+def test_a_rank_that_is_stuck_ends_too(tmp_path):
+    """Rank 0 sleeps in its own code, beyond any exception, when rank 1 fails: its watch ends it."""
+    code = f"""
+import os, sys, time
+sys.path.insert(0, {str(REPOSITORY)!r})
+from tests.distributed import faulty_train
+os.environ["FAULT"] = "hang:0:3" if os.environ["RANK"] == "0" else "raise:1:3"
+faulty_train.start()
+"""
+    script = tmp_path / "stuck.py"
+    script.write_text(code)
+    started = time.monotonic()
+    # srun and other starters do not end the remaining processes for us: no torchrun agent here.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2", **os.environ}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, *SMALL, "run.max_steps=100", f"run.dir={tmp_path}/run"],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        assert [process.wait(60) for process in processes] == [1, 1]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert time.monotonic() - started < 60
+    assert status(tmp_path / "run")["error"].startswith("rank 1 of 2 failed in step 3: ValueError")
+
+
+def when_training(run_dir, action):
+    """Calls the action once the run has logged its second step."""
+
+    def during(process):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and process.poll() is None:
+            metrics = run_dir / "metrics.jsonl"
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
+                action(process)
+                return
+            time.sleep(0.05)
+
+    return during
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), pytest.param(signal.SIGUSR1, marks=pytest.mark.long)]
+)
+def test_one_process_asked_to_stop(number, tmp_path):
+    run_dir = tmp_path / "run"
+    stop = when_training(run_dir, lambda process: process.send_signal(number))
+    result = python(*SMALL, "run.max_steps=100000", f"run.dir={run_dir}", "data.workers=1", during=stop).check(75)
+    assert status(run_dir)["state"] == "stopped"
+    assert status(run_dir)["reason"] == number.name
+    assert status(run_dir)["step"] == training(run_dir)[-1]["step"]
+    assert "Traceback" not in result.output
+
+
+def test_torchrun_asked_to_stop(tmp_path):
+    """The agent hands SIGTERM on; both ranks end at the same step."""
+    run_dir = tmp_path / "run"
+    stop = when_training(run_dir, lambda process: process.send_signal(signal.SIGTERM))
+    torchrun(TRAIN, *SMALL, "run.max_steps=100000", f"run.dir={run_dir}", ranks=2, during=stop)
+    assert status(run_dir)["state"] == "stopped"
+    assert status(run_dir)["step"] == training(run_dir)[-1]["step"]
+    assert "Traceback" not in (run_dir / "log/rank_1.log").read_text()
+
+
+def test_too_many_skipped_steps_end_the_run(tmp_path):
+    wild = ["optimizer.learning_rate=1.0e+30", "schedule.warmup_steps=0", "run.max_skipped_steps=3"]
+    result = python(*SMALL, *wild, "run.max_steps=50", f"run.dir={tmp_path}/run").check(1)
+    steps = training(tmp_path / "run")
+    assert [line.get("skipped", False) for line in steps] == [False, True, True, True]
+    assert all(line["grad_norm"] is None for line in steps[1:])
+    assert status(tmp_path / "run")["reason"] == "not_finite"
+    assert "gradients not finite in 3 steps in a row (run.max_skipped_steps=3); try a lower optimizer.learning_rate" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_broken_recipe_is_told_once_under_torchrun(tmp_path):
+    overrides = ["batch.micro_batchsize=3", "optimizer.learning_rate=fast", f"run.dir={tmp_path}/run"]
+    result = torchrun(TRAIN, *SMALL, *overrides, ranks=2)
+    assert result.status == 1, "torchrun's own status for any failure"
+    before_agent = result.output.split("Traceback")[0]
+    assert before_agent.count("command line: optimizer.learning_rate=fast: must be a number; got 'fast'") == 1
+    assert before_agent.count("command line: batch.micro_batchsize=3: unknown key; did you mean micro_batch_size?") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_selftest_and_show(tmp_path):
+    launcher = [sys.executable, "-m", "launcher.cli"]
+    shown = run([*launcher, "show", "recipe=fsdp", "optimizer.learning_rate=1e-3"]).check().output
+    assert yaml.safe_load(shown)["optimizer"]["learning_rate"] == 0.001
+    assert any("learning_rate: 0.001" in line and line.endswith("# command line") for line in shown.splitlines())
+    assert any("global_batch_size: 64" in line and "recipes/fsdp.yaml:" in line for line in shown.splitlines())
+    result = run([*launcher, "selftest", "recipe=fsdp", "shrink=true", "data.sequence_length=32", "steps=3"], timeout=150).check()
+    assert "Every way of training gives the same losses." in result.output
+    assert result.output.count(" of 1e-05") == 2 * 11
+    assert result.output.count("bfloat16") == 3
+
+
+@pytest.mark.long
+def test_selftest_says_no_where_losses_differ(tmp_path):
+    """The mean of means, put in: the verdict is 3."""
+    package = tmp_path / "sitecustomize.py"
+    package.write_text(
+        "import sys\n"
+        "if 'launcher.selftest' in sys.orig_argv:\n"
+        "    import torch\n"
+        "    from launcher import loop\n"
+        "    from launcher.data.loader import Counts\n"
+        "    original = loop.summed_loss\n"
+        "    loop.summed_loss = lambda m, b: original(m, b) / (b['targets'] != -100).sum()\n"
+        "    Counts.loss_tokens = lambda self: torch.tensor(8.0)\n"
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"input_ids": list(range(2 + 5 * (i % 4), 30))}) + "\n" for i in range(8)))
+    data = ["data.kind=tokens", f"data.train={rows}", "data.validation=null", "data.packing=false", "strategy.mixed_precision=null"]
+    command = [sys.executable, "-m", "launcher.cli", "selftest", "recipe=fsdp", "shrink=true", "steps=2", *data]
+    result = run(command, PYTHONPATH=f"{tmp_path}:{REPOSITORY}", timeout=150).check(3)
+    assert "TOO MUCH" in result.output
+
+
+@pytest.mark.long
+def test_make_train_learns(tmp_path):
+    """The first thing a user types: loss from about 5.5 to below 2.0 in under three minutes."""
+    copy = tmp_path / "copy"
+    subprocess.run(["git", "clone", "--quiet", REPOSITORY, copy], check=True)
+    os.symlink(REPOSITORY / ".venv", copy / ".venv")
+    result = run(["make", "train"], cwd=copy, timeout=400).check()
+    steps = training(copy / "runs/quickstart")
+    assert 5.3 < steps[0]["loss"] < 5.8
+    assert sum(line["loss"] for line in steps[-10:]) / 10 < 2.0
+    assert "runs/quickstart/hf" in result.output
+    shutil.rmtree(copy)

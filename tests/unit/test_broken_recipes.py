@@ -1,0 +1,430 @@
+"""What a user can get wrong, and the whole of what is said about it.
+
+One table: what is wrong in x.yaml (SMALL, edited) or on the command line, and every line of the answer. `...` in an
+expected line stands for anything: lists of keys that grow with the schema. CWD is the folder that the recipe is in.
+"""
+
+import random
+import re
+from dataclasses import dataclass, field
+
+import pytest
+
+from launcher.errors import RecipeError
+from launcher.recipe.load import load_recipe
+from tests.unit.small_recipe import SMALL, folder  # noqa: F401
+
+LAST = SMALL.splitlines()[-1] + "\n"
+
+
+@dataclass
+class Broken:
+    said: list[str]
+    text: str | bytes = SMALL
+    overrides: list[str] = field(default_factory=list)
+    ranks: int | None = None
+    recipe: list[str] = field(default_factory=lambda: ["recipe=x.yaml"])
+
+
+def edit(old, new, *said, overrides=(), ranks=None):
+    """x.yaml is SMALL with `old` replaced by `new`."""
+    assert SMALL.count(old) == 1, old
+    return Broken(list(said), SMALL.replace(old, new), list(overrides), ranks)
+
+
+def add(lines, *said, overrides=(), ranks=None):
+    """x.yaml is SMALL and, from line 14 on, these lines."""
+    return Broken(list(said), SMALL + lines, list(overrides), ranks)
+
+
+def whole(text, *said):
+    """x.yaml is this."""
+    return Broken(list(said), text)
+
+
+def override(overrides, *said, ranks=None):
+    """x.yaml is right; what is wrong is in an override, or in some."""
+    overrides = [overrides] if isinstance(overrides, str) else overrides
+    return Broken([f"command line: {line}" for line in said], overrides=overrides, ranks=ranks)
+
+
+def recipes(arguments, *said):
+    """The arguments name no recipe."""
+    return Broken(list(said), recipe=arguments)
+
+
+CYCLE = "cannot be interpolated: it leads back to itself"
+NO_INTERPOLATION = "is no interpolation: write ${section.key}, or \\${ for the two characters themselves"
+TAG = "has no meaning in a recipe; text that starts with ! or = stands in quotes"
+MISFIT = "a YAML tag (!!int, !!bool, ...) or an alias (*name) stands where it does not fit"
+NO_OVERRIDE = "an override is key=value, such as batch.micro_batch_size=4"
+KNOWN = "ddp, fsdp, fsdp_offload, quickstart"
+SECTIONS = "run, model, data, batch, strategy, ..."
+
+BROKEN = [
+    # Misspelt and misplaced keys
+    add("optimiser: {}\n", "x.yaml:14: optimiser: unknown key; did you mean optimizer?"),
+    add("extra: 1\n", f"x.yaml:14: extra: unknown key; known here: {SECTIONS}"),
+    edit("max_steps", "max_stepz", "x.yaml:3: run.max_stepz: unknown key; did you mean max_steps?"),
+    edit("  config:", "  confg:", "x.yaml:5: model.confg: unknown key; did you mean config?"),
+    edit("micro_batch_size", "micro_batchsize", "x.yaml:13: batch.micro_batchsize: unknown key; did you mean micro_batch_size?"),
+    edit("batch:\n", "bach:\n", "x.yaml:11: bach: unknown key; did you mean batch?"),
+    add(
+        "strategy:\n  mixed_precision:\n    parm_dtype: float16\n",
+        "x.yaml:16: strategy.mixed_precision.parm_dtype: unknown key; did you mean param_dtype?",
+    ),
+    add(
+        "strategy: {mixed_precision: {x: 1}}\n", "x.yaml:14: strategy.mixed_precision.x: unknown key; known here: param_dtype, reduce_dtype"
+    ),
+    edit("vocab_size", "vocab_sise", "x.yaml:7: model.config.vocab_sise: unknown key; did you mean vocab_size?"),
+    edit("vocab_size", "zzz", "x.yaml:7: model.config.zzz: unknown key; LlamaConfig has attention_bias, ..., vocab_size"),
+    edit("max_steps", "learning_rate", "x.yaml:1: run.max_steps: missing; give max_steps or epochs", "x.yaml:3: run.learning_rate: ..."),
+    add("batch2: {}\nrun2: {}\n", "x.yaml:14: batch2: unknown key; did you mean batch?", "x.yaml:15: run2: unknown key; did you mean run?"),
+    add("schedule: {betas: [0.9, 0.95]}\n", "x.yaml:14: schedule.betas: unknown key; did you mean optimizer.betas?"),
+    add("learning_rate: 1\n", "x.yaml:14: learning_rate: unknown key; did you mean optimizer.learning_rate?"),
+    add('"run ": {}\n', "x.yaml:14: run : unknown key; did you mean run?"),
+    add(
+        "optimizer.eps: 1.0\n",
+        "x.yaml:14: optimizer.eps: unknown key; a dot joins keys on the command line only, in a file they are nested",
+    ),
+    add("3: x\n", f"x.yaml:14: 3: unknown key; known here: {SECTIONS}"),
+    add("on: x\n", "x.yaml: a key must be a name; line 14 has 'on'"),
+    add("null: x\n", "x.yaml: a key must be a name; line 14 has 'null'"),
+    add("[a]: x\n", "x.yaml: a key must be a name; line 14 has a list or a section"),
+    override("rum.max_steps=3", "rum: unknown key; did you mean run?"),
+    override("run.max_stepz=3", "run.max_stepz=3: unknown key; did you mean max_steps?"),
+    override("strategy.mixed_precision.dtype=float16", "strategy.mixed_precision.dtype=float16: unknown key; did you mean param_dtype?"),
+    override("model.config.hiden_size=64", "model.config.hiden_size=64: unknown key; did you mean hidden_size?"),
+    override("seed=3", "seed=3: unknown key; did you mean run.seed?"),
+    override("batch.workers=3", "batch.workers=3: unknown key; did you mean data.workers?"),
+    # Missing
+    edit("  name: small\n", "", "x.yaml:1: run.name: missing; must be given: text"),
+    edit("run:\n  name: small\n  max_steps: 10\n", "", "x.yaml: run.name: missing; ...", "x.yaml: run.max_steps: missing; ..."),
+    edit("  train: [data.txt]\n", "", "x.yaml:8: data.train: missing; must be given: a list"),
+    edit(LAST, "", "x.yaml:11: batch.micro_batch_size: missing; must be given: a whole number"),
+    edit("  max_steps: 10\n", "", "x.yaml:1: run.max_steps: missing; give max_steps or epochs"),
+    edit(
+        "  config:\n    model_type: llama\n    vocab_size: 300\n",
+        "  compile: false\n",
+        "x.yaml:4: model.config: missing; give a config, such as {model_type: llama, hidden_size: 256, ...}",
+    ),
+    override("profile.start_step=3", "profile.steps: missing; must be given: a whole number"),
+    override("logging.wandb={mode: offline}", "logging.wandb.project: missing; must be given: text"),
+    # A value of another type
+    edit("10\n", "8.0\n", "x.yaml:3: run.max_steps: must be a whole number, or null; got 8.0"),
+    edit("10\n", "true\n", "x.yaml:3: run.max_steps: must be a whole number, or null; got true"),
+    edit("10\n", '"10"\n', "x.yaml:3: run.max_steps: must be a whole number, or null; got '10'; take the quotes away"),
+    edit("10\n", "ten\n", "x.yaml:3: run.max_steps: must be a whole number, or null; got 'ten'"),
+    edit("10\n", "[10]\n", "x.yaml:3: run.max_steps: must be a whole number, or null; got [10]"),
+    edit("10\n", "1e3\n", "x.yaml:3: run.max_steps: must be a whole number, or null; got 1000.0"),
+    edit("10\n", "10\n  deterministic: 1\n", "x.yaml:4: run.deterministic: must be true or false; got 1"),
+    edit("10\n", '10\n  deterministic: "true"\n', "x.yaml:4: run.deterministic: must be true or false; got 'true'"),
+    edit("small", "3", "x.yaml:2: run.name: must be text; got 3; put it in quotes"),
+    edit("small", "true", "x.yaml:2: run.name: must be text; got true; put it in quotes"),
+    edit("small", "[a, null]", "x.yaml:2: run.name: must be text; got ['a', null]"),
+    edit("[data.txt]", "3", "x.yaml:9: data.train: must be a list; got 3"),
+    edit("[data.txt]", "[data.txt, 3]", "x.yaml:9: data.train[1]: must be text; got 3; put it in quotes"),
+    edit("[data.txt]", "\n    - data.txt\n    - [data.txt]\n", "x.yaml:11: data.train[1]: must be text; got ['data.txt']"),
+    add("strategy: ddp\n", "x.yaml:14: strategy: must be a section with the keys kind, mixed_precision, ...; got 'ddp'"),
+    add("strategy: [ddp]\n", "x.yaml:14: strategy: must be a section with the keys kind, ...; got ['ddp']"),
+    add("strategy: {mixed_precision: bfloat16}\n", "x.yaml:14: strategy.mixed_precision: must be a section ..., or null; got 'bfloat16'"),
+    edit(
+        "\n    model_type: llama\n    vocab_size: 300", " llama", "x.yaml:5: model.config: must be a section of keys, or null; got 'llama'"
+    ),
+    add("strategy: {kind: dpp}\n", "x.yaml:14: strategy.kind: must be one of ddp, fsdp, auto; got 'dpp'; did you mean ddp?"),
+    add("schedule: {kind: 3}\n", "x.yaml:14: schedule.kind: must be one of cosine, linear, constant, wsd; got 3"),
+    add("optimizer: {name: sgd}\n", "x.yaml:14: optimizer.name: must be adamw; got 'sgd'"),
+    override(
+        "activation_checkpointing=full", "activation_checkpointing=full: must be a section with the keys mode, ..., or null; got 'full'"
+    ),
+    override(
+        "activation_checkpointing={mode: ful}", "activation_checkpointing.mode: must be one of full, selective; got 'ful'; did you ..."
+    ),
+    override("strategy.sync_every_micro_batch=never", "strategy.sync_every_micro_batch=never: must be true or false or auto; got 'never'"),
+    override("strategy.sync_every_micro_batch=1", "strategy.sync_every_micro_batch=1: must be true or false or auto; got 1"),
+    override("strategy.cpu_offload=true", "strategy.cpu_offload=true: must be a section with the keys pin_memory, or null; got true"),
+    override("optimizer.learning_rate=fast", "optimizer.learning_rate=fast: must be a number; got 'fast'"),
+    override('optimizer.learning_rate="1e-4"', "optimizer.learning_rate=\"1e-4\": must be a number; got '1e-4'; take the quotes away"),
+    override("optimizer.learning_rate=true", "optimizer.learning_rate=true: must be a number; got true"),
+    override("optimizer.betas=0.9", "optimizer.betas=0.9: must be a list of 2 numbers; got 0.9"),
+    override("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: must be a list of 2 numbers; got [0.9]"),
+    override("optimizer.betas=[0.9,0.95,0.99]", "optimizer.betas=[0.9,0.95,0.99]: must be a list of 2 numbers; got [0.9, 0.95, 0.99]"),
+    override("optimizer.betas=[0.9,x]", "optimizer.betas[1]: must be a number; got 'x'"),
+    override("run.seed.x=3", "run.seed: must be a whole number; got {x: 3}"),
+    override("run.name.x=null", "run.name: must be text; got {x: null}"),
+    # null, nothing, empty
+    edit("small", "null", "x.yaml:2: run.name: must not be null; must be text"),
+    edit("small", '""', "x.yaml:2: run.name: must not be empty"),
+    edit("small", '"  "', "x.yaml:2: run.name: must not be empty"),
+    edit("[data.txt]", "[]", "x.yaml:9: data.train: must not be empty"),
+    edit("[data.txt]", '[data.txt, ""]', "x.yaml:9: data.train[1]: must not be empty"),
+    edit("[data.txt]", "[data.txt, null]", "x.yaml:9: data.train[1]: must not be null; must be text"),
+    edit("[data.txt]", "", "x.yaml:9: data.train: must not be null; must be a list"),
+    add("strategy:\n", "x.yaml:14: strategy: must not be null; must be a section with the keys kind, mixed_precision, ..."),
+    edit("\n  name: small\n  max_steps: 10", "", "x.yaml:1: run: must not be null; must be a section with the keys name, dir, ..."),
+    override("run.deterministic=", "run.deterministic=: must not be null; must be true or false"),
+    override("data=null", "data=null: must not be null; must be a section with the keys kind, train, ..."),
+    edit("10\n", "???\n", "x.yaml:3: run.max_steps: ??? stands where a value must be given"),
+    edit("[data.txt]", '["???"]', "x.yaml:9: data.train[0]: ??? stands where a value must be given"),
+    add("strategy: ???\n", "x.yaml:14: strategy: ??? stands where a value must be given"),
+    # Out of range
+    edit("10\n", "0\n", "x.yaml:3: run.max_steps: must be at least 1; got 0"),
+    edit("64", "-64", "x.yaml:12: batch.global_batch_size: must be at least 1; got -64"),
+    edit(LAST, "  micro_batch_size: 0\n", "x.yaml:13: batch.micro_batch_size: must be at least 1; got 0"),
+    override("data.workers=-1", "data.workers=-1: must be at least 0; got -1"),
+    override("run.seed=123456789012", "run.seed=123456789012: must be at most 4294967295; got 123456789012"),
+    override("schedule.warmup_steps=-1", "schedule.warmup_steps=-1: must be at least 0; got -1"),
+    override("schedule.min_ratio=1.5", "schedule.min_ratio=1.5: must be at most 1; got 1.5"),
+    override("optimizer.betas=[0.9,1]", "optimizer.betas[1]: must be less than 1; got 1"),
+    override("optimizer.betas=[-0.5,0.9]", "optimizer.betas[0]: must be at least 0; got -0.5"),
+    override("optimizer.eps=0", "optimizer.eps=0: must be more than 0; got 0"),
+    override("optimizer.learning_rate=-1e-4", "optimizer.learning_rate=-1e-4: must be at least 0; got -0.0001"),
+    override("optimizer.learning_rate=.nan", "optimizer.learning_rate=.nan: must be finite; got nan"),
+    override("optimizer.max_grad_norm=.inf", "optimizer.max_grad_norm=.inf: must be finite; got inf"),
+    override("optimizer.weight_decay=nan", "optimizer.weight_decay=nan: must be a number; got 'nan'"),
+    # Names of files and folders
+    edit("small", "a/b", "x.yaml:2: run.name: must be usable as a folder's name; got 'a/b'"),
+    edit("small", "..", "x.yaml:2: run.name: must be usable as a folder's name; got '..'"),
+    override("run.dir=~/runs", "run.dir=~/runs: ~ is not expanded in a recipe; write the whole path, or ${oc.env:HOME}; got '~/runs'"),
+    edit("data.txt", "dat.txt", "x.yaml:9: data.train[0]: 'dat.txt': no such file or folder (looked for in CWD; a hub data set: ...)"),
+    edit("[data.txt]", "no/*.txt", "x.yaml:9: data.train[0]: 'no/*.txt': matches no file (looked for in CWD; ...)"),
+    override("data.train=[data.txt,b.txt]", "data.train[1]: 'b.txt': no such file or folder (looked for in CWD; ...)"),
+    override("data.validation=b.txt", "data.validation[0]: 'b.txt': no such file or folder (looked for in CWD; ...)"),
+    override(f"data.train={'a' * 300}", "data.train[0]: 'aaa...aaa': no such file or folder (looked for in CWD; ...)"),
+    edit("bytes", "gone", "x.yaml:10: data.tokenizer: no such folder: gone; give `bytes` or a folder with a tokenizer ..."),
+    edit("bytes", "data.txt", "x.yaml:10: data.tokenizer: no such folder: data.txt; give `bytes` or ..."),
+    edit("  tokenizer: bytes\n", "", "x.yaml:8: data.tokenizer: missing; a model.config has none of its own: give `bytes` or ..."),
+    # Keys that do not go together
+    edit("10\n", "10\n  epochs: 1\n", "x.yaml:4: run.epochs: max_steps 10 is given too; set one of the two to null"),
+    override("model.init=pretrained", "model.init=pretrained: pretrained needs model.path; with model.config the weights are random"),
+    override(
+        "batch.global_batch_size=60",
+        "batch.global_batch_size=60: 60 is not a multiple of 8 (micro-batch) x 2 (ranks) = 16; try 48 or 64",
+        ranks=2,
+    ),
+    edit(
+        "64",
+        "64",
+        "x.yaml:12: batch.global_batch_size: 64 is not a multiple of 8 (micro-batch) x 6 (ranks) = 48; try 48 or 96",
+        ranks=6,
+    ),
+    override("batch.global_batch_size=60", "batch.global_batch_size=60: 60 is not a multiple of 8 (micro-batch); try 56 or 64"),
+    override(
+        "batch.global_batch_size=4", "batch.global_batch_size=4: 4 is not a multiple of 8 (micro-batch) x 1 (ranks) = 8; try 8", ranks=1
+    ),
+    add(
+        "strategy:\n  kind: ddp\n  cpu_offload: {}\n  mixed_precision: {reduce_dtype: bfloat16}\n  replicate: 2\n"
+        "  reshard_after_forward: false\n",
+        "x.yaml:16: strategy.cpu_offload: not available with kind ddp; use kind fsdp",
+        "x.yaml:17: strategy.mixed_precision.reduce_dtype: not available with kind ddp, which reduces in float32; use kind fsdp",
+        "x.yaml:18: strategy.replicate: not available with kind ddp; use kind fsdp",
+        "x.yaml:19: strategy.reshard_after_forward: not available with kind ddp; use kind fsdp",
+        ranks=1,
+    ),
+    override("strategy.replicate=3", "strategy.replicate=3: 3 does not divide 4 (ranks); try one of 1, 2, 4", ranks=4),
+    override("schedule.decay_steps=4", "schedule.decay_steps=4: not available with kind cosine; use kind wsd"),
+    override("evaluation.at_start=true", "evaluation.at_start=true: needs data.validation"),
+    override("profile={start_step: 9, steps: 3}", "profile.steps: steps 9 to 11 go beyond run.max_steps 10"),
+    # The model's config
+    edit("llama", "lama", "x.yaml:6: model.config.model_type: transformers has no model type 'lama'; did you mean llama?"),
+    edit("llama", "vit", "x.yaml:6: model.config.model_type: vit is not a causal language model; llama, qwen3 and gpt2 are"),
+    edit("llama", "3", "x.yaml:6: model.config.model_type: transformers has no model type 3"),
+    edit(
+        "    model_type: llama\n",
+        "",
+        "x.yaml:5: model.config.model_type: missing; must be given: a model type of transformers, such as ...",
+    ),
+    edit(
+        "300", "200", "x.yaml:7: model.config.vocab_size: 200 is too small for the tokenizer `bytes`: 256 bytes and ...; give 257 or more"
+    ),
+    edit("300", "300\n    attn_implementation: eager", "x.yaml:8: model.config.attn_implementation: is set by model.attention"),
+    override("model.config.dtype=float16", "model.config.dtype=float16: is set by strategy.mixed_precision"),
+    # Not built yet
+    edit("  config:\n    model_type: llama\n    vocab_size: 300\n", "  path: some/model\n", "x.yaml:5: model.path: not built yet: ..."),
+    edit(
+        "model:\n",
+        "model:\n  path: some/model\n",
+        "x.yaml:5: model.path: not built yet: ...",
+        "x.yaml:6: model.config: model.path is given too; set one of the two to null",
+    ),
+    override("data.kind=chat", "data.kind=chat: not built yet: chat; use text or tokens"),
+    override("strategy.kind=auto", "strategy.kind=auto: not built yet: auto; use ddp or fsdp"),
+    override("checkpoint.every_steps=5", "checkpoint.every_steps=5: not built yet: checkpoints to resume from; ..."),
+    override("checkpoint.resume=runs/a", "checkpoint.resume=runs/a: not built yet: resuming; use auto or never, not 'runs/a'"),
+    override("model.attention=flash_attention_2", "model.attention=flash_attention_2: not built yet: packing with flash_attention_2; ..."),
+    # Interpolation
+    edit("10\n", "${run.nme}\n", "x.yaml:3: run.max_steps: cannot be interpolated: there is no key run.nme"),
+    edit("[data.txt]", '[data.txt, "${run.nme}"]', "x.yaml:9: data.train[1]: cannot be interpolated: there is no key run.nme"),
+    edit("10\n", "${run.name}\n", "x.yaml:3: run.max_steps: must be a whole number, or null; got 'small'"),
+    edit("10\n", "${oc.env:NO_SUCH}\n", "x.yaml:3: run.max_steps: cannot be interpolated: Environment variable 'NO_SUCH' not found"),
+    edit(
+        "10\n",
+        "${x:1}\n",
+        "x.yaml:3: run.max_steps: cannot be interpolated: there is no resolver x; use ${section.key}, ${oc.env:NAME} ...",
+    ),
+    edit("small", "a${b", f"x.yaml:2: run.name: {NO_INTERPOLATION}"),
+    edit("small", "${run.dir}\n  dir: ${run.name}", f"x.yaml:2: run.name: {CYCLE}", f"x.yaml:3: run.dir: {CYCLE}"),
+    edit("300", "${model}", f"x.yaml:7: model.config.vocab_size: {CYCLE}"),
+    add("strategy: ${nowhere}\n", "x.yaml:14: strategy: cannot be interpolated: there is no key nowhere"),
+    override("run.seed=${", f"run.seed=${{: {NO_INTERPOLATION}"),
+    override("model.config=${model.config}", f"model.config=${{model.config}}: {CYCLE}"),
+    # Not a YAML file with sections
+    whole("", "x.yaml: is empty; see recipes/quickstart.yaml for the shortest recipe that runs"),
+    whole("# name: a\n\n", "x.yaml: is empty; see recipes/quickstart.yaml for the shortest recipe that runs"),
+    whole("# a list\n- run\n", "x.yaml:2: must be sections (run:, model:, data:, ...)"),
+    whole("hello", "x.yaml:1: must be sections (run:, model:, data:, ...)"),
+    edit(
+        "    model_type",
+        "\tmodel_type",
+        "x.yaml:6: not YAML: found character '\\t' that cannot start any token; indent with spaces, not with tabs",
+    ),
+    add("strategy: {kind: ddp\n", "x.yaml:15: not YAML: expected ',' or '}', but got '<stream end>'; inside [ ] and { }, text with ..."),
+    add(
+        "strategy: kind: ddp\n",
+        "x.yaml:14: not YAML: mapping values are not allowed here; text with a colon and a space stands in quotes; ...",
+    ),
+    add(" strategy: {}\n", "x.yaml:14: not YAML: ...; is the indentation right, here and in the line before?"),
+    edit("[data.txt]", "*.txt", "x.yaml:9: not YAML: ...; text that starts with * or & stands in quotes"),
+    add("schedule: @x\n", "x.yaml:14: not YAML: found character '@' that cannot start any token; text that starts so stands in quotes"),
+    add("---\nrun: {}\n", "x.yaml:14: not YAML: expected a single document in the stream, but found another document"),
+    add("strategy: *a\n", "x.yaml:14: not YAML: found undefined alias 'a'; text that starts with * stands in quotes"),
+    add("strategy: &a {kind: *a}\n", "x.yaml: an alias contains itself, or sections are nested without end"),
+    add("strategy: !mine {}\n", f"x.yaml:14: strategy: the YAML tag !mine {TAG}"),
+    edit("small", "!!binary aGVsbG8=", f"x.yaml:2: run.name: the YAML tag !!binary {TAG}"),
+    edit("10\n", "!!int x\n", f"x.yaml: {MISFIT}"),
+    edit("10\n", "!!bool x\n", f"x.yaml: {MISFIT}"),
+    add("# \0\n", "x.yaml:14: not YAML: the character '\\x00' is not allowed"),
+    whole(SMALL.encode() + b"# \xff\n", "x.yaml: not UTF-8 text (byte 194); a recipe is a YAML file"),
+    whole(SMALL.encode("utf-16"), "x.yaml: not UTF-8 text (byte 0); a recipe is a YAML file"),
+    edit("10\n", "10\n  seed: 1\n  seed: 2\n", "x.yaml:5: run.seed: stands twice: in line 4 and in line 5"),
+    add(
+        "run:\n  name: again\noptimiser: {}\n",
+        "x.yaml:14: run: stands twice: in line 1 and in line 14",
+        "x.yaml:16: optimiser: unknown key; did you mean optimizer?",
+    ),
+    # Overrides that are none
+    override("run.seed", f"run.seed: {NO_OVERRIDE}"),
+    override("=3", f"=3: {NO_OVERRIDE}"),
+    override("run..seed=3", f"run..seed=3: {NO_OVERRIDE}"),
+    override("run.seed =3", f"run.seed =3: {NO_OVERRIDE}"),
+    override("", f"'': {NO_OVERRIDE}"),
+    override("--help", f"--help: {NO_OVERRIDE}"),
+    override("run.seed=[1", "run.seed=[1: not a value: ...; inside [ ] and { }, text with any of [ ] { } , : stands in quotes"),
+    override("data.train=*.txt", "data.train=*.txt: not a value: ...; text that starts with * or & stands in quotes"),
+    override("run.seed=@", "run.seed=@: not a value: found character that cannot start any token; text that starts so stands in quotes"),
+    override("run.seed=!!int x", f"run.seed=!!int x: not a value: {MISFIT}"),
+    override("run.seed=!x 3", "run.seed=!x 3: not a value: a tag (!...) has no meaning in a recipe; text that starts with ! or = ..."),
+    override("data.train.0=b.txt", "data.train.0=b.txt: data.train is a list; give it whole, as data.train=[...]"),
+    override("data.train={a: b}", "data.train={a: b}: data.train is a list; give it whole, as data.train=[...]"),
+    override("run=3", "run=3: must be a section with the keys name, dir, ...; got 3"),
+    override("model=[a]", "model=[a]: must be a section with the keys path, config, ...; got ['a']"),
+    # No recipe to begin with
+    recipes([], f"command line: no recipe given; say recipe=NAME ({KNOWN}) or recipe=path/to/file.yaml"),
+    recipes(["recipe="], f"command line: no recipe given; say recipe=NAME ({KNOWN}) or recipe=path/to/file.yaml"),
+    recipes(["run.seed=3"], f"command line: no recipe given; say recipe=NAME ({KNOWN}) or recipe=path/to/file.yaml"),
+    recipes(["recipe=ddp", "recipe=fsdp"], f"command line: 2 recipes given; say recipe=NAME ({KNOWN}) or recipe=path/to/file.yaml"),
+    recipes(["recipe=quikstart"], "command line: recipe=quikstart: no recipe of that name; did you mean quickstart?; known: ..."),
+    recipes(["recipe=zzz"], f"command line: recipe=zzz: no recipe of that name; known: {KNOWN}; or give the path of a .yaml file"),
+    recipes(["recipe=x"], "command line: recipe=x: no recipe of that name; did you mean x.yaml?; known: ..."),
+    recipes(["recipe=y.yaml"], "command line: recipe=y.yaml: no such file"),
+    recipes(["recipe=./x.yml"], "command line: recipe=./x.yml: no such file; did you mean x.yaml?"),
+    recipes([f"recipe={'a' * 300}.yaml"], f"command line: recipe={'a' * 300}.yaml: no such file"),
+    recipes(["recipe=./"], "command line: recipe=./: is a folder; give a file in it"),
+]
+
+
+def name_of(broken):
+    return f"{BROKEN.index(broken)}-{broken.said[0][:60].split(': ', 1)[-1]}"
+
+
+def says(expected, line, cwd):
+    """Whether a line is what is expected, `...` standing for anything."""
+    parts = [re.escape(part) for part in expected.replace("CWD", str(cwd)).split("...")]
+    return re.fullmatch(".*".join(parts), line, re.DOTALL) is not None
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=name_of)
+def test_every_line_of_the_answer(folder, broken):  # noqa: F811
+    (folder / "x.yaml").write_bytes(broken.text if isinstance(broken.text, bytes) else broken.text.encode())
+    with pytest.raises(RecipeError) as refused:
+        load_recipe([*broken.recipe, *broken.overrides], ranks=broken.ranks)
+    answer = str(refused.value).splitlines()
+    assert len(answer) == len(broken.said), answer
+    for expected, line in zip(broken.said, answer, strict=True):
+        assert says(expected, line, folder), f"\nexpected: {expected}\nbut said: {line}"
+
+
+def test_all_problems_at_once_in_the_order_of_file_and_command_line(folder):  # noqa: F811
+    text = SMALL.replace("max_steps: 10", "max_stepz: 10").replace("vocab_size", "vocab_sise").replace("64", "65")
+    (folder / "x.yaml").write_text(
+        text + "strategy: {kind: dp, replicate: 0}\noptimiser: {}\nschedule: {warmup_steps: 3, warmup_steps: 4}\n"
+    )
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(["foo.bar=3", "recipe=x.yaml", "run.seed", "run.seed=x", "data.train.0=x", "data.workers=-1"], ranks=2)
+    assert [problem.split(": ")[0] + " " + problem.split(": ")[1] for problem in refused.value.problems] == [
+        "x.yaml:3 run.max_stepz",
+        "x.yaml:7 model.config.vocab_sise",
+        "x.yaml:12 batch.global_batch_size",
+        "x.yaml:14 strategy.kind",
+        "x.yaml:14 strategy.replicate",
+        "x.yaml:15 optimiser",
+        "x.yaml:16 schedule.warmup_steps",
+        "command line foo",
+        "command line run.seed",
+        "command line run.seed=x",
+        "command line data.train.0=x",
+        "command line data.workers=-1",
+    ]
+
+
+def test_the_message_names_the_file_as_it_was_found(folder, monkeypatch):  # noqa: F811
+    (folder / "deep").mkdir()
+    (folder / "deep" / "x.yaml").write_text(SMALL.replace("64", "63"))
+    with pytest.raises(RecipeError, match=r"^deep/x.yaml:12: batch.global_batch_size: 63 is not"):
+        load_recipe(["recipe=deep/x.yaml"], ranks=None)
+    monkeypatch.chdir(folder / "deep")
+    with pytest.raises(RecipeError, match=r"^x.yaml:12: batch.global_batch_size"):
+        load_recipe(["recipe=../deep/x.yaml", "data.train=../data.txt"], ranks=None)
+
+
+SCRAPS = [
+    "null",
+    "???",
+    "${",
+    "${run.name}",
+    "*",
+    "&a ",
+    "*a",
+    "!!int ",
+    "{",
+    "}",
+    "[",
+    "]",
+    ": ",
+    "- ",
+    "\n",
+    "\n  ",
+    "\t",
+    "'",
+    '"',
+    "#",
+    "<<: ",
+]
+
+
+def test_whatever_stands_in_the_file_the_answer_is_no_traceback(folder):  # noqa: F811
+    """Cuts and scraps at random places: each is a recipe still, or is refused with a place."""
+    chance = random.Random(7)
+    refused = []
+    for _ in range(120):
+        text = SMALL
+        for _ in range(chance.choice([1, 2])):
+            at = chance.randrange(len(text))
+            text = text[:at] + chance.choice([text[at + chance.randrange(1, 9) :], chance.choice(SCRAPS) + text[at:]])
+        (folder / "x.yaml").write_text(text)
+        try:
+            load_recipe(["recipe=x.yaml"], ranks=2)
+        except RecipeError as error:
+            refused.append(error.problems)
+    assert len(refused) > 60
+    assert [problems for problems in refused if not all(problem.startswith("x.yaml") for problem in problems)] == []

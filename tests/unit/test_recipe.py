@@ -1,0 +1,309 @@
+"""Recipes that are right: what they decode to, where values come from, and what the shipped ones show."""
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher.recipe import schema
+from launcher.recipe.decode import dotted, section_fields, subsection
+from launcher.recipe.load import load_recipe, scalar_as_yaml, to_yaml
+from launcher.recipe.schema import ActivationCheckpointing, Batch, CpuOffload, Data, MixedPrecision, Model, Profile, Recipe, Run, Wandb
+from tests.unit.small_recipe import SMALL, folder  # noqa: F401
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHIPPED = sorted((REPOSITORY / "recipes").glob("*.yaml"))
+COMPLETE = [REPOSITORY / "recipes" / f"{name}.yaml" for name in ("ddp", "fsdp", "fsdp_offload")]
+"""Those that show every key."""
+
+
+def load(*overrides, recipe="x.yaml", ranks=None):
+    return load_recipe([f"recipe={recipe}", *overrides], ranks=ranks).recipe
+
+
+def sections(kind=Recipe, path=()):
+    """(path, dataclass) of every section of the schema, the recipe itself first."""
+    yield path, kind
+    for name, annotation in section_fields(kind).items():
+        if (inner := subsection(annotation)) is not None:
+            yield from sections(inner, (*path, name))
+
+
+def value_at(recipe, path):
+    for name in path:
+        recipe = getattr(recipe, name) if dataclasses.is_dataclass(recipe) else recipe[name]
+    return recipe
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+@pytest.mark.parametrize("ranks", [None, 1, 2, 8])
+def test_shipped_recipes_decode(file, ranks):
+    if file.stem == "quickstart" and ranks == 8:
+        pytest.skip("a batch of 16 for two processes on a CPU")
+    by_name = load_recipe([f"recipe={file.stem}"], ranks=ranks)
+    assert by_name.recipe == load(recipe=file, ranks=ranks)
+    assert by_name.recipe.run.name == file.stem
+    assert by_name.recipe.run.dir == f"runs/{file.stem}"
+
+
+def test_there_are_recipes_to_test():
+    assert {file.stem for file in SHIPPED} >= {"ddp", "fsdp", "fsdp_offload", "quickstart"}
+    assert all(file in SHIPPED for file in COMPLETE)
+
+
+def test_what_is_left_out_has_its_default(folder):  # noqa: F811
+    assert load() == Recipe(
+        run=Run(name="small", dir="runs/small", max_steps=10),
+        model=Model(config={"model_type": "llama", "vocab_size": 300}),
+        data=Data(train=("data.txt",), tokenizer="bytes"),
+        batch=Batch(global_batch_size=64, micro_batch_size=8),
+    )
+
+
+OVERRIDES = [
+    ("run.max_steps=20", "run.max_steps", 20),
+    ("run.deterministic=true", "run.deterministic", True),
+    ("run.name=other", "run.dir", "runs/other"),
+    ('run.name="3"', "run.name", "3"),
+    ("run.dir=/tmp/a=b", "run.dir", "/tmp/a=b"),
+    ("optimizer.learning_rate=1e-4", "optimizer.learning_rate", 1e-4),
+    ("optimizer.learning_rate=1", "optimizer.learning_rate", 1.0),
+    ("optimizer.betas=[0.8, 0.9]", "optimizer.betas", (0.8, 0.9)),
+    ("optimizer.betas=[0,0]", "optimizer.betas", (0.0, 0.0)),
+    ("optimizer.max_grad_norm=null", "optimizer.max_grad_norm", None),
+    ("data.train=./data.txt", "data.train", ("./data.txt",)),
+    ("data.train=[data.txt,./data.txt]", "data.train", ("data.txt", "./data.txt")),
+    ("data.validation=['*.txt']", "data.validation", ("*.txt",)),
+    ("data.pin_memory=false", "data.pin_memory", False),
+    ("strategy={kind: ddp, mixed_precision: null}", "strategy.mixed_precision", None),
+    ("strategy.mixed_precision.param_dtype=float16", "strategy.mixed_precision", MixedPrecision(param_dtype="float16")),
+    ("strategy.cpu_offload={}", "strategy.cpu_offload", CpuOffload()),
+    ("strategy.cpu_offload.pin_memory=false", "strategy.cpu_offload", CpuOffload(pin_memory=False)),
+    ("strategy.sync_every_micro_batch=auto", "strategy.sync_every_micro_batch", "auto"),
+    ("strategy.sync_every_micro_batch=false", "strategy.sync_every_micro_batch", False),
+    ("activation_checkpointing={mode: selective}", "activation_checkpointing", ActivationCheckpointing(mode="selective")),
+    ("profile={start_step: 3, steps: 2}", "profile", Profile(start_step=3, steps=2)),
+    ("logging.wandb={project: p, mode: offline}", "logging.wandb", Wandb(project="p", mode="offline")),
+    ("checkpoint.export=at_end", "checkpoint.export", "at_end"),
+    ("schedule={kind: wsd, decay_steps: 3}", "schedule.decay_steps", 3),
+    ("model.config.hidden_size=64", "model.config", {"model_type": "llama", "vocab_size": 300, "hidden_size": 64}),
+    ("model.config.rope_parameters={rope_type: default}", "model.config.rope_parameters", {"rope_type": "default"}),
+    ("run.seed=${run.max_steps}", "run.seed", 10),
+]
+
+
+@pytest.mark.parametrize(("override", "key", "value"), OVERRIDES, ids=[override for override, _, _ in OVERRIDES])
+def test_an_override_sets_its_key_and_no_other(folder, override, key, value):  # noqa: F811
+    changed = load(override)
+    got = value_at(changed, key.split("."))
+    assert got == value
+    assert type(got) is type(value)
+    first = override.split("=")[0].split(".")[0]
+    for section in dataclasses.fields(Recipe):
+        if section.name != first:
+            assert getattr(changed, section.name) == getattr(load(), section.name)
+
+
+def test_the_last_of_several_overrides_holds(folder):  # noqa: F811
+    assert load("run.seed=1", "strategy.cpu_offload={}", "run.seed=2", "strategy.cpu_offload=null") == load("run.seed=2")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_either_kind_runs_the_complete_recipe_of_the_other(kind):
+    other = {"ddp": "fsdp", "fsdp": "ddp"}[kind]
+    changed = load(f"strategy.kind={kind}", recipe=other)
+    assert changed.strategy == load(recipe=kind).strategy
+
+
+def test_interpolation(folder, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("DATA_FOLDER", str(folder))
+    (folder / "x.yaml").write_text(
+        SMALL.replace("  max_steps: 10", "  max_steps: 10\n  dir: out/${run.name}-${run.seed}-${.max_steps}").replace(
+            "[data.txt]", '["${oc.env:DATA_FOLDER}/data.txt", "${stdlib:}/json/*.py", "${oc.env:UNSET,data.txt}"]'
+        )
+    )
+    recipe = load()
+    assert recipe.run.dir == "out/small-1234-10"  # the seed is a default
+    assert recipe.data.train == (f"{folder}/data.txt", f"{sysconfig.get_path('stdlib')}/json/*.py", "data.txt")
+    assert load("run.name=b", "run.seed=5").run.dir == "out/b-5-10"
+
+
+def test_a_section_can_be_interpolated_or_merged(folder):  # noqa: F811
+    (folder / "x.yaml").write_text(SMALL + "evaluation: &often\n  every_steps: 3\nlogging:\n  <<: *often\n  tensorboard: true\n")
+    loaded = load_recipe(["recipe=x.yaml"], ranks=None)
+    assert loaded.recipe.logging == schema.Logging(every_steps=3, tensorboard=True)
+    assert loaded.origins.of(("logging", "every_steps")) == "x.yaml:15"
+    assert loaded.origins.of(("logging", "tensorboard")) == "x.yaml:18"
+
+
+def test_origins(folder):  # noqa: F811
+    loaded = load_recipe(
+        ["recipe=x.yaml", "run.seed=3", "strategy={kind: ddp}", "data.train=[data.txt]", "profile.steps=2", "profile.start_step=1"], ranks=1
+    )
+    origins = {
+        "run.name": "x.yaml:2",
+        "run.max_steps": "x.yaml:3",
+        "model.config": "x.yaml:5",
+        "model.config.vocab_size": "x.yaml:7",
+        "run.seed": "command line",
+        "strategy.kind": "command line",
+        "data.train": "command line",
+        "profile.steps": "command line",
+        "run.dir": "default",
+        "strategy.replicate": "default",
+        "evaluation.every_steps": "default",
+    }
+    assert {key: loaded.origins.of(tuple(key.split("."))) for key in origins} == origins
+
+
+def test_what_turns_out_later_names_its_origin(folder):  # noqa: F811
+    loaded = load_recipe(["recipe=x.yaml", "strategy.mixed_precision={param_dtype: bfloat16}"], ranks=1)
+    assert str(loaded.refuse(("run", "max_steps"), "is no good")) == "x.yaml:3: run.max_steps: is no good"
+    precision = ("strategy", "mixed_precision", "param_dtype")
+    assert str(loaded.refuse(precision, "no such GPU")) == "command line: strategy.mixed_precision.param_dtype: no such GPU"
+    assert str(loaded.refuse(("optimizer", "eps"), "too small")) == "x.yaml: optimizer.eps: too small"
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_to_yaml_is_the_same_recipe_with_every_key(file, tmp_path):
+    recipe = load(recipe=file)
+    written = tmp_path / "recipe.yaml"
+    written.write_text(to_yaml(recipe))
+    assert load(recipe=written) == recipe
+    assert to_yaml(load(recipe=written)) == written.read_text()
+    plain = yaml.safe_load(written.read_text())
+    for path, kind in sections():
+        if value_at(recipe, path) is not None:
+            shown = plain
+            for name in path:
+                shown = shown[name]
+            assert list(shown) == [field.name for field in dataclasses.fields(kind)]
+
+
+TEXTS = ["1e-4", "-1.5E+3", "1_000", "010", "1:30", "null", "~", "on", "true", ".nan", "2020-01-01", "${run.name}", "\\${x}", "a\\", "???x"]
+TEXTS += [
+    "a: b",
+    "a #b",
+    "- a",
+    "*",
+    "&a",
+    "!a",
+    "%",
+    "@",
+    "`",
+    "'",
+    '"',
+    "[a]",
+    "{a: b}",
+    "=",
+    "<<",
+    "日本語 🙂",
+    " a ",
+    "a\nb",
+    "a\tb",
+    "x" * 300,
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_survives_being_written(folder, text):  # noqa: F811
+    recipe = load()
+    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, text_column=text))
+    (folder / "y.yaml").write_text(to_yaml(recipe))
+    assert load(recipe="y.yaml") == recipe
+    if "\n" not in text:
+        assert load(f"data.text_column={scalar_as_yaml(text)}") == recipe
+
+
+@pytest.mark.parametrize("number", [1e-4, 1e-8, 1.0, 2.5e-05, 3, 1e22, 0.1 + 0.2])
+def test_numbers_survive_being_written(folder, number):  # noqa: F811
+    recipe = load(f"optimizer.weight_decay={number!r}")
+    assert recipe.optimizer.weight_decay == number
+    (folder / "y.yaml").write_text(to_yaml(recipe))
+    assert load(recipe="y.yaml") == recipe
+
+
+def test_nothing_can_be_changed(folder):  # noqa: F811
+    recipe = load(
+        "strategy.cpu_offload={}", "activation_checkpointing={}", "logging.wandb={project: p}", "profile={start_step: 1, steps: 1}"
+    )
+    for path, kind in sections():
+        for field in dataclasses.fields(kind):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(value_at(recipe, path), field.name, None)
+
+
+def test_every_key_of_the_schema_has_a_docstring():
+    tree = ast.parse(Path(schema.__file__).read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    undocumented = []
+    for _, kind in sections():
+        body = classes[kind.__name__].body
+        assert ast.get_docstring(classes[kind.__name__]), kind
+        for statement, after in zip(body, [*body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign):
+                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+                if not (documented and after.value.value.strip()):
+                    undocumented.append(f"{kind.__name__}.{statement.target.id}")
+    assert undocumented == []
+
+
+def test_the_schema_needs_the_standard_library_only():
+    names = set()
+    for node in ast.walk(ast.parse(Path(schema.__file__).read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {node.module} if isinstance(node, ast.ImportFrom) else {alias.name for alias in node.names}
+    assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("file", COMPLETE, ids=lambda file: file.stem)
+def test_complete_recipes_show_every_key(file):
+    """Where a section is null, the comment beside it names its keys."""
+    loaded = load_recipe([f"recipe={file}"], ranks=None)
+    text = file.read_text().splitlines()
+    hidden = []
+    for path, kind in sections():
+        section = value_at(loaded.recipe, path[:-1]) and value_at(loaded.recipe, path)
+        for field in dataclasses.fields(kind):
+            if section is not None:
+                shown = (*path, field.name) in loaded.origins.lines
+            else:
+                shown = re.search(rf"\b{field.name}:? ?", text[loaded.origins.lines[path] - 1].partition("#")[2]) is not None
+            if not shown:
+                hidden.append(dotted((*path, field.name)))
+    assert hidden == []
+
+
+@pytest.mark.parametrize("file", COMPLETE, ids=lambda file: file.stem)
+def test_complete_recipes_say_what_the_choices_are(file):
+    """A comment with `a | b` names every value that the key takes, but what is not built yet."""
+    loaded = load_recipe([f"recipe={file}"], ranks=None)
+    text = file.read_text().splitlines()
+    for key, choices in {
+        "run.float32_matmul": {"highest", "high", "medium"},
+        "strategy.kind": {"ddp", "fsdp"},
+        "schedule.kind": {"cosine", "linear", "constant", "wsd"},
+        "model.init": {"pretrained", "random"},
+    }.items():
+        comment = text[loaded.origins.lines[tuple(key.split("."))] - 1].partition("#")[2]
+        assert choices <= set(re.findall(r"\w+", comment)), key
+
+
+def test_a_recipe_is_checked_without_torch():
+    program = (
+        "import sys, time; from launcher.recipe.load import load_recipe\n"
+        "load_recipe(['recipe=fsdp', 'model.config.hidden_size=64'], ranks=2)\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pyarrow', 'tokenizers'} & set(sys.modules)\n"
+        "print(f'checked after {time.process_time():.2f} s of CPU time', file=sys.stderr)\n"
+        "print(sorted(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    print(done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
