@@ -5,7 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-RANKS ?= 2
+# Two processes, on two GPUs or on the CPU; one where there is one GPU
+RANKS ?= $(if $(filter 1,$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)),1,2)
 # The first folder that no run has used: a run is never written over
 RUN_DIR = $$(dir=runs/quickstart; n=2; while [ -s "$$dir/metrics.jsonl" ]; do dir=runs/quickstart-$$n; n=$$((n+1)); done; echo $$dir)
 

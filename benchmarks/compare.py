@@ -149,6 +149,10 @@ def marked_processes(mark: str) -> list[int]:
     return found
 
 
+def _lines(file: Path) -> list[str]:
+    return file.read_text(errors="replace").splitlines()
+
+
 def run(command: list[str], *, log: Path, limit: float) -> float:
     """Runs a command to its end and leaves none of its processes behind; returns the time it was started at.
 
@@ -175,9 +179,11 @@ def run(command: list[str], *, log: Path, limit: float) -> float:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.1)
     if status != 0:
-        end = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-40:])
         what = f"took longer than {limit:.0f} s" if status is None else f"ended with status {status}"
-        raise RunFailedError(f"{' '.join(command)}\n{what}; the end of its output:\n{end}")
+        # Ranks of the launcher print into logs of their own
+        logs = [log, *sorted(log.parent.glob("run/log/rank_*.log"))]
+        ends = [f"the end of {file.relative_to(log.parent)}:\n" + "\n".join(_lines(file)[-30:]) for file in logs]
+        raise RunFailedError("\n".join([" ".join(command), what, *ends]))
     return started
 
 
@@ -319,8 +325,8 @@ def flops_per_token(size: Size) -> float:
     head = model.get("head_dim", hidden // heads)
     attention: int = 2 * hidden * head * heads + 2 * hidden * head * model["num_key_value_heads"]
     layer = attention + 3 * hidden * model["intermediate_size"] + 2 * hidden
-    parameters = model["num_hidden_layers"] * layer + hidden + model["vocab_size"] * hidden
-    return 6.0 * parameters + 12.0 * model["num_hidden_layers"] * hidden * size.tokens
+    parameters: int = model["num_hidden_layers"] * layer + hidden + model["vocab_size"] * hidden
+    return float(6 * parameters + 12 * model["num_hidden_layers"] * hidden * size.tokens)
 
 
 def gpu_name() -> str | None:

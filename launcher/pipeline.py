@@ -144,6 +144,7 @@ def pipeline(
     reporter = Reporter(ranks, run, recipe=recipe, steps=steps, flops_per_token=training.flops_per_token)
     mode = None if recipe.activation_checkpointing is None else recipe.activation_checkpointing.mode
     reporter.start(
+        processes.idle_gpus(environment),
         describe_model(wrapped, ranks=ranks, blocks=training.blocks, mode=mode),
         describe_data(training.data, shuffled=recipe.data.shuffle),
         describe_batch(recipe.batch, ranks=ranks.size, steps=steps, sequences=len(training.data), warmup=recipe.schedule.warmup_steps),

@@ -52,6 +52,14 @@ def choose_device(environment: Environment) -> torch.device:
     return torch.device("cpu")
 
 
+def idle_gpus(environment: Environment) -> str:
+    """A note where this node has GPUs, but not one for each of its ranks, so that all compute on the CPU; else empty."""
+    gpus, ranks = torch.cuda.device_count() if torch.cuda.is_available() else 0, environment.local_world_size
+    if not 0 < gpus < ranks:
+        return ""
+    return f"note: {gpus} GPUs for {ranks} ranks on this node, and each rank needs one: computing on the CPU; start --nproc-per-node {gpus}"
+
+
 def check_dtype(device: torch.device, dtype: str) -> None:
     """Raises ValueError where the device cannot compute in this dtype at its own speed."""
     if dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):

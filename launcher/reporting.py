@@ -31,9 +31,6 @@ class Reporter:
 
     def __init__(self, ranks: DataParallel, folder: RunFolder, *, recipe: Recipe, steps: int, flops_per_token: float) -> None:
         device = ranks.device
-        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self._recorder = StepRecorder(ranks, flops_per_token=flops_per_token, peak_flops=peak)
-        self.excluded = self._recorder.excluded
         self._main = ranks.rank == 0
         self._folder, self._steps = folder, steps
         self._every_steps, self._max_skipped = recipe.logging.every_steps, recipe.run.max_skipped_steps
@@ -52,11 +49,16 @@ class Reporter:
                 warn=self._console.say,
             )
             folder.write_status("running", step=0, steps=steps)
+        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        # Last, because it starts the clock of the first step
+        self._recorder = StepRecorder(ranks, flops_per_token=flops_per_token, peak_flops=peak)
+        self.excluded = self._recorder.excluded
 
     def start(self, *lines: str) -> None:
         """The first lines on the console, from rank 0."""
         for line in lines:
-            self.say(line)
+            if line:
+                self.say(line)
 
     def say(self, text: str) -> None:
         """A line on the console, from rank 0."""
@@ -112,6 +114,9 @@ class Reporter:
         say(f"  {folder.path}/status.json, {folder.log}/  outcome, what each rank printed")
         if exported:
             say(f"  {folder.export}/  the weights, for transformers' from_pretrained")
+        if state == "finished":
+            say(f"next: the same losses another way?  launcher selftest recipe={folder.path}/recipe.yaml")
+            say("      your own data and model: copy recipes/fsdp.yaml, every key is explained there; launcher show recipe=FILE checks it")
 
 
 def _bytes(tensors: list[nn.Parameter]) -> int:

@@ -35,7 +35,7 @@ class RunFolder:
         if not (self.metrics.exists() and self.metrics.stat().st_size):
             return
         known = ""
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             status = json.loads(self._status.read_text())
             known = f" ({status['state']}, step {status['step']})"
         raise RecipeError(

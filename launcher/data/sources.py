@@ -86,7 +86,7 @@ def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             with file.open(encoding="utf-8") as lines:
                 for number, text in enumerate(lines, start=1):
                     if text.strip():
-                        yield _row(f"{file}:{number}", json.loads(text))
+                        yield _row(f"{file}:{number}", json.loads(text.rstrip()))
         else:
             rows = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(rows, list):

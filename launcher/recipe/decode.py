@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -99,6 +100,7 @@ def _words(kind: Any) -> str:
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
 
 
+@functools.cache
 def section_fields(section: Any) -> dict[str, Any]:
     """A section's keys and their resolved annotations."""
     return typing.get_type_hints(section, include_extras=True)

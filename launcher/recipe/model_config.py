@@ -65,6 +65,7 @@ def _tree(file: Path) -> ast.Module:
         return ast.Module(body=[], type_ignores=[])
 
 
+@functools.cache
 def _mapping(file: Path, name: str) -> dict[str, Any]:
     """A module-level `name = OrderedDict([(key, value), ...])`; empty where there is none."""
     for statement in _tree(file).body:
@@ -88,6 +89,7 @@ def _base_fields(package: Path) -> set[str]:
     return _fields(package / "configuration_utils.py", "PreTrainedConfig")
 
 
+@functools.cache
 def _fields(file: Path, class_name: str) -> set[str]:
     """Annotated fields, `__init__` arguments and attribute_map keys of a class and its bases; empty where unreadable."""
     tree = _tree(file)

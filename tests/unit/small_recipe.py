@@ -1,6 +1,6 @@
 """A recipe of a few lines that is right, to be broken or changed by the tests."""
 
-import pytest
+import re
 
 SMALL = """\
 run:
@@ -19,10 +19,6 @@ batch:
 """
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder to be in, with SMALL as x.yaml and the data it names."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.yaml").write_text(SMALL)
-    (tmp_path / "data.txt").write_text("some text\n")
-    return tmp_path
+def says(expected, line):
+    """Whether a message is what is expected, `...` standing for anything."""
+    return re.fullmatch(".*".join(re.escape(part) for part in expected.split("...")), line, re.DOTALL) is not None

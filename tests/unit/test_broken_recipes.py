@@ -5,14 +5,13 @@ expected line stands for anything: lists of keys that grow with the schema. CWD 
 """
 
 import random
-import re
 from dataclasses import dataclass, field
 
 import pytest
 
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe
-from tests.unit.small_recipe import SMALL, folder  # noqa: F401
+from tests.unit.small_recipe import SMALL, says
 
 LAST = SMALL.splitlines()[-1] + "\n"
 
@@ -238,6 +237,9 @@ BROKEN = [
         "300", "200", "x.yaml:7: model.config.vocab_size: 200 is too small for the tokenizer `bytes`: 256 bytes and ...; give 257 or more"
     ),
     edit("300", "300\n    attn_implementation: eager", "x.yaml:8: model.config.attn_implementation: is set by model.attention"),
+    override(
+        "model.config.vocab_size=256", "model.config.vocab_size=256: 256 is too small for the tokenizer `bytes`: ...; give 257 or more"
+    ),
     override("model.config.dtype=float16", "model.config.dtype=float16: is set by strategy.mixed_precision"),
     # Not built yet
     edit("  config:\n    model_type: llama\n    vocab_size: 300\n", "  path: some/model\n", "x.yaml:5: model.path: not built yet: ..."),
@@ -265,6 +267,12 @@ BROKEN = [
     edit("small", "a${b", f"x.yaml:2: run.name: {NO_INTERPOLATION}"),
     edit("small", "${run.dir}\n  dir: ${run.name}", f"x.yaml:2: run.name: {CYCLE}", f"x.yaml:3: run.dir: {CYCLE}"),
     edit("300", "${model}", f"x.yaml:7: model.config.vocab_size: {CYCLE}"),
+    edit(
+        "300",
+        "300\n    rope_parameters: {x: '${model.config.rope_scaling}'}\n    rope_scaling: {y: '${model.config.rope_parameters}'}",
+        f"x.yaml:8: model.config.rope_parameters.x.y: {CYCLE}",
+        f"x.yaml:9: model.config.rope_scaling.y.x: {CYCLE}",
+    ),
     add("strategy: ${nowhere}\n", "x.yaml:14: strategy: cannot be interpolated: there is no key nowhere"),
     override("run.seed=${", f"run.seed=${{: {NO_INTERPOLATION}"),
     override("model.config=${model.config}", f"model.config=${{model.config}}: {CYCLE}"),
@@ -337,24 +345,18 @@ def name_of(broken):
     return f"{BROKEN.index(broken)}-{broken.said[0][:60].split(': ', 1)[-1]}"
 
 
-def says(expected, line, cwd):
-    """Whether a line is what is expected, `...` standing for anything."""
-    parts = [re.escape(part) for part in expected.replace("CWD", str(cwd)).split("...")]
-    return re.fullmatch(".*".join(parts), line, re.DOTALL) is not None
-
-
 @pytest.mark.parametrize("broken", BROKEN, ids=name_of)
-def test_every_line_of_the_answer(folder, broken):  # noqa: F811
+def test_every_line_of_the_answer(folder, broken):
     (folder / "x.yaml").write_bytes(broken.text if isinstance(broken.text, bytes) else broken.text.encode())
     with pytest.raises(RecipeError) as refused:
         load_recipe([*broken.recipe, *broken.overrides], ranks=broken.ranks)
     answer = str(refused.value).splitlines()
     assert len(answer) == len(broken.said), answer
     for expected, line in zip(broken.said, answer, strict=True):
-        assert says(expected, line, folder), f"\nexpected: {expected}\nbut said: {line}"
+        assert says(expected.replace("CWD", str(folder)), line), f"\nexpected: {expected}\nbut said: {line}"
 
 
-def test_all_problems_at_once_in_the_order_of_file_and_command_line(folder):  # noqa: F811
+def test_all_problems_at_once_in_the_order_of_file_and_command_line(folder):
     text = SMALL.replace("max_steps: 10", "max_stepz: 10").replace("vocab_size", "vocab_sise").replace("64", "65")
     (folder / "x.yaml").write_text(
         text + "strategy: {kind: dp, replicate: 0}\noptimiser: {}\nschedule: {warmup_steps: 3, warmup_steps: 4}\n"
@@ -377,7 +379,7 @@ def test_all_problems_at_once_in_the_order_of_file_and_command_line(folder):  # 
     ]
 
 
-def test_the_message_names_the_file_as_it_was_found(folder, monkeypatch):  # noqa: F811
+def test_the_message_names_the_file_as_it_was_found(folder, monkeypatch):
     (folder / "deep").mkdir()
     (folder / "deep" / "x.yaml").write_text(SMALL.replace("64", "63"))
     with pytest.raises(RecipeError, match=r"^deep/x.yaml:12: batch.global_batch_size: 63 is not"):
@@ -412,11 +414,11 @@ SCRAPS = [
 ]
 
 
-def test_whatever_stands_in_the_file_the_answer_is_no_traceback(folder):  # noqa: F811
+def test_whatever_stands_in_the_file_the_answer_is_no_traceback(folder):
     """Cuts and scraps at random places: each is a recipe still, or is refused with a place."""
     chance = random.Random(7)
     refused = []
-    for _ in range(120):
+    for _ in range(80):
         text = SMALL
         for _ in range(chance.choice([1, 2])):
             at = chance.randrange(len(text))
@@ -426,5 +428,5 @@ def test_whatever_stands_in_the_file_the_answer_is_no_traceback(folder):  # noqa
             load_recipe(["recipe=x.yaml"], ranks=2)
         except RecipeError as error:
             refused.append(error.problems)
-    assert len(refused) > 60
+    assert len(refused) > 40
     assert [problems for problems in refused if not all(problem.startswith("x.yaml") for problem in problems)] == []

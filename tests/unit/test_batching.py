@@ -1,0 +1,139 @@
+"""The order of samples and who computes which: pure integers."""
+
+import itertools
+import random
+import statistics
+
+import pytest
+
+from launcher.batching import NO_SAMPLE, RankSlots, SampleOrder, accumulation_steps, permuted, total_steps
+
+
+def permutation(size, *, seed=0, epoch=0):
+    return [permuted(index, size=size, seed=seed, epoch=epoch) for index in range(size)]
+
+
+@pytest.mark.parametrize("seed", [0, 1234, 2**32 - 1])
+def test_every_small_size_is_permuted(seed):
+    for size in range(1, 71):
+        for epoch in (0, 1):
+            assert sorted(permutation(size, seed=seed, epoch=epoch)) == list(range(size)), (size, epoch)
+
+
+@pytest.mark.parametrize("size", [4097, 10_007, 2**14, 2**14 + 1])
+def test_larger_sizes_are_permuted(size):
+    assert sorted(permutation(size, seed=3)) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**40 + 1, 10**15])
+def test_in_huge_sizes_no_two_of_many_meet(size):
+    chance = random.Random(size)
+    indices = [*range(1000), *range(size - 1000, size), *(chance.randrange(size) for _ in range(2000))]
+    results = {index: permuted(index, size=size, seed=1, epoch=0) for index in indices}
+    assert all(0 <= result < size for result in results.values())
+    assert len(set(results.values())) == len(results)
+
+
+def test_the_order_is_the_same_for_ever():
+    """A run that goes on after an upgrade must see the samples that it has not seen: these values may not change."""
+    assert permutation(10, seed=1234, epoch=0) == [3, 8, 6, 4, 5, 9, 1, 0, 2, 7]
+    assert permutation(10, seed=1234, epoch=1) == [8, 9, 2, 3, 1, 4, 6, 7, 0, 5]
+    assert [permuted(index, size=10**12, seed=7, epoch=3) for index in range(3)] == [951739823179, 44046226497, 46867815895]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    size = 1000
+    orders = [permutation(size, seed=seed, epoch=epoch) for seed in (0, 1, 2) for epoch in (0, 1, 2)]
+    for number, first in enumerate(orders):
+        for second in orders[:number]:
+            # Two random permutations agree in one place on average, and hardly ever in ten
+            assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
+
+
+@pytest.mark.parametrize("size", [1000, 1024, 3000])
+def test_it_looks_random(size):
+    """Fixed points, how far samples move, neighbours and halves are as in a random permutation."""
+    orders = [permutation(size, seed=11, epoch=epoch) for epoch in range(8)]
+    fixed = statistics.mean(sum(index == result for index, result in enumerate(order)) for order in orders)
+    assert fixed < 3  # 1 is expected
+    for order in orders:
+        moved = statistics.mean(abs(index - result) for index, result in enumerate(order))
+        assert moved == pytest.approx(size / 3, rel=0.1)
+        neighbours = sum(abs(a - b) == 1 for a, b in itertools.pairwise(order))
+        assert neighbours < 12  # 2 are expected
+        kept = sum(result < size // 2 for result in order[: size // 2])
+        assert kept == pytest.approx(size / 4, rel=0.15)
+        even = sum(result % 2 == 0 for result in order[: size // 2])
+        assert even == pytest.approx(size / 4, rel=0.15)
+    assert statistics.mean(order[0] for order in orders) == pytest.approx(size / 2, rel=0.7)
+
+
+def test_every_place_is_reached_from_the_first_position():
+    firsts = {permuted(0, size=8, seed=5, epoch=epoch) for epoch in range(200)}
+    assert firsts == set(range(8))
+
+
+def test_sample_order():
+    order = SampleOrder(samples=7, seed=3, shuffle=True)
+    passes = [[order.sample(7 * epoch + index) for index in range(7)] for epoch in range(3)]
+    assert passes == [permutation(7, seed=3, epoch=epoch) for epoch in range(3)]
+    straight = SampleOrder(samples=3, seed=3, shuffle=False)
+    assert [straight.sample(position) for position in range(8)] == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_after_the_last_epoch_there_is_no_sample(shuffle):
+    order = SampleOrder(samples=5, seed=0, shuffle=shuffle, epochs=2)
+    samples = [order.sample(position) for position in range(13)]
+    assert sorted(samples[:5]) == sorted(samples[5:10]) == [0, 1, 2, 3, 4]
+    assert samples[10:] == [NO_SAMPLE] * 3
+
+
+def slots(ranks, micro, *, rank, order, size=16, first_step=0, steps=3):
+    return list(
+        RankSlots(order=order, global_batch_size=size, micro_batch_size=micro, rank=rank, ranks=ranks, first_step=first_step, steps=steps)
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_any_ranks_and_micro_batches_share_the_same_steps(ranks, micro, epochs):
+    """Read micro-batch by micro-batch and rank by rank, the samples of a step stand in the order of their positions."""
+    order = SampleOrder(samples=21, seed=9, shuffle=True, epochs=epochs)  # 42 samples of the 48 places of 3 steps
+    of_rank = [slots(ranks, micro, rank=rank, order=order) for rank in range(ranks)]
+    accumulation = 16 // (micro * ranks)
+    assert {len(batches) for batches in of_rank} == {3 * accumulation}
+    assert {len(batch) for batches in of_rank for batch in batches} == {micro}
+    read = [sample for number in range(3 * accumulation) for batches in of_rank for sample in batches[number]]
+    assert read == [order.sample(position) for position in range(48)]
+    assert read.count(NO_SAMPLE) == (0 if epochs is None else 6)
+
+
+def test_slots_can_start_at_a_later_step():
+    order = SampleOrder(samples=100, seed=9, shuffle=True)
+    whole = slots(2, 4, rank=1, order=order, steps=5)
+    assert slots(2, 4, rank=1, order=order, steps=5, first_step=2) == whole[2 * 2 :]
+    assert slots(2, 4, rank=1, order=order, steps=5, first_step=5) == []
+
+
+@pytest.mark.parametrize(("micro", "ranks", "accumulation"), [(1, 1, 64), (8, 1, 8), (8, 2, 4), (8, 8, 1), (64, 1, 1), (1, 64, 1)])
+def test_accumulation(micro, ranks, accumulation):
+    assert accumulation_steps(global_batch_size=64, micro_batch_size=micro, ranks=ranks) == accumulation
+
+
+@pytest.mark.parametrize(
+    ("epochs", "samples", "size", "steps"),
+    [(1, 64, 16, 4), (1, 65, 16, 5), (1, 63, 16, 4), (1, 1, 16, 1), (3, 21, 16, 4), (2, 8, 16, 1), (10**6, 10**9 + 1, 1000, 10**12 + 1000)],
+)
+def test_total_steps_round_up(epochs, samples, size, steps):
+    assert total_steps(max_steps=None, epochs=epochs, samples=samples, global_batch_size=size) == steps
+    assert total_steps(max_steps=7, epochs=None, samples=samples, global_batch_size=size) == 7
+
+
+def test_the_last_step_of_the_last_epoch_holds_the_rest():
+    steps = total_steps(max_steps=None, epochs=3, samples=21, global_batch_size=16)
+    order = SampleOrder(samples=21, seed=0, shuffle=True, epochs=3)
+    seen = [sample for rank in range(2) for batch in slots(2, 2, rank=rank, order=order, steps=steps) for sample in batch]
+    counts = {sample: seen.count(sample) for sample in set(seen) - {NO_SAMPLE}}
+    assert counts == dict.fromkeys(range(21), 3)

@@ -1,0 +1,601 @@
+"""From files to micro-batches: no token lost, none twice, and each problem with the file and line it is in."""
+
+import itertools
+import json
+import os
+import random
+import threading
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from launcher.batching import NO_SAMPLE
+from launcher.data import packing
+from launcher.data.dataset import SequenceDataset, open_dataset
+from launcher.data.sources import find_files, read_documents, read_rows
+from launcher.data.store import TokenStore, cache_folder, open_store
+from launcher.data.tokenizer import ByteTokenizer, FolderTokenizer, load_tokenizer
+from launcher.errors import RecipeError
+from launcher.loss import IGNORED
+from launcher.recipe import schema
+from tests.unit.small_recipe import says
+
+END = ByteTokenizer.end
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return str(tmp_path / "cache")
+
+
+def write(file, content):
+    """Text and bytes as they are; a list as the rows of a .jsonl, .json or .parquet file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif isinstance(content, str):
+        file.write_bytes(content.encode())
+    elif file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in content))
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(content))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), file)
+    return file
+
+
+# Files
+
+
+def test_files_of_patterns(tmp_path, monkeypatch):
+    names = [
+        "b.txt",
+        "a.txt",
+        "c.jsonl",
+        "tree/z.py",
+        "tree/.git/x.py",
+        "tree/y.md",
+        "tree/.hidden",
+        "tree/__pycache__/y.pyc",
+        "tree/x.PNG",
+        "d[1].txt",
+    ]
+    for name in names:
+        write(tmp_path / name, "x")
+    monkeypatch.chdir(tmp_path)
+
+    def found(*patterns):
+        return [str(file) for file in find_files(patterns)]
+
+    assert found("b.txt", "a.txt") == ["b.txt", "a.txt"]
+    assert found("*.txt") == ["a.txt", "b.txt", "d[1].txt"]
+    assert found("b.txt", "*.txt", "./b.txt") == ["b.txt", "a.txt", "d[1].txt"]
+    assert found("tree") == ["tree/y.md", "tree/z.py"]
+    assert found("tree/*", "c.jsonl") == ["tree/x.PNG", "tree/y.md", "tree/z.py", "c.jsonl"]
+    assert found("**/*.py") == ["tree/z.py"]
+    assert found("d[1].txt") == ["d[1].txt"]
+    (tmp_path / "empty").mkdir()
+    for nothing in ("*.csv", "gone.txt", "empty"):
+        with pytest.raises(RecipeError, match=f"^data: '{nothing.replace('*', '.')}' means no file .looked for in {tmp_path}.$"):
+            find_files(("b.txt", nothing))
+
+
+# Documents
+
+ROWS = [{"text": "one"}, {"text": "zwei ä 日本", "other": 3}, {"text": ""}, {"text": "drei\nvier"}]
+SOURCES = [
+    ("a.txt", "a whole\nfile\n", ["a whole\nfile\n"]),
+    ("a.py", "print('ü')", ["print('ü')"]),
+    ("noextension", "x", ["x"]),
+    ("empty.txt", "", []),
+    ("a.jsonl", ROWS, ["one", "zwei ä 日本", "drei\nvier"]),
+    ("upper.JSONL", '{"text": "x"}\n', ["x"]),
+    ("blank.jsonl", '\n{"text": "x"}\n\n  \n{"text": "y"}', ["x", "y"]),
+    ("empty.jsonl", "", []),
+    ("a.json", ROWS, ["one", "zwei ä 日本", "drei\nvier"]),
+    ("empty.json", "[]", []),
+    ("a.parquet", [{"text": row["text"]} for row in ROWS], ["one", "zwei ä 日本", "drei\nvier"]),
+    ("long.parquet", [{"text": str(number)} for number in range(2500)], [str(number) for number in range(2500)]),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "documents"), SOURCES, ids=[name for name, _, _ in SOURCES])
+def test_documents(tmp_path, name, content, documents):
+    assert list(read_documents(write(tmp_path / name, content), column="text")) == documents
+
+
+def test_documents_of_another_column(tmp_path):
+    file = write(tmp_path / "a.jsonl", [{"text": 1, "body": "x"}])
+    assert list(read_documents(file, column="body")) == ["x"]
+
+
+BROKEN_FILES = [
+    ("a.jsonl", '{"text": "x"}\n{"text": \n', ":2: not JSON: Expecting value (column 9)"),
+    ("a.jsonl", '{"text": "x"}\n\n["x"]\n', ':3: must be an object such as {"text": ...}; got list'),
+    (
+        "a.jsonl",
+        '{"text": "x"}\n{"body": "x"}\n',
+        ":2: column 'text' must hold text; no such column; columns: body (data.text_column names it)",
+    ),
+    ("a.jsonl", '{"text": null}\n', ":1: column 'text' must hold text; got NoneType; columns: text (data.text_column names it)"),
+    ("a.jsonl", '{"text": "\\ud83d"}\n', ":1: column 'text' holds half a surrogate pair (\\ud800 to \\udfff), which is no character"),
+    ("a.jsonl", b'{"text": "\xff"}\n', ": not UTF-8 text (byte 10 of a block)"),
+    ("a.json", '{"text": "x"}', ": must be a list of objects; got dict"),
+    ("a.json", '[{"text": "x"}, 3]', ' row 2: must be an object such as {"text": ...}; got int'),
+    ("a.json", '[\n{"text": "x"},\n{"text" "y"}]', ":3: not JSON: Expecting ':' delimiter (column 9)"),
+    (
+        "a.json",
+        '[{"text": "x"}, {"body": "x"}]',
+        " row 2: column 'text' must hold text; no such column; columns: body (data.text_column names it)",
+    ),
+    ("a.json", b'["\xff"]', ": not UTF-8 text (byte 2 of a block)"),
+    ("a.txt", b"abc\xffd", ": not UTF-8 text (byte 3); convert it, or leave it out of the patterns"),
+    ("a.parquet", "hello", ": not a parquet file, or a damaged one: ..."),
+    ("a.parquet", [{"text": "x"}, {"text": None}], " row 2: column 'text' must hold text; got NoneType; columns: text (...)"),
+    ("a.parquet", [{"body": "x"}], " row 1: column 'text' must hold text; no such column; columns: body (...)"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "said"), BROKEN_FILES, ids=[f"{name}-{said[:30]}" for name, _, said in BROKEN_FILES])
+def test_broken_files_name_file_and_line(tmp_path, name, content, said):
+    file = write(tmp_path / name, content)
+    with pytest.raises(RecipeError) as refused:
+        list(read_documents(file, column="text"))
+    assert says(f"{file}{said}", str(refused.value)), str(refused.value)
+
+
+def test_damaged_parquet(tmp_path):
+    file = write(tmp_path / "a.parquet", [{"text": "x" * 1000}])
+    whole = file.read_bytes()
+    for damaged in (whole[:100], whole[:-20], whole[:4] + b"\0" * 100 + whole[104:], b""):
+        file.write_bytes(damaged)
+        with pytest.raises(RecipeError, match=r"a.parquet: not a parquet file, or a damaged one: "):
+            list(read_documents(file, column="text"))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+def test_a_file_that_is_gone(tmp_path, name):
+    with pytest.raises(RecipeError, match=f"{name}: cannot be read: No such file or directory"):
+        list(read_documents(tmp_path / name, column="text"))
+
+
+def test_rows_say_where_they_are(tmp_path):
+    rows = [{"a": 1}, {"a": 2}]
+    for name, places in {"a.jsonl": (":1", ":2"), "a.json": (" row 1", " row 2"), "a.parquet": (" row 1", " row 2")}.items():
+        file = write(tmp_path / name, rows)
+        assert list(read_rows(file)) == [(f"{file}{place}", row) for place, row in zip(places, rows, strict=True)]
+
+
+# Tokenizers
+
+
+def test_bytes():
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.encode("aé\n").tolist() == [97, 0xC3, 0xA9, 10, END]
+    assert tokenizer.encode("").tolist() == [END]
+    assert tokenizer.encode("日" * 1000).dtype == np.int32
+    assert bytes(tokenizer.encode("日本🙂")[:-1].tolist()).decode() == "日本🙂"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    """A tokenizer of six words that puts <s> before a text where special tokens are asked for."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<s>": 0, "</s>": 1, "<unk>": 2, "a": 3, "small": 4, "world": 5}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+def copied(folder, to):
+    for file in folder.iterdir():
+        write(to / file.name, file.read_bytes())
+    return to
+
+
+def test_hugging_face_tokenizer(tokenizer_folder):
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    assert isinstance(tokenizer, FolderTokenizer)
+    assert tokenizer.encode("a small  world is small").tolist() == [3, 4, 5, 2, 4, 1]
+    assert tokenizer.encode("").tolist() == [1]
+    assert tokenizer.encode("a").dtype == np.int32
+    assert tokenizer.encode("small " * 100_000).shape == (100_001,)
+
+
+def test_a_tokenizer_is_known_by_its_files(tokenizer_folder, tmp_path):
+    identity = FolderTokenizer(str(tokenizer_folder)).identity
+    copy = copied(tokenizer_folder, tmp_path / "copy")
+    assert FolderTokenizer(str(copy)).identity == identity
+    write(copy / "model.safetensors", b"weights")
+    assert FolderTokenizer(str(copy)).identity == identity
+    write(copy / "merges.txt", "a b")
+    assert FolderTokenizer(str(copy)).identity != identity
+
+
+def test_tokenizer_without_an_end_of_text(tokenizer_folder, tmp_path):
+    copy = copied(tokenizer_folder, tmp_path / "copy")
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    write(copy / "tokenizer_config.json", json.dumps(config))
+    with pytest.raises(RecipeError, match=r"data.tokenizer: .*copy: has no end-of-text token \(eos_token\), which ends each document"):
+        FolderTokenizer(str(copy))
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "garbage"])
+def test_folder_without_a_tokenizer(tmp_path, content):
+    if content is not None:
+        write(tmp_path / "tokenizer.json", content)
+    with pytest.raises(RecipeError, match=f"^data.tokenizer: {tmp_path}: no tokenizer could be loaded: "):
+        load_tokenizer(str(tmp_path))
+
+
+# Stores
+
+
+def store_of(*patterns, cache, kind="text", tokenizer="bytes", column="text", build=True, report=None):
+    return open_store(
+        kind=kind,
+        patterns=tuple(map(str, patterns)),
+        tokenizer=tokenizer if kind == "text" else None,
+        column=column,
+        cache=cache,
+        build=build,
+        report=(lambda line: None) if report is None else report.append,
+    )
+
+
+def documents_of(store):
+    return [store.ids[start:end].tolist() for start, end in itertools.pairwise(store.offsets)]
+
+
+def test_store_of_text(tmp_path, cache):
+    files = [
+        write(tmp_path / "b.txt", "ab"),
+        write(tmp_path / "empty.txt", ""),
+        write(tmp_path / "a.jsonl", [{"text": "ä"}, {"text": "z"}]),
+    ]
+    store = store_of(*files, cache=cache)
+    assert documents_of(store) == [[97, 98, END], [0xC3, 0xA4, END], [122, END]]
+    assert (store.documents, store.files, store.largest_id, store.labels) == (3, 3, END, None)
+    assert isinstance(store.ids, np.memmap)
+    assert store.ids.dtype == np.int32
+
+
+def test_store_with_a_hugging_face_tokenizer(tmp_path, cache, tokenizer_folder):
+    file = write(tmp_path / "a.txt", "a small world")
+    assert documents_of(store_of(file, cache=cache, tokenizer=str(tokenizer_folder))) == [[3, 4, 5, 1]]
+    assert documents_of(store_of(file, cache=cache)) == [[*b"a small world", END]]
+
+
+def test_a_store_is_made_once(tmp_path, cache):
+    file = write(tmp_path / "a.txt", "ab")
+    told = []
+    first = store_of(file, cache=cache, report=told)
+    assert [line[:18] for line in told] == ["tokenizing 1 files"]
+    again = store_of(file, cache=cache, report=told)
+    other_rank = store_of(file, cache=cache, report=told, build=False)
+    assert len(told) == 1
+    assert documents_of(first) == documents_of(again) == documents_of(other_rank)
+    assert len(list(cache_folder(cache).iterdir())) == 1
+
+
+def test_what_is_read_otherwise_makes_another_store(tmp_path, cache):
+    file = write(tmp_path / "a.jsonl", [{"text": "ab", "body": "c"}])
+    told = []
+    assert documents_of(store_of(file, cache=cache, report=told)) == [[97, 98, END]]
+    assert documents_of(store_of(file, cache=cache, report=told, column="body")) == [[99, END]]
+    write(file, [{"text": "xy", "body": "c"}])  # of the same size
+    os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
+    assert documents_of(store_of(file, cache=cache, report=told)) == [[120, 121, END]]
+    assert len(told) == len(list(cache_folder(cache).iterdir())) == 3
+
+
+def test_other_ranks_wait_for_the_store(tmp_path, cache):
+    file = write(tmp_path / "a.txt", "ab")
+    waited = []
+    waiting = threading.Thread(target=lambda: waited.append(documents_of(store_of(file, cache=cache, build=False))), daemon=True)
+    waiting.start()
+    waiting.join(0.15)
+    assert waiting.is_alive()
+    store_of(file, cache=cache)
+    waiting.join(10)
+    assert waited == [[[97, 98, END]]]
+
+
+def test_cache_folder(tmp_path, monkeypatch):
+    assert cache_folder("some/where") == type(tmp_path)("some/where")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder(None) == tmp_path / "launcher"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder(None) == tmp_path / ".cache" / "launcher"
+
+
+def test_a_cache_that_cannot_be(tmp_path):
+    file = write(tmp_path / "a.txt", "ab")
+    with pytest.raises(RecipeError, match=f"^data.cache: {file} cannot be written to: File exists$"):
+        store_of(file, cache=str(file))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_store_of_tokens(tmp_path, cache, name):
+    store = store_of(write(tmp_path / name, [{"input_ids": [1, 2, 3]}, {"input_ids": []}, {"input_ids": [7]}]), cache=cache, kind="tokens")
+    assert documents_of(store) == [[1, 2, 3], [7]]
+    assert (store.labels, store.largest_id) == (None, 7)
+
+
+def test_store_of_tokens_with_labels(tmp_path, cache):
+    rows = [{"input_ids": [1, 2, 3], "labels": [IGNORED, 9, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6], "labels": None}]
+    store = store_of(write(tmp_path / "a.jsonl", rows), cache=cache, kind="tokens")
+    assert documents_of(store) == [[1, 2, 3], [4, 5], [6]]
+    assert store.labels.tolist() == [IGNORED, 9, 3, 4, 5, 6]
+    assert store.largest_id == 9
+
+
+BROKEN_TOKENS = [
+    ([{"input_ids": [1]}, {"text": "x"}], ":2: no column 'input_ids'; columns: text"),
+    ([{"input_ids": "abc"}], ":1: input_ids must be a list of whole numbers"),
+    ([{"input_ids": [1, 2.0]}], ":1: input_ids must be a list of whole numbers"),
+    ([{"input_ids": [1, True]}], ":1: input_ids must be a list of whole numbers"),
+    ([{"input_ids": [1, -1]}], ":1: input_ids must not be negative; got -1"),
+    ([{"input_ids": [2**31]}], ":1: input_ids has an id beyond 32 bits"),
+    ([{"input_ids": [1, 2], "labels": [1]}], ":1: 2 input_ids, but 1 labels; there must be one a token (-100: no loss)"),
+    ([{"input_ids": [1, 2], "labels": [1, -1]}], ":1: labels must be token ids, or -100 where no loss is due; got -1"),
+    ([{"input_ids": [1, 2], "labels": [1, None]}], ":1: labels must be a list of whole numbers"),
+]
+
+
+@pytest.mark.parametrize(("rows", "said"), BROKEN_TOKENS, ids=[said for _, said in BROKEN_TOKENS])
+def test_broken_token_rows(tmp_path, cache, rows, said):
+    file = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(RecipeError) as refused:
+        store_of(file, cache=cache, kind="tokens")
+    assert str(refused.value) == f"{file}{said}"
+    assert list(cache_folder(cache).iterdir()) == [], "half a store is left behind"
+
+
+def test_tokens_do_not_stand_in_text_files(tmp_path, cache):
+    file = write(tmp_path / "a.txt", "1 2 3")
+    with pytest.raises(RecipeError, match=r"a.txt: kind tokens reads .jsonl, .json, .parquet; use kind text for text files"):
+        store_of(file, cache=cache, kind="tokens")
+
+
+def test_only_empty_files(tmp_path, cache):
+    files = [write(tmp_path / "a.txt", ""), write(tmp_path / "b.jsonl", [{"text": ""}])]
+    with pytest.raises(RecipeError, match=r"^data: 2 files, and not one document with text in them$"):
+        store_of(*files, cache=cache)
+
+
+# Packing
+
+PACKINGS = {"stream": packing.stream, "separate": packing.separate, "best_fit": packing.best_fit}
+
+
+def counting_store(sizes):
+    """Documents of these sizes; each token's id is its own place, so that none can be taken for another."""
+    offsets = np.cumsum([0, *sizes], dtype=np.int64)
+    return TokenStore(ids=np.arange(offsets[-1], dtype=np.int32), labels=None, offsets=offsets, files=1, largest_id=int(offsets[-1]) - 1)
+
+
+def random_sizes(chance):
+    longest = chance.choice([1, 3, 10, 40])
+    return [chance.randint(1, longest) for _ in range(chance.randint(1, 30))]
+
+
+def pieces_of(sequences):
+    """(start, length) of the pieces of each sequence."""
+    pieces = list(zip(sequences.starts.tolist(), sequences.lengths.tolist(), strict=True))
+    return [pieces[start:end] for start, end in itertools.pairwise(sequences.bounds.tolist())]
+
+
+def cases(times=120):
+    chance = random.Random(5)
+    for _ in range(times):
+        yield random_sizes(chance), chance.choice([1, 2, 3, 5, 8, 16, 64])
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_every_token_stands_in_one_piece_and_is_one_target(name):
+    for sizes, length in cases():
+        store = counting_store(sizes)
+        sequences = PACKINGS[name](store.offsets, length)
+        dataset = SequenceDataset(store, sequences, length, packed=name != "separate")
+        items = [dataset[index] for index in range(len(dataset))]
+        assert all(1 <= len(item["input_ids"]) <= length for item in items), (sizes, length)
+        ids, targets = (np.concatenate([item[key] for item in items]) for key in ("input_ids", "targets"))
+        firsts, lasts = set(store.offsets[:-1].tolist()), set((store.offsets[1:] - 1).tolist())
+        assert sorted(ids.tolist()) == list(range(sum(sizes))), (sizes, length)
+        assert sorted(targets[targets != IGNORED].tolist()) == [token for token in range(sum(sizes)) if token not in firsts], (
+            sizes,
+            length,
+        )
+        assert all(
+            target == (IGNORED if token in lasts else token + 1) for token, target in zip(ids.tolist(), targets.tolist(), strict=True)
+        )
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_pieces_stay_inside_documents_and_positions_start_again_in_each(name):
+    for sizes, length in cases():
+        store = counting_store(sizes)
+        sequences = PACKINGS[name](store.offsets, length)
+        dataset = SequenceDataset(store, sequences, length, packed=True)
+        for item, pieces in zip((dataset[index] for index in range(len(dataset))), pieces_of(sequences), strict=True):
+            for start, size in pieces:
+                document = np.searchsorted(store.offsets, start, side="right")
+                assert size >= 1
+                assert start + size <= store.offsets[document]
+            assert item["input_ids"].tolist() == [token for start, size in pieces for token in range(start, start + size)]
+            assert item["position_ids"].tolist() == [position for _, size in pieces for position in range(size)]
+
+
+def test_a_stream_is_cut_every_length_tokens():
+    for sizes, length in cases():
+        store = counting_store(sizes)
+        dataset = SequenceDataset(store, packing.stream(store.offsets, length), length, packed=True)
+        rows = [dataset[index]["input_ids"].tolist() for index in range(len(dataset))]
+        assert rows == [list(range(start, min(start + length, sum(sizes)))) for start in range(0, sum(sizes), length)]
+        ends = list(itertools.accumulate(sizes))
+        cut = sum((end - 1) // length > (end - size) // length for end, size in zip(ends, sizes, strict=True))
+        assert dataset.sequences.split_documents == cut
+
+
+def test_separate_documents():
+    for sizes, length in cases():
+        store = counting_store(sizes)
+        sequences = packing.separate(store.offsets, length)
+        expected = []
+        for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
+            expected += [[(start, min(length, end - start))] for start in range(end - size, end, length)]
+        assert pieces_of(sequences) == expected
+        assert sequences.split_documents == sum(size > length for size in sizes)
+
+
+def test_best_fit_cuts_long_documents_only_and_leaves_no_two_sequences_to_join():
+    for sizes, length in cases():
+        store = counting_store(sizes)
+        sequences = packing.best_fit(store.offsets, length)
+        assert sorted(piece for pieces in pieces_of(sequences) for piece in pieces) == [
+            piece for pieces in pieces_of(packing.separate(store.offsets, length)) for piece in pieces
+        ]
+        filled = sorted(sum(size for _, size in pieces) for pieces in pieces_of(sequences))
+        assert len(filled) == 1 or filled[0] + filled[1] > length, (sizes, length)
+        assert sequences.split_documents == sum(size > length for size in sizes)
+
+
+def test_best_fit_is_near_the_fewest_sequences():
+    """Documents that are known to fit into so many sequences, without a token of padding."""
+    chance = random.Random(3)
+    for full in (1, 7, 40, 200):
+        sizes = []
+        for _ in range(full):
+            cuts = sorted({0, 64, *(chance.randrange(1, 64) for _ in range(chance.randint(0, 6)))})
+            sizes += [end - start for start, end in itertools.pairwise(cuts)]
+        chance.shuffle(sizes)
+        assert full <= len(packing.best_fit(counting_store(sizes).offsets, 64)) <= 11 / 9 * full + 4
+
+
+def test_best_fit_stays_near_the_order_of_the_files():
+    sequences = packing.best_fit(counting_store([3, 9, 2, 5, 10, 1]).offsets, 10)
+    assert pieces_of(sequences) == [[(0, 3), (12, 2), (14, 5)], [(3, 9), (29, 1)], [(19, 10)]]
+
+
+# Micro-batches
+
+
+def labelled_store():
+    """[5 6 7 8] with a loss on 7 and 8, and [3 4] with a loss on 4, which counts as 9."""
+    return TokenStore(
+        ids=np.array([5, 6, 7, 8, 3, 4], dtype=np.int32),
+        labels=np.array([IGNORED, IGNORED, 7, 8, 3, 9], dtype=np.int32),
+        offsets=np.array([0, 4, 6]),
+        files=1,
+        largest_id=9,
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "targets"),
+    [
+        (4, [[IGNORED, 7, 8, IGNORED], [9, IGNORED]]),
+        (2, [[IGNORED, 7], [8, IGNORED], [9, IGNORED]]),  # the first label of a piece is the target of the piece before
+        (1, [[IGNORED], [7], [8], [IGNORED], [9], [IGNORED]]),
+    ],
+)
+def test_labels_are_shifted(length, targets):
+    store = labelled_store()
+    dataset = SequenceDataset(store, packing.separate(store.offsets, length), length, packed=False)
+    assert [dataset[index]["targets"].tolist() for index in range(len(dataset))] == targets
+    collated = dataset.collate([dataset[index] for index in range(len(dataset))])
+    assert (collated["tokens"], collated["loss_tokens"]) == (6, 3)
+
+
+def dataset_of(sizes, length, *, packed):
+    store = counting_store(sizes)
+    return SequenceDataset(store, (packing.best_fit if packed else packing.separate)(store.offsets, length), length, packed=packed)
+
+
+def test_rows_are_padded_on_the_right():
+    dataset = dataset_of([3, 1, 2], 8, packed=False)
+    collated = dataset.collate([dataset[index] for index in range(3)])
+    assert collated["tensors"]["input_ids"].tolist() == [[0, 1, 2], [3, 0, 0], [4, 5, 0]]
+    assert collated["tensors"]["targets"].tolist() == [[1, 2, IGNORED], [IGNORED] * 3, [5, IGNORED, IGNORED]]
+    assert sorted(collated["tensors"]) == ["input_ids", "targets"]
+    assert {tensor.dtype for tensor in collated["tensors"].values()} == {torch.int64}
+    assert (collated["tokens"], collated["loss_tokens"]) == (6, 3)
+
+
+def test_packed_rows_have_the_full_length_and_positions_of_their_own():
+    dataset = dataset_of([3, 2, 6], 6, packed=True)
+    collated = dataset.collate([dataset[0], dataset[1]])
+    assert collated["tensors"]["input_ids"].tolist() == [[0, 1, 2, 3, 4, 0], [5, 6, 7, 8, 9, 10]]
+    assert collated["tensors"]["targets"].tolist() == [[1, 2, IGNORED, 4, IGNORED, IGNORED], [6, 7, 8, 9, 10, IGNORED]]
+    assert collated["tensors"]["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
+    assert (collated["tokens"], collated["loss_tokens"]) == (11, 8)
+
+
+def test_padding_is_a_document_of_its_own():
+    dataset = dataset_of([2, 1], 6, packed=True)
+    assert dataset.collate([dataset[0]])["tensors"]["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2]]
+
+
+def test_positions_are_given_only_where_a_row_holds_several_documents():
+    one_each = dataset_of([6, 4], 6, packed=True)
+    assert "position_ids" not in one_each.collate([one_each[0], one_each[1]])["tensors"]
+    assert one_each.collate([one_each[1]])["tensors"]["input_ids"].shape == (1, 6)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_without_a_sample_weigh_nothing(packed):
+    dataset = dataset_of([3], 4, packed=packed)
+    alone = dataset.collate([dataset[0]])
+    with_nothing = dataset.collate([dataset[0], dataset[NO_SAMPLE], dataset[NO_SAMPLE]])
+    for count in ("tokens", "loss_tokens"):
+        assert with_nothing[count] == alone[count] > 0
+    assert with_nothing["tensors"]["targets"][0].tolist() == alone["tensors"]["targets"][0].tolist()
+    assert with_nothing["tensors"]["targets"][1:].eq(IGNORED).all()
+    assert with_nothing["tensors"]["input_ids"].shape == (3, 4 if packed else 3)
+    nothing = dataset.collate([dataset[NO_SAMPLE]])
+    assert (nothing["tokens"], nothing["loss_tokens"]) == (0, 0)
+    assert nothing["tensors"]["input_ids"].shape == (1, 4 if packed else 1)
+
+
+# All of it
+
+
+def data_section(file, cache, **more):
+    return schema.Data(train=(str(file),), cache=cache, **({"tokenizer": "bytes"} | more))
+
+
+def opened(file, cache, *, vocabulary=1000, **more):
+    data = data_section(file, cache, **more)
+    return open_dataset(data, data.train, vocabulary=vocabulary, build=True, report=lambda line: None)
+
+
+def test_each_kind_is_packed_its_way(tmp_path, cache):
+    text = write(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "de"}, {"text": "f"}])
+    stream = opened(text, cache, sequence_length=4)
+    assert [stream[index]["input_ids"].tolist() for index in range(len(stream))] == [[*b"abc", END], [*b"de", END, *b"f"], [END]]
+    rows = write(tmp_path / "b.jsonl", [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}, {"input_ids": [7]}])
+    fitted = opened(rows, cache, kind="tokens", tokenizer=None, sequence_length=4)
+    assert [fitted[index]["input_ids"].tolist() for index in range(len(fitted))] in ([[1, 2, 3, 7], [4, 5, 6]], [[1, 2, 3], [4, 5, 6, 7]])
+    for file, kind in ((text, "text"), (rows, "tokens")):
+        assert len(opened(file, cache, kind=kind, tokenizer="bytes" if kind == "text" else None, sequence_length=8, packing=False)) == 3
+
+
+def test_an_id_beyond_the_vocabulary_is_refused(tmp_path, cache):
+    text = write(tmp_path / "a.txt", "abc")
+    assert len(opened(text, cache, vocabulary=257)) == 1
+    with pytest.raises(RecipeError, match=r"^data: token id 256 is beyond the model's vocabulary of 256 \(model.config.vocab_size\)$"):
+        opened(text, cache, vocabulary=256)
+    label = write(tmp_path / "b.jsonl", [{"input_ids": [1, 2], "labels": [1, 12]}])
+    with pytest.raises(RecipeError, match=r"^data: token id 12 is beyond the model's vocabulary of 10 "):
+        opened(label, cache, kind="tokens", tokenizer=None, vocabulary=10)

@@ -1,0 +1,112 @@
+"""Where a process stands among the others, read from variables that are handed in: the test's own are not touched."""
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import environment as environment_module
+from launcher.environment import Environment, prepare_cuda, read_environment
+from launcher.errors import RecipeError
+
+RENDEZVOUS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    **RENDEZVOUS,
+}
+
+
+def test_torchrun():
+    read = read_environment(TORCHRUN)
+    assert read == Environment(rank=5, world_size=8, local_rank=1, local_world_size=4, torchrun=True, restart_count=2)
+    assert not read.main
+    assert read_environment(TORCHRUN | {"RANK": "0"}).main
+
+
+def test_one_process_alone():
+    read = read_environment({"HOME": "/root"})
+    assert read == Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0)
+    assert read.main
+
+
+def test_another_launcher_with_torchruns_variables():
+    read = read_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **RENDEZVOUS})
+    assert read == Environment(rank=1, world_size=2, local_rank=1, local_world_size=2, torchrun=False, restart_count=0)
+
+
+@pytest.mark.parametrize("tasks", [None, "", "1"])
+def test_one_slurm_task_trains_alone(tasks):
+    variables = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16"} | ({} if tasks is None else {"SLURM_STEP_NUM_TASKS": tasks})
+    assert read_environment(variables).world_size == 1
+
+
+REFUSED = [
+    ({"RANK": "0"}, "RANK set, but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: start through torchrun, or unset them"),
+    ({"WORLD_SIZE": "2", **RENDEZVOUS}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT set, but not RANK, LOCAL_RANK: start through torchrun, ..."),
+    (TORCHRUN | {"MASTER_ADDR": ""}, "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT set, but not MASTER_ADDR: start through torchrun, ..."),
+    (TORCHRUN | {"RANK": "one"}, "RANK=one: must be an integer; start through torchrun, or unset it"),
+    (TORCHRUN | {"WORLD_SIZE": "8.0"}, "WORLD_SIZE=8.0: must be an integer; start through torchrun, or unset it"),
+    (TORCHRUN | {"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE=x: must be an integer; start through torchrun, or unset it"),
+    (
+        {"SLURM_STEP_NUM_TASKS": "8"},
+        "srun started 8 tasks, but not through torchrun: each would train alone. Start one torchrun a node: ...",
+    ),
+]
+
+
+@pytest.mark.parametrize(("variables", "said"), REFUSED, ids=[said[:40] for _, said in REFUSED])
+def test_refused(variables, said):
+    with pytest.raises(RecipeError) as refused:
+        read_environment(variables)
+    start, dots, _ = said.partition("...")
+    assert str(refused.value).startswith(start)
+    assert dots or str(refused.value) == said
+
+
+def test_srun_starts_torchrun_on_each_node():
+    assert read_environment(TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}).rank == 5
+
+
+def test_the_agent_is_told_why(tmp_path):
+    file = tmp_path / "error.json"
+    read_environment(TORCHRUN | {"TORCHELASTIC_ERROR_FILE": str(file)}).tell_agent("the recipe is wrong")
+    assert json.loads(file.read_text())["message"] == "the recipe is wrong"
+    read_environment(TORCHRUN | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "gone" / "error.json")}).tell_agent("nobody listens")
+    read_environment(TORCHRUN).tell_agent("nobody asked")
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+EXPANDABLE, WORKSPACE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+@pytest.mark.parametrize(
+    ("before", "deterministic", "after"),
+    [
+        ({}, False, EXPANDABLE),
+        ({}, True, EXPANDABLE | WORKSPACE),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, False, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, True, {"PYTORCH_CUDA_ALLOC_CONF": "x:1"} | WORKSPACE),
+        ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, True, EXPANDABLE | {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}),
+    ],
+)
+def test_cuda_settings_of_the_user_are_kept(before, deterministic, after):
+    variables = dict(before)
+    prepare_cuda(variables, deterministic=deterministic)
+    assert variables == after
+
+
+def test_the_standard_library_is_enough():
+    names = set()
+    for node in ast.walk(ast.parse(Path(environment_module.__file__).read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+    assert names - {"launcher"} <= sys.stdlib_module_names

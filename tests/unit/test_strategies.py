@@ -1,0 +1,225 @@
+"""Parts of the strategies that need no second process."""
+
+import os
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from launcher import processes
+from launcher.environment import Environment
+from launcher.strategies.activation_checkpointing import checkpoint_blocks, is_checkpointed
+
+
+class Block(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), norm
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.linear(x)))
+
+
+def model_of(*norms):
+    return nn.Sequential(*[Block(norm) for norm in norms])
+
+
+def checkpointed(model, **options):
+    settings = {"mode": "full", "every_n_blocks": 1, "offload_to_cpu": False, "pin_memory": False} | options
+    return checkpoint_blocks(model, dict(model.named_children()), **settings)
+
+
+def test_a_block_with_batch_norm_is_left_alone():
+    """Its statistics would be updated twice; a control without the rule shows that they are."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    model = model_of(nn.BatchNorm1d(4), nn.LayerNorm(4))
+    blocks = checkpointed(model)
+    assert [is_checkpointed(block) for block in blocks.values()] == [False, True]
+    model(x).sum().backward()
+    assert int(model[0].norm.num_batches_tracked) == 1
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    control = checkpoint_wrapper(Block(nn.BatchNorm1d(4)))
+    control(x).sum().backward()
+    assert int(control.norm.num_batches_tracked) == 2
+
+
+def test_every_nth_block():
+    model = model_of(*[nn.LayerNorm(4) for _ in range(5)])
+    assert [is_checkpointed(block) for block in checkpointed(model, every_n_blocks=2).values()] == [True, False, True, False, True]
+    assert [is_checkpointed(block) for block in model] == [True, False, True, False, True], "they stand in the model"
+
+
+def saved_bytes(model, x):
+    """Bytes that the forward pass keeps for the backward pass, parameters left out."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(x)
+    output.sum().backward()
+    return sum(kept.values())
+
+
+def test_full_keeps_only_inputs_of_blocks():
+    x = torch.randn(64, 4)
+    plain, full = model_of(*[nn.LayerNorm(4)] * 4), model_of(*[nn.LayerNorm(4)] * 4)
+    checkpointed(full)
+    assert saved_bytes(full, x) < saved_bytes(plain, x) / 2
+
+
+def counted_operations(model, x):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    counts = {}
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            counts[function] = counts.get(function, 0) + 1
+            return function(*args, **(kwargs or {}))
+
+    output = model(x)
+    with Count():
+        output.sum().backward()
+    return counts
+
+
+def test_selective_computes_every_other_product_again():
+    class Four(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh()) for _ in range(4)])
+
+        def forward(self, x):
+            return self.layers(x)
+
+    x = torch.randn(3, 4, requires_grad=True)
+    products = torch.ops.aten.mm.default
+    counts = {}
+    for mode in (None, "selective", "full"):
+        model = nn.Sequential(Four())
+        if mode:
+            checkpointed(model, mode=mode)
+        counts[mode] = counted_operations(model, x)[products]
+    assert counts[None] == 8, "two products of each layer's backward pass"
+    assert counts["selective"] == 8 + 2
+    assert counts["full"] == 8 + 4
+
+
+def environment(**changes):
+    values = {"rank": 0, "world_size": 2, "local_rank": 0, "local_world_size": 2, "torchrun": True, "restart_count": 0}
+    return Environment(**values | changes)
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Four cores, and what the number of threads is set to."""
+    seen = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    return seen
+
+
+def test_threads_are_the_ranks_share_of_the_cores(threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's own doing
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    processes.set_threads(environment(), device=cuda, cpu_offload=True)
+    processes.set_threads(environment(local_world_size=1), device=cpu, cpu_offload=False)
+    processes.set_threads(environment(local_world_size=8), device=cuda, cpu_offload=True)
+    assert threads == [2, 4, 1]
+    processes.set_threads(environment(), device=cuda, cpu_offload=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    processes.set_threads(environment(), device=cuda, cpu_offload=True)
+    assert threads == [2, 4, 1], "nothing to compute on the CPU, or the user's own choice"
+
+
+def test_bfloat16_on_a_gpu_without_it_names_float16(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ValueError, match="Tesla T4 does not compute in bfloat16; use float16"):
+        processes.check_dtype(torch.device("cuda", 0), "bfloat16")
+    processes.check_dtype(torch.device("cuda", 0), "float16")
+    processes.check_dtype(torch.device("cpu"), "bfloat16")
+
+
+def test_a_rank_without_a_gpu_of_its_own_takes_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert processes.choose_device(environment()) == torch.device("cpu")
+    assert "1 GPUs for 2 ranks on this node" in processes.idle_gpus(environment())
+    assert processes.choose_device(environment(local_world_size=1)) == torch.device("cuda", 0)
+    assert processes.idle_gpus(environment(local_world_size=1)) == ""
+
+
+def test_stop_requests(monkeypatch):
+    import signal
+    import time
+
+    from launcher import stopping
+
+    ended = []
+    monkeypatch.setattr(stopping, "end_process", ended.append)
+    clock = [100.0]
+    monkeypatch.setattr(stopping, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    before = signal.getsignal(signal.SIGTERM)
+    with stopping.StopRequest() as stop:
+        assert not stop.requested()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        assert stop.signal == "SIGTERM"
+        clock[0] += 4
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.01)
+        assert not ended, "the same request, through the agent"
+        clock[0] += 2
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        assert ended == [1]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_sink_that_fails_is_told_once_and_left_alone():
+    from launcher.metrics.sinks import Forgiving
+
+    class Outage:
+        writes = 0
+
+        def write(self, record):
+            Outage.writes += 1
+            raise ConnectionError("the network is gone\nand much more")
+
+        def close(self, state):
+            raise AssertionError("not asked any more")
+
+    told = []
+    sink = Forgiving("wandb", Outage, told.append)
+    for step in range(3):
+        sink.write({"step": step})
+    sink.close("finished")
+    assert told == ["wandb is left out from here on, training goes on: the network is gone"]
+    assert Outage.writes == 1
+
+    def refused():
+        raise RuntimeError("no API key")
+
+    Forgiving("wandb", refused, told.append).write({"step": 1})
+    assert told[1] == "wandb is left out from here on, training goes on: no API key"
+
+
+def test_peak_flops_by_name():
+    from launcher.hardware import peak_flops
+
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("NVIDIA GeForce RTX 4090") is None
