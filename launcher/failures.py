@@ -38,12 +38,15 @@ class FailureWatch:
         self._store.set_timeout(timedelta(seconds=10))
         self._rank, self._ranks = rank, ranks
         self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         if ranks > 1:
-            threading.Thread(target=self._watch, name="failure-watch", daemon=True).start()
+            self._thread.start()
 
     def close(self) -> None:
-        """This rank got through."""
+        """This rank got through. A thread that were still in the store when the interpreter ends would abort it."""
         self._done.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=11)
 
     def claim(self) -> bool:
         """True for the first rank that failed, or where nobody can be asked."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from launcher import processes
 from launcher.environment import read_environment
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
+from launcher.failures import end_process
 from launcher.pipeline import assemble
 from launcher.processes import DataParallel
 from launcher.recipe.load import load_recipe
@@ -194,3 +195,4 @@ if __name__ == "__main__":
     _status = run(_setting)
     if read_environment().main:
         Path(_setting["verdict"]).write_text(str(_status))
+    end_process(EXIT_DONE)

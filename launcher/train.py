@@ -50,4 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _status = main()
+    if "torch" in sys.modules:
+        # Threads of torch can abort an interpreter that ends by itself: a finished run would count as failed
+        from launcher.failures import end_process
+
+        end_process(_status)
+    sys.exit(_status)

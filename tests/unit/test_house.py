@@ -35,8 +35,8 @@ MAY_IMPORT = {
         *("batching", "data", "environment", "errors", "evaluation", "failures", "loop", "model", "optimizer", "processes", "profiling"),
         *("recipe", "reporting", "run_folder", "stopping", "strategies"),
     },
-    "selftest": {"environment", "errors", "pipeline", "processes", "recipe"},
-    "train": {"environment", "errors", "pipeline", "recipe", "run_folder"},
+    "selftest": {"environment", "errors", "failures", "pipeline", "processes", "recipe"},
+    "train": {"environment", "errors", "failures", "pipeline", "recipe", "run_folder"},
     "commands": {"errors", "recipe"},
     "cli": {"__version__", "errors", "recipe"},
 }
