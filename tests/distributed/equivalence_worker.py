@@ -7,6 +7,7 @@ FOLDER has train.jsonl; results.json is written to it.
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -238,6 +239,8 @@ def main(folder):
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # as the launcher ends: threads of torch can abort the interpreter's own end
 
 
 def evaluations(worker):
