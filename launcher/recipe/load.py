@@ -6,7 +6,6 @@ OmegaConf loads, overrides and interpolates; `decode` makes its plain result a R
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,8 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from launcher.errors import RecipeError
 from launcher.recipe.check import check
-from launcher.recipe.decode import Decoder, KeyPath, Problem, closest, default_of, dotted, section_fields, subsection, suggestion
+from launcher.recipe.decode import Decoder, KeyPath, Problem, default_of, dotted, section_fields, subsection
+from launcher.recipe.find import find_recipe, read_recipe, recipe_folders, shown_path
 from launcher.recipe.schema import Recipe
 
 COMMAND_LINE = "command line"
@@ -90,48 +90,6 @@ class LoadedRecipe:
     def refuse(self, path: KeyPath, message: str) -> RecipeError:
         """The error for what only turns out after the check (a GPU without bfloat16, say)."""
         return RecipeError(self.origins.cite(Problem(path, message)))
-
-
-def recipe_folders() -> list[Path]:
-    """Where `recipe=NAME` is looked for: beside the package in a checkout, inside it in a wheel."""
-    package = Path(__file__).resolve().parent.parent
-    return [folder for folder in (package.parent / "recipes", package / "_recipes") if folder.is_dir()]
-
-
-def _find(name: str) -> Path:
-    written = Path(name)
-    if written.suffix in (".yaml", ".yml") or "/" in name:
-        if not os.path.exists(name):
-            stems = {path.stem: path for path in sorted(written.parent.glob("*.y*ml"))}
-            near = closest(written.stem, stems)
-            raise RecipeError(f"{COMMAND_LINE}: recipe={name}: no such file{f'; did you mean {stems[near]}?' if near else ''}")
-        if written.is_dir():
-            raise RecipeError(f"{COMMAND_LINE}: recipe={name}: is a folder; give a file in it")
-        return written
-    known = {path.stem: path for folder in reversed(recipe_folders()) for path in sorted(folder.glob("*.yaml"))}
-    if name not in known:
-        near = f"; did you mean {name}.yaml?" if os.path.exists(f"{name}.yaml") else suggestion(name, known)
-        raise RecipeError(
-            f"{COMMAND_LINE}: recipe={name}: no recipe of that name{near}; known: {', '.join(sorted(known))}; "
-            "or give the path of a .yaml file"
-        )
-    return known[name]
-
-
-def _shown(path: Path) -> str:
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
-
-
-def _read(path: Path, shown: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{shown}: not UTF-8 text (byte {error.start}); a recipe is a YAML file") from None
-    except OSError as error:
-        raise RecipeError(f"{shown}: cannot be read: {error.strerror}") from None
 
 
 def _lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], problems: list[Problem]) -> None:
@@ -351,12 +309,12 @@ def load_recipe(arguments: Sequence[str], *, ranks: int | None) -> LoadedRecipe:
         known = sorted({path.stem for folder in recipe_folders() for path in folder.glob("*.yaml")})
         what = "no recipe given" if not named or not named[0] else f"{len(named)} recipes given"
         raise RecipeError(f"{COMMAND_LINE}: {what}; say recipe=NAME ({', '.join(known)}) or recipe=path/to/file.yaml")
-    path = _find(named[0])
-    origins = Origins(file=_shown(path))
+    path = find_recipe(named[0])
+    origins = Origins(file=shown_path(path))
     problems: list[Problem] = []
     found: list[tuple[bool, int, str]] = []
     """Problems in the order to tell them in: as in the file, then as on the command line."""
-    config = _parse(_read(path, origins.file), origins, problems)
+    config = _parse(read_recipe(path, origins.file), origins, problems)
     for index, argument in enumerate(arguments):
         if not argument.startswith("recipe="):
             try:
