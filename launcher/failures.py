@@ -27,6 +27,7 @@ from launcher.run_folder import RunFolder
 _KEY = "failed"
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 4.0
+_TIMEOUT_SIGNS = ("timed out waiting", "collective operation timeout")
 
 
 class FailureWatch:
@@ -82,7 +83,7 @@ class FailureWatch:
 def lost_a_peer(error: BaseException) -> bool:
     """Whether an exception says no more than that another rank is gone."""
     text = str(error).lower()
-    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out waiting", "socket", "nccl")
+    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", *_TIMEOUT_SIGNS)
     return isinstance(error, RuntimeError) and not isinstance(error, TrainingError) and any(sign in text for sign in signs)
 
 
@@ -113,12 +114,16 @@ def report(
     elif user:
         reason, told = "recipe", str(error)
     elif lost_a_peer(error) and (silent := watch.silent_ranks()):
-        reason = "rank_lost"
         who = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(str(r) for r in silent)
-        told = (
-            f"{who} of {ranks} ended without a word in step {progress.step + 1}. Killed? Exit code -9 is what the kernel does where "
-            f"host memory runs out.\nHow rank {rank} noticed is in {log_file}"
-        )
+        if any(sign in str(error).lower() for sign in _TIMEOUT_SIGNS):
+            reason = "timeout"
+            what = f"did not answer in step {progress.step + 1} within the time a collective may take (run.timeout)"
+        else:
+            reason = "rank_lost"
+            what = (
+                f"ended without a word in step {progress.step + 1}. Killed? Exit code -9 is what the kernel does where host memory runs out"
+            )
+        told = f"{who} of {ranks} {what}.\nHow rank {rank} noticed is in {log_file}"
     print(told, file=console, flush=True)
     run.write_status("failed", step=progress.step, reason=reason, error=told)
     environment.tell_agent(told)

@@ -19,7 +19,7 @@ from launcher.strategies import WrappedModel
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step. Tensors are scalars on the device; reading one waits for it."""
+    """One optimizer step. Tensors are scalars, on the device or, with offload, in host memory; reading one waits for it."""
 
     number: int
     """1-based."""
@@ -64,15 +64,17 @@ def train_steps(
                     loss = summed_loss(model, micro_batch)
                 (loss * scaled).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
+        # Where the optimizer runs: in host memory with offload
         norm = wrapped.grad_norm()
-        if loss_scale.enabled:
-            norm = norm / loss_scale.value
+        scale = loss_scale.value.to(norm.device) if loss_scale.enabled else None
+        if scale is not None:
+            norm = norm / scale
         skipped = (~torch.isfinite(norm)).to(norm.dtype)
         rate = learning_rate(batch.step)
         for group in optimizer.param_groups:
             group["lr"] = rate
         # The fused step divides by grad_scale and does nothing where found_inf is 1.
-        optimizer.grad_scale = _divisor(norm, loss_scale, max_grad_norm)  # type: ignore[attr-defined]
+        optimizer.grad_scale = _divisor(norm, scale, max_grad_norm)  # type: ignore[attr-defined]
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -82,9 +84,9 @@ def train_steps(
         yield step
 
 
-def _divisor(norm: torch.Tensor, loss_scale: LossScale, max_grad_norm: float | None) -> torch.Tensor | None:
+def _divisor(norm: torch.Tensor, scale: torch.Tensor | None, max_grad_norm: float | None) -> torch.Tensor | None:
     """What gradients are divided by: the loss scale, and what brings their norm down to max_grad_norm."""
     if max_grad_norm is None:
-        return loss_scale.value if loss_scale.enabled else None
+        return scale
     clip = torch.clamp((norm + 1e-6) / max_grad_norm, min=1.0)
-    return clip * loss_scale.value if loss_scale.enabled else clip
+    return clip if scale is None else clip * scale

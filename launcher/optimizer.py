@@ -78,6 +78,7 @@ class LossScale:
         """skipped: a scalar, 1 where the step's gradients were not finite, else 0."""
         if not self.enabled:
             return
+        skipped = skipped.to(self.value.device)
         good = (self._good_steps + 1) * (1 - skipped)
         grow = good >= 2000
         self.value = torch.where(skipped > 0, self.value * 0.5, torch.where(grow, self.value * 2, self.value))

@@ -47,8 +47,10 @@ class StepRecorder:
 
     def record(self, step: Step) -> dict[str, Any]:
         """The record of a step that was added last; waits for the device. Times and rates are means since the last record."""
-        local = torch.stack([step.loss.double(), step.grad_norm.double(), *(skip.double() for skip in self._pending)]).tolist()
-        mine = torch.tensor([local[0], self._waited, _cpu_seconds() - self._cpu, _peak_memory(self._ranks.device)], dtype=torch.float64)
+        device = self._ranks.device
+        numbers = [step.loss, step.grad_norm, *self._pending]  # with offload some of them are in host memory
+        local = torch.stack([number.to(device, torch.float64) for number in numbers]).tolist()
+        mine = torch.tensor([local[0], self._waited, _cpu_seconds() - self._cpu, _peak_memory(device)], dtype=torch.float64)
         gathered = self._gather(mine)
         loss_tokens, tokens, _ = step.batch.counts.read()
         for skip in local[2:]:

@@ -186,11 +186,13 @@ FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
     [
         ("raise:1:3", "rank 1 of 2 failed in step 3: ValueError: a fault of this test (tests/distributed/faulty_train.py"),
         ("kill:1:3", "rank 1 of 2 ended without a word in step 3"),
+        ("hang:1:3", "rank 1 of 2 did not answer in step 3 within the time a collective may take (run.timeout)"),
     ],
 )
 def test_when_one_rank_fails_all_end_and_one_says_why(fault, told, tmp_path):
     started = time.monotonic()
-    result = torchrun(FAULTY, *SMALL, "run.max_steps=10000", f"run.dir={tmp_path}/run", ranks=2, timeout=90, FAULT=fault)
+    overrides = ["run.max_steps=10000", "run.timeout=5", f"run.dir={tmp_path}/run"]
+    result = torchrun(FAULTY, *SMALL, *overrides, ranks=2, timeout=90, FAULT=fault)
     assert result.status == 1
     assert time.monotonic() - started < 60, "seconds, where the limit of a collective is 10 minutes"
     ours = [line for line in result.output.splitlines() if told in line]
@@ -199,7 +201,7 @@ def test_when_one_rank_fails_all_end_and_one_says_why(fault, told, tmp_path):
     assert outcome["state"] == "failed"
     assert outcome["step"] == 2
     assert outcome["error"].startswith(told)
-    assert outcome["reason"] == ("error" if "raise" in fault else "rank_lost")
+    assert outcome["reason"] == {"raise": "error", "kill": "rank_lost", "hang": "timeout"}[fault.split(":")[0]]
     raised = "ValueError: a fault of this test"
     assert (raised in (tmp_path / "run/log/rank_1.log").read_text()) == ("raise" in fault)
     assert "Traceback" in (tmp_path / "run/log/rank_0.log").read_text(), "what rank 0 saw of it is in its own log"
