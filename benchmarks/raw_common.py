@@ -61,14 +61,15 @@ def start(*, offload: bool = False) -> tuple[int, int, torch.device]:
 
 
 def end() -> None:
-    """Leaves the other ranks; to be called once the loop's own variables are gone.
+    """Leaves the other ranks and ends the process; to be called once the loop's own variables are gone.
 
-    DistributedDataParallel stands in a reference cycle and holds the process group. Were it the last one to do so, the
-    group would end while this thread holds the interpreter lock, which gloo's thread may wait for: both for ever (seen
-    with torch 2.13).
+    With torch 2.13 a plain end hangs or aborts now and then. DistributedDataParallel stands in a reference cycle and
+    holds the process group: were it the last one to do so, the group would end while this thread holds the interpreter
+    lock, which gloo's thread may be waiting for. The same thread, not done yet when the interpreter ends, aborts.
     """
     gc.collect()
     dist.destroy_process_group()
+    os._exit(0)
 
 
 def read_config(file: Path) -> LlamaConfig:

@@ -36,12 +36,16 @@ def main() -> None:
     for step in range(1, steps + 1):
         total = torch.zeros((), device=device)
         for index in range(accumulation):
-            row = (((step - 1) * accumulation + index) * ranks + rank) * micro % len(inputs)
+            first = (((step - 1) * accumulation + index) * ranks + rank) * micro % len(inputs)
+            rows = slice(first, first + micro)
             with nullcontext() if index == accumulation - 1 else ddp.no_sync():
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=arguments.bf16):
-                    logits = ddp(input_ids=inputs[row : row + micro], use_cache=False).logits
+                    # In one expression: a name would keep the logits, the largest of tensors, into the next forward pass
                     loss = F.cross_entropy(
-                        logits.float().flatten(0, 1), targets[row : row + micro].flatten(), ignore_index=IGNORED, reduction="sum"
+                        ddp(input_ids=inputs[rows], use_cache=False).logits.float().flatten(0, 1),
+                        targets[rows].flatten(),
+                        ignore_index=IGNORED,
+                        reduction="sum",
                     )
                 (loss * (ranks / valid_tokens)).backward()
                 total += loss.detach()

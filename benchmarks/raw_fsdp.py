@@ -47,10 +47,14 @@ def main() -> None:
             model.set_is_last_backward(last)
             if arguments.keep_gathered:
                 model.set_reshard_after_backward(last)
-            row = (((step - 1) * accumulation + index) * ranks + rank) * micro % len(inputs)
-            logits = model(input_ids=inputs[row : row + micro], use_cache=False).logits
+            first = (((step - 1) * accumulation + index) * ranks + rank) * micro % len(inputs)
+            rows = slice(first, first + micro)
+            # In one expression: a name would keep the logits, the largest of tensors, into the next forward pass
             loss = F.cross_entropy(
-                logits.float().flatten(0, 1), targets[row : row + micro].flatten(), ignore_index=IGNORED, reduction="sum"
+                model(input_ids=inputs[rows], use_cache=False).logits.float().flatten(0, 1),
+                targets[rows].flatten(),
+                ignore_index=IGNORED,
+                reduction="sum",
             )
             (loss * (ranks / valid_tokens)).backward()
             total += loss.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,6 +112,9 @@ def process_group(
     group = dist.group.WORLD
     assert group is not None
     yield DataParallel(rank=environment.rank, size=environment.world_size, group=group, device=device), store
+    # DistributedDataParallel stands in a reference cycle and holds the group: were it collected last, the group would end
+    # under the interpreter's lock, which gloo's thread may be waiting for (seen to hang with torch 2.13)
+    gc.collect()
     dist.destroy_process_group()
 
 
