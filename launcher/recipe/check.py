@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.hub import is_hub_id
 from launcher.recipe.decode import KeyPath, Problem
 from launcher.recipe.model_config import config_problems
 from launcher.recipe.schema import Checkpoint, Recipe, Strategy
@@ -73,20 +75,70 @@ def _length(recipe: Recipe, ranks: int | None) -> Found:
         yield "run.epochs", f"max_steps {recipe.run.max_steps} is given too; set one of the two to null"
 
 
-@_rule("model.path", "model.config")
+@_rule("model.path", "model.config", "model.builder")
 def _model(recipe: Recipe, ranks: int | None) -> Found:
-    if recipe.model.path is None and recipe.model.config is None:
-        yield "model.config", "missing; give a config, such as {model_type: llama, hidden_size: 256, ...}"
-    if recipe.model.path is not None and recipe.model.config is not None:
-        yield "model.config", "model.path is given too; set one of the two to null"
-    if recipe.model.path is not None:
-        yield "model.path", "not built yet: a run from a Hugging Face checkpoint; give model.config"
+    model = recipe.model
+    given = [name for name in ("path", "config", "builder") if getattr(model, name) is not None]
+    if not given:
+        yield "model.config", "missing; give model.path, or a config such as {model_type: llama, hidden_size: 256, ...}"
+    if len(given) > 1:
+        others = " and ".join(f"model.{name}" for name in given if name != given[-1])
+        yield f"model.{given[-1]}", f"{others} is given too; set all but one to null"
+    if model.path is not None and not is_hub_id(model.path):
+        if not os.path.isdir(model.path):
+            yield "model.path", f"no such folder: {model.path} (looked for in {Path.cwd()}); give a folder or a hub id `owner/name`"
+        elif not os.path.isfile(os.path.join(model.path, "config.json")):
+            yield "model.path", f"{model.path} has no config.json; give a folder as transformers' save_pretrained writes it"
 
 
-@_rule("model.config", "model.init")
+@_rule("model.builder", "model.arguments", "data.builder", "data.arguments")
+def _builders(recipe: Recipe, ranks: int | None) -> Found:
+    for name, section in (("model", recipe.model), ("data", recipe.data)):
+        builder = section.builder
+        if builder is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", builder):
+            yield f"{name}.builder", f"must be `package.module:function`; got {builder!r}"
+        if builder is None and section.arguments is not None:
+            yield f"{name}.arguments", f"needs {name}.builder, whose arguments they are"
+
+
+@_rule("model.builder", "data.builder", "lora", "checkpoint.export", "model.trust_remote_code", "model.task")
+def _built_models(recipe: Recipe, ranks: int | None) -> Found:
+    if recipe.model.builder is None:
+        return
+    if recipe.data.builder is None:
+        yield "data.builder", "missing; a model of your own (model.builder) needs its data and loss from data.builder"
+    if recipe.model.task != "causal_lm":
+        yield "model.task", "not available with model.builder, which decides it"
+
+
+@_rule("model.path", "model.init", "model.builder")
 def _init(recipe: Recipe, ranks: int | None) -> Found:
     if recipe.model.init == "pretrained" and recipe.model.path is None:
-        yield "model.init", "pretrained needs model.path; with model.config the weights are random"
+        yield "model.init", "pretrained needs model.path; without one the weights are random"
+
+
+@_rule("model.task", "model.num_labels", "data.kind", "data.labels", "data.builder", "data.train")
+def _classification(recipe: Recipe, ranks: int | None) -> Found:
+    model, data = recipe.model, recipe.data
+    if data.builder is not None:
+        return
+    classifies = model.task == "sequence_classification"
+    if classifies and data.kind != "classification":
+        yield "data.kind", f"{data.kind} is not for task sequence_classification; use kind classification"
+    if not classifies and data.kind == "classification":
+        yield "data.kind", "classification needs model.task: sequence_classification"
+    if not classifies and model.num_labels is not None:
+        yield "model.num_labels", "not available with task causal_lm; use sequence_classification"
+    if data.kind != "classification" and data.labels is not None:
+        yield "data.labels", f"not available with kind {data.kind}; use kind classification"
+    if data.labels is not None and model.num_labels not in (None, len(data.labels)):
+        yield "model.num_labels", f"{model.num_labels}, but data.labels names {len(data.labels)}"
+    if data.labels is not None and (len(data.labels) < 2 or len(set(data.labels)) < len(data.labels)):
+        yield "data.labels", f"must name two classes or more, each once; got {', '.join(data.labels)}"
+    if isinstance(data.train, dict):
+        for name, source in data.train.items():
+            if source.kind is not None and (source.kind == "classification") != (data.kind == "classification"):
+                yield f"data.train.{name}.kind", f"{source.kind} does not mix with data.kind {data.kind}: the losses differ"
 
 
 @_rule("model.config")
@@ -96,53 +148,121 @@ def _model_config(recipe: Recipe, ranks: int | None) -> Found:
             yield f"model.config.{key}" if key else "model.config", message
 
 
-@_rule("data.kind", "data.tokenizer", "model.path")
+def _kinds(recipe: Recipe) -> set[str]:
+    sources = recipe.data.train.values() if isinstance(recipe.data.train, dict) else ()
+    return {recipe.data.kind, *(source.kind for source in sources if source.kind is not None)}
+
+
+@_rule("data.kind", "data.train", "data.tokenizer", "data.builder", "model.path")
 def _tokenizer(recipe: Recipe, ranks: int | None) -> Found:
-    if recipe.data.kind in ("chat", "instruct"):
-        yield "data.kind", f"not built yet: {recipe.data.kind}; use text or tokens"
-    if recipe.data.kind == "text" and recipe.data.tokenizer is None and recipe.model.path is None:
-        yield "data.tokenizer", "missing; a model.config has none of its own: give `bytes` or a folder with a tokenizer"
+    if recipe.data.builder is not None or _kinds(recipe) == {"tokens"}:
+        return
     tokenizer = recipe.data.tokenizer
-    if recipe.data.kind == "text" and tokenizer not in (None, "bytes") and not os.path.isdir(str(tokenizer)):
-        yield "data.tokenizer", f"no such folder: {tokenizer}; give `bytes` or a folder with a tokenizer (a hub id: not built yet)"
+    if tokenizer is None and recipe.model.path is None:
+        yield "data.tokenizer", "missing; a model.config has none of its own: give `bytes` or a folder with a tokenizer"
+    if tokenizer not in (None, "bytes") and not is_hub_id(str(tokenizer)) and not os.path.isdir(str(tokenizer)):
+        yield "data.tokenizer", f"no such folder: {tokenizer}; give `bytes`, a folder with a tokenizer, or a hub id `owner/name`"
 
 
-@_rule("data.kind", "data.tokenizer", "model.config")
+@_rule("data.chat_template", "data.kind", "data.train")
+def _chat_template(recipe: Recipe, ranks: int | None) -> Found:
+    template = recipe.data.chat_template
+    if template is not None and not os.path.isfile(template):
+        yield "data.chat_template", f"no such file: {template}; give a file with a Jinja template"
+    if template is not None and not _kinds(recipe) & {"chat", "instruct"}:
+        yield "data.chat_template", f"not available with kind {recipe.data.kind}; use kind chat"
+
+
+@_rule("data.builder", "data.tokenizer", "model.config")
 def _vocabulary(recipe: Recipe, ranks: int | None) -> Found:
     size = (recipe.model.config or {}).get("vocab_size")
-    if recipe.data.kind == "text" and recipe.data.tokenizer == "bytes" and isinstance(size, int) and size < 257:
+    if recipe.data.builder is None and recipe.data.tokenizer == "bytes" and isinstance(size, int) and size < 257:
         yield (
             "model.config.vocab_size",
             f"{size} is too small for the tokenizer `bytes`: 256 bytes and an end of document; give 257 or more",
         )
 
 
-@_rule("data.train")
+@_rule("data.train", "data.builder")
 def _train_files(recipe: Recipe, ranks: int | None) -> Found:
-    yield from _missing_files("data.train", recipe.data.train)
+    train, builder = recipe.data.train, recipe.data.builder
+    if builder is not None:
+        for name in ("train", "validation"):
+            if getattr(recipe.data, name) is not None:
+                yield f"data.{name}", "data.builder is given too, which brings its own; set one of the two to null"
+    elif train is None:
+        yield "data.train", "missing; must be given: a list of files, globs, folders or hub data set ids"
+    elif isinstance(train, dict):
+        for name, source in train.items():
+            yield from _missing_files(f"data.train.{name}.files", source.files)
+    else:
+        yield from _missing_files("data.train", train)
 
 
 @_rule("data.validation")
 def _validation_files(recipe: Recipe, ranks: int | None) -> Found:
-    yield from _missing_files("data.validation", recipe.data.validation or ())
+    validation = recipe.data.validation
+    if isinstance(validation, dict):
+        for name, files in validation.items():
+            yield from _missing_files(f"data.validation.{name}", files)
+    else:
+        yield from _missing_files("data.validation", validation or ())
 
 
 def _missing_files(key: str, patterns: tuple[str, ...]) -> Found:
     for index, pattern in enumerate(patterns):
-        if not os.path.exists(pattern) and next(glob.iglob(pattern, recursive=True), None) is None:
-            what = "matches no file" if any(c in pattern for c in "*?[") else "no such file or folder"
-            yield f"{key}.{index}", f"{pattern!r}: {what} (looked for in {Path.cwd()}; a hub data set: not built yet)"
+        if not os.path.exists(pattern) and next(glob.iglob(pattern, recursive=True), None) is None and not is_hub_id(pattern):
+            what = "matches no file" if any(c in pattern for c in "*?[") else "no such file or folder, and no hub id `owner/name`"
+            yield f"{key}.{index}", f"{pattern!r}: {what} (looked for in {Path.cwd()})"
 
 
-@_rule("data.packing", "model.attention")
-def _packing(recipe: Recipe, ranks: int | None) -> Found:
-    if recipe.data.packing and recipe.model.attention not in ("sdpa", "eager"):
-        yield "model.attention", f"not built yet: packing with {recipe.model.attention}; use sdpa or eager, or packing: false"
+@_rule("batch", "data.packing", "data.streaming", "data.builder")
+def _token_budget(recipe: Recipe, ranks: int | None) -> Found:
+    batch, data = recipe.batch, recipe.data
+    if batch.micro_batch_tokens is None:
+        if batch.micro_batch_size is None:
+            yield "batch.micro_batch_size", "missing; must be given: a whole number (or give micro_batch_tokens)"
+        return
+    if batch.micro_batch_size is not None:
+        yield "batch.micro_batch_tokens", f"micro_batch_size {batch.micro_batch_size} is given too; set one of the two to null"
+    if data.builder is not None or data.streaming:
+        other = "data.builder" if data.builder is not None else "data.streaming"
+        yield "batch.micro_batch_tokens", f"not available with {other}, where lengths are not known beforehand; use micro_batch_size"
+    elif data.packing and data.kind != "classification":
+        yield "batch.micro_batch_tokens", "not available with data.packing: true, whose sequences are all as long; use micro_batch_size"
+    elif batch.micro_batch_tokens < data.sequence_length:
+        yield (
+            "batch.micro_batch_tokens",
+            f"{batch.micro_batch_tokens} does not hold one sequence of {data.sequence_length} tokens (data.sequence_length)",
+        )
+
+
+@_rule("data.streaming", "data.kind", "data.train", "run.epochs", "run.max_steps", "data.builder")
+def _streaming(recipe: Recipe, ranks: int | None) -> Found:
+    data = recipe.data
+    if not data.streaming:
+        return
+    if recipe.run.epochs is not None:
+        yield "run.epochs", "not available with data.streaming, whose length is not known; use run.max_steps"
+    if data.builder is not None:
+        yield "data.streaming", "not available with data.builder, which decides it"
+    elif isinstance(data.train, dict):
+        yield "data.train", "a mixture is not available with data.streaming; give one list of files"
+    elif data.kind == "classification":
+        yield "data.streaming", "not available with kind classification"
+
+
+@_rule("lora", "model.builder", "model.freeze")
+def _lora(recipe: Recipe, ranks: int | None) -> Found:
+    if recipe.lora is not None and recipe.model.freeze is not None:
+        yield "model.freeze", "lora is given too, which freezes everything but the adapters; set one of the two to null"
 
 
 @_rule("batch.global_batch_size", "batch.micro_batch_size")
 def _batches(recipe: Recipe, ranks: int | None) -> Found:
     size, micro = recipe.batch.global_batch_size, recipe.batch.micro_batch_size
+    if micro is None:  # batches are formed by tokens: any number of sequences
+        return
     unit = micro * (ranks or 1)
     if size % unit:
         below, above = size // unit * unit, (size // unit + 1) * unit
@@ -174,18 +294,22 @@ def _schedule(recipe: Recipe, ranks: int | None) -> Found:
         yield "schedule.decay_steps", f"not available with kind {recipe.schedule.kind}; use kind wsd"
 
 
-@_rule("evaluation", "data.validation")
+@_rule("evaluation", "data.validation", "data.builder")
 def _evaluation(recipe: Recipe, ranks: int | None) -> Found:
-    if recipe.evaluation.at_start and recipe.data.validation is None:
+    if recipe.evaluation.at_start and recipe.data.validation is None and recipe.data.builder is None:
         yield "evaluation.at_start", "needs data.validation"
 
 
-@_rule("checkpoint")
+@_rule("checkpoint", "lora")
 def _checkpoint(recipe: Recipe, ranks: int | None) -> Found:
     defaults = Checkpoint()
     for name in ("every_steps", "keep_last", "asynchronous"):
         if getattr(recipe.checkpoint, name) != getattr(defaults, name):
             yield f"checkpoint.{name}", "not built yet: checkpoints to resume from; leave it out, or use export: at_end"
+    if recipe.checkpoint.export is None and recipe.checkpoint.export_dtype is not None:
+        yield "checkpoint.export_dtype", "needs checkpoint.export: at_end"
+    if recipe.checkpoint.export_merged and (recipe.checkpoint.export is None or recipe.lora is None):
+        yield "checkpoint.export_merged", "needs checkpoint.export: at_end, and lora"
     if recipe.checkpoint.resume not in ("auto", "never"):
         yield "checkpoint.resume", f"not built yet: resuming; use auto or never, not {recipe.checkpoint.resume!r}"
 

@@ -94,7 +94,7 @@ def _words(kind: Any) -> str:
         arguments = typing.get_args(kind)
         return "a list" if arguments[-1] is Ellipsis else f"a list of {len(arguments)} numbers"
     if typing.get_origin(kind) is dict:
-        return "a section of keys"
+        return "a section of keys" if typing.get_args(kind)[1] is Any else "a section of names"
     if dataclasses.is_dataclass(kind):
         return "a section with the keys " + ", ".join(field.name for field in dataclasses.fields(kind))
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
@@ -215,7 +215,7 @@ class Decoder:
         if dataclasses.is_dataclass(kind):
             return (True, self.section(kind, value, path)) if isinstance(value, dict) else (False, None)
         if origin is dict:
-            return isinstance(value, dict), value
+            return self._mapping(kind, value, path) if isinstance(value, dict) else (False, None)
         if origin is tuple:
             if isinstance(value, str) and any(isinstance(mark, ListOf) for mark in expected.marks):
                 value = [value]
@@ -229,6 +229,14 @@ class Decoder:
         if kind is str and not value.strip():
             self.problems.append(Problem(path, "must not be empty"))
         return True, value
+
+    def _mapping(self, kind: Any, value: dict[str, Any], path: KeyPath) -> tuple[bool, Any]:
+        inner = typing.get_args(kind)[1]
+        if inner is Any:
+            return True, value
+        if not value:
+            self.problems.append(Problem(path, "must not be empty"))
+        return True, {name: self._value(inner, item, (*path, str(name)), None) for name, item in value.items()}
 
     def _tuple(self, kind: Any, value: list[Any], path: KeyPath) -> tuple[bool, Any]:
         arguments = typing.get_args(kind)

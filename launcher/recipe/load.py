@@ -211,7 +211,7 @@ def _make_way(config: DictConfig, values: Any, path: KeyPath, argument: str, ori
         if isinstance(before, DictConfig) and isinstance(value, dict):
             _make_way(before, value, here, argument, origins)
             continue
-        if isinstance(before, ListConfig) and isinstance(value, dict):
+        if isinstance(before, ListConfig) and isinstance(value, dict) and argument.partition("=")[0] != dotted(here):
             raise RecipeError(f"{COMMAND_LINE}: {argument}: {dotted(here)} is a list; give it whole, as {dotted(here)}=[...]")
         if before is not None:
             config[key] = None

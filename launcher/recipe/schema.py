@@ -80,26 +80,73 @@ class Model:
     """Hugging Face checkpoint: a folder or a hub id."""
     config: dict[str, Any] | None = None
     """Or a transformers config: model_type and the fields of its config class."""
+    builder: str | None = None
+    """Or a function of yours, `package.module:function`, that returns a torch.nn.Module."""
+    arguments: dict[str, Any] | None = None
+    """Keyword arguments of the builder."""
+    task: Literal["causal_lm", "sequence_classification"] = "causal_lm"
+    """Which of transformers' heads the model has: AutoModelForCausalLM or AutoModelForSequenceClassification."""
+    num_labels: Annotated[int, Range(minimum=2)] | None = None
+    """sequence_classification: number of classes; null: as many as data.labels names, else as the config says."""
+    trust_remote_code: bool = False
+    """Run the Python code that a checkpoint brings along. It can do whatever you can."""
     init: Literal["pretrained", "random"] | None = None
     """Where the weights come from; null: pretrained with a path, random with a config."""
     attention: str = "sdpa"
     """Any attention name of transformers: sdpa, eager, flash_attention_2, ..."""
     compile: bool = False
     """torch.compile each block."""
+    freeze: Annotated[tuple[str, ...], ListOf()] | None = None
+    """Parameters that are not trained: patterns of their names, such as `model.embed_tokens.*` (* stands for anything)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters (Hu et al., 2021), through peft. All other weights are frozen, and held in strategy's param_dtype."""
+
+    rank: PositiveInt = 16
+    """Rank of each adapter."""
+    alpha: PositiveFloat = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+    dropout: Annotated[float, Range(minimum=0, below=1)] = 0.0
+    """Dropout on the adapter's input."""
+    target_modules: Annotated[tuple[str, ...], ListOf()] | None = None
+    """Names of the linear layers that get an adapter, such as q_proj; null: every linear layer in the blocks."""
+
+
+DataKind = Literal["text", "tokens", "chat", "instruct", "classification"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One part of a mixture."""
+
+    files: Annotated[tuple[str, ...], ListOf()]
+    """Files, globs, folders, or a hub data set id."""
+    weight: PositiveFloat = 1.0
+    """Share of the sequences that come from here: weight / sum of all weights."""
+    kind: DataKind | None = None
+    """null: data.kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """What is trained on."""
 
-    kind: Literal["text", "tokens", "chat", "instruct"] = "text"
-    """text: documents for next-token training; tokens: rows of input_ids, and labels where given."""
-    train: Annotated[tuple[str, ...], ListOf()]
-    """Files, globs and folders."""
-    validation: Annotated[tuple[str, ...], ListOf()] | None = None
-    """The same, for evaluation."""
+    kind: DataKind = "text"
+    """text: documents; tokens: rows of input_ids (and labels); chat: messages, loss on the assistant's turns;
+    instruct: prompt and response, loss on the response; classification: text and label."""
+    train: Annotated[tuple[str, ...], ListOf()] | dict[str, Source] | None = None
+    """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`, `owner/name/config:split`). Or a
+    mixture: a section of names, each {files: [...], weight: 1.0}."""
+    validation: Annotated[tuple[str, ...], ListOf()] | dict[str, Annotated[tuple[str, ...], ListOf()]] | None = None
+    """The same, for evaluation. Or several sets: a section of names, each a list of files."""
+    builder: str | None = None
+    """In the place of train and validation: a function of yours, `package.module:function` (launcher.data.custom)."""
+    arguments: dict[str, Any] | None = None
+    """Keyword arguments of the builder."""
     tokenizer: str | None = None
-    """`bytes`, or a folder with a Hugging Face tokenizer; null: the model's own."""
+    """`bytes`, a folder with a Hugging Face tokenizer, or a hub id; null: the model's own."""
     sequence_length: PositiveInt = 2048
     """Tokens of a sequence."""
     packing: bool = True
@@ -115,7 +162,27 @@ class Data:
     pin_memory: bool | None = None
     """Page-locked host memory for the copy to the device; null: where the device is a GPU."""
     text_column: str = "text"
-    """The column of .jsonl, .json and .parquet files that holds the document (kind text)."""
+    """The column that holds the document (kinds text and classification)."""
+    messages_column: str | None = None
+    """kind chat; null: messages (role, content), or conversations (from, value)."""
+    prompt_column: str | None = None
+    """kind instruct; null: prompt, or instruction and input."""
+    response_column: str | None = None
+    """kind instruct; null: response, completion or output."""
+    label_column: str = "label"
+    """kind classification."""
+    labels: Annotated[tuple[str, ...], ListOf()] | None = None
+    """kind classification: names of the classes in order; null: the column holds whole numbers from 0."""
+    chat_template: str | None = None
+    """kind chat: a file with a Jinja chat template; null: the tokenizer's own."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """What a row that cannot be used does; skip: it is left out, counted, and listed in RUN_DIR/skipped_rows.jsonl."""
+    processes: PositiveInt | None = None
+    """Processes that tokenize, on each node; null: one a core."""
+    streaming: bool = False
+    """Tokenize while training, for sets larger than the disk."""
+    shuffle_buffer: PositiveInt = 1000
+    """streaming: documents of each lane that are shuffled among one another."""
     cache: str | None = None
     """Folder of tokenized data; null: $XDG_CACHE_HOME/launcher or ~/.cache/launcher."""
 
@@ -126,8 +193,10 @@ class Batch:
 
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks."""
-    micro_batch_size: PositiveInt
+    micro_batch_size: PositiveInt | None = None
     """Sequences per rank per forward pass."""
+    micro_batch_tokens: PositiveInt | None = None
+    """In its place, with packing: false: tokens, padding included, per rank per forward pass; sequences of like length meet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +307,10 @@ class Checkpoint:
     """Write checkpoints while training goes on."""
     export: Literal["at_end"] | None = None
     """at_end: write the final weights as a Hugging Face folder to RUN_DIR/hf."""
+    export_dtype: Dtype | None = None
+    """Of the exported weights; null: the checkpoint's that the run started from, else float32."""
+    export_merged: bool = False
+    """lora: export the whole model with the adapters added in; false: the adapters alone, for peft."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +365,8 @@ class Recipe:
     """How the model is spread over the ranks."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """Which activations are computed again; null: none."""
+    lora: Lora | None = None
+    """Low-rank adapters are trained, all else is frozen; null: everything is trained."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """AdamW and its settings."""
     schedule: Schedule = field(default_factory=Schedule)

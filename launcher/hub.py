@@ -1,0 +1,61 @@
+"""Names on the Hugging Face hub, and the folders they stand for on this machine.
+
+What is in the hub's cache is used as it is, without asking the network; what is not is fetched where there is one.
+`launcher prepare` does that beforehand, for compute nodes that have none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from launcher.errors import RecipeError
+
+_FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".py", ".md", ".yaml", ".yml", ".gz", ".zst", ".jinja")
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
+"""Of a model's repository: config, weights, tokenizer, chat template. Not the same weights again in another format."""
+_TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of a hub id (`owner/name`; of a data set also `owner/name:split` and
+    `owner/name/config:split`), and is no path: neither itself nor its first folder exists here."""
+    if name.endswith(_FILE_ENDINGS) or os.path.exists(name):
+        return False
+    form = re.fullmatch(r"(\w[\w.-]*)/\w[\w.-]*(/[\w.-]+)?(:[\w.+-]+)?", name)
+    return form is not None and not os.path.isdir(form[1])
+
+
+def model_folder(name: str, *, key: str, weights: bool = True, say: Callable[[str], None] | None = None) -> Path:
+    """The folder of a model or tokenizer: `name` itself, or a snapshot in the hub's cache, fetched where it is missing.
+
+    key: of the recipe, for messages. weights: whether the safetensors are needed; else config and tokenizer alone.
+    say: told before something is fetched.
+    Raises RecipeError where it is neither here nor to be had.
+    """
+    if os.path.isdir(name):
+        return Path(name)
+    if not is_hub_id(name):
+        raise RecipeError(f"{key}: no such folder: {name}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        if not weights or any(folder.glob("*.safetensors")):
+            return folder
+    except LocalEntryNotFoundError:
+        pass
+    if say is not None:
+        say(f"fetching {name} from the hub")
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # no network, no such repository, no access: the hub has many classes for these
+        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RecipeError(
+            f"{key}: {name} is not in the hub's cache and could not be fetched: {what}; where there is no network, "
+            "run `launcher prepare recipe=...` on a machine that has one and shares the cache (HF_HOME)"
+        ) from None
