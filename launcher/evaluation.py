@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.batching import RankSlots, SampleOrder
-from launcher.data.dataset import TrainingData
+from launcher.data.dataset import MapData
 from launcher.data.loader import make_loader, to_device
 from launcher.processes import DataParallel
 from launcher.recipe import schema
@@ -32,14 +32,14 @@ class Evaluator:
 
     def __init__(
         self,
-        datasets: Mapping[str, TrainingData],
+        datasets: Mapping[str, MapData],
         *,
         data: schema.Data,
         micro_batch_size: int,
         max_batches: int | None,
         ranks: DataParallel,
     ) -> None:
-        self._loaders: dict[str, tuple[TrainingData, Iterable[dict[str, Any]]]] = {}
+        self._loaders: dict[str, tuple[MapData, Iterable[dict[str, Any]]]] = {}
         global_batch_size = micro_batch_size * ranks.size
         for name, dataset in datasets.items():
             batches = -(-len(dataset) // global_batch_size)

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from launcher import processes
-from launcher.batching import Order, Slots, total_steps
-from launcher.data.dataset import TrainingData, make_order, open_data
-from launcher.data.loader import expected_padding, make_slots, training_batches
+from launcher.data.loader import expected_padding, training_batches
+from launcher.data.run_data import RunData, open_run_data
 from launcher.environment import Environment
 from launcher.errors import EXIT_DONE, EXIT_STOPPED
 from launcher.evaluation import Evaluator
@@ -62,11 +62,8 @@ class Training:
 
     wrapped: WrappedModel
     blocks: dict[str, nn.Module]
-    data: TrainingData
-    order: Order
-    slots: Slots
+    data: RunData
     evaluator: Evaluator | None
-    steps: int
     flops_per_token: float
     trained: Iterator[Step]
     """Trains a step each time it is asked for the next."""
@@ -79,6 +76,7 @@ def assemble(
     build_data: bool = True,
     say: Callable[[str], None] = print,
     stop_requested: Callable[[], bool] = lambda: False,
+    skipped_rows: Path | None = None,
 ) -> Training:
     """Recipe to model to strategy to data to optimizer to loop.
 
@@ -93,20 +91,22 @@ def assemble(
     packed = data.packing and data.builder is None and data.kind != "classification"
     isolation = isolate_documents(model, device=ranks.device, compute_dtype=compute_dtype) if packed else "mask"
     vocabulary = vocabulary_size(model)
-    training_data, validation_data = open_data(
+    run_data = open_run_data(
         data,
+        batch,
+        seed=recipe.run.seed,
+        max_steps=recipe.run.max_steps,
+        epochs=recipe.run.epochs,
         model_path=recipe.model.path,
         vocabulary=vocabulary,
+        classes=None,
         padding=padding_id(model),
         isolation=isolation,
+        ranks=ranks,
         build=build_data,
         report=say,
+        skipped_rows=skipped_rows,
     )
-    order = make_order(training_data, seed=recipe.run.seed, shuffle=data.shuffle, epochs=recipe.run.epochs)
-    steps = total_steps(
-        max_steps=recipe.run.max_steps, epochs=recipe.run.epochs, samples=order.samples, global_batch_size=batch.global_batch_size
-    )
-    slots = make_slots(batch, order=order, lengths=training_data.lengths, steps=steps, ranks=ranks)
     wrapped = wrap(
         model,
         strategy=recipe.strategy,
@@ -121,13 +121,14 @@ def assemble(
             check_isolation(wrapped.model, name=type(model).__name__, vocabulary=vocabulary, device=ranks.device)
         wrapped.reshard()
     torch.manual_seed(recipe.run.seed + ranks.rank)  # dropout: each rank its own
+    order, steps = run_data.order, run_data.steps
     trained = train_steps(
         wrapped,
         make_optimizer(wrapped.module, recipe.optimizer),
         training_batches(
-            training_data,
+            run_data.training,
             data=data,
-            slots=slots,
+            slots=run_data.slots,
             global_batch_size=batch.global_batch_size,
             samples=order.epochs * order.samples if order.epochs is not None else None,
             first_step=0,
@@ -135,19 +136,19 @@ def assemble(
             ranks=ranks,
             stop_requested=stop_requested,
         ),
-        loss=training_data.loss,
+        loss=run_data.training.loss,
         learning_rate=learning_rate(recipe.schedule, peak=recipe.optimizer.learning_rate, steps=steps),
         loss_scale=LossScale(ranks.device, enabled=compute_dtype == torch.float16),
         max_grad_norm=recipe.optimizer.max_grad_norm,
         ranks=ranks.size,
     )
     evaluator = None
-    if validation_data:
+    if run_data.validation:
         micro_batch_size = batch.micro_batch_size or max(1, (batch.micro_batch_tokens or 0) // data.sequence_length)
         evaluator = Evaluator(
-            validation_data, data=data, micro_batch_size=micro_batch_size, max_batches=recipe.evaluation.max_batches, ranks=ranks
+            run_data.validation, data=data, micro_batch_size=micro_batch_size, max_batches=recipe.evaluation.max_batches, ranks=ranks
         )
-    return Training(wrapped, blocks, training_data, order, slots, evaluator, steps, flops, trained)
+    return Training(wrapped, blocks, run_data, evaluator, flops, trained)
 
 
 def pipeline(
@@ -160,31 +161,34 @@ def pipeline(
         processes.check_dtype(ranks.device, precision.param_dtype if precision is not None else "float32")
     except ValueError as error:
         raise loaded.refuse(("strategy", "mixed_precision", "param_dtype"), str(error)) from None
+    skipped_rows = run.path / "skipped_rows.jsonl"
     training = assemble(
         recipe,
         ranks=ranks,
         build_data=environment.local_rank == 0,
         say=partial(print, flush=True) if environment.main else _say_nothing,
         stop_requested=stop.requested,
+        skipped_rows=skipped_rows,
     )
-    wrapped, steps, evaluator = training.wrapped, training.steps, training.evaluator
+    wrapped, run_data, evaluator = training.wrapped, training.data, training.evaluator
+    steps = run_data.steps
     reporter = Reporter(ranks, run, recipe=recipe, steps=steps, flops_per_token=training.flops_per_token)
     mode = None if recipe.activation_checkpointing is None else recipe.activation_checkpointing.mode
     reporter.start(
         processes.idle_gpus(environment),
         describe_model(wrapped, ranks=ranks, blocks=training.blocks, mode=mode),
         describe_data(
-            training.data,
+            run_data.training,
             shuffled=recipe.data.shuffle,
-            padding=expected_padding(training.data, training.slots),
-            skipped_rows=run.path / "skipped_rows.jsonl",
+            padding=expected_padding(run_data.training, run_data.slots),
+            skipped_rows=skipped_rows,
         ),
         describe_batch(
             recipe.batch,
-            slots=training.slots,
+            slots=run_data.slots,
             ranks=ranks.size,
             steps=steps,
-            passes=training.order.passes(steps * recipe.batch.global_batch_size),
+            passes=run_data.order.passes(steps * recipe.batch.global_batch_size),
             warmup=recipe.schedule.warmup_steps,
         ),
     )

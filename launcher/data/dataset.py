@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch import nn
 from launcher import loss
 from launcher.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
 from launcher.data import packing
-from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.store import TokenStore, open_store
 from launcher.errors import RecipeError
 from launcher.loss import IGNORED
@@ -32,13 +30,7 @@ handed the documents' bounds."""
 
 
 class TrainingData(Protocol):
-    """A map-style data set for torch's DataLoader that brings its collate function and its loss."""
-
-    def __len__(self) -> int:
-        """Samples."""
-
-    def __getitem__(self, index: int) -> Any:
-        """A sample; NO_SAMPLE gives an empty one."""
+    """What torch's DataLoader loads: map-style (`MapData`), or a stream of micro-batches (data.streaming)."""
 
     def collate(self, rows: list[Any]) -> Collated:
         """A micro-batch."""
@@ -60,6 +52,16 @@ class TrainingData(Protocol):
     @property
     def skipped(self) -> list[dict[str, str]]:
         """Rows that could not be used (data.on_error: skip): where, and why."""
+
+
+class MapData(TrainingData, Protocol):
+    """Samples by their index."""
+
+    def __len__(self) -> int:
+        """Samples."""
+
+    def __getitem__(self, index: int) -> Any:
+        """A sample; NO_SAMPLE gives an empty one."""
 
 
 @dataclass(frozen=True)
@@ -384,44 +386,7 @@ def _open_one(
     return SequenceDataset(store, sequences, length, data.packing, isolation)
 
 
-def open_data(
-    data: schema.Data,
-    *,
-    model_path: str | None,
-    vocabulary: int | None,
-    padding: int,
-    isolation: Isolation,
-    build: bool,
-    report: Callable[[str], None],
-    classes: int | None = None,
-) -> tuple[TrainingData, dict[str, TrainingData]]:
-    """The training data, and the validation sets by name. See `open_dataset`.
-
-    model_path: whose tokenizer is taken where the recipe names none.
-    """
-    if data.builder is not None:
-        custom = build_custom_data(data.builder, data.arguments)
-        sets = custom.validation if isinstance(custom.validation, dict) else {"validation": custom.validation}
-        validation = {name: CustomDataset(samples, custom, data.builder) for name, samples in sets.items() if samples is not None}
-        return CustomDataset(custom.train, custom, data.builder), dict(validation)
-    open_one = partial(
-        open_dataset,
-        data,
-        tokenizer=data.tokenizer if data.tokenizer is not None else model_path,
-        vocabulary=vocabulary,
-        build=build,
-        report=report,
-        isolation=isolation,
-        classes=classes,
-        padding=padding,
-    )
-    assert data.train is not None
-    sources = data.validation if isinstance(data.validation, dict) else {"validation": data.validation}
-    opened = {name: open_one(files, validation=True) for name, files in sources.items() if files is not None}
-    return open_one(data.train), dict(opened)
-
-
-def make_order(dataset: TrainingData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:
+def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:
     """Which sample stands where: a mixture takes turns by its weights."""
     if isinstance(dataset, MixtureDataset):
         sizes = [len(part) for part in dataset.parts.values()]

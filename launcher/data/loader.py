@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from launcher.batching import NO_SAMPLE, Order, RankSlots, Slots, TokenSlots
 from launcher.data.dataset import TrainingData
+from launcher.data.streaming import StreamingDataset
 from launcher.processes import DataParallel
 from launcher.recipe import schema
 
@@ -91,17 +92,25 @@ def make_loader(
     pin_memory: bool | None,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """Collated micro-batches in the order of `slots` (an iterable of lists of indices)."""
+    """Collated micro-batches in the order of `slots` (an iterable of lists of indices); a stream has an order of its own."""
+    if isinstance(dataset, StreamingDataset):
+        workers = dataset.workers(workers)
+    streams = isinstance(dataset, StreamingDataset)
     return DataLoader(
         dataset,  # type: ignore[arg-type]
-        batch_sampler=slots,
-        collate_fn=dataset.collate,
+        batch_sampler=None if streams else slots,
+        batch_size=None if streams else 1,
+        collate_fn=_as_it_is if streams else dataset.collate,
         num_workers=workers,
         prefetch_factor=prefetch_factor if workers else None,
         persistent_workers=persistent_workers if workers else False,
         pin_memory=device.type == "cuda" if pin_memory is None else pin_memory and device.type == "cuda",
         worker_init_fn=_ignore_interrupts if workers else None,
     )
+
+
+def _as_it_is(collated: Any) -> Any:
+    return collated
 
 
 def _ignore_interrupts(worker: int) -> None:

@@ -88,7 +88,7 @@ class Worker:
             results = training.evaluator.evaluate(training.wrapped)
             whole = over_all(results)
             note = {"loss": whole.loss, "tokens": whole.tokens, "sets": {key: [one.loss, one.tokens] for key, one in results.items()}}
-            note["described"] = training.data.describe()
+            note["described"] = training.data.training.describe()
         self.done(name, note, started)
 
     def done(self, name, note, started):

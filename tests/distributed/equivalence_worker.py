@@ -263,7 +263,7 @@ def evaluations(worker):
                         )
                 note = {
                     "evaluation": list(dataclasses.astuple(over_all(training.evaluator.evaluate(training.wrapped)))),
-                    "sequences": len(training.data),
+                    "sequences": len(training.data.training),
                 }
             dist.barrier()
             worker.results[name] = note
