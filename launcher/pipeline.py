@@ -11,15 +11,16 @@ import torch
 from torch import nn
 
 from launcher import processes
-from launcher.batching import SampleOrder, total_steps
-from launcher.data.dataset import SequenceDataset, open_dataset
-from launcher.data.loader import training_batches
+from launcher.batching import Order, Slots, total_steps
+from launcher.data.dataset import TrainingData, make_order, open_data
+from launcher.data.loader import expected_padding, make_slots, training_batches
 from launcher.environment import Environment
 from launcher.errors import EXIT_DONE, EXIT_STOPPED
 from launcher.evaluation import Evaluator
 from launcher.failures import Progress, failing_together
 from launcher.loop import Step, train_steps
-from launcher.model.build import build_model, find_blocks, flops_per_token, vocabulary_size
+from launcher.model.attention import check_isolation, isolate_documents
+from launcher.model.build import build_model, find_blocks, flops_per_token, padding_id, vocabulary_size
 from launcher.model.export import export_hugging_face
 from launcher.model.weights import random_weights
 from launcher.optimizer import LossScale, learning_rate, make_optimizer
@@ -61,7 +62,9 @@ class Training:
 
     wrapped: WrappedModel
     blocks: dict[str, nn.Module]
-    data: SequenceDataset
+    data: TrainingData
+    order: Order
+    slots: Slots
     evaluator: Evaluator | None
     steps: int
     flops_per_token: float
@@ -83,15 +86,27 @@ def assemble(
     build_data: whether this process tokenizes where nothing is cached (one of a node).
     """
     data, batch, precision = recipe.data, recipe.batch, recipe.strategy.mixed_precision
+    compute_dtype = getattr(torch, precision.param_dtype) if precision is not None else torch.float32
     model = build_model(recipe.model, sequence_length=data.sequence_length)
     blocks = find_blocks(model)
     flops = flops_per_token(model, sequence_length=data.sequence_length)
-    open_data = partial(open_dataset, data, vocabulary=vocabulary_size(model), build=build_data, report=say)
-    training_data = open_data(data.train)
-    order = SampleOrder(samples=len(training_data), seed=recipe.run.seed, shuffle=data.shuffle, epochs=recipe.run.epochs)
+    packed = data.packing and data.builder is None and data.kind != "classification"
+    isolation = isolate_documents(model, device=ranks.device, compute_dtype=compute_dtype) if packed else "mask"
+    vocabulary = vocabulary_size(model)
+    training_data, validation_data = open_data(
+        data,
+        model_path=recipe.model.path,
+        vocabulary=vocabulary,
+        padding=padding_id(model),
+        isolation=isolation,
+        build=build_data,
+        report=say,
+    )
+    order = make_order(training_data, seed=recipe.run.seed, shuffle=data.shuffle, epochs=recipe.run.epochs)
     steps = total_steps(
         max_steps=recipe.run.max_steps, epochs=recipe.run.epochs, samples=order.samples, global_batch_size=batch.global_batch_size
     )
+    slots = make_slots(batch, order=order, lengths=training_data.lengths, steps=steps, ranks=ranks)
     wrapped = wrap(
         model,
         strategy=recipe.strategy,
@@ -101,26 +116,38 @@ def assemble(
         ranks=ranks,
         fill=partial(random_weights, blocks=blocks, seed=recipe.run.seed),
     )
+    if packed and isolation == "mask" and vocabulary is not None:
+        with wrapped.forward_context():
+            check_isolation(wrapped.model, name=type(model).__name__, vocabulary=vocabulary, device=ranks.device)
+        wrapped.reshard()
     torch.manual_seed(recipe.run.seed + ranks.rank)  # dropout: each rank its own
     trained = train_steps(
         wrapped,
         make_optimizer(wrapped.module, recipe.optimizer),
-        training_batches(training_data, data=data, batch=batch, order=order, steps=steps, ranks=ranks, stop_requested=stop_requested),
+        training_batches(
+            training_data,
+            data=data,
+            slots=slots,
+            global_batch_size=batch.global_batch_size,
+            samples=order.epochs * order.samples if order.epochs is not None else None,
+            first_step=0,
+            steps=steps,
+            ranks=ranks,
+            stop_requested=stop_requested,
+        ),
+        loss=training_data.loss,
         learning_rate=learning_rate(recipe.schedule, peak=recipe.optimizer.learning_rate, steps=steps),
-        loss_scale=LossScale(ranks.device, enabled=precision is not None and precision.param_dtype == "float16"),
+        loss_scale=LossScale(ranks.device, enabled=compute_dtype == torch.float16),
         max_grad_norm=recipe.optimizer.max_grad_norm,
         ranks=ranks.size,
     )
     evaluator = None
-    if data.validation is not None:
+    if validation_data:
+        micro_batch_size = batch.micro_batch_size or max(1, (batch.micro_batch_tokens or 0) // data.sequence_length)
         evaluator = Evaluator(
-            open_data(data.validation),
-            data=data,
-            micro_batch_size=batch.micro_batch_size,
-            max_batches=recipe.evaluation.max_batches,
-            ranks=ranks,
+            validation_data, data=data, micro_batch_size=micro_batch_size, max_batches=recipe.evaluation.max_batches, ranks=ranks
         )
-    return Training(wrapped, blocks, training_data, evaluator, steps, flops, trained)
+    return Training(wrapped, blocks, training_data, order, slots, evaluator, steps, flops, trained)
 
 
 def pipeline(
@@ -146,16 +173,28 @@ def pipeline(
     reporter.start(
         processes.idle_gpus(environment),
         describe_model(wrapped, ranks=ranks, blocks=training.blocks, mode=mode),
-        describe_data(training.data, shuffled=recipe.data.shuffle),
-        describe_batch(recipe.batch, ranks=ranks.size, steps=steps, sequences=len(training.data), warmup=recipe.schedule.warmup_steps),
+        describe_data(
+            training.data,
+            shuffled=recipe.data.shuffle,
+            padding=expected_padding(training.data, training.slots),
+            skipped_rows=run.path / "skipped_rows.jsonl",
+        ),
+        describe_batch(
+            recipe.batch,
+            slots=training.slots,
+            ranks=ranks.size,
+            steps=steps,
+            passes=training.order.passes(steps * recipe.batch.global_batch_size),
+            warmup=recipe.schedule.warmup_steps,
+        ),
     )
 
     def evaluate(step: int) -> None:
         if evaluator is not None:
             with reporter.excluded():
                 started = time.perf_counter()
-                loss, tokens = evaluator.evaluate(wrapped)
-                reporter.evaluation(step, loss, tokens, time.perf_counter() - started)
+                results = evaluator.evaluate(wrapped)
+                reporter.evaluation(step, results, time.perf_counter() - started)
 
     if evaluation.at_start:
         evaluate(0)

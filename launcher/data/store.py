@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from launcher.data.sources import ROW_FILES, find_files, read_documents, read_ro
 from launcher.data.tokenizer import load_tokenizer
 from launcher.errors import RecipeError
 from launcher.loss import IGNORED
+from launcher.recipe import schema
 
 _FORMAT = 1
 _Document = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]
@@ -44,6 +45,9 @@ class TokenStore:
     files: int
     largest_id: int
 
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    classes: npt.NDArray[np.int32] | None = None
+
     @property
     def documents(self) -> int:
         """Number of documents."""
@@ -54,9 +58,9 @@ def open_store(
     *,
     kind: str,
     patterns: tuple[str, ...],
+    data: schema.Data,
     tokenizer: str | None,
-    column: str,
-    cache: str | None,
+    validation: bool,
     build: bool,
     report: Callable[[str], None],
 ) -> TokenStore:
@@ -66,6 +70,7 @@ def open_store(
     report: told what takes long.
     Raises RecipeError where a file or row cannot be used.
     """
+    column, cache = data.text_column, data.cache
     files = find_files(patterns)
     if kind == "tokens":
         for file in files:

@@ -62,6 +62,12 @@ def vocabulary_size(model: nn.Module) -> int:
     return int(embedding.weight.shape[0])
 
 
+def padding_id(model: nn.Module) -> int:
+    """The id that the model knows as padding; 0 where it knows none, and does not mind."""
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return padding if isinstance(padding, int) else 0
+
+
 def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
     """Floating-point operations of forward and backward, a token: 6 N + 12 L h T.
 
