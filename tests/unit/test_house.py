@@ -38,7 +38,7 @@ MAY_IMPORT = {
     },
     "selftest": {"environment", "errors", "failures", "pipeline", "processes", "recipe"},
     "train": {"environment", "errors", "failures", "pipeline", "recipe", "run_folder"},
-    "commands": {"errors", "recipe"},
+    "commands": {"batching", "data", "errors", "hub", "recipe"},
     "cli": {"__version__", "errors", "recipe"},
 }
 
