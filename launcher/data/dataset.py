@@ -91,18 +91,24 @@ def _positions(rows: list[npt.NDArray[np.int64]], width: int) -> torch.Tensor:
 
 
 def open_dataset(
-    data: schema.Data, patterns: tuple[str, ...], *, vocabulary: int, build: bool, report: Callable[[str], None]
+    data: schema.Data,
+    patterns: tuple[str, ...],
+    *,
+    tokenizer: str | None = None,
+    vocabulary: int,
+    build: bool,
+    report: Callable[[str], None],
 ) -> SequenceDataset:
     """Tokenizes (or finds) and packs the files of `patterns`.
 
+    tokenizer: null: data.tokenizer.
     vocabulary: rows of the model's embedding; an id beyond is refused here, not on the GPU.
     """
     store = open_store(
         kind=data.kind,
         patterns=patterns,
-        tokenizer=data.tokenizer,
-        column=data.text_column,
-        cache=data.cache,
+        data=data,
+        tokenizer=tokenizer or data.tokenizer,
         build=build,
         report=report,
     )
