@@ -353,7 +353,7 @@ def open_dataset(
 def _open_one(
     data: schema.Data,
     patterns: tuple[str, ...],
-    kind: str,
+    kind: schema.DataKind,
     *,
     tokenizer: str | None,
     vocabulary: int | None,
@@ -364,10 +364,20 @@ def _open_one(
     padding: int,
     validation: bool,
 ) -> SequenceDataset | ClassificationDataset:
-    store = open_store(kind=kind, patterns=patterns, data=data, tokenizer=tokenizer, validation=validation, build=build, report=report)
+    store = open_store(
+        kind=kind,
+        patterns=patterns,
+        data=data,
+        tokenizer=tokenizer,
+        validation=validation,
+        num_labels=classes,
+        build=build,
+        report=report,
+    )
     if vocabulary is not None and store.largest_id >= vocabulary:
+        whose = "" if kind == "tokens" else f" of the tokenizer {tokenizer}"
         raise RecipeError(
-            f"data: token id {store.largest_id} of the tokenizer {tokenizer} is beyond the model's vocabulary of {vocabulary} "
+            f"data: token id {store.largest_id}{whose} is beyond the model's vocabulary of {vocabulary} "
             "(model.config.vocab_size); is it this model's tokenizer?"
         )
     length = data.sequence_length

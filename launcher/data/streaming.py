@@ -150,7 +150,7 @@ class StreamingDataset(IterableDataset[Collated]):
         if self._shuffle:
             generator.shuffle(units)
         column = self._encoder.text_column
-        rows = (
+        rows: Iterator[Any] = (
             row for unit in units for place, row in enumerate(read_rows(unit.part, column=column)) if place % unit.every == unit.first
         )
         if self._shuffle:

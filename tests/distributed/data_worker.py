@@ -50,6 +50,10 @@ def make_data(folder):
             labels = [-100 if place < len(ids) // 3 else token for place, token in enumerate(ids)]
             rows.append({"input_ids": ids, "labels": labels} if index % 2 else {"input_ids": ids})
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "texts").mkdir()
+    for index in range(3):
+        words = ["".join(generator.choices("abcdefgh ", k=generator.choice([3, 20, 90]))) for _ in range(40)]
+        (folder / f"texts/{index}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
 
 
 class Worker:
@@ -126,6 +130,12 @@ def main(folder):
             evaluate(f"packed, {model}, {attention}", [*validation, f"model.attention={attention}"], model=model)
         evaluate(f"not packed, {model}", [*validation, *loose], model=model)
     evaluate("two sets", ["data.validation={a: FOLDER/rows.jsonl, b: [FOLDER/other.jsonl]}"])
+    stream = ["data.streaming=true", "data.kind=text", "data.tokenizer=bytes", "data.shuffle_buffer=5", "data.sequence_length=48"]
+    stream += ["data.train=FOLDER/texts", "model.config.vocab_size=260", "model.config.max_position_embeddings=64"]
+    train("stream, 2 ranks", stream)
+    train("stream, 1 rank", [*stream, "batch.micro_batch_size=4"], ranks=1)
+    train("stream, 2 ranks, loader processes", [*stream, "data.workers=3", "batch.micro_batch_size=1"])
+    train("stream, another seed", [*stream, "run.seed=8"])
     # The same documents in one step: packing changes what meets in a row, not the loss nor the gradient
     whole = ["run.max_steps=1", "batch.global_batch_size=64", "data.shuffle=false"]
     train("a step of all, not packed", [*whole, *loose, "run.max_steps=null", "run.epochs=1"])

@@ -63,3 +63,10 @@ def test_named_validation_sets(results):
     assert sets["a"] == pytest.approx([results["packed, llama, sdpa"]["loss"], results["packed, llama, sdpa"]["tokens"]])
     whole = sum(loss * tokens for loss, tokens in sets.values()) / sum(tokens for _, tokens in sets.values())
     assert results["two sets"]["loss"] == pytest.approx(whole)
+
+
+def test_a_stream_is_the_same_on_any_number_of_ranks_and_loader_processes(results):
+    alone = results["stream, 1 rank"]
+    same(results["stream, 2 ranks"], alone)
+    same(results["stream, 2 ranks, loader processes"], alone)
+    assert results["stream, another seed"]["counts"] != alone["counts"]
