@@ -38,7 +38,7 @@ _ADVICE = (
 )
 
 
-class BadRow(ValueError):  # noqa: N818
+class RowError(ValueError):
     """What is wrong with a row, without where it is."""
 
 
@@ -46,10 +46,12 @@ def read_messages(value: Any, column: str) -> list[Message]:
     """OpenAI's `messages` (role, content) or ShareGPT's `conversations` (from, value) as messages that templates take.
 
     Content in text parts is joined; keys without a value (a parquet file's structs have them) are left out, others stay.
-    Raises BadRow.
+    Raises RowError.
     """
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
-        raise BadRow(f"column {column!r} must hold a list of messages, each with role and content (or from and value); got {_shown(value)}")
+        raise RowError(
+            f"column {column!r} must hold a list of messages, each with role and content (or from and value); got {_shown(value)}"
+        )
     return [_message(turn, f"message {number}") for number, turn in enumerate(value, start=1)]
 
 
@@ -58,22 +60,22 @@ def _message(turn: Message, what: str) -> Message:
     if "role" not in message and "from" in message:
         speaker = message.pop("from")
         if speaker not in _SHAREGPT:
-            raise BadRow(f"{what}: unknown role {speaker!r} in `from`; there are {', '.join(_SHAREGPT)}")
+            raise RowError(f"{what}: unknown role {speaker!r} in `from`; there are {', '.join(_SHAREGPT)}")
         message = {"role": _SHAREGPT[speaker], "content": message.pop("value", None), **message}
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         got = "no role" if role is None else f"unknown role {role!r}"
-        raise BadRow(f"{what}: {got}; there are {', '.join(_ROLES)}")
+        raise RowError(f"{what}: {got}; there are {', '.join(_ROLES)}")
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, str) and not (isinstance(part, dict) and isinstance(part.get("text"), str)):
                 kind = part.get("type", "no text") if isinstance(part, dict) else type(part).__name__
-                raise BadRow(f"{what}: a content part is {kind!r}; only text is trained on")
+                raise RowError(f"{what}: a content part is {kind!r}; only text is trained on")
         content = "".join(part if isinstance(part, str) else part["text"] for part in content)
     if content is None and any(message.get(key) for key in _SPOKEN):
         content = ""
     if not isinstance(content, str):
-        raise BadRow(f"{what}: content must be text, or a list of text parts; got {_shown(content)}")
+        raise RowError(f"{what}: content must be text, or a list of text parts; got {_shown(content)}")
     return {**message, "content": content}
 
 
@@ -82,14 +84,14 @@ def _shown(value: Any) -> str:
 
 
 def read_tools(value: Any) -> list[Any] | None:
-    """A row's `tools`: a list, or one written as JSON. Raises BadRow."""
+    """A row's `tools`: a list, or one written as JSON. Raises RowError."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise BadRow(f"column 'tools' is not JSON: {error}") from None
+            raise RowError(f"column 'tools' is not JSON: {error}") from None
     if value and not isinstance(value, list):
-        raise BadRow(f"column 'tools' must hold a list; got {_shown(value)}")
+        raise RowError(f"column 'tools' must hold a list; got {_shown(value)}")
     return value or None
 
 
@@ -120,22 +122,18 @@ class ChatTemplate:
         self._special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
 
     def render(self, messages: list[Message], tools: list[Any] | None, *, loss_from: int = 0) -> Rendered:
-        """Text and spans. loss_from: number of the first message that may carry loss. Raises BadRow."""
+        """Text and spans. loss_from: number of the first message that may carry loss. Raises RowError."""
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not any(number >= loss_from for number in turns):
-            raise BadRow("no assistant turn, so nothing to learn from")
+            raise RowError("no assistant turn, so nothing to learn from")
         if _MARKS.search(self._source(tools)):
             text, marks = self._fill(messages, tools, marks=True)
             marks = [span for span in marks if span[1] > span[0]]
             if not marks:
-                raise BadRow(
-                    "the template's {% generation %} marks hold nothing of this conversation; are they where the assistant speaks?"
-                )
+                raise RowError("the template's {% generation %} marks hold nothing here; are they where the assistant speaks?")
             if turns[0] < loss_from:
                 if len(marks) != len(turns):
-                    raise BadRow(
-                        f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks: which of them are the prompt's?"
-                    )
+                    raise RowError(f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks: which are the prompt's?")
                 marks = marks[sum(number < loss_from for number in turns) :]
             return Rendered(text, marks, marked=True)
         text, _ = self._fill(messages, tools)
@@ -213,9 +211,9 @@ class ChatTemplate:
                 **self._tokenizer.special_tokens_map,
             )
         except TemplateError as error:
-            raise BadRow(f"the chat template refuses this conversation: {error}") from None
+            raise RowError(f"the chat template refuses this conversation: {error}") from None
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise BadRow(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
+            raise RowError(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
         return texts[0], list(places[0]) if marks else []
 
     def _verified(
@@ -240,7 +238,7 @@ class ChatTemplate:
             return None
         try:
             probed, _ = self._fill(probe, tools)
-        except BadRow:
+        except RowError:
             return None
         literals, contents, groups, at = [], [], [], 0
         for index, turn in enumerate(holders):
@@ -268,16 +266,19 @@ class ChatTemplate:
 
     def _by_turns(self, messages: list[Message], tools: list[Any] | None, text: str, turns: list[int]) -> list[Span]:
         """The answers' places in `text`, each from the generation prompt to the end of its turn, where every beginning of
-        the conversation is rendered as the beginning of the whole. Covers calls of tools and reasoning. Raises BadRow."""
+        the conversation is rendered as the beginning of the whole. Covers calls of tools and reasoning. Raises RowError."""
         spans = []
         for number in turns:
             try:
-                before, _ = self._fill(messages[:number], tools, prompt=True) if number else ("", [])
+                bare, _ = self._fill(messages[:number], tools)
+                before, _ = self._fill(messages[:number], tools, prompt=True)
                 until, _ = self._fill(messages[: number + 1], tools)
-            except BadRow:
-                before, until = "\0", "\0"
-            if not text.startswith(before) or not text.startswith(until) or len(until) <= len(before):
-                raise BadRow(f"message {number + 1}: which part of the rendered text is the assistant's cannot be verified; {_ADVICE}")
+            except RowError:
+                bare = before = until = ""
+            # Without a generation prompt the turn's heading would pass for a part of the answer.
+            known = len(bare) < len(before) < len(until) and text.startswith(before) and text.startswith(until)
+            if not known:
+                raise RowError(f"message {number + 1}: which part of the rendered text is the assistant's cannot be verified; {_ADVICE}")
             spans.append((len(before), self._without_ending(until, len(before))))
         return spans
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher.data.chat import BadRow, ChatTemplate, read_messages, read_tools
+from launcher.data.chat import ChatTemplate, RowError, read_messages, read_tools
 from launcher.data.prompts import read_prompt
 from launcher.data.sources import Row
 from launcher.data.tokenizer import Ids, hugging_face_tokenizer, load_tokenizer, tokenizer_identity
@@ -79,7 +79,7 @@ class Encoder:
             if row.values is not None:
                 try:
                     prepared = prepare(context, row.values)
-                except BadRow as error:
+                except RowError as error:
                     problem = str(error)
             batch.append((row, _Problem(problem) if prepared is None else prepared))
             held += _size(prepared)
@@ -180,9 +180,9 @@ def _column_text(row: dict[str, Any], column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str):
         got = "no such column" if column not in row else f"got {type(value).__name__}"
-        raise BadRow(f"column {column!r} must hold text; {got}; columns: {', '.join(row)} (data.text_column names it)")
+        raise RowError(f"column {column!r} must hold text; {got}; columns: {', '.join(row)} (data.text_column names it)")
     if not _encodable(value):
-        raise BadRow(f"column {column!r} holds {_HALF}")
+        raise RowError(f"column {column!r} holds {_HALF}")
     return value
 
 
@@ -202,28 +202,28 @@ def _documents(context: _Context, texts: list[str]) -> Iterator[_Tokens]:
 def _tokens(context: _Context, row: dict[str, Any]) -> _Tokens:
     ids = _integers(row, "input_ids")
     if ids.size and int(ids.min()) < 0:
-        raise BadRow(f"input_ids must not be negative; got {int(ids.min())}")
+        raise RowError(f"input_ids must not be negative; got {int(ids.min())}")
     if row.get("labels") is None:
         return ids, None, None
     labels = _integers(row, "labels")
     if len(labels) != len(ids):
-        raise BadRow(f"{len(ids)} input_ids, but {len(labels)} labels; there must be one a token (-100: no loss)")
+        raise RowError(f"{len(ids)} input_ids, but {len(labels)} labels; there must be one a token (-100: no loss)")
     wrong = labels[(labels < 0) & (labels != IGNORED)]
     if wrong.size:
-        raise BadRow(f"labels must be token ids, or -100 where no loss is due; got {int(wrong[0])}")
+        raise RowError(f"labels must be token ids, or -100 where no loss is due; got {int(wrong[0])}")
     return ids, labels, None
 
 
 def _integers(row: dict[str, Any], column: str) -> Ids:
     values = row.get(column)
     if values is None:
-        raise BadRow(f"no column {column!r}; columns: {', '.join(row)}")
+        raise RowError(f"no column {column!r}; columns: {', '.join(row)}")
     if not isinstance(values, list) or any(type(value) is not int for value in values):
-        raise BadRow(f"{column} must be a list of whole numbers")
+        raise RowError(f"{column} must be a list of whole numbers")
     try:
         return np.array(values, dtype=np.int32)
     except OverflowError:
-        raise BadRow(f"{column} has an id beyond 32 bits") from None
+        raise RowError(f"{column} has an id beyond 32 bits") from None
 
 
 def _as_they_are(context: _Context, rows: list[_Tokens]) -> list[_Tokens]:
@@ -233,14 +233,14 @@ def _as_they_are(context: _Context, rows: list[_Tokens]) -> list[_Tokens]:
 def _conversation(context: _Context, row: dict[str, Any]) -> Any:
     column = context.encoder.columns["messages_column"] or next((name for name in ("messages", "conversations") if name in row), "messages")
     if column not in row:
-        raise BadRow(f"no column {column!r}; columns: {', '.join(row)} (data.messages_column names it; null: messages, or conversations)")
+        raise RowError(f"no column {column!r}; columns: {', '.join(row)} (data.messages_column names it; null: messages, or conversations)")
     return _rendered(context, read_messages(row[column], column), read_tools(row.get("tools")))
 
 
 def _rendered(context: _Context, messages: list[Any], tools: list[Any] | None, loss_from: int = 0) -> Any:
     rendered = context.chat.render(messages, tools, loss_from=loss_from)
     if not _encodable(rendered.text):
-        raise BadRow(f"the conversation holds {_HALF}")
+        raise RowError(f"the conversation holds {_HALF}")
     return rendered
 
 
@@ -258,7 +258,7 @@ def _prompt(context: _Context, row: dict[str, Any]) -> Any:
         return _rendered(context, first, read_tools(row.get("tools")), loss_from=second)
     assert isinstance(second, str)
     if not _encodable(first + second):
-        raise BadRow(f"prompt or response holds {_HALF}")
+        raise RowError(f"prompt or response holds {_HALF}")
     return first, second
 
 
@@ -286,7 +286,7 @@ def _labelled_text(context: _Context, row: dict[str, Any]) -> tuple[str, int]:
     encoder = context.encoder
     text = _column_text(row, encoder.text_column)
     if not text:
-        raise BadRow(f"column {encoder.text_column!r} is empty")
+        raise RowError(f"column {encoder.text_column!r} is empty")
     return text, _category(row, encoder.columns["label_column"] or "label", encoder.labels, encoder.num_labels)
 
 
@@ -294,16 +294,16 @@ def _category(row: dict[str, Any], column: str, names: tuple[str, ...] | None, c
     value = row.get(column)
     if value is None:
         got = "no such column" if column not in row else "it holds nothing"
-        raise BadRow(f"column {column!r} must hold the label; {got}; columns: {', '.join(row)} (data.label_column names it)")
+        raise RowError(f"column {column!r} must hold the label; {got}; columns: {', '.join(row)} (data.label_column names it)")
     if names is not None and value in names:
         return names.index(value)
     number = int(value) if isinstance(value, str) and value.strip().isdecimal() else value  # a .csv holds text alone
     if type(number) is not int:
         known = ", ".join(names) if names is not None else "none; data.labels gives names"
-        raise BadRow(f"column {column!r}: {value!r} is no class; it must be a whole number from 0, or one of the names ({known})")
+        raise RowError(f"column {column!r}: {value!r} is no class; it must be a whole number from 0, or one of the names ({known})")
     if not 0 <= number < (classes or 2**31):
         limit = f"0 to {classes - 1}" if classes else "0 or more"
-        raise BadRow(f"column {column!r}: label {number} is out of range; there are {limit}")
+        raise RowError(f"column {column!r}: label {number} is out of range; there are {limit}")
     return number
 
 
@@ -320,4 +320,4 @@ _KINDS: dict[str, tuple[Any, Any]] = {
     "instruct": (_prompt, _prompts),
     "classification": (_labelled_text, _labelled_texts),
 }
-"""What is read from a row's columns (BadRow where that fails), and how a batch of that becomes ids."""
+"""What is read from a row's columns (RowError where that fails), and how a batch of that becomes ids."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.data.chat import BadRow, Message, read_messages
+from launcher.data.chat import Message, RowError, read_messages
 
 _RESPONSES = ("response", "completion", "output")
 
@@ -17,12 +17,12 @@ def read_prompt(
 
     A row of `instruction` (and `input`) in the place of a prompt is laid out under headings.
     as_chat: messages in any case: the prompt is the user's turn, the response the assistant's.
-    Raises BadRow.
+    Raises RowError.
     """
     column = response_column or next((name for name in _RESPONSES if name in row), _RESPONSES[0])
     response = _value(row, column, "data.response_column", _RESPONSES)
     if not response:
-        raise BadRow(f"column {column!r} is empty, so there is nothing to learn from")
+        raise RowError(f"column {column!r} is empty, so there is nothing to learn from")
     prompt: Any
     if prompt_column is None and "prompt" not in row and "instruction" in row:
         instruction, material = _text(row, "instruction"), _text(row, "input")
@@ -48,7 +48,7 @@ def _text(row: dict[str, Any], column: str) -> str:
     if value is None and column == "input":
         return ""
     if not isinstance(value, str):
-        raise BadRow(f"column {column!r} must hold text; got {type(value).__name__}")
+        raise RowError(f"column {column!r} must hold text; got {type(value).__name__}")
     return value
 
 
@@ -57,7 +57,7 @@ def _value(row: dict[str, Any], column: str, key: str, convention: tuple[str, ..
     if isinstance(value, (str, list)):
         return value
     got = "no such column" if column not in row else f"got {type(value).__name__}"
-    raise BadRow(
+    raise RowError(
         f"column {column!r} must hold text or a list of messages; {got}; columns: {', '.join(row)} "
         f"({key} names it; null: {', '.join(convention)})"
     )

@@ -161,6 +161,8 @@ def split(part: Part, size: int) -> list[Part]:
         cuts = [part.start, *_line_starts(part, size)]
         ends = [*cuts[1:], part.start + part.size]
         return [replace(part, start=a, end=b, size=b - a) for a, b in zip(cuts, ends, strict=True) if b > a]
+    if part.end is not None:  # divided already
+        return [part]
     if part.form == "parquet":
         sizes = _row_group_sizes(Path(part.name))
     elif part.form == "hub":
