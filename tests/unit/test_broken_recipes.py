@@ -6,6 +6,7 @@ expected line stands for anything: lists of keys that grow with the schema. CWD 
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -57,7 +58,7 @@ NO_INTERPOLATION = "is no interpolation: write ${section.key}, or \\${ for the t
 TAG = "has no meaning in a recipe; text that starts with ! or = stands in quotes"
 MISFIT = "a YAML tag (!!int, !!bool, ...) or an alias (*name) stands where it does not fit"
 NO_OVERRIDE = "an override is key=value, such as batch.micro_batch_size=4"
-KNOWN = "ddp, fsdp, fsdp_offload, quickstart"
+KNOWN = ", ".join(sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml")))
 SECTIONS = "run, model, data, batch, strategy, ..."
 
 CONFIG = "  config:\n    model_type: llama\n    vocab_size: 300\n"
