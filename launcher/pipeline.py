@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,8 +21,9 @@ from launcher.evaluation import Evaluator
 from launcher.failures import Progress, failing_together
 from launcher.loop import Step, train_steps
 from launcher.model.build import build_model, find_blocks, flops_per_token, vocabulary_size
+from launcher.model.checkpoint import starting_weights
 from launcher.model.export import export_hugging_face
-from launcher.model.weights import random_weights
+from launcher.model.lora import add_adapters
 from launcher.optimizer import LossScale, learning_rate, make_optimizer
 from launcher.processes import DataParallel
 from launcher.profiling import profiled
@@ -67,6 +69,8 @@ class Training:
     flops_per_token: float
     trained: Iterator[Step]
     """Trains a step each time it is asked for the next."""
+    export: Callable[[Path], None]
+    """Writes the weights as a Hugging Face folder; every rank must call it."""
 
 
 def assemble(
@@ -83,8 +87,15 @@ def assemble(
     build_data: whether this process tokenizes where nothing is cached (one of a node).
     """
     data, batch, precision = recipe.data, recipe.batch, recipe.strategy.mixed_precision
-    model = build_model(recipe.model, sequence_length=data.sequence_length)
+    model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels, say=say)
     blocks = find_blocks(model)
+    fill, export_dtype = starting_weights(recipe.model, model, blocks=blocks, seed=recipe.run.seed, group=ranks.group, say=say)
+    if recipe.lora is not None:
+        held = torch.float32 if precision is None else getattr(torch, precision.param_dtype)
+        add_adapters(model, recipe.lora, blocks=blocks, base_dtype=held, base=recipe.model.path, say=say)
+        export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
+    if recipe.checkpoint.export_dtype is not None:
+        export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
     flops = flops_per_token(model, sequence_length=data.sequence_length)
     open_data = partial(open_dataset, data, vocabulary=vocabulary_size(model), build=build_data, report=say)
     training_data = open_data(data.train)
@@ -99,7 +110,7 @@ def assemble(
         compile=recipe.model.compile,
         blocks=blocks,
         ranks=ranks,
-        fill=partial(random_weights, blocks=blocks, seed=recipe.run.seed),
+        fill=fill,
     )
     torch.manual_seed(recipe.run.seed + ranks.rank)  # dropout: each rank its own
     trained = train_steps(
@@ -120,7 +131,15 @@ def assemble(
             max_batches=recipe.evaluation.max_batches,
             ranks=ranks,
         )
-    return Training(wrapped, blocks, training_data, evaluator, steps, flops, trained)
+    export = partial(
+        export_hugging_face,
+        wrapped.module,
+        rank=ranks.rank,
+        device=ranks.device,
+        dtype=export_dtype,
+        merged=recipe.checkpoint.export_merged,
+    )
+    return Training(wrapped, blocks, training_data, evaluator, steps, flops, trained, export)
 
 
 def pipeline(
@@ -174,7 +193,7 @@ def pipeline(
                 break
     exporting = finished and recipe.checkpoint.export is not None
     if exporting:
-        export_hugging_face(wrapped.module, run.export, rank=ranks.rank, device=ranks.device)
+        training.export(run.export)
     reporter.end("finished" if finished else "stopped", reason=None if finished else stop.signal or "signal", exported=exporting)
     return finished
 
