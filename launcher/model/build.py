@@ -127,8 +127,8 @@ def _refusal(key: str, folder: Path | None, error: Exception) -> str:
     what = " ".join(line.strip() for line in str(error).strip().splitlines()[:3]) or type(error).__name__
     if "trust_remote_code" in what:
         return (
-            f"{key}: {folder} needs Python code that it brings along, which is not run unless you say so: where you have read and trust it, "
-            "set model.trust_remote_code: true"
+            f"{key}: {folder} needs Python code that it brings along, which is not run unless you say so: where you have read it and "
+            "trust it, set model.trust_remote_code: true"
         )
     return f"{key}: transformers refuses it: {what}"
 

@@ -82,9 +82,7 @@ def _merge(source: Path, scratch: Path, dtype: torch.dtype | None, max_file_byte
     settings: dict[str, Any] = json.loads((source / ADAPTER_CONFIG).read_text())
     base = settings.get("base_model_name_or_path")
     if not base:
-        raise RecipeError(
-            f"export: {source / ADAPTER_CONFIG} does not name the model that the adapter belongs to (base_model_name_or_path)"
-        )
+        raise RecipeError(f"export: {source / ADAPTER_CONFIG} names no model that the adapter belongs to (base_model_name_or_path)")
     labels = source / "labels.json"
     names = list(json.loads(labels.read_text()).values()) if labels.is_file() else None
     model = build_model(
@@ -112,7 +110,7 @@ def _merge(source: Path, scratch: Path, dtype: torch.dtype | None, max_file_byte
         return adapter.merged(weight, down, up, transposed=name in transposed)
 
     # Each parameter once, however many names it is tied to
-    parameters = {name: tensor for name, tensor in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(parameters)
     held = {name: Shape(tuple(tensor.shape), tensor.dtype) for name, tensor in known.items() if name not in tied}
     fresh = sorted(name for name in held if name not in checkpoint.loaded and name not in adapter.whole)
