@@ -130,6 +130,8 @@ def _refusal(key: str, folder: Path | None, error: Exception) -> str:
             f"{key}: {folder} needs Python code that it brings along, which is not run unless you say so: where you have read it and "
             "trust it, set model.trust_remote_code: true"
         )
+    if "attention implementation" in what or "attn_implementation" in what:
+        return f"model.attention: transformers refuses it for this model; model.attention: eager works with all: {what[:200]}"
     return f"{key}: transformers refuses it: {what}"
 
 

@@ -28,7 +28,7 @@ from launcher.model.stored import Shape, StoredTensors, open_folder
 from launcher.model.weights import initialize, local_rows, materialize, named_tensors, random_weights
 from launcher.recipe import schema
 
-PIECE_BYTES = 32 * 2**20
+PIECE_BYTES = 16 * 2**20
 """Read and sent at once."""
 
 
