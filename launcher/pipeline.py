@@ -13,16 +13,17 @@ from torch import nn
 
 from launcher import processes
 from launcher.data.loader import expected_padding, training_batches
-from launcher.data.run_data import RunData, open_run_data
+from launcher.data.run_data import RunData, open_run_data, tokenizer_to_keep
 from launcher.environment import Environment
 from launcher.errors import EXIT_DONE, EXIT_STOPPED
 from launcher.evaluation import Evaluator
 from launcher.failures import Progress, failing_together
 from launcher.loop import Step, train_steps
 from launcher.model.attention import check_isolation, isolate_documents
-from launcher.model.build import build_model, find_blocks, flops_per_token, padding_id, vocabulary_size
+from launcher.model.build import build_model, class_count, find_blocks, flops_per_token, padding_id, vocabulary_size
+from launcher.model.checkpoint import starting_weights
 from launcher.model.export import export_hugging_face
-from launcher.model.weights import random_weights
+from launcher.model.lora import add_adapters
 from launcher.optimizer import LossScale, learning_rate, make_optimizer
 from launcher.processes import DataParallel
 from launcher.profiling import profiled
@@ -67,6 +68,8 @@ class Training:
     flops_per_token: float
     trained: Iterator[Step]
     """Trains a step each time it is asked for the next."""
+    export: Callable[[Path], None]
+    """Writes the weights as a Hugging Face folder; every rank must call it."""
 
 
 def assemble(
@@ -85,8 +88,14 @@ def assemble(
     """
     data, batch, precision = recipe.data, recipe.batch, recipe.strategy.mixed_precision
     compute_dtype = getattr(torch, precision.param_dtype) if precision is not None else torch.float32
-    model = build_model(recipe.model, sequence_length=data.sequence_length)
+    model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels, say=say)
     blocks = find_blocks(model)
+    fill, export_dtype = starting_weights(recipe.model, model, blocks=blocks, seed=recipe.run.seed, group=ranks.group, say=say)
+    if recipe.lora is not None:
+        add_adapters(model, recipe.lora, blocks=blocks, base_dtype=compute_dtype, base=recipe.model.path, say=say)
+        export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
+    if recipe.checkpoint.export_dtype is not None:
+        export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
     flops = flops_per_token(model, sequence_length=data.sequence_length)
     packed = data.packing and data.builder is None and data.kind != "classification"
     isolation = isolate_documents(model, device=ranks.device, compute_dtype=compute_dtype) if packed else "mask"
@@ -99,7 +108,7 @@ def assemble(
         epochs=recipe.run.epochs,
         model_path=recipe.model.path,
         vocabulary=vocabulary,
-        classes=None,
+        classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
         padding=padding_id(model),
         isolation=isolation,
         ranks=ranks,
@@ -114,7 +123,7 @@ def assemble(
         compile=recipe.model.compile,
         blocks=blocks,
         ranks=ranks,
-        fill=partial(random_weights, blocks=blocks, seed=recipe.run.seed),
+        fill=fill,
     )
     if packed and isolation == "mask" and vocabulary is not None:
         with wrapped.forward_context():
@@ -148,7 +157,16 @@ def assemble(
         evaluator = Evaluator(
             run_data.validation, data=data, micro_batch_size=micro_batch_size, max_batches=recipe.evaluation.max_batches, ranks=ranks
         )
-    return Training(wrapped, blocks, run_data, evaluator, flops, trained)
+    export = partial(
+        export_hugging_face,
+        wrapped.module,
+        rank=ranks.rank,
+        device=ranks.device,
+        dtype=export_dtype,
+        merged=recipe.checkpoint.export_merged,
+        tokenizer=tokenizer_to_keep(data, model_path=recipe.model.path) if ranks.rank == 0 and recipe.checkpoint.export else None,
+    )
+    return Training(wrapped, blocks, run_data, evaluator, flops, trained, export)
 
 
 def pipeline(
@@ -174,6 +192,7 @@ def pipeline(
     steps = run_data.steps
     reporter = Reporter(ranks, run, recipe=recipe, steps=steps, flops_per_token=training.flops_per_token)
     mode = None if recipe.activation_checkpointing is None else recipe.activation_checkpointing.mode
+    reporter.list_skipped(run_data.training.skipped, skipped_rows)
     reporter.start(
         processes.idle_gpus(environment),
         describe_model(wrapped, ranks=ranks, blocks=training.blocks, mode=mode),
@@ -181,7 +200,6 @@ def pipeline(
             run_data.training,
             shuffled=recipe.data.shuffle,
             padding=expected_padding(run_data.training, run_data.slots),
-            skipped_rows=skipped_rows,
         ),
         describe_batch(
             recipe.batch,
@@ -217,7 +235,7 @@ def pipeline(
                 break
     exporting = finished and recipe.checkpoint.export is not None
     if exporting:
-        export_hugging_face(wrapped.module, run.export, rank=ranks.rank, device=ranks.device)
+        training.export(run.export)
     reporter.end("finished" if finished else "stopped", reason=None if finished else stop.signal or "signal", exported=exporting)
     return finished
 

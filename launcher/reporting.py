@@ -64,6 +64,11 @@ class Reporter:
             if line:
                 self.say(line)
 
+    def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
+        """Writes the rows of the data that could not be used, a JSON object a line."""
+        if self._main and rows:
+            file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
     def say(self, text: str) -> None:
         """A line on the console, from rank 0."""
         if self._main:
@@ -172,8 +177,8 @@ def describe_model(wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[s
     return "\n".join(lines)
 
 
-def describe_data(dataset: TrainingData, *, shuffled: bool, padding: float | None, skipped_rows: Path) -> str:
-    """Counts of a data set, what was cut, and what padding costs; writes the rows that were skipped to a file.
+def describe_data(dataset: TrainingData, *, shuffled: bool, padding: float | None) -> str:
+    """Counts of a data set, what was cut, and what padding costs.
 
     padding: expected share, where rows are padded to the longest of a micro-batch.
     """
@@ -181,8 +186,6 @@ def describe_data(dataset: TrainingData, *, shuffled: bool, padding: float | Non
     if not dataset.packed and padding is not None:
         first += f", padded to the longest of a micro-batch ({padding:.1%} padding)"
     first += ", shuffled" if shuffled else ", in the order of the files"
-    if dataset.skipped:
-        skipped_rows.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in dataset.skipped), encoding="utf-8")
     return "\n".join([f"data: {first}", *(line if line.startswith(("warning", "note")) else f"      {line}" for line in rest)])
 
 

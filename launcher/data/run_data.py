@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from launcher.batching import Order, RankSlots, Slots, total_steps
 from launcher.data.custom import CustomDataset, build_custom_data
@@ -14,6 +15,8 @@ from launcher.data.encoder import make_encoder
 from launcher.data.loader import make_slots
 from launcher.data.sources import find_parts
 from launcher.data.streaming import StreamingDataset, StreamOrder
+from launcher.data.tokenizer import hugging_face_tokenizer
+from launcher.errors import RecipeError
 from launcher.processes import DataParallel
 from launcher.recipe import schema
 
@@ -102,3 +105,20 @@ def open_run_data(
     order = make_order(training, seed=seed, shuffle=data.shuffle, epochs=epochs)
     steps = total_steps(max_steps=max_steps, epochs=epochs, samples=order.samples, global_batch_size=batch.global_batch_size)
     return RunData(training, validation, order, make_slots(batch, order=order, lengths=training.lengths, steps=steps, ranks=ranks), steps)
+
+
+def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:
+    """The tokenizer (of transformers) that an exported model is to have: that of the data, with its chat template, or the
+    model's own; None where there is none."""
+    name = data.tokenizer if data.tokenizer is not None else model_path
+    if name is None:
+        return None
+    try:
+        tokenizer = hugging_face_tokenizer(name)
+    except RecipeError:
+        if data.tokenizer is not None:
+            raise
+        return None  # data of ids, and a model without a tokenizer
+    if data.chat_template is not None:
+        tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
+    return tokenizer
