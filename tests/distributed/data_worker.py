@@ -27,6 +27,7 @@ max_position_embeddings: 64, bos_token_id: 0, eos_token_id: 1, pad_token_id: 2"
 MODELS = {
     "llama": "{model_type: llama, num_key_value_heads: 2, " + SIZES + "}",
     "mistral": "{model_type: mistral, num_key_value_heads: 2, sliding_window: 6, " + SIZES + "}",
+    "bert": "{model_type: bert, hidden_dropout_prob: 0.0, attention_probs_dropout_prob: 0.0, " + SIZES + "}",
     "gpt2": "{model_type: gpt2, vocab_size: 64, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 64, resid_pdrop: 0.0, embd_pdrop: 0.0, \
 attn_pdrop: 0.0}",
 }
@@ -50,6 +51,10 @@ def make_data(folder):
             labels = [-100 if place < len(ids) // 3 else token for place, token in enumerate(ids)]
             rows.append({"input_ids": ids, "labels": labels} if index % 2 else {"input_ids": ids})
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labelled = [
+        ("".join(generator.choices("abcdef ", k=generator.choice([3, 9, 25]))), generator.choice(["plain", "odd"])) for _ in range(40)
+    ]
+    (folder / "labelled.csv").write_text("text,label\n" + "".join(f"{text}x,{label}\n" for text, label in labelled))
     (folder / "texts").mkdir()
     for index in range(3):
         words = ["".join(generator.choices("abcdefgh ", k=generator.choice([3, 20, 90]))) for _ in range(40)]
@@ -125,7 +130,7 @@ def main(folder):
     train("by tokens, 2 ranks, two passes", [*tokens, "run.max_steps=null", "run.epochs=2"])
 
     validation = ["data.validation=FOLDER/rows.jsonl"]
-    for model in MODELS:
+    for model in ("llama", "mistral", "gpt2"):
         for attention in ("sdpa", "eager"):
             evaluate(f"packed, {model}, {attention}", [*validation, f"model.attention={attention}"], model=model)
         evaluate(f"not packed, {model}", [*validation, *loose], model=model)
@@ -136,6 +141,27 @@ def main(folder):
     train("stream, 1 rank", [*stream, "batch.micro_batch_size=4"], ranks=1)
     train("stream, 2 ranks, loader processes", [*stream, "data.workers=3", "batch.micro_batch_size=1"])
     train("stream, another seed", [*stream, "run.seed=8"])
+    labelled = ["data.kind=classification", "data.train=FOLDER/labelled.csv", "data.tokenizer=bytes", "model.task=sequence_classification"]
+    labelled += ["data.labels=[plain, odd]", "model.config.vocab_size=260", "data.validation=FOLDER/labelled.csv"]
+    for model in ("llama", "bert"):
+        train(f"classes, {model}, 2 ranks", labelled, model=model)
+        train(f"classes, {model}, 1 rank", [*labelled, "batch.micro_batch_size=8"], ranks=1, model=model)
+        budget = ["batch.micro_batch_size=null", "batch.micro_batch_tokens=64", "strategy.kind=fsdp"]
+        train(f"classes, {model}, 2 ranks, by tokens, fsdp", [*labelled, *budget], model=model)
+    evaluate("classes", labelled)
+
+    own = [
+        "model.config=null",
+        "model.builder=tests.distributed.vision:model",
+        "data.train=null",
+        "data.builder=tests.distributed.vision:data",
+    ]
+    own += ["run.max_steps=null", "run.epochs=2", "optimizer.learning_rate=2e-2"]
+    train("images, 1 rank", [*own, "batch.micro_batch_size=8", "model.arguments={depth: 2}"], ranks=1)
+    train("images, 2 ranks", own)
+    train("images, 2 ranks, fsdp", [*own, "strategy.kind=fsdp", "activation_checkpointing={mode: full}"])
+    evaluate("images", own)
+
     # The same documents in one step: packing changes what meets in a row, not the loss nor the gradient
     whole = ["run.max_steps=1", "batch.global_batch_size=64", "data.shuffle=false"]
     train("a step of all, not packed", [*whole, *loose, "run.max_steps=null", "run.epochs=1"])

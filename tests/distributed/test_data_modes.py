@@ -70,3 +70,22 @@ def test_a_stream_is_the_same_on_any_number_of_ranks_and_loader_processes(result
     same(results["stream, 2 ranks"], alone)
     same(results["stream, 2 ranks, loader processes"], alone)
     assert results["stream, another seed"]["counts"] != alone["counts"]
+
+
+@pytest.mark.parametrize("model", ["llama", "bert"])
+def test_sequence_classification(results, model):
+    alone = results[f"classes, {model}, 1 rank"]
+    same(results[f"classes, {model}, 2 ranks"], alone)
+    same(results[f"classes, {model}, 2 ranks, by tokens, fsdp"], alone)
+    assert all(targets == 8 for targets, _ in alone["counts"]), "one target a text"
+    assert results["classes"]["tokens"] == 40
+
+
+def test_a_model_and_data_of_ones_own(results):
+    """Images: sums over the batch are divided by its targets, over ranks, micro-batches and the last, incomplete step."""
+    alone = results["images, 1 rank"]
+    same(results["images, 2 ranks"], alone)
+    same(results["images, 2 ranks, fsdp"], alone)
+    assert [targets for targets, _ in alone["counts"]] == [8] * 12 + [4]
+    assert alone["losses"][-1] < 0.7 * alone["losses"][0]
+    assert results["images"]["tokens"] == 10
