@@ -12,6 +12,7 @@ from launcher.recipe.decode import suggestion
 
 VERBS = {
     "show": "the resolved recipe, each value with where it came from",
+    "prepare": "on a node with network: fetch model and data, tokenize into the cache",
     "selftest": "the same losses over strategies, accumulation and ranks, on your recipe and machine",
 }
 

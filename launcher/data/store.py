@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from launcher.data.encoder import make_encoder
 from launcher.data.making import make_store
-from launcher.data.sources import Part, find_parts
+from launcher.data.sources import Part, find_parts, read_all
 from launcher.errors import RecipeError
 from launcher.hub import load_data_set
 from launcher.recipe import schema
@@ -81,7 +81,7 @@ def open_store(
     beside it, since the parts of a mixture have their own.
     tokenizer: a folder, a hub id or `bytes`; None: kind tokens.
     validation: which split of a hub data set is meant where none is named.
-    num_labels: classes of the model, where labels are to be held against them.
+    num_labels: classes of the model; a label beyond is refused here, not on the GPU.
     build: make the store where it is missing (one process a node); the others wait until it is there. Should the one that
     builds fail, then whoever started them ends those that wait (failures.failing_together, torchrun).
     report: told what takes long.
@@ -89,7 +89,7 @@ def open_store(
     change because the hub does.
     Raises RecipeError where a file or row cannot be used.
     """
-    encoder = make_encoder(kind, data, tokenizer=tokenizer, num_labels=num_labels)
+    encoder = make_encoder(kind, data, tokenizer=tokenizer)
     parts = find_parts(patterns, kind=kind, validation=validation)
     cache = cache_folder(data.cache)
     how = [_FORMAT, encoder.identity(), data.on_error]
@@ -118,7 +118,15 @@ def open_store(
     elif not build:
         folder = _wait_for(place, report)
     assert folder is not None
-    return _load(folder, report)
+    store = _load(folder, report)
+    if num_labels is not None and store.classes is not None and int(store.classes.max()) >= num_labels:
+        for encoded in encoder.encode_rows(read_all(parts, column=encoder.text_column)):  # the store does not know its rows' places
+            if encoded.category is not None and encoded.category >= num_labels:
+                raise RecipeError(
+                    f"{encoded.row.where}: label {encoded.category}, but the model has {num_labels} classes, 0 to {num_labels - 1} "
+                    "(model.num_labels)"
+                )
+    return store
 
 
 def _load(folder: Path, report: Callable[[str], None]) -> TokenStore:
