@@ -13,7 +13,6 @@ import torch
 from launcher.batching import NO_SAMPLE
 from launcher.data import packing
 from launcher.data.store import TokenStore, open_store
-from launcher.errors import RecipeError
 from launcher.loss import IGNORED
 from launcher.recipe import schema
 
@@ -109,11 +108,10 @@ def open_dataset(
         patterns=patterns,
         data=data,
         tokenizer=tokenizer or data.tokenizer,
+        vocabulary=vocabulary,
         build=build,
         report=report,
     )
-    if store.largest_id >= vocabulary:
-        raise RecipeError(f"data: token id {store.largest_id} is beyond the model's vocabulary of {vocabulary} (model.config.vocab_size)")
     if not data.packing:
         sequences = packing.separate(store.offsets, data.sequence_length)
     elif data.kind == "text":

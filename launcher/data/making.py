@@ -81,7 +81,7 @@ def make_store(
     Raises RecipeError for rows that cannot be used (on_error: fail), and where nothing is left.
     """
     started = time.monotonic()
-    processes = processes or len(os.sched_getaffinity(0))
+    processes = processes or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if any(part.form == "hub" for part in parts):
         parts = [piece for part in parts for piece in (split(part, _TASK_BYTES) if part.form == "hub" else [part])]
     total = sum(part.size for part in parts)
