@@ -31,9 +31,26 @@ def trained(*, trim=False):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["offsets", "trimmed"])
+def sentencepiece():
+    """In the shape of Llama 2's: spaces are written out, one is put in front, what has no token is spelt in bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [("a", "n"), ("▁", "a"), ("n", "o"), ("y", "e"), ("ye", "s"), ("▁", "t"), ("▁t", "h")]
+    letters = [chr(code) for code in range(0x21, 0x7F)]
+    words = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters, *(a + b for a, b in merges)]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=merges, byte_fallback=True, unk_token="<unk>")
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module", params=["bytes", "trimmed", "sentencepiece"])
 def tokenizer(request):
-    return trained(trim=request.param)
+    return sentencepiece() if request.param == "sentencepiece" else trained(trim=request.param == "trimmed")
 
 
 # Templates in the shape of real ones. What the assistant says stands between [[ and ]]: taken out, or turned into marks.

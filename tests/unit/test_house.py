@@ -96,7 +96,8 @@ def test_no_module_shadows_the_standard_library_where_torchrun_could_see_it():
 
 def test_what_checks_a_recipe_imports_nothing_heavy():
     code = (
-        "import sys, json, launcher.train, launcher.cli, launcher.commands.show, launcher.commands.selftest, launcher.commands.export;"
+        "import sys, json, launcher.train, launcher.cli, launcher.commands.show, launcher.commands.selftest, launcher.commands.export,"
+        "launcher.commands.prepare;"
         "print(json.dumps([m for m in ('torch', 'transformers', 'numpy', 'wandb', 'rich') if m in sys.modules]))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=60).stdout
