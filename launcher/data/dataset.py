@@ -125,9 +125,8 @@ class SequenceDataset:
             how = {"mask": "a mask", "varlen": "variable-length attention"}[self.isolation]
             text += f", packed ({1 - tokens / (sequences * self.length):.1%} padding; kept apart by {how})"
         lines = [text, *_what_did_not_fit(self.store, self.sequences, self.length)]
-        if self.store.labels is not None:
-            trained = int((self.store.labels != IGNORED).sum())
-            lines[0] += f"; {trained:,} tokens carry loss ({trained / int(self.store.offsets[-1]):.1%})"
+        if self.store.labels is not None and self.store.trained is not None:
+            lines[0] += f"; {self.store.trained:,} tokens carry loss ({self.store.trained / int(self.store.offsets[-1]):.1%})"
         return lines
 
 
