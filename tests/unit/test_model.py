@@ -106,10 +106,12 @@ def test_a_bert_from_a_config_is_refused_unless_it_is_a_decoder():
     assert classifier.config.num_labels == 5
 
 
-def test_an_attention_that_the_model_has_not():
-    gemma = LLAMA | {"model_type": "gemma2", "head_dim": 8, "num_key_value_heads": 4}
+def test_an_attention_that_the_model_has_not(monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
     with pytest.raises(RecipeError, match=r"model.attention: transformers refuses it for this model; .*eager"):
-        build_model(Model(config=gemma), sequence_length=16)
+        build_model(Model(config=LLAMA), sequence_length=16)
 
 
 def test_freeze():
