@@ -57,7 +57,7 @@ def load_data_set(name: str, *, validation: bool = False, streaming: bool = Fals
             what = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if "split" not in what.lower():
                 raise RecipeError(f"data: {name}: {what}") from None
-            problem = f"data: {name}: has no split {' or '.join(splits)}: {what}; name one, as in {repository}:train"
+            problem = f"data: {name}: has no split {' or '.join(splits)}: {what.rstrip('.')}; name one, as in {repository}:train"
         except Exception as error:  # no network, no such repository, no access, a broken file: many classes
             what = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RecipeError(

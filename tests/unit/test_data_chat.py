@@ -191,6 +191,11 @@ def test_an_answer_without_an_end_of_turn_gets_the_end_of_text(tokenizer):
     assert learned(tokenizer, bare(PLAIN), said("a", "yes", "b", "no"))[-1].strip("\n ") in ("no\n<eos>", "no<eos>")
     ids, _ = encoded(tokenizer, bare(CHATML), said("a", "yes"))
     assert ids[-1] != tokenizer.eos_token_id
+    # an end of turn that is no token of its own is learned with it
+    spelt = bare(CHATML).replace("<|end|>", "##")
+    assert learned(tokenizer, spelt, said("a", "yes", "b", "no"))[-1] == "no##\n<eos>"
+    open_ended = [*said("a", "yes"), {"role": "user", "content": "b"}]
+    assert [run.strip() for run in learned(tokenizer, bare(PLAIN), open_ended)] == ["yes"]
     # marks are taken as they are
     ids, labels = encoded(tokenizer, marked(PLAIN), said("a", "yes"))
     assert ids[-1] != tokenizer.eos_token_id
@@ -218,6 +223,11 @@ def test_a_conversation_that_cannot_be_used(template, messages, what):
         encoded(trained(), template, messages)
     for part in what.split(" ... "):
         assert part in str(refused.value)
+
+
+def test_a_template_that_is_no_template():
+    with pytest.raises(RecipeError, match=r"^data.chat_template: line 2: "):
+        encoded(trained(), "{{ 'x' }}\n{% for %}", said("a", "yes"))
 
 
 def test_loss_on_the_response_of_a_conversation_alone(tokenizer):
