@@ -14,7 +14,7 @@ def main(arguments: Sequence[str]) -> int:
     """Says what lies where. Raises RecipeError where something is not to be had, or a row of data cannot be used."""
     recipe = load_recipe(arguments, ranks=None).recipe
     say = partial(print, flush=True)
-    from launcher.hub import is_hub_id, load_data_set, model_folder
+    from launcher.hub import is_hub_id, model_folder
 
     model, data = recipe.model, recipe.data
     if model.path is not None:
@@ -30,10 +30,9 @@ def main(arguments: Sequence[str]) -> int:
         say(f"tokenizer  {data.tokenizer}: {folder}")
     for name, kind, patterns, validation in _sets(data):
         if data.streaming and not validation:
-            for pattern in patterns:
-                if is_hub_id(pattern):
-                    load_data_set(pattern)
-            say(f"{name}: tokenized while training (data.streaming)")
+            remote = [pattern for pattern in patterns if is_hub_id(pattern)]
+            online = f"; {', '.join(remote)}: read from the hub while training, which needs the network" if remote else ""
+            say(f"{name}: tokenized while training (data.streaming){online}")
             continue
         from launcher.data.store import open_store
 
@@ -51,6 +50,9 @@ def main(arguments: Sequence[str]) -> int:
         assert store.folder is not None
         what = f"{store.documents:,} documents, {len(store.ids):,} tokens"
         say(f"{name}: {what}: {store.folder} ({_size(store.folder)})")
+        if store.skipped:
+            first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
+            say(f"{name}: {len(store.skipped):,} rows cannot be used and are left out, the first: {first}")
     say("ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none")
     return 0
 
