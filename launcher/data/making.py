@@ -26,6 +26,7 @@ import numpy.typing as npt
 from launcher.data.encoder import Encoder
 from launcher.data.sources import Part, read_all, split
 from launcher.errors import RecipeError
+from launcher.loss import IGNORED
 
 _IN_PROCESS_BYTES = 4 << 20
 """Below this, starting processes takes longer than the work."""
@@ -307,7 +308,7 @@ class _Writer:
         self._lengths: list[npt.NDArray[np.int64]] = []
         self._categories: list[npt.NDArray[np.int32]] = []
         self._skipped = (folder / "skipped.jsonl").open("w", encoding="utf-8")
-        self._largest, self._tokens, self._count, self._empty = -1, 0, 0, 0
+        self._largest, self._tokens, self._trained, self._count, self._empty = -1, 0, 0, 0, 0
         self.first_skipped = ""
 
     def add(self, columns: dict[str, Any]) -> None:
@@ -318,6 +319,7 @@ class _Writer:
             self._copy_ids(self._labels)
         if self._labels is not None:
             self._labels.append((labels if labels.size else ids).tobytes())
+        self._trained += int((labels != IGNORED).sum()) if labels.size else len(ids)
         self._ids.append(ids.tobytes())
         self._tokens += len(ids)
         self._largest = max(self._largest, *(int(part.max()) for part in (ids, labels) if part.size), -1)
@@ -352,6 +354,7 @@ class _Writer:
         return {
             "documents": len(lengths),
             "tokens": self._tokens,
+            "trained": self._trained,
             "largest_id": self._largest,
             "empty": self._empty,
             "skipped": self._count,

@@ -30,7 +30,7 @@ from launcher.errors import RecipeError
 from launcher.hub import load_data_set
 from launcher.recipe import schema
 
-_FORMAT = 2
+_FORMAT = 3
 _SCRATCH = ".making-"
 _YOUNG_SECONDS = 60.0
 
@@ -50,6 +50,8 @@ class TokenStore:
     kind: schema.DataKind = "text"
     classes: npt.NDArray[np.int32] | None = None
     """kind classification: each document's label, (documents,)."""
+    trained: int | None = None
+    """Tokens that are a target; None: all but each document's first."""
     empty: int = 0
     """Rows without text, which were left out."""
     skipped: list[dict[str, str]] = field(default_factory=list)
@@ -159,6 +161,7 @@ def _load(folder: Path, report: Callable[[str], None]) -> TokenStore:
         kind=meta["kind"],
         classes=np.load(classes) if classes.exists() else None,
         empty=meta["empty"],
+        trained=meta["trained"],
         skipped=skipped,
         folder=folder,
     )

@@ -616,7 +616,7 @@ def data_section(file, cache, **more):
 
 def opened(file, cache, *, vocabulary=1000, **more):
     data = data_section(file, cache, **more)
-    return open_dataset(data, data.train, vocabulary=vocabulary, build=True, report=lambda line: None)
+    return open_dataset(data, data.train, tokenizer=data.tokenizer, vocabulary=vocabulary, build=True, report=lambda line: None)
 
 
 def test_each_kind_is_packed_its_way(tmp_path, cache):
