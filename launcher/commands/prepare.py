@@ -28,11 +28,12 @@ def main(arguments: Sequence[str]) -> int:
     if data.tokenizer not in (None, "bytes"):
         folder = model_folder(str(data.tokenizer), key="data.tokenizer", weights=False, say=say)
         say(f"tokenizer  {data.tokenizer}: {folder}")
+    offline = True
     for name, kind, patterns, validation in _sets(data):
         if data.streaming and not validation:
             remote = [pattern for pattern in patterns if is_hub_id(pattern)]
-            online = f"; {', '.join(remote)}: read from the hub while training, which needs the network" if remote else ""
-            say(f"{name}: tokenized while training (data.streaming){online}")
+            say(f"{name}: read while training (data.streaming)" + (f", {', '.join(remote)} through the network" if remote else ""))
+            offline = offline and not remote
             continue
         from launcher.data.store import open_store
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
             data=data,
             tokenizer=tokenizer,
             validation=validation,
+            vocabulary=(model.config or {}).get("vocab_size"),
             num_labels=model.num_labels,
             build=True,
             report=say,
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         if store.skipped:
             first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
             say(f"{name}: {len(store.skipped):,} rows cannot be used and are left out, the first: {first}")
-    say("ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none")
+    say("ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none" if offline else "ready")
     return 0
 
 

@@ -4,8 +4,10 @@ import fcntl
 import itertools
 import json
 import os
+import threading
 import time
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -16,6 +18,7 @@ from launcher.data.sources import Part, file_part, find_parts, read_all, read_ro
 from launcher.data.store import open_store
 from launcher.errors import RecipeError
 from launcher.recipe import schema
+from tests.unit.small_recipe import says
 
 END = 256
 
@@ -138,6 +141,21 @@ def test_labels_and_classes_come_through_processes(tmp_path, many_tasks):
     assert found.ids[: found.offsets[1]].tolist() == [*b"t0"]
     with pytest.raises(RecipeError, match=r"a.jsonl:3: label 2, but the model has 2 classes, 0 to 1 \(model.num_labels\)"):
         opened(tmp_path, file, kind="classification", processes=2, num_labels=2)
+
+
+def test_progress_is_told_now_and_then(monkeypatch):
+    monkeypatch.setattr(making, "_PROGRESS_SECONDS", 0.001)
+    told = threading.Event()
+    lines = []
+
+    def report(line):
+        lines.append(line)
+        told.set()
+
+    progress = np.array([[2**20, 10], [2**20, 30]], dtype=np.int64)
+    with making._watched(progress, 8 * 2**20, time.monotonic() - 2, report):
+        assert told.wait(20)
+    assert says("tokenizing: 25% of 8 MiB, 1.0 MiB/s, ... tokens/s, 6 s left", lines[0]), lines[0]
 
 
 def broken_rows(tmp_path, bad):
