@@ -69,7 +69,13 @@ class Run:
     epochs: PositiveInt | None = None
     """Length of the run in passes over the training data; or give max_steps."""
     max_skipped_steps: PositiveInt = 20
-    """Steps in a row with gradients that are not finite before the run ends. A float16 loss scale may halve 16 times."""
+    """Steps in a row with gradients that are not finite before on_divergence acts. A float16 loss scale may halve 16 times."""
+    max_loss_ratio: Annotated[float, Range(above=1)] | None = None
+    """A loss above so many times the median of the last 50 steps counts as divergence; null: only gradients that are not finite."""
+    on_divergence: Literal["stop", "rewind"] = "stop"
+    """rewind: go back to the last checkpoint before it, and leave out the samples of the steps that diverged."""
+    hang_timeout: PositiveInt = 480
+    """Seconds without a sign of life from a rank after which the run says which one is behind, and ends to be restarted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,16 +301,24 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What is kept of the weights."""
+    """What is kept of a run: checkpoints to go on from, and the weights at its end."""
 
-    every_steps: PositiveInt | None = None
-    """Optimizer steps between checkpoints; null: none."""
+    every_steps: PositiveInt | None = 500
+    """Optimizer steps between checkpoints; one is also written when the run is stopped, and at its end. null: none at all."""
     keep_last: PositiveInt = 2
     """Checkpoints to keep."""
+    keep_every: PositiveInt | None = None
+    """Keep those whose step is a multiple of this, too."""
+    keep_best: Literal["eval_loss"] | None = None
+    """eval_loss: keep the one with the lowest evaluation loss, too."""
     resume: str = "auto"
-    """auto | never | the path of a checkpoint."""
+    """auto: go on from the newest valid checkpoint of run.dir, if there is one | never | the path of a checkpoint."""
+    allow_changes: bool = False
+    """Resume although the recipe's data, model, global batch or seed differ from the checkpoint's."""
     asynchronous: bool = True
     """Write checkpoints while training goes on."""
+    max_failures: PositiveInt = 3
+    """Saves that fail in a row (a full disk) before the run ends; after fewer it goes on, and says so."""
     export: Literal["at_end"] | None = None
     """at_end: write the final weights as a Hugging Face folder to RUN_DIR/hf."""
     export_dtype: Dtype | None = None
