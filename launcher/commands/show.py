@@ -37,7 +37,7 @@ def _lines(section: Any, path: KeyPath, origins: Origins, *, indent: int) -> Ite
     for name, value in items:
         here, margin = (*path, str(name)), "  " * indent
         if dataclasses.is_dataclass(value) or (isinstance(value, dict) and value):
-            yield f"{margin}{name}:", ""
+            yield f"{margin}{scalar_as_yaml(name)}:", ""
             yield from _lines(value, here, origins, indent=indent + 1)
         else:
-            yield f"{margin}{name}: {scalar_as_yaml(value)}", origins.of(here)
+            yield f"{margin}{scalar_as_yaml(name)}: {scalar_as_yaml(value)}", origins.of(here)

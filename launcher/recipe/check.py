@@ -12,11 +12,12 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.hub import is_hub_id
-from launcher.recipe.decode import KeyPath, Problem
+from launcher.recipe.decode import KeyPath, Problem, default_of
 from launcher.recipe.model_config import config_problems
-from launcher.recipe.schema import Checkpoint, Recipe, Strategy
+from launcher.recipe.schema import Checkpoint, Data, Model, Recipe, Strategy
 
 Found = Iterator[tuple[str, str]]
 """Dotted key and what is wrong with it."""
@@ -84,11 +85,16 @@ def _model(recipe: Recipe, ranks: int | None) -> Found:
     if len(given) > 1:
         others = " and ".join(f"model.{name}" for name in given if name != given[-1])
         yield f"model.{given[-1]}", f"{others} is given too; set all but one to null"
-    if model.path is not None and not is_hub_id(model.path):
+    if model.path is not None and not _is_model_id(model.path):
         if not os.path.isdir(model.path):
             yield "model.path", f"no such folder: {model.path} (looked for in {Path.cwd()}); give a folder or a hub id `owner/name`"
         elif not os.path.isfile(os.path.join(model.path, "config.json")):
             yield "model.path", f"{model.path} has no config.json; give a folder as transformers' save_pretrained writes it"
+
+
+def _is_model_id(name: str) -> bool:
+    """Models have no configs and splits: `runs/a/hf` is a folder that is missing, not a hub id."""
+    return is_hub_id(name) and re.fullmatch(r"[^/:]+/[^/:]+", name) is not None
 
 
 @_rule("model.builder", "model.arguments", "data.builder", "data.arguments")
@@ -101,36 +107,48 @@ def _builders(recipe: Recipe, ranks: int | None) -> Found:
             yield f"{name}.arguments", f"needs {name}.builder, whose arguments they are"
 
 
-@_rule("model.builder", "data.builder", "lora", "checkpoint.export", "model.trust_remote_code", "model.task")
+@_rule("model.builder", "model.path", "model.task", "model.num_labels", "model.attention", "model.init", "data.builder")
 def _built_models(recipe: Recipe, ranks: int | None) -> Found:
-    if recipe.model.builder is None:
-        return
-    if recipe.data.builder is None:
-        yield "data.builder", "missing; a model of your own (model.builder) needs its data and loss from data.builder"
-    if recipe.model.task != "causal_lm":
-        yield "model.task", "not available with model.builder, which decides it"
+    model = recipe.model
+    if model.builder is not None:
+        if recipe.data.builder is None:
+            yield "data.builder", "missing; a model of your own (model.builder) needs its data and loss from data.builder"
+        for name in ("task", "num_labels", "attention", "init"):
+            if getattr(model, name) != _default(Model, name):
+                yield f"model.{name}", "not available with model.builder, which decides it"
+    if model.trust_remote_code and model.path is None:
+        yield "model.trust_remote_code", "needs model.path, whose code it would be"
+
+
+def _default(section: Any, name: str) -> Any:
+    return next(default_of(field) for field in dataclasses.fields(section) if field.name == name)
+
+
+@_rule("model.attention", "strategy")
+def _attention(recipe: Recipe, ranks: int | None) -> Found:
+    precision = recipe.strategy.mixed_precision
+    if "flash_attention" in recipe.model.attention and (precision is None or precision.param_dtype == "float32"):
+        yield "model.attention", f"{recipe.model.attention} computes in 16 bits only; use sdpa, or strategy.mixed_precision with bfloat16"
 
 
 @_rule("model.path", "model.init", "model.builder")
 def _init(recipe: Recipe, ranks: int | None) -> Found:
-    if recipe.model.init == "pretrained" and recipe.model.path is None:
+    if recipe.model.init == "pretrained" and recipe.model.path is None and recipe.model.builder is None:
         yield "model.init", "pretrained needs model.path; without one the weights are random"
 
 
 @_rule("model.task", "model.num_labels", "data.kind", "data.labels", "data.builder", "data.train")
 def _classification(recipe: Recipe, ranks: int | None) -> Found:
     model, data = recipe.model, recipe.data
+    classifies = model.task == "sequence_classification"
+    if not classifies and model.num_labels is not None and model.builder is None:
+        yield "model.num_labels", "not available with task causal_lm; use sequence_classification"
     if data.builder is not None:
         return
-    classifies = model.task == "sequence_classification"
     if classifies and data.kind != "classification":
         yield "data.kind", f"{data.kind} is not for task sequence_classification; use kind classification"
     if not classifies and data.kind == "classification":
         yield "data.kind", "classification needs model.task: sequence_classification"
-    if not classifies and model.num_labels is not None:
-        yield "model.num_labels", "not available with task causal_lm; use sequence_classification"
-    if data.kind != "classification" and data.labels is not None:
-        yield "data.labels", f"not available with kind {data.kind}; use kind classification"
     if data.labels is not None and model.num_labels not in (None, len(data.labels)):
         yield "model.num_labels", f"{model.num_labels}, but data.labels names {len(data.labels)}"
     if data.labels is not None and (len(data.labels) < 2 or len(set(data.labels)) < len(data.labels)):
@@ -141,10 +159,44 @@ def _classification(recipe: Recipe, ranks: int | None) -> Found:
                 yield f"data.train.{name}.kind", f"{source.kind} does not mix with data.kind {data.kind}: the losses differ"
 
 
-@_rule("model.config")
+_COLUMNS = {
+    "text_column": {"text", "classification"},
+    "messages_column": {"chat"},
+    "prompt_column": {"instruct"},
+    "response_column": {"instruct"},
+    "label_column": {"classification"},
+    "labels": {"classification"},
+    "chat_template": {"chat", "instruct"},
+}
+"""Keys of data that some kinds read only."""
+
+
+@_rule("data.kind", "data.train", "data.builder", "data.streaming", "data.shuffle_buffer", *(f"data.{name}" for name in _COLUMNS))
+def _columns(recipe: Recipe, ranks: int | None) -> Found:
+    data = recipe.data
+    for name, kinds in _COLUMNS.items():
+        if getattr(data, name) == _default(Data, name):
+            continue
+        if data.builder is not None:
+            yield f"data.{name}", "not available with data.builder, which reads the data itself"
+        elif not kinds & _kinds(recipe):
+            yield f"data.{name}", f"not available with kind {data.kind}; for kind {' and '.join(sorted(kinds))}"
+    if not data.streaming and data.shuffle_buffer != _default(Data, "shuffle_buffer"):
+        yield "data.shuffle_buffer", "needs data.streaming; without it the whole set is shuffled"
+
+
+@_rule("data.train", "data.validation")
+def _names(recipe: Recipe, ranks: int | None) -> Found:
+    for key, section in (("data.train", recipe.data.train), ("data.validation", recipe.data.validation)):
+        for name in section if isinstance(section, dict) else ():
+            if not re.fullmatch(r"[A-Za-z_][\w-]*", name):
+                yield f"{key}.{name}", f"a name has letters, digits, _ and - (it stands in metrics and overrides); got {name!r}"
+
+
+@_rule("model.config", "model.task")
 def _model_config(recipe: Recipe, ranks: int | None) -> Found:
     if recipe.model.config is not None:
-        for key, message in config_problems(recipe.model.config):
+        for key, message in config_problems(recipe.model.config, task=recipe.model.task):
             yield f"model.config.{key}" if key else "model.config", message
 
 
@@ -160,17 +212,15 @@ def _tokenizer(recipe: Recipe, ranks: int | None) -> Found:
     tokenizer = recipe.data.tokenizer
     if tokenizer is None and recipe.model.path is None:
         yield "data.tokenizer", "missing; a model.config has none of its own: give `bytes` or a folder with a tokenizer"
-    if tokenizer not in (None, "bytes") and not is_hub_id(str(tokenizer)) and not os.path.isdir(str(tokenizer)):
+    if tokenizer not in (None, "bytes") and not _is_model_id(str(tokenizer)) and not os.path.isdir(str(tokenizer)):
         yield "data.tokenizer", f"no such folder: {tokenizer}; give `bytes`, a folder with a tokenizer, or a hub id `owner/name`"
 
 
-@_rule("data.chat_template", "data.kind", "data.train")
+@_rule("data.chat_template")
 def _chat_template(recipe: Recipe, ranks: int | None) -> Found:
     template = recipe.data.chat_template
     if template is not None and not os.path.isfile(template):
-        yield "data.chat_template", f"no such file: {template}; give a file with a Jinja template"
-    if template is not None and not _kinds(recipe) & {"chat", "instruct"}:
-        yield "data.chat_template", f"not available with kind {recipe.data.kind}; use kind chat"
+        yield "data.chat_template", f"no such file: {template} (looked for in {Path.cwd()}); give a file with a Jinja template"
 
 
 @_rule("data.builder", "data.tokenizer", "model.config")
@@ -191,7 +241,7 @@ def _train_files(recipe: Recipe, ranks: int | None) -> Found:
             if getattr(recipe.data, name) is not None:
                 yield f"data.{name}", "data.builder is given too, which brings its own; set one of the two to null"
     elif train is None:
-        yield "data.train", "missing; must be given: a list of files, globs, folders or hub data set ids"
+        yield "data.train", "missing; must be given: a list of files, globs, folders or hub data set ids (or data.builder)"
     elif isinstance(train, dict):
         for name, source in train.items():
             yield from _missing_files(f"data.train.{name}.files", source.files)
@@ -278,8 +328,7 @@ def _strategy(recipe: Recipe, ranks: int | None) -> Found:
         yield "strategy.kind", "not built yet: auto; use ddp or fsdp"
     if strategy.kind == "ddp":
         for name in ("cpu_offload", "replicate", "reshard_after_forward", "reshard_after_backward"):
-            default = {field.name: field.default for field in dataclasses.fields(Strategy)}[name]
-            if getattr(strategy, name) != default:
+            if getattr(strategy, name) != _default(Strategy, name):
                 yield f"strategy.{name}", "not available with kind ddp; use kind fsdp"
         if strategy.mixed_precision is not None and strategy.mixed_precision.reduce_dtype != "float32":
             yield "strategy.mixed_precision.reduce_dtype", "not available with kind ddp, which reduces in float32; use kind fsdp"
@@ -302,14 +351,13 @@ def _evaluation(recipe: Recipe, ranks: int | None) -> Found:
 
 @_rule("checkpoint", "lora")
 def _checkpoint(recipe: Recipe, ranks: int | None) -> Found:
-    defaults = Checkpoint()
     for name in ("every_steps", "keep_last", "asynchronous"):
-        if getattr(recipe.checkpoint, name) != getattr(defaults, name):
+        if getattr(recipe.checkpoint, name) != _default(Checkpoint, name):
             yield f"checkpoint.{name}", "not built yet: checkpoints to resume from; leave it out, or use export: at_end"
     if recipe.checkpoint.export is None and recipe.checkpoint.export_dtype is not None:
         yield "checkpoint.export_dtype", "needs checkpoint.export: at_end"
     if recipe.checkpoint.export_merged and (recipe.checkpoint.export is None or recipe.lora is None):
-        yield "checkpoint.export_merged", "needs checkpoint.export: at_end, and lora"
+        yield "checkpoint.export_merged", "needs checkpoint.export: at_end, and lora, whose adapters it adds in"
     if recipe.checkpoint.resume not in ("auto", "never"):
         yield "checkpoint.resume", f"not built yet: resuming; use auto or never, not {recipe.checkpoint.resume!r}"
 

@@ -21,7 +21,13 @@ _ALSO_ACCEPTED = {"model_type", "torch_dtype", "num_labels", "rope_theta", "rope
 _OURS = {"attn_implementation": "model.attention", "_attn_implementation": "model.attention", "dtype": "strategy.mixed_precision"}
 
 
-def config_problems(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+_HEADS = {
+    "causal_lm": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model; llama, qwen3 and gpt2 are"),
+    "sequence_classification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence classifier; bert, roberta and llama are"),
+}
+
+
+def config_problems(config: dict[str, Any], *, task: str) -> Iterator[tuple[str, str]]:
     """Keys of a `model.config` that its class does not have, as (key, message); key is empty for the config itself."""
     package = _package()
     if package is None:
@@ -36,9 +42,10 @@ def config_problems(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if not isinstance(model_type, str) or (types and model_type not in types):
         yield "model_type", f"transformers has no model type {model_type!r}{suggestion(str(model_type), types)}"
         return
-    causal = _mapping(package / "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-    if causal and model_type not in causal:
-        yield "model_type", f"{model_type} is not a causal language model; llama, qwen3 and gpt2 are"
+    mapping, what = _HEADS[task]
+    heads = _mapping(package / "models/auto/modeling_auto.py", mapping)
+    if heads and model_type not in heads:
+        yield "model_type", f"{model_type} is no {what}"
         return
     module = _special_modules(package).get(model_type, model_type.replace("-", "_"))
     fields = _fields(package / f"models/{module}/configuration_{module}.py", types.get(model_type, ""))

@@ -6,6 +6,7 @@ expected line stands for anything: lists of keys that grow with the schema. CWD 
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -57,8 +58,14 @@ NO_INTERPOLATION = "is no interpolation: write ${section.key}, or \\${ for the t
 TAG = "has no meaning in a recipe; text that starts with ! or = stands in quotes"
 MISFIT = "a YAML tag (!!int, !!bool, ...) or an alias (*name) stands where it does not fit"
 NO_OVERRIDE = "an override is key=value, such as batch.micro_batch_size=4"
-KNOWN = "ddp, fsdp, fsdp_offload, quickstart"
+KNOWN = ", ".join(sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml")))
 SECTIONS = "run, model, data, batch, strategy, ..."
+
+CONFIG = "  config:\n    model_type: llama\n    vocab_size: 300\n"
+OWN_MODEL = ["model.config=null", "model.builder=a.b:c"]
+OWN_DATA = ["data.builder=a.b:c", "data.train=null"]
+CLASSIFY = ["model.task=sequence_classification", "data.kind=classification"]
+BY_TOKENS = ["batch.micro_batch_size=null", "batch.micro_batch_tokens=4096", "data.packing=false"]
 
 BROKEN = [
     # Misspelt and misplaced keys
@@ -99,13 +106,17 @@ BROKEN = [
     # Missing
     edit("  name: small\n", "", "x.yaml:1: run.name: missing; must be given: text"),
     edit("run:\n  name: small\n  max_steps: 10\n", "", "x.yaml: run.name: missing; ...", "x.yaml: run.max_steps: missing; ..."),
-    edit("  train: [data.txt]\n", "", "x.yaml:8: data.train: missing; must be given: a list"),
-    edit(LAST, "", "x.yaml:11: batch.micro_batch_size: missing; must be given: a whole number"),
+    edit(
+        "  train: [data.txt]\n",
+        "",
+        "x.yaml:8: data.train: missing; must be given: a list of files, globs, folders or hub data set ids (or data.builder)",
+    ),
+    edit(LAST, "", "x.yaml:11: batch.micro_batch_size: missing; must be given: a whole number (or give micro_batch_tokens)"),
     edit("  max_steps: 10\n", "", "x.yaml:1: run.max_steps: missing; give max_steps or epochs"),
     edit(
         "  config:\n    model_type: llama\n    vocab_size: 300\n",
         "  compile: false\n",
-        "x.yaml:4: model.config: missing; give a config, such as {model_type: llama, hidden_size: 256, ...}",
+        "x.yaml:4: model.config: missing; give model.path, or a config such as {model_type: llama, hidden_size: 256, ...}",
     ),
     override("profile.start_step=3", "profile.steps: missing; must be given: a whole number"),
     override("logging.wandb={mode: offline}", "logging.wandb.project: missing; must be given: text"),
@@ -121,7 +132,7 @@ BROKEN = [
     edit("small", "3", "x.yaml:2: run.name: must be text; got 3; put it in quotes"),
     edit("small", "true", "x.yaml:2: run.name: must be text; got true; put it in quotes"),
     edit("small", "[a, null]", "x.yaml:2: run.name: must be text; got ['a', null]"),
-    edit("[data.txt]", "3", "x.yaml:9: data.train: must be a list; got 3"),
+    edit("[data.txt]", "3", "x.yaml:9: data.train: must be a list or a section of names, or null; got 3"),
     edit("[data.txt]", "[data.txt, 3]", "x.yaml:9: data.train[1]: must be text; got 3; put it in quotes"),
     edit("[data.txt]", "\n    - data.txt\n    - [data.txt]\n", "x.yaml:11: data.train[1]: must be text; got ['data.txt']"),
     add("strategy: ddp\n", "x.yaml:14: strategy: must be a section with the keys kind, mixed_precision, ...; got 'ddp'"),
@@ -158,7 +169,7 @@ BROKEN = [
     edit("[data.txt]", "[]", "x.yaml:9: data.train: must not be empty"),
     edit("[data.txt]", '[data.txt, ""]', "x.yaml:9: data.train[1]: must not be empty"),
     edit("[data.txt]", "[data.txt, null]", "x.yaml:9: data.train[1]: must not be null; must be text"),
-    edit("[data.txt]", "", "x.yaml:9: data.train: must not be null; must be a list"),
+    edit("[data.txt]", "", "x.yaml:9: data.train: missing; must be given: a list of ... (or data.builder)"),
     add("strategy:\n", "x.yaml:14: strategy: must not be null; must be a section with the keys kind, mixed_precision, ..."),
     edit("\n  name: small\n  max_steps: 10", "", "x.yaml:1: run: must not be null; must be a section with the keys name, dir, ..."),
     override("run.deterministic=", "run.deterministic=: must not be null; must be true or false"),
@@ -185,17 +196,29 @@ BROKEN = [
     edit("small", "a/b", "x.yaml:2: run.name: must be usable as a folder's name; got 'a/b'"),
     edit("small", "..", "x.yaml:2: run.name: must be usable as a folder's name; got '..'"),
     override("run.dir=~/runs", "run.dir=~/runs: ~ is not expanded in a recipe; write the whole path, or ${oc.env:HOME}; got '~/runs'"),
-    edit("data.txt", "dat.txt", "x.yaml:9: data.train[0]: 'dat.txt': no such file or folder (looked for in CWD; a hub data set: ...)"),
-    edit("[data.txt]", "no/*.txt", "x.yaml:9: data.train[0]: 'no/*.txt': matches no file (looked for in CWD; ...)"),
-    override("data.train=[data.txt,b.txt]", "data.train[1]: 'b.txt': no such file or folder (looked for in CWD; ...)"),
-    override("data.validation=b.txt", "data.validation[0]: 'b.txt': no such file or folder (looked for in CWD; ...)"),
-    override(f"data.train={'a' * 300}", "data.train[0]: 'aaa...aaa': no such file or folder (looked for in CWD; ...)"),
-    edit("bytes", "gone", "x.yaml:10: data.tokenizer: no such folder: gone; give `bytes` or a folder with a tokenizer ..."),
-    edit("bytes", "data.txt", "x.yaml:10: data.tokenizer: no such folder: data.txt; give `bytes` or ..."),
+    edit(
+        "data.txt", "dat.txt", "x.yaml:9: data.train[0]: 'dat.txt': no such file or folder, and no hub id `owner/name` (looked for in CWD)"
+    ),
+    edit("[data.txt]", "no/*.txt", "x.yaml:9: data.train[0]: 'no/*.txt': matches no file (looked for in CWD)"),
+    override(
+        "data.train=[data.txt,b.txt]", "data.train[1]: 'b.txt': no such file or folder, and no hub id `owner/name` (looked for in CWD)"
+    ),
+    override(
+        "data.validation=b.txt", "data.validation[0]: 'b.txt': no such file or folder, and no hub id `owner/name` (looked for in CWD)"
+    ),
+    override(
+        f"data.train={'a' * 300}", "data.train[0]: 'aaa...aaa': no such file or folder, and no hub id `owner/name` (looked for in CWD)"
+    ),
+    edit(
+        "bytes",
+        "gone",
+        "x.yaml:10: data.tokenizer: no such folder: gone; give `bytes`, a folder with a tokenizer, or a hub id `owner/name`",
+    ),
+    edit("bytes", "data.txt", "x.yaml:10: data.tokenizer: no such folder: data.txt; give `bytes`, ..."),
     edit("  tokenizer: bytes\n", "", "x.yaml:8: data.tokenizer: missing; a model.config has none of its own: give `bytes` or ..."),
     # Keys that do not go together
     edit("10\n", "10\n  epochs: 1\n", "x.yaml:4: run.epochs: max_steps 10 is given too; set one of the two to null"),
-    override("model.init=pretrained", "model.init=pretrained: pretrained needs model.path; with model.config the weights are random"),
+    override("model.init=pretrained", "model.init=pretrained: pretrained needs model.path; without one the weights are random"),
     override(
         "batch.global_batch_size=60",
         "batch.global_batch_size=60: 60 is not a multiple of 8 (micro-batch) x 2 (ranks) = 16; try 48 or 64",
@@ -226,8 +249,12 @@ BROKEN = [
     override("profile={start_step: 9, steps: 3}", "profile.steps: steps 9 to 11 go beyond run.max_steps 10"),
     # The model's config
     edit("llama", "lama", "x.yaml:6: model.config.model_type: transformers has no model type 'lama'; did you mean llama?"),
-    edit("llama", "vit", "x.yaml:6: model.config.model_type: vit is not a causal language model; llama, qwen3 and gpt2 are"),
+    edit("llama", "vit", "x.yaml:6: model.config.model_type: vit is no causal language model; llama, qwen3 and gpt2 are"),
     edit("llama", "3", "x.yaml:6: model.config.model_type: transformers has no model type 3"),
+    override(
+        ["model.task=sequence_classification", "model.config.model_type=vit", "data.kind=classification"],
+        "model.config.model_type=vit: vit is no sequence classifier; bert, roberta and llama are",
+    ),
     edit(
         "    model_type: llama\n",
         "",
@@ -242,18 +269,172 @@ BROKEN = [
     ),
     override("model.config.dtype=float16", "model.config.dtype=float16: is set by strategy.mixed_precision"),
     # Not built yet
-    edit("  config:\n    model_type: llama\n    vocab_size: 300\n", "  path: some/model\n", "x.yaml:5: model.path: not built yet: ..."),
-    edit(
-        "model:\n",
-        "model:\n  path: some/model\n",
-        "x.yaml:5: model.path: not built yet: ...",
-        "x.yaml:6: model.config: model.path is given too; set one of the two to null",
-    ),
-    override("data.kind=chat", "data.kind=chat: not built yet: chat; use text or tokens"),
     override("strategy.kind=auto", "strategy.kind=auto: not built yet: auto; use ddp or fsdp"),
     override("checkpoint.every_steps=5", "checkpoint.every_steps=5: not built yet: checkpoints to resume from; ..."),
     override("checkpoint.resume=runs/a", "checkpoint.resume=runs/a: not built yet: resuming; use auto or never, not 'runs/a'"),
-    override("model.attention=flash_attention_2", "model.attention=flash_attention_2: not built yet: packing with flash_attention_2; ..."),
+    # Where the model comes from
+    edit(
+        "model:\n",
+        "model:\n  path: owner/name\n",
+        "x.yaml:6: model.config: model.path is given too; set all but one to null",
+    ),
+    override(
+        ["model.builder=a.b:c", "data={builder: 'a:b', train: null}"],
+        "model.builder=a.b:c: model.config is given too; set all but one to null",
+    ),
+    edit(
+        CONFIG, "  path: gone\n", "x.yaml:5: model.path: no such folder: gone (looked for in CWD); give a folder or a hub id `owner/name`"
+    ),
+    edit(CONFIG, "  path: runs/a/hf\n", "x.yaml:5: model.path: no such folder: runs/a/hf ..."),
+    edit(CONFIG, "  path: owner/name:train\n", "x.yaml:5: model.path: no such folder: owner/name:train ..."),
+    edit(CONFIG, "  path: .\n", "x.yaml:5: model.path: . has no config.json; give a folder as transformers' save_pretrained writes it"),
+    override("data.tokenizer=runs/a/hf", "data.tokenizer=runs/a/hf: no such folder: runs/a/hf; give `bytes`, ..."),
+    override("model.trust_remote_code=true", "model.trust_remote_code=true: needs model.path, whose code it would be"),
+    override("model.freeze=[]", "model.freeze=[]: must not be empty"),
+    override(
+        ["model.attention=flash_attention_2", "strategy.mixed_precision=null"],
+        "model.attention=flash_attention_2: flash_attention_2 computes in 16 bits only; use sdpa, or ... bfloat16",
+    ),
+    override(
+        ["model.attention=flash_attention_3", "strategy.mixed_precision.param_dtype=float32"],
+        "model.attention=flash_attention_3: flash_attention_3 computes in 16 bits only; ...",
+    ),
+    # Builders
+    *[
+        override(
+            ["model.config=null", f"model.builder={name}", *OWN_DATA],
+            f"model.builder={name}: must be `package.module:function`; got '{name}'",
+        )
+        for name in ("mine", ":mine", "a b:c", "a.b.c", "a/b.py:c", "a:b.c")
+    ],
+    override(["data.builder=mine", "data.train=null"], "data.builder=mine: must be `package.module:function`; got 'mine'"),
+    Broken(
+        ["x.yaml:8: data.builder: missing; a model of your own (model.builder) needs its data and loss from data.builder"],
+        overrides=["model={config: null, builder: 'a:b'}"],
+    ),
+    override("model.arguments={x: 1}", "model.arguments={x: 1}: needs model.builder, whose arguments they are"),
+    override("data.arguments={x: 1}", "data.arguments={x: 1}: needs data.builder, whose arguments they are"),
+    override(
+        [*OWN_MODEL, *OWN_DATA, "model.task=sequence_classification", "model.num_labels=3", "model.attention=eager", "model.init=random"],
+        *(f"model.{key}: not available with model.builder, which decides it" for key in ("task=sequence_classification", "num_labels=3")),
+        *(f"model.{key}: not available with model.builder, which decides it" for key in ("attention=eager", "init=random")),
+    ),
+    Broken(
+        [
+            f"{where}: data.builder is given too, which brings its own; set one of the two to null"
+            for where in ("x.yaml:9: data.train", "command line: data.validation=data.txt")
+        ],
+        overrides=["data.builder=a:b", "data.validation=data.txt"],
+    ),
+    override(
+        [*OWN_DATA, "data.text_column=body", "data.labels=[a,b]"],
+        "data.text_column=body: not available with data.builder, which reads the data itself",
+        "data.labels=[a,b]: not available with data.builder, which reads the data itself",
+    ),
+    override([*OWN_DATA, "data.streaming=true"], "data.streaming=true: not available with data.builder, which decides it"),
+    # Classification
+    override("data.kind=classification", "data.kind=classification: classification needs model.task: sequence_classification"),
+    Broken(
+        ["x.yaml:8: data.kind: text is not for task sequence_classification; use kind classification"],
+        overrides=["model.task=sequence_classification"],
+    ),
+    override("model.num_labels=3", "model.num_labels=3: not available with task causal_lm; use sequence_classification"),
+    override([*OWN_DATA, "model.num_labels=3"], "model.num_labels=3: not available with task causal_lm; use sequence_classification"),
+    override(["model.num_labels=1"], "model.num_labels=1: must be at least 2; got 1"),
+    override([*CLASSIFY, "model.num_labels=3", "data.labels=[a,b]"], "model.num_labels=3: 3, but data.labels names 2"),
+    override([*CLASSIFY, "data.labels=[a,b,a]"], "data.labels=[a,b,a]: must name two classes or more, each once; got a, b, a"),
+    override([*CLASSIFY, "data.labels=a"], "data.labels=a: must name two classes or more, each once; got a"),
+    override(
+        [*CLASSIFY, "data.train={a: {files: data.txt, kind: text}}"],
+        "data.train.a.kind: text does not mix with data.kind classification: the losses differ",
+    ),
+    override(
+        "data.train={a: {files: data.txt, kind: classification}, b: {files: data.txt}}",
+        "data.train.a.kind: classification does not mix with data.kind text: the losses differ",
+    ),
+    # What a kind of data reads
+    override("data.label_column=x", "data.label_column=x: not available with kind text; for kind classification"),
+    override("data.labels=[a,b]", "data.labels=[a,b]: not available with kind text; for kind classification"),
+    override("data.messages_column=x", "data.messages_column=x: not available with kind text; for kind chat"),
+    override(
+        ["data.kind=chat", "data.text_column=x"], "data.text_column=x: not available with kind chat; for kind classification and text"
+    ),
+    override(
+        ["data.kind=chat", "data.prompt_column=x", "data.response_column=y"],
+        "data.prompt_column=x: not available with kind chat; for kind instruct",
+        "data.response_column=y: not available with kind chat; for kind instruct",
+    ),
+    override("data.chat_template=data.txt", "data.chat_template=data.txt: not available with kind text; for kind chat and instruct"),
+    override(
+        ["data.kind=chat", "data.chat_template=gone.jinja"],
+        "data.chat_template=gone.jinja: no such file: gone.jinja (looked for in CWD); give a file with a Jinja template",
+    ),
+    override(
+        "data.kind=chatt", "data.kind=chatt: must be one of text, tokens, chat, instruct, classification; got 'chatt'; did you mean chat?"
+    ),
+    override("data.on_error=ignore", "data.on_error=ignore: must be one of fail, skip; got 'ignore'"),
+    override("data.cache=~/c", "data.cache=~/c: ~ is not expanded in a recipe; write the whole path, or ${oc.env:HOME}; got '~/c'"),
+    # Mixtures and several sets
+    override("data.train={}", "data.train={}: must not be empty"),
+    override("data.train={a: {}}", "data.train.a.files: missing; must be given: a list"),
+    override("data.train={a: {files: data.txt, weight: 0}}", "data.train.a.weight: must be more than 0; got 0"),
+    override("data.train={a: {files: data.txt, wieght: 1}}", "data.train.a.wieght: unknown key; did you mean weight?"),
+    override(
+        "data.train={a: {files: data.txt, kind: tex}}", "data.train.a.kind: must be one of ..., or null; got 'tex'; did you mean text?"
+    ),
+    override("data.train={a: {files: [data.txt, b.txt]}}", "data.train.a.files[1]: 'b.txt': no such file or folder, and no hub id ..."),
+    override("data.train={a.b: {files: data.txt}}", "data.train.a.b: a name has letters, digits, _ and - (...); got 'a.b'"),
+    override("data.train={7: {files: data.txt}}", "data.train[7]: a name has letters, digits, _ and - (...); got '7'"),
+    override("data.validation={a: b.txt}", "data.validation.a[0]: 'b.txt': no such file or folder, and no hub id ..."),
+    override("data.validation={a b: data.txt}", "data.validation.a b: a name has letters, digits, _ and - (...); got 'a b'"),
+    override("data.train.a.weight=3", "data.train.a.weight=3: data.train is a list; give it whole, as data.train=[...]"),
+    # Batches by tokens
+    override(
+        ["batch.micro_batch_tokens=4096", "data.packing=false"],
+        "batch.micro_batch_tokens=4096: micro_batch_size 8 is given too; set one of the two to null",
+    ),
+    override(
+        [*BY_TOKENS, "data.packing=true"],
+        "batch.micro_batch_tokens=4096: not available with data.packing: true, whose sequences are all as long; use micro_batch_size",
+    ),
+    override(
+        [*BY_TOKENS, "data.sequence_length=5000"],
+        "batch.micro_batch_tokens=4096: 4096 does not hold one sequence of 5000 tokens (data.sequence_length)",
+    ),
+    override(
+        [*BY_TOKENS, "data.streaming=true"],
+        "batch.micro_batch_tokens=4096: not available with data.streaming, where lengths are not known beforehand; use micro_batch_size",
+    ),
+    override([*BY_TOKENS, *OWN_DATA], "batch.micro_batch_tokens=4096: not available with data.builder, where lengths ..."),
+    # Streaming
+    override(
+        ["data.streaming=true", "run={max_steps: null, epochs: 1}"],
+        "run.epochs: not available with data.streaming, whose length is not known; use run.max_steps",
+    ),
+    override(
+        ["data.streaming=true", "data.train={a: {files: data.txt}}"],
+        "data.train={a: {files: data.txt}}: a mixture is not available with data.streaming; give one list of files",
+    ),
+    override([*CLASSIFY, "data.streaming=true"], "data.streaming=true: not available with kind classification"),
+    override("data.shuffle_buffer=10", "data.shuffle_buffer=10: needs data.streaming; without it the whole set is shuffled"),
+    # Adapters, and what is exported
+    override(
+        ["lora={}", "model.freeze=a.*"],
+        "model.freeze=a.*: lora is given too, which freezes everything but the adapters; set one of the ...",
+    ),
+    override("lora={rank: 0}", "lora.rank: must be at least 1; got 0"),
+    override("lora={dropout: 1}", "lora.dropout: must be less than 1; got 1"),
+    override("lora=true", "lora=true: must be a section with the keys rank, alpha, dropout, target_modules, or null; got true"),
+    override("checkpoint.export_dtype=bfloat16", "checkpoint.export_dtype=bfloat16: needs checkpoint.export: at_end"),
+    override(
+        "checkpoint={export: at_end, export_dtype: int8}",
+        "checkpoint.export_dtype: must be one of bfloat16, float16, float32, or null; got 'int8'",
+    ),
+    override(
+        "checkpoint={export: at_end, export_merged: true}",
+        "checkpoint.export_merged: needs checkpoint.export: at_end, and lora, whose adapters ...",
+    ),
+    override(["lora={}", "checkpoint.export_merged=true"], "checkpoint.export_merged=true: needs checkpoint.export: at_end, and lora, ..."),
     # Interpolation
     edit("10\n", "${run.nme}\n", "x.yaml:3: run.max_steps: cannot be interpolated: there is no key run.nme"),
     edit("[data.txt]", '[data.txt, "${run.nme}"]', "x.yaml:9: data.train[1]: cannot be interpolated: there is no key run.nme"),
@@ -323,7 +504,7 @@ BROKEN = [
     override("run.seed=!!int x", f"run.seed=!!int x: not a value: {MISFIT}"),
     override("run.seed=!x 3", "run.seed=!x 3: not a value: a tag (!...) has no meaning in a recipe; text that starts with ! or = ..."),
     override("data.train.0=b.txt", "data.train.0=b.txt: data.train is a list; give it whole, as data.train=[...]"),
-    override("data.train={a: b}", "data.train={a: b}: data.train is a list; give it whole, as data.train=[...]"),
+    override("data.train={a: b}", "data.train.a: must be a section with the keys files, weight, kind; got 'b'"),
     override("run=3", "run=3: must be a section with the keys name, dir, ...; got 3"),
     override("model=[a]", "model=[a]: must be a section with the keys path, config, ...; got ['a']"),
     # No recipe to begin with

@@ -1,5 +1,6 @@
 """What README and the recipes' headers tell a user to type."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from launcher.cli import VERBS
 from launcher.recipe.load import load_recipe
+from tests.distributed.launching import torchrun
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -23,8 +25,10 @@ def commands(text):
 
 
 def arguments(command):
-    words = shlex.split(command)
+    words = shlex.split(command.replace("my/data/*.jsonl", str(REPOSITORY / "README.md")))
     ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else None
+    if ranks is not None and "--nnodes" in words:
+        ranks *= int(words[words.index("--nnodes") + 1])
     recipe = next(index for index, word in enumerate(words) if word.startswith("recipe="))
     return words[recipe:], ranks
 
@@ -39,6 +43,40 @@ def test_what_a_recipe_says_to_type_is_a_good_recipe(recipe):
         load_recipe(words, ranks=ranks)
 
 
+def small_commands():
+    """Of each recipe for a real model: what its header says to type on two CPU cores."""
+    for path in sorted((REPOSITORY / "recipes").glob("*.yaml")):
+        text = path.read_text()
+        if "  path: " in text and "/" in re.search(r"^  path: (.*)", text, re.MULTILINE)[1]:
+            yield pytest.param(path, commands(text)[-1], id=path.stem)
+
+
+@pytest.mark.parametrize(("path", "command"), list(small_commands()))
+def test_a_real_model_says_what_it_needs(path, command):
+    """Made small, all else is as the recipe has it; and the memory that the header speaks of is the model's."""
+    whole = load_recipe([f"recipe={path}", f"data.train={REPOSITORY}/README.md"], ranks=None).recipe
+    words, ranks = arguments(command)
+    small = load_recipe(words, ranks=ranks).recipe
+    assert small.model.config["hidden_size"] <= 64
+    for section in ("batch", "strategy", "activation_checkpointing", "lora", "optimizer", "schedule", "checkpoint"):
+        assert getattr(small, section) == getattr(whole, section)
+    header = path.read_text().partition("\nrun:")[0]
+    assert "bytes a parameter" in header or "bytes each" in header
+    assert "not measured" in header
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("path", "command"), list(small_commands()))
+def test_a_real_model_made_small_trains(path, command, tmp_path):
+    words, ranks = arguments(command)
+    torchrun("launcher/train.py", *words, f"run.dir={tmp_path}/run", ranks=ranks, OMP_NUM_THREADS="1").check()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(4 < line["loss"] < 7 for line in steps)
+    assert list((tmp_path / "run/hf").glob("*.safetensors"))
+
+
 def test_what_the_readme_says_to_type():
     found = commands((REPOSITORY / "README.md").read_text())
     makefile = (REPOSITORY / "Makefile").read_text()
@@ -49,7 +87,7 @@ def test_what_the_readme_says_to_type():
             assert f"\n{words[1]}:" in makefile
         elif words[0] == "launcher":
             assert words[1] in VERBS
-            own = ("ranks=", "shrink=", "steps=")
+            own = ("ranks=", "shrink=", "steps=", "samples=", "set=", "tokens=")
             load_recipe([word for word in words[2:] if not word.startswith(own)], ranks=None)
         elif "my/data" not in command and "fast" not in command:
             words, ranks = arguments(command)

@@ -11,16 +11,38 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.commands.show import main as show
 from launcher.recipe import schema
 from launcher.recipe.decode import dotted, section_fields, subsection
 from launcher.recipe.load import load_recipe, scalar_as_yaml, to_yaml
-from launcher.recipe.schema import ActivationCheckpointing, Batch, CpuOffload, Data, MixedPrecision, Model, Profile, Recipe, Run, Wandb
+from launcher.recipe.schema import (
+    ActivationCheckpointing,
+    Batch,
+    CpuOffload,
+    Data,
+    Lora,
+    MixedPrecision,
+    Model,
+    Profile,
+    Recipe,
+    Run,
+    Source,
+    Wandb,
+)
 from tests.unit.small_recipe import SMALL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 COMPLETE = [REPOSITORY / "recipes" / f"{name}.yaml" for name in ("ddp", "fsdp", "fsdp_offload")]
 """Those that show every key."""
+
+
+YOURS = [f"data.train={REPOSITORY}/README.md"]
+"""In the place of data that a user brings, in the recipes for real models."""
+
+
+def yours(file):
+    return YOURS if "my/data" in file.read_text() else []
 
 
 def load(*overrides, recipe="x.yaml", ranks=None):
@@ -43,8 +65,8 @@ def value_at(recipe, path):
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_shipped_recipes_decode(file):
-    recipe = load(recipe=file.stem, ranks=2)
-    assert recipe == load(recipe=file)
+    recipe = load(*yours(file), recipe=file.stem, ranks=2)
+    assert recipe == load(*yours(file), recipe=file)
     assert recipe.run.name == file.stem
     assert recipe.run.dir == f"runs/{file.stem}"
 
@@ -98,6 +120,26 @@ OVERRIDES = [
     ("model.config.rope_parameters={rope_type: default}", "model.config.rope_parameters", {"rope_type": "default"}),
     ("model.config.vocab_size=257", "model.config.vocab_size", 257),
     ("run.seed=${run.max_steps}", "run.seed", 10),
+    ("model={config: null, path: owner/name}", "model.path", "owner/name"),
+    ("model.freeze=model.embed_tokens.*", "model.freeze", ("model.embed_tokens.*",)),
+    ("lora={rank: 8, target_modules: [q_proj, v_proj]}", "lora", Lora(rank=8, target_modules=("q_proj", "v_proj"))),
+    ("lora.dropout=0.1", "lora", Lora(dropout=0.1)),
+    ("data.train=owner/name:train", "data.train", ("owner/name:train",)),
+    ("data.train={web: {files: data.txt}}", "data.train", {"web": Source(files=("data.txt",))}),
+    (
+        "data.train={web: {files: [data.txt], weight: 2}, talk: {files: ./data.txt, kind: chat}}",
+        "data.train",
+        {"web": Source(files=("data.txt",), weight=2.0), "talk": Source(files=("./data.txt",), kind="chat")},
+    ),
+    (
+        "data.validation={near: data.txt, far: [data.txt, ./data.txt]}",
+        "data.validation",
+        {"near": ("data.txt",), "far": ("data.txt", "./data.txt")},
+    ),
+    ("data={kind: chat, messages_column: talk}", "data.messages_column", "talk"),
+    ("data={kind: chat, chat_template: data.txt}", "data.chat_template", "data.txt"),
+    ("data={streaming: true, shuffle_buffer: 10}", "data.shuffle_buffer", 10),
+    ("checkpoint={export: at_end, export_dtype: bfloat16}", "checkpoint.export_dtype", "bfloat16"),
 ]
 
 
@@ -178,7 +220,7 @@ def test_what_turns_out_later_names_its_origin(folder):
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_to_yaml_is_the_same_recipe_with_every_key(file, tmp_path):
-    recipe = load(recipe=file)
+    recipe = load(*yours(file), recipe=file)
     written = tmp_path / "recipe.yaml"
     written.write_text(to_yaml(recipe))
     assert load(recipe=written) == recipe
@@ -190,6 +232,55 @@ def test_to_yaml_is_the_same_recipe_with_every_key(file, tmp_path):
             for name in path:
                 shown = shown[name]
             assert list(shown) == [field.name for field in dataclasses.fields(kind)]
+
+
+MIXTURE = SMALL.replace(
+    "  train: [data.txt]\n",
+    "  train:\n    web: {files: data.txt, weight: 3}\n    talk:\n      files: [./data.txt]\n      kind: chat\n"
+    "  validation:\n    near: data.txt\n    far: [data.txt, '*.txt']\n",
+)
+
+
+def test_a_mixture_survives_being_written_and_overridden(folder):
+    (folder / "x.yaml").write_text(MIXTURE)
+    web, talk = Source(files=("data.txt",), weight=3.0), Source(files=("./data.txt",), kind="chat")
+    recipe = load()
+    assert recipe.data.train == {"web": web, "talk": talk}
+    assert recipe.data.validation == {"near": ("data.txt",), "far": ("data.txt", "*.txt")}
+    (folder / "y.yaml").write_text(to_yaml(recipe))
+    assert load(recipe="y.yaml") == recipe
+    assert to_yaml(load(recipe="y.yaml")) == (folder / "y.yaml").read_text()
+
+    assert load("data.train.web.weight=4").data.train == {"web": dataclasses.replace(web, weight=4.0), "talk": talk}
+    assert load("data.train.web.files=./data.txt").data.train["web"] == Source(files=("./data.txt",), weight=3.0)
+    assert load("data.train.code={files: data.txt}").data.train == {"web": web, "talk": talk, "code": Source(files=("data.txt",))}
+    assert load("data.train=[data.txt]").data.train == ("data.txt",)
+    assert load("data.validation.near=./data.txt").data.validation["near"] == ("./data.txt",)
+    assert load("data.validation=null").data.validation is None
+
+
+def test_show_prints_a_mixture_as_it_is_written(folder, capsys):
+    (folder / "x.yaml").write_text(MIXTURE)
+    assert show(["recipe=x.yaml", "data.train.talk.weight=0.5"]) == 0
+    printed = capsys.readouterr().out
+    lines = [re.sub(r" {2,}(?=#)", "  ", line) for line in printed.splitlines()]
+    at = lines.index("  train:")
+    assert lines[at : at + 12] == [
+        "  train:",
+        "    web:",
+        "      files: [data.txt]  # x.yaml:10",
+        "      weight: 3.0  # x.yaml:10",
+        "      kind: null  # default",
+        "    talk:",
+        "      files: [./data.txt]  # x.yaml:12",
+        "      weight: 0.5  # command line",
+        "      kind: chat  # x.yaml:13",
+        "  validation:",
+        "    near: [data.txt]  # x.yaml:15",
+        "    far: [data.txt, '*.txt']  # x.yaml:16",
+    ]
+    (folder / "y.yaml").write_text(printed)
+    assert load(recipe="y.yaml") == load("data.train.talk.weight=0.5")
 
 
 # fmt: off
@@ -227,8 +318,11 @@ def test_numbers_survive_being_written(folder, number):
 
 def test_nothing_can_be_changed(folder):
     recipe = load(
-        "strategy.cpu_offload={}", "activation_checkpointing={}", "logging.wandb={project: p}", "profile={start_step: 1, steps: 1}"
+        *("strategy.cpu_offload={}", "activation_checkpointing={}", "logging.wandb={project: p}", "profile={start_step: 1, steps: 1}"),
+        *("lora={}", "data.train={a: {files: data.txt}}"),
     )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.data.train["a"].weight = 2.0
     for path, kind in sections():
         for field in dataclasses.fields(kind):
             with pytest.raises(dataclasses.FrozenInstanceError):
@@ -284,10 +378,19 @@ def test_complete_recipes_say_what_the_choices_are(file):
     for key, choices in {
         "run.float32_matmul": {"highest", "high", "medium"},
         "strategy.kind": {"ddp", "fsdp"},
+        "data.kind": {"text", "tokens", "chat", "instruct", "classification"},
         "schedule.kind": {"cosine", "linear", "constant", "wsd"},
         "model.init": {"pretrained", "random"},
+        "model.task": {"causal_lm", "sequence_classification"},
+        "data.on_error": {"fail", "skip"},
+        "checkpoint.export_dtype": {"bfloat16", "float16", "float32"},
     }.items():
-        comment = text[loaded.origins.lines[tuple(key.split("."))] - 1].partition("#")[2]
+        line = loaded.origins.lines[tuple(key.split("."))]
+        comment = text[line - 1].partition("#")[2]
+        for further in text[line:]:
+            if not further.lstrip().startswith("#"):
+                break
+            comment += further
         assert choices <= set(re.findall(r"\w+", comment)), key
 
 

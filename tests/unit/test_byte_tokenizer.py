@@ -1,0 +1,99 @@
+"""The tokenizer `bytes` in transformers' form: the same ids as our own, every text unharmed, chat with marks."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LogitsProcessor
+
+from launcher.data.byte_tokenizer import hugging_face_byte_tokenizer
+from launcher.data.tokenizer import ByteTokenizer
+
+# fmt: off
+TEXTS = [
+    "", " ", "  a", "a  ", "\n", "\r\n\t a\n\n", "é", "日本語", "🙂", "👩‍👩‍👧‍👦 e\u0301", "\x00\x01\x7f\x80\xad\u0100\u0120Ġ",
+    "\ufeff\ufffd", "don't , n't ' s .", "don 't do that ! ?", "\U0010ffff", "<|en d|>", "x" * 3000,
+]  # "<|end|>" itself is the token
+# fmt: on
+CHAT = [
+    {"role": "system", "content": " be  kind\n"},
+    {"role": "user", "content": "Hi é🙂"},
+    {"role": "assistant", "content": " yo"},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b\n"},
+]
+
+
+@pytest.fixture(scope="module", params=["made", "saved and loaded"])
+def tokenizer(request, tmp_path_factory):
+    made = hugging_face_byte_tokenizer()
+    if request.param == "made":
+        return made
+    folder = tmp_path_factory.mktemp("tokenizer")
+    made.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def test_the_ids_are_the_bytes_and_decode_to_the_text(tokenizer):
+    chance = random.Random(3)
+    planes = [range(0x80), range(0x80, 0x800), range(0x800, 0xD800), range(0x10000, 0x110000)]
+    odd = ["".join(chr(chance.choice(chance.choice(planes))) for _ in range(chance.randrange(40))) for _ in range(300)]
+    for text in TEXTS + odd:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == list(text.encode())
+        assert ids == ByteTokenizer().ids([text])[0].tolist()
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([*ids, 256, 258], skip_special_tokens=True) == text
+    assert tokenizer("a")["input_ids"] == [97]  # nothing is put in front or behind
+
+
+def test_special_tokens(tokenizer):
+    assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (260, 256, 256)
+    assert tokenizer.convert_ids_to_tokens([256, 257, 258, 259]) == ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    assert tokenizer("a<|end|><|user|> ")["input_ids"] == [97, 256, 258, 32]
+    assert tokenizer.decode([97, 256, 259, 98]) == "a<|end|><|assistant|>b"
+
+
+def test_chat_template_marks_what_the_assistant_says(tokenizer):
+    rendered = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    expected = [
+        *[257, *b" be  kind\n", 256, 258, *"Hi é🙂".encode(), 256],
+        *[259, *b" yo", 256, 258, *b"a", 256, 259, *b"b\n", 256],
+    ]
+    assert rendered["input_ids"] == expected
+    marked = [token for token, mark in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True) if mark]
+    assert marked == [*b" yo", 256, *b"b\n", 256]
+    asked = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert asked == expected[: expected.index(259) + 1]
+
+
+def test_a_role_of_another_name_is_refused(tokenizer):
+    with pytest.raises(Exception, match="a role must be system, user or assistant; got tool"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+
+
+class SaysThenEnds(LogitsProcessor):
+    """The model's next tokens are given."""
+
+    def __init__(self, tokens):
+        self.tokens = list(tokens)
+
+    def __call__(self, input_ids, scores):
+        forced = torch.full_like(scores, -float("inf"))
+        forced[:, self.tokens.pop(0)] = 0.0
+        return forced
+
+
+def test_generation_stops_at_the_end_of_the_turn(tokenizer):
+    config = LlamaConfig(vocab_size=260, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(config)
+    asked = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    said = model.generate(
+        **asked,
+        max_new_tokens=20,
+        do_sample=False,
+        logits_processor=[SaysThenEnds([*b"42", 256, *b"more"])],
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    assert said[0, asked["input_ids"].shape[1] :].tolist() == [*b"42", 256]
