@@ -111,6 +111,8 @@ def write_model(
             made = conversions[index].convert(tensors, shapes)
             for name in groups[index]:
                 writer.write(name, made[name])
+            del made
+        del tensors  # before the next are gathered
     if scratch is None:
         return
     config = copy.deepcopy(model.config)
