@@ -80,7 +80,11 @@ def test_run_folder(ddp):
     assert status(run_dir)["state"] == "finished"
     assert status(run_dir)["step"] == 5
     assert status(run_dir)["error"] is None
-    assert yaml.safe_load((run_dir / "recipe.yaml").read_text())["batch"] == {"global_batch_size": 16, "micro_batch_size": 4}
+    assert yaml.safe_load((run_dir / "recipe.yaml").read_text())["batch"] == {
+        "global_batch_size": 16,
+        "micro_batch_size": 4,
+        "micro_batch_tokens": None,
+    }
     assert "finished after 5 of 5 steps" in (run_dir / "log/rank_0.log").read_text()
     assert (run_dir / "log/rank_1.log").exists()
     assert list((run_dir / "tensorboard").glob("events*"))
