@@ -49,6 +49,8 @@ class Mode:
     """Of the hand-written loop."""
     accumulation: int = 2
     """Micro-batches a step."""
+    packed: bool = False
+    """Rows hold several documents: kept apart by the launcher's attention on one side, by transformers' mask on the other."""
 
 
 _BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
@@ -76,6 +78,8 @@ MODES = {
         flags=("--keep-gathered",),
         accumulation=4,
     ),
+    "ddp-fp32-packed": Mode("raw_ddp.py", {"strategy": {"kind": "ddp", "mixed_precision": None}}, packed=True),
+    "fsdp-bf16-packed": Mode("raw_fsdp.py", {"strategy": _fsdp(_BF16)}, bf16=True, packed=True),
     "offload-fp32": Mode("raw_fsdp_offload.py", _offload(None)),
     "offload-bf16": Mode("raw_fsdp_offload.py", _offload(_BF16), bf16=True),
 }
@@ -129,7 +133,7 @@ SIZES = {
         tokens=4096,
         micro_batch_size=4,
         rows=128,
-        modes=("ddp-bf16", "fsdp-bf16", "fsdp-bf16-gathered", "offload-bf16"),
+        modes=("ddp-bf16", "fsdp-bf16", "fsdp-bf16-gathered", "fsdp-bf16-packed", "offload-bf16"),
     ),
 }
 
@@ -218,6 +222,16 @@ class Bench:
         np.save(self.folder / "rows.npy", rows)
         with (self.folder / "rows.jsonl").open("w") as file:
             file.writelines(json.dumps({"input_ids": row.tolist()}) + "\n" for row in rows)
+        # The same rows as documents of many lengths, which fill them again
+        chance = np.random.default_rng(1)
+        places = np.zeros_like(rows)
+        with (self.folder / "documents.jsonl").open("w") as file:
+            for row, place in zip(rows, places, strict=True):
+                cuts = np.sort(chance.choice(np.arange(1, len(row)), size=int(chance.integers(1, 6)), replace=False))
+                for document in np.split(row, cuts):
+                    file.write(json.dumps({"input_ids": document.tolist()}) + "\n")
+                place[:] = np.concatenate([np.arange(len(part)) for part in np.split(row, cuts)])
+        np.save(self.folder / "positions.npy", places)
         (self.folder / "config.json").write_text(json.dumps(self.size.model))
 
     def _next(self, name: str) -> Path:
@@ -242,7 +256,7 @@ class Bench:
             "model": {"config": {"model_type": "llama", **self.size.model}, "attention": "sdpa"},
             "data": {
                 "kind": "tokens",
-                "train": [str(self.folder / "rows.jsonl")],
+                "train": [str(self.folder / ("documents.jsonl" if mode.packed else "rows.jsonl"))],
                 "sequence_length": self.size.tokens,
                 "packing": True,
                 "shuffle": False,
@@ -294,7 +308,9 @@ class Bench:
             "learning-rate": self.learning_rate,
             "warmup-steps": self.warmup_steps,
         }
-        if weights is not None:
+        if mode.packed:
+            options["positions"] = self.folder / "positions.npy"
+        elif weights is not None:
             options["weights"] = weights
         given = [part for key, value in options.items() for part in (f"--{key}", value)]
         command = self._torchrun(HERE / mode.loop, *given, *mode.flags, *(["--bf16"] if mode.bf16 else []))
@@ -312,7 +328,7 @@ class Result:
 
     def loss_differences(self) -> list[float]:
         """Relative, a step each; empty where the hand-written loop had other weights."""
-        if self.same_weights is None or not self.pairs:
+        if self.same_weights is None or not self.pairs:  # of packed rows too: other documents meet in them
             return []
         both = zip(self.same_weights.lines, self.pairs[0][1].lines, strict=True)
         return [abs(launcher["loss"] - raw["loss"]) / abs(raw["loss"]) for raw, launcher in both]
@@ -420,6 +436,14 @@ def report(results: dict[str, Result], *, bench: Bench, size: str, skip: int, ma
     for name, result in results.items():
         if result.pairs:
             lines += [m.row(name) for m in measures(result, bench=bench, mode=MODES[name], skip=skip, gpu=machine["gpu"])]
+    waits = {
+        name: max(line["data_seconds"] / line["step_seconds"] for _, run in result.pairs for line in run.lines[skip:])
+        for name, result in results.items()
+        if result.pairs
+    }
+    if waits:
+        text = ", ".join(f"{name} {share:.2%}" for name, share in waits.items())
+        lines += ["", f"Largest share of a step that the launcher waited for data: {text}."]
     compared = {name: differences for name, result in results.items() if (differences := result.loss_differences())}
     if compared:
         lines += ["", "Losses from the same weights, launcher against raw loop, relative difference:", ""]
@@ -483,7 +507,7 @@ def compare(name: str, result: Result, *, bench: Bench, pairs: int, weights: Pat
     """Fills in a mode's result. Raises RunFailedError; what was measured before stays."""
     # The first run of a mode reads files that later ones find in memory: it must not be one of those that are compared
     same_weights = bench.raw(name, weights)
-    result.same_weights = same_weights if weights is not None else None
+    result.same_weights = same_weights if weights is not None and not MODES[name].packed else None
     for pair in range(pairs):
         raw, launcher = bench.raw(name), bench.launcher(name)
         result.pairs.append((raw, launcher))

@@ -29,6 +29,7 @@ def parse_arguments(description: str, *flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", type=Path, required=True, help="JSON: fields of LlamaConfig")
     parser.add_argument("--data", type=Path, required=True, help=".npy: token ids (rows, tokens)")
+    parser.add_argument("--positions", type=Path, help=".npy: position ids of the same shape, where rows hold several documents")
     parser.add_argument("--metrics", type=Path, required=True, help="file that rank 0 writes a JSON line a step to")
     parser.add_argument("--weights", type=Path, help="safetensors file with the initial weights; without it they are random")
     parser.add_argument("--steps", type=int, required=True, help="optimizer steps")
@@ -77,12 +78,21 @@ def read_config(file: Path) -> LlamaConfig:
     return LlamaConfig(**json.loads(file.read_text()), attn_implementation="sdpa")
 
 
-def load_rows(file: Path, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, (rows, tokens) each: all of the data, on the device from the start. A row's last token has no target."""
+def load_rows(file: Path, device: torch.device, positions: Path | None = None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What the model is called with and the targets, (rows, tokens) each: all of the data, on the device from the start.
+
+    A document's last token has no target. With `positions` rows hold several documents, which transformers keeps apart by a
+    mask that it makes from position_ids.
+    """
     inputs = torch.from_numpy(np.load(file)).to(torch.int64)
     targets = torch.full_like(inputs, IGNORED)
     targets[:, :-1] = inputs[:, 1:]
-    return inputs.to(device), targets.to(device)
+    named = {"input_ids": inputs.to(device)}
+    if positions is not None:
+        places = torch.from_numpy(np.load(positions)).to(torch.int64)
+        targets[:, :-1][places[:, 1:] == 0] = IGNORED
+        named["position_ids"] = places.to(device)
+    return named, targets.to(device)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ def main() -> None:
     arguments = parse_arguments("A hand-written FSDP2 loop with offloading and activation checkpointing.")
     rank, ranks, device = start(offload=True)
     micro, accumulation, steps = arguments.micro_batch_size, arguments.accumulation, arguments.steps
-    inputs, targets = load_rows(arguments.data, device)
+    inputs, targets = load_rows(arguments.data, device, arguments.positions)
 
     with torch.device("meta"):
         model = LlamaForCausalLM(read_config(arguments.config))
@@ -41,19 +41,19 @@ def main() -> None:
     model.train()
     optimizer = make_optimizer(model, arguments.learning_rate)
     parameters = list(model.parameters())
-    # All rows are full, so what each step divides its loss by is known: no counting over the ranks
-    valid_tokens = accumulation * micro * ranks * (inputs.shape[1] - 1)
+    # Rows are full, and alike but for the ends of documents: what each step divides its loss by is known, without counting over the ranks
+    valid_tokens = accumulation * micro * ranks * float((targets != IGNORED).sum()) / len(targets)
 
     meter = Meter(arguments.metrics, rank, ranks, device)
     for step in range(1, steps + 1):
         total = torch.zeros((), device=device)
         for index in range(accumulation):
             model.set_is_last_backward(index == accumulation - 1)
-            first = (((step - 1) * accumulation + index) * ranks + rank) * micro % len(inputs)
+            first = (((step - 1) * accumulation + index) * ranks + rank) * micro % len(targets)
             rows = slice(first, first + micro)
             # In one expression: a name would keep the logits, the largest of tensors, into the next forward pass
             loss = F.cross_entropy(
-                model(input_ids=inputs[rows], use_cache=False).logits.float().flatten(0, 1),
+                model(**{name: tensor[rows] for name, tensor in inputs.items()}, use_cache=False).logits.float().flatten(0, 1),
                 targets[rows].flatten(),
                 ignore_index=IGNORED,
                 reduction="sum",

@@ -7,8 +7,9 @@ same order, and the step is all that must be remembered to go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 _MASK = (1 << 64) - 1
 
@@ -72,6 +73,95 @@ class SampleOrder:
             return NO_SAMPLE
         return permuted(index, size=self.samples, seed=self.seed, epoch=epoch) if self.shuffle else index
 
+    def passes(self, positions: int) -> list[float]:
+        """How often so many positions go through the data."""
+        return [positions / self.samples]
+
+
+class Order(Protocol):
+    """Which sample stands at which global position."""
+
+    @property
+    def samples(self) -> int:
+        """In one epoch."""
+
+    @property
+    def epochs(self) -> int | None:
+        """After so many passes there is NO_SAMPLE; None: never."""
+
+    def sample(self, position: int) -> int:
+        """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
+
+    def passes(self, positions: int) -> list[float]:
+        """How often so many positions go through each source."""
+
+
+_PERIOD = 4096
+
+
+class MixtureOrder:
+    """Several sources in fixed shares: every source is an order of its own, and they take turns by their weights.
+
+    The turns repeat after 4,096 positions, in which each source has its share of them to the nearest whole number (at
+    least one), spread as evenly as whole numbers allow (smooth weighted round-robin). Sample indices run through the
+    sources one after another. An epoch is as many positions as the sources hold samples: a source with more than its
+    size's share is gone through more than once in it, in another order each time.
+    """
+
+    def __init__(self, *, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool, epochs: int | None = None) -> None:
+        self.samples, self.epochs = sum(sizes), epochs
+        self._offsets = [sum(sizes[:source]) for source in range(len(sizes))]
+        self._orders = [
+            SampleOrder(samples=size, seed=_mix((seed * len(sizes) + source) & _MASK), shuffle=shuffle) for source, size in enumerate(sizes)
+        ]
+        self._counts = _apportion(weights, _PERIOD)
+        self._turns: list[tuple[int, int]] = []
+        """Of each position in a period: the source, and how many turns that had before in the period."""
+        had, credit = [0] * len(sizes), [0] * len(sizes)
+        for _ in range(_PERIOD):
+            credit = [have + count for have, count in zip(credit, self._counts, strict=True)]
+            source = credit.index(max(credit))
+            credit[source] -= _PERIOD
+            self._turns.append((source, had[source]))
+            had[source] += 1
+
+    def sample(self, position: int) -> int:
+        """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
+        if self.epochs is not None and position >= self.epochs * self.samples:
+            return NO_SAMPLE
+        period, place = divmod(position, _PERIOD)
+        source, before = self._turns[place]
+        return self._offsets[source] + self._orders[source].sample(period * self._counts[source] + before)
+
+    def passes(self, positions: int) -> list[float]:
+        """How often so many positions go through each source."""
+        shares = [count / _PERIOD for count in self._counts]
+        return [positions * share / order.samples for share, order in zip(shares, self._orders, strict=True)]
+
+
+def _apportion(weights: Sequence[float], total: int) -> list[int]:
+    """Whole numbers in the proportion of the weights that add up to `total`, each at least one (largest remainders)."""
+    shares = [weight / sum(weights) * total for weight in weights]
+    counts = [max(1, int(share)) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda index: counts[index] - shares[index])
+    turn = 0
+    while sum(counts) < total:
+        counts[by_remainder[turn % len(counts)]] += 1
+        turn += 1
+    while sum(counts) > total:
+        counts[counts.index(max(counts))] -= 1
+    return counts
+
+
+class Slots(Protocol):
+    """The samples that one rank computes: a list of indices a micro-batch, step after step."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """All micro-batches of the run."""
+
+    def micro_batches(self, step: int) -> int:
+        """How many of them belong to a step (0-based): the same number on every rank."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankSlots:
@@ -81,7 +171,7 @@ class RankSlots:
     micro-batches the same rows meet in the same reduction.
     """
 
-    order: SampleOrder
+    order: Order
     global_batch_size: int
     micro_batch_size: int
     rank: int
@@ -90,11 +180,62 @@ class RankSlots:
     """0-based."""
     steps: int
 
+    def micro_batches(self, step: int) -> int:
+        """As many in each step."""
+        return accumulation_steps(global_batch_size=self.global_batch_size, micro_batch_size=self.micro_batch_size, ranks=self.ranks)
+
     def __iter__(self) -> Iterator[list[int]]:
-        accumulation = accumulation_steps(
-            global_batch_size=self.global_batch_size, micro_batch_size=self.micro_batch_size, ranks=self.ranks
-        )
         for step in range(self.first_step, self.steps):
-            for micro in range(accumulation):
+            for micro in range(self.micro_batches(step)):
                 start = step * self.global_batch_size + (micro * self.ranks + self.rank) * self.micro_batch_size
                 yield [self.order.sample(position) for position in range(start, start + self.micro_batch_size)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSlots:
+    """Micro-batches of at most so many tokens, padding included: a step's samples, sorted by length and cut into groups.
+
+    A step has the same samples as with RankSlots. Which of them meet in a micro-batch follows from their lengths alone,
+    so every rank knows all ranks' micro-batches without asking.
+    """
+
+    order: Order
+    lengths: Sequence[int]
+    """Tokens of each sample."""
+    global_batch_size: int
+    micro_batch_tokens: int
+    """At least the longest sample's."""
+    rank: int
+    ranks: int
+    first_step: int
+    """0-based."""
+    steps: int
+
+    def groups(self, step: int) -> list[list[int]]:
+        """All ranks' micro-batches of a step (0-based), a multiple of the ranks in number; rank r has every ranks-th from r."""
+        start = step * self.global_batch_size
+        samples = [self.order.sample(position) for position in range(start, start + self.global_batch_size)]
+        samples = sorted((sample for sample in samples if sample != NO_SAMPLE), key=lambda sample: -int(self.lengths[sample]))
+        groups: list[list[int]] = []
+        taken = 0
+        while taken < len(samples):
+            rows = max(1, self.micro_batch_tokens // max(1, int(self.lengths[samples[taken]])))
+            groups.append(samples[taken : taken + rows])
+            taken += rows
+        # What is left over for the last round of ranks is shared out, before a rank gets nothing
+        while len(groups) % self.ranks:
+            largest = max(range(len(groups)), key=lambda index: len(groups[index]), default=-1)
+            if largest < 0 or len(groups[largest]) < 2:
+                groups.append([NO_SAMPLE])
+                continue
+            group = groups[largest]
+            groups[largest : largest + 1] = [group[: (len(group) + 1) // 2], group[(len(group) + 1) // 2 :]]
+        return groups or [[NO_SAMPLE] for _ in range(self.ranks)]
+
+    def micro_batches(self, step: int) -> int:
+        """How many the step has on each rank."""
+        return len(self.groups(step)) // self.ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.first_step, self.steps):
+            yield from self.groups(step)[self.rank :: self.ranks]

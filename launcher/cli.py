@@ -13,14 +13,21 @@ from launcher.recipe.decode import suggestion
 VERBS = {
     "inspect": "decoded samples as the model will see them: what carries loss, what is cut, how long documents are",
     "show": "the resolved recipe, each value with where it came from",
+    "export": "the weights of a run as a Hugging Face folder, in another dtype, an adapter merged",
     "selftest": "the same losses over strategies, accumulation and ranks, on your recipe and machine",
 }
+
+
+TAKES = {"export": "RUN_DIR OUT [dtype=] [merged=]"}
+"""What a verb takes where it is not a recipe."""
 
 
 def usage() -> str:
     """What the command can do."""
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  launcher {verb:<{width}} recipe=NAME [key=value ...]   {what}" for verb, what in VERBS.items())
+    verbs = "\n".join(
+        f"  launcher {verb:<{width}} {TAKES.get(verb, 'recipe=NAME [key=value ...]'):<31} {what}" for verb, what in VERBS.items()
+    )
     return (
         f"launcher {__version__}\n\n"
         f"  torchrun --nproc-per-node GPUS launcher/train.py recipe=NAME [key=value ...]   train\n{verbs}\n\n"

@@ -2,63 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from launcher.batching import RankSlots, SampleOrder
-from launcher.data.dataset import SequenceDataset
-from launcher.data.loader import make_loader
-from launcher.loss import summed_loss
+from launcher.data.dataset import MapData
+from launcher.data.loader import make_loader, to_device
 from launcher.processes import DataParallel
 from launcher.recipe import schema
 from launcher.strategies import WrappedModel
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """A validation set's loss."""
+
+    loss: float
+    """Mean over the tokens with a target."""
+    tokens: int
+    """How many those are."""
+
+
 class Evaluator:
-    """Evaluates the same samples each time, in the order of the files."""
+    """Evaluates the same samples of each validation set each time, in the order of the files."""
 
     def __init__(
-        self, dataset: SequenceDataset, *, data: schema.Data, micro_batch_size: int, max_batches: int | None, ranks: DataParallel
+        self,
+        datasets: Mapping[str, MapData],
+        *,
+        data: schema.Data,
+        micro_batch_size: int,
+        max_batches: int | None,
+        ranks: DataParallel,
     ) -> None:
+        self._loaders: dict[str, tuple[MapData, Iterable[dict[str, Any]]]] = {}
         global_batch_size = micro_batch_size * ranks.size
-        batches = -(-len(dataset) // global_batch_size)
-        # Slots beyond the last sample are empty rows: every rank runs as many forward passes, which sharding needs.
-        slots = RankSlots(
-            order=SampleOrder(samples=len(dataset), seed=0, shuffle=False, epochs=1),
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            rank=ranks.rank,
-            ranks=ranks.size,
-            first_step=0,
-            steps=batches if max_batches is None else min(batches, max_batches),
-        )
-        self._loader: Iterable[dict[str, Any]] = make_loader(
-            dataset,
-            slots,
-            workers=data.workers,
-            prefetch_factor=data.prefetch_factor,
-            persistent_workers=data.persistent_workers,
-            pin_memory=data.pin_memory,
-            device=ranks.device,
-        )
+        for name, dataset in datasets.items():
+            batches = -(-len(dataset) // global_batch_size)
+            # Slots beyond the last sample are empty rows: every rank runs as many forward passes, which sharding needs.
+            slots = RankSlots(
+                order=SampleOrder(samples=len(dataset), seed=0, shuffle=False, epochs=1),
+                global_batch_size=global_batch_size,
+                micro_batch_size=micro_batch_size,
+                rank=ranks.rank,
+                ranks=ranks.size,
+                first_step=0,
+                steps=batches if max_batches is None else min(batches, max_batches),
+            )
+            loader = make_loader(
+                dataset,
+                slots,
+                workers=data.workers,
+                prefetch_factor=data.prefetch_factor,
+                persistent_workers=data.persistent_workers and len(datasets) == 1,
+                pin_memory=data.pin_memory,
+                device=ranks.device,
+            )
+            self._loaders[name] = (dataset, loader)
         self._ranks = ranks
 
     @torch.no_grad()
-    def evaluate(self, wrapped: WrappedModel) -> tuple[float, int]:
-        """Token mean of the loss over all ranks, and the number of tokens with a target."""
+    def evaluate(self, wrapped: WrappedModel) -> dict[str, Evaluated]:
+        """Each set's loss over all ranks, in the order of the recipe."""
         wrapped.model.eval()
         device = self._ranks.device
-        total = torch.zeros(2, dtype=torch.float64, device=device)
-        for collated in self._loader:
-            micro_batch = {name: tensor.to(device, non_blocking=True) for name, tensor in collated["tensors"].items()}
-            with wrapped.forward_context():
-                total[0] += summed_loss(wrapped.model, micro_batch)
-            total[1] += collated["loss_tokens"]
+        totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
+        for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
+            for collated in loader:
+                micro_batch = to_device(collated["tensors"], device)
+                with wrapped.forward_context():
+                    total[0] += dataset.loss(wrapped.model, micro_batch)
+                total[1] += collated["loss_tokens"]
         wrapped.reshard()
-        dist.all_reduce(total, group=self._ranks.group)
+        dist.all_reduce(totals, group=self._ranks.group)
         wrapped.model.train()
-        loss, tokens = total.tolist()
-        return loss / max(tokens, 1.0), int(tokens)
+        return {
+            name: Evaluated(loss / max(tokens, 1.0), int(tokens))
+            for name, (loss, tokens) in zip(self._loaders, totals.tolist(), strict=True)
+        }
+
+
+def over_all(results: Mapping[str, Evaluated]) -> Evaluated:
+    """The sets taken together: the mean over the tokens of all."""
+    tokens = sum(result.tokens for result in results.values())
+    return Evaluated(sum(result.loss * result.tokens for result in results.values()) / max(tokens, 1), tokens)

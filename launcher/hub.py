@@ -6,10 +6,12 @@ What is in the hub's cache is used as it is, without asking the network; what is
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from launcher.errors import RecipeError
 
@@ -26,6 +28,41 @@ def is_hub_id(name: str) -> bool:
         return False
     form = re.fullmatch(r"(\w[\w.-]*)/\w[\w.-]*(/[\w.-]+)?(:[\w.+-]+)?", name)
     return form is not None and not os.path.isdir(form[1])
+
+
+def data_set_id(name: str) -> tuple[str, str | None, str | None]:
+    """`owner/name`, `owner/name:split` or `owner/name/config:split` as repository, config and split."""
+    path, _, split = name.partition(":")
+    owner, repository, *config = path.split("/")
+    return f"{owner}/{repository}", config[0] if config else None, split or None
+
+
+@functools.lru_cache(maxsize=8)
+def load_data_set(name: str, *, validation: bool = False) -> Any:
+    """The rows of a hub data set (a `datasets.Dataset`, memory-mapped from its cache), fetched where they are missing.
+
+    validation: without a split in the name, take the split `validation`, or else `test`; false: take `train`.
+    Raises RecipeError where it is neither here nor to be had, or has no such split.
+    """
+    import datasets
+
+    repository, config, split = data_set_id(name)
+    splits = [split] if split else ["validation", "test"] if validation else ["train"]
+    for wanted in splits:
+        try:
+            return datasets.load_dataset(repository, config, split=wanted)
+        except ValueError as error:
+            what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if "split" not in what.lower():
+                raise RecipeError(f"data: {name}: {what}") from None
+            problem = f"data: {name}: has no split {' or '.join(splits)}: {what}; name one, as in {repository}:train"
+        except Exception as error:  # no network, no such repository, no access, a broken file: many classes
+            what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RecipeError(
+                f"data: {name} is not in the cache of data sets and could not be fetched: {what}; where there is no network, "
+                "run `launcher prepare recipe=...` on a machine that has one and shares the cache (HF_HOME)"
+            ) from None
+    raise RecipeError(problem)
 
 
 def model_folder(name: str, *, key: str, weights: bool = True, say: Callable[[str], None] | None = None) -> Path:

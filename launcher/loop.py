@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from launcher.data.loader import GlobalBatch
-from launcher.loss import summed_loss
+from launcher.loss import Loss
 from launcher.optimizer import LearningRate, LossScale
 from launcher.strategies import WrappedModel
 
@@ -38,6 +38,7 @@ def train_steps(
     optimizer: torch.optim.Optimizer,
     batches: Iterator[GlobalBatch],
     *,
+    loss: Loss,
     learning_rate: LearningRate,
     loss_scale: LossScale,
     max_grad_norm: float | None,
@@ -61,9 +62,9 @@ def train_steps(
         for index, micro_batch in enumerate(batch.micro_batches):
             with wrapped.micro_batch(last=index == last):
                 with wrapped.forward_context():
-                    loss = summed_loss(model, micro_batch)
-                (loss * scaled).backward()  # type: ignore[no-untyped-call]
-                total += loss.detach()
+                    summed = loss(model, micro_batch)
+                (summed * scaled).backward()  # type: ignore[no-untyped-call]
+                total += summed.detach()
         # Where the optimizer runs: in host memory with offload
         norm = wrapped.grad_norm()
         scale = loss_scale.value.to(norm.device) if loss_scale.enabled else None

@@ -6,22 +6,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from launcher import processes
-from launcher.batching import SampleOrder, total_steps
-from launcher.data.dataset import SequenceDataset, open_dataset
-from launcher.data.loader import training_batches
+from launcher.data.loader import expected_padding, training_batches
+from launcher.data.run_data import RunData, open_run_data, tokenizer_to_keep
 from launcher.environment import Environment
 from launcher.errors import EXIT_DONE, EXIT_STOPPED
 from launcher.evaluation import Evaluator
 from launcher.failures import Progress, failing_together
 from launcher.loop import Step, train_steps
-from launcher.model.build import build_model, find_blocks, flops_per_token, vocabulary_size
+from launcher.model.attention import check_isolation, isolate_documents
+from launcher.model.build import build_model, class_count, find_blocks, flops_per_token, padding_id, vocabulary_size
+from launcher.model.checkpoint import starting_weights
 from launcher.model.export import export_hugging_face
-from launcher.model.weights import random_weights
+from launcher.model.lora import add_adapters
 from launcher.optimizer import LossScale, learning_rate, make_optimizer
 from launcher.processes import DataParallel
 from launcher.profiling import profiled
@@ -61,12 +63,13 @@ class Training:
 
     wrapped: WrappedModel
     blocks: dict[str, nn.Module]
-    data: SequenceDataset
+    data: RunData
     evaluator: Evaluator | None
-    steps: int
     flops_per_token: float
     trained: Iterator[Step]
     """Trains a step each time it is asked for the next."""
+    export: Callable[[Path], None]
+    """Writes the weights as a Hugging Face folder; every rank must call it."""
 
 
 def assemble(
@@ -76,6 +79,7 @@ def assemble(
     build_data: bool = True,
     say: Callable[[str], None] = print,
     stop_requested: Callable[[], bool] = lambda: False,
+    skipped_rows: Path | None = None,
 ) -> Training:
     """Recipe to model to strategy to data to optimizer to loop.
 
@@ -83,14 +87,34 @@ def assemble(
     build_data: whether this process tokenizes where nothing is cached (one of a node).
     """
     data, batch, precision = recipe.data, recipe.batch, recipe.strategy.mixed_precision
-    model = build_model(recipe.model, sequence_length=data.sequence_length)
+    compute_dtype = getattr(torch, precision.param_dtype) if precision is not None else torch.float32
+    model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels, say=say)
     blocks = find_blocks(model)
+    fill, export_dtype = starting_weights(recipe.model, model, blocks=blocks, seed=recipe.run.seed, group=ranks.group, say=say)
+    if recipe.lora is not None:
+        add_adapters(model, recipe.lora, blocks=blocks, base_dtype=compute_dtype, base=recipe.model.path, say=say)
+        export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
+    if recipe.checkpoint.export_dtype is not None:
+        export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
     flops = flops_per_token(model, sequence_length=data.sequence_length)
-    open_data = partial(open_dataset, data, vocabulary=vocabulary_size(model), build=build_data, report=say)
-    training_data = open_data(data.train)
-    order = SampleOrder(samples=len(training_data), seed=recipe.run.seed, shuffle=data.shuffle, epochs=recipe.run.epochs)
-    steps = total_steps(
-        max_steps=recipe.run.max_steps, epochs=recipe.run.epochs, samples=order.samples, global_batch_size=batch.global_batch_size
+    packed = data.packing and data.builder is None and data.kind != "classification"
+    isolation = isolate_documents(model, device=ranks.device, compute_dtype=compute_dtype) if packed else "mask"
+    vocabulary = vocabulary_size(model)
+    run_data = open_run_data(
+        data,
+        batch,
+        seed=recipe.run.seed,
+        max_steps=recipe.run.max_steps,
+        epochs=recipe.run.epochs,
+        model_path=recipe.model.path,
+        vocabulary=vocabulary,
+        classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
+        padding=padding_id(model),
+        isolation=isolation,
+        ranks=ranks,
+        build=build_data,
+        report=say,
+        skipped_rows=skipped_rows,
     )
     wrapped = wrap(
         model,
@@ -99,28 +123,50 @@ def assemble(
         compile=recipe.model.compile,
         blocks=blocks,
         ranks=ranks,
-        fill=partial(random_weights, blocks=blocks, seed=recipe.run.seed),
+        fill=fill,
     )
+    if packed and isolation == "mask" and vocabulary is not None:
+        with wrapped.forward_context():
+            check_isolation(wrapped.model, name=type(model).__name__, vocabulary=vocabulary, device=ranks.device)
+        wrapped.reshard()
     torch.manual_seed(recipe.run.seed + ranks.rank)  # dropout: each rank its own
+    order, steps = run_data.order, run_data.steps
     trained = train_steps(
         wrapped,
         make_optimizer(wrapped.module, recipe.optimizer),
-        training_batches(training_data, data=data, batch=batch, order=order, steps=steps, ranks=ranks, stop_requested=stop_requested),
+        training_batches(
+            run_data.training,
+            data=data,
+            slots=run_data.slots,
+            global_batch_size=batch.global_batch_size,
+            samples=order.epochs * order.samples if order.epochs is not None else None,
+            first_step=0,
+            steps=steps,
+            ranks=ranks,
+            stop_requested=stop_requested,
+        ),
+        loss=run_data.training.loss,
         learning_rate=learning_rate(recipe.schedule, peak=recipe.optimizer.learning_rate, steps=steps),
-        loss_scale=LossScale(ranks.device, enabled=precision is not None and precision.param_dtype == "float16"),
+        loss_scale=LossScale(ranks.device, enabled=compute_dtype == torch.float16),
         max_grad_norm=recipe.optimizer.max_grad_norm,
         ranks=ranks.size,
     )
     evaluator = None
-    if data.validation is not None:
+    if run_data.validation:
+        micro_batch_size = batch.micro_batch_size or max(1, (batch.micro_batch_tokens or 0) // data.sequence_length)
         evaluator = Evaluator(
-            open_data(data.validation),
-            data=data,
-            micro_batch_size=batch.micro_batch_size,
-            max_batches=recipe.evaluation.max_batches,
-            ranks=ranks,
+            run_data.validation, data=data, micro_batch_size=micro_batch_size, max_batches=recipe.evaluation.max_batches, ranks=ranks
         )
-    return Training(wrapped, blocks, training_data, evaluator, steps, flops, trained)
+    export = partial(
+        export_hugging_face,
+        wrapped.module,
+        rank=ranks.rank,
+        device=ranks.device,
+        dtype=export_dtype,
+        merged=recipe.checkpoint.export_merged,
+        tokenizer=tokenizer_to_keep(data, model_path=recipe.model.path) if ranks.rank == 0 and recipe.checkpoint.export else None,
+    )
+    return Training(wrapped, blocks, run_data, evaluator, flops, trained, export)
 
 
 def pipeline(
@@ -133,29 +179,44 @@ def pipeline(
         processes.check_dtype(ranks.device, precision.param_dtype if precision is not None else "float32")
     except ValueError as error:
         raise loaded.refuse(("strategy", "mixed_precision", "param_dtype"), str(error)) from None
+    skipped_rows = run.path / "skipped_rows.jsonl"
     training = assemble(
         recipe,
         ranks=ranks,
         build_data=environment.local_rank == 0,
         say=partial(print, flush=True) if environment.main else _say_nothing,
         stop_requested=stop.requested,
+        skipped_rows=skipped_rows,
     )
-    wrapped, steps, evaluator = training.wrapped, training.steps, training.evaluator
+    wrapped, run_data, evaluator = training.wrapped, training.data, training.evaluator
+    steps = run_data.steps
     reporter = Reporter(ranks, run, recipe=recipe, steps=steps, flops_per_token=training.flops_per_token)
     mode = None if recipe.activation_checkpointing is None else recipe.activation_checkpointing.mode
+    reporter.list_skipped(run_data.training.skipped, skipped_rows)
     reporter.start(
         processes.idle_gpus(environment),
         describe_model(wrapped, ranks=ranks, blocks=training.blocks, mode=mode),
-        describe_data(training.data, shuffled=recipe.data.shuffle),
-        describe_batch(recipe.batch, ranks=ranks.size, steps=steps, sequences=len(training.data), warmup=recipe.schedule.warmup_steps),
+        describe_data(
+            run_data.training,
+            shuffled=recipe.data.shuffle,
+            padding=expected_padding(run_data.training, run_data.slots),
+        ),
+        describe_batch(
+            recipe.batch,
+            slots=run_data.slots,
+            ranks=ranks.size,
+            steps=steps,
+            passes=run_data.order.passes(steps * recipe.batch.global_batch_size),
+            warmup=recipe.schedule.warmup_steps,
+        ),
     )
 
     def evaluate(step: int) -> None:
         if evaluator is not None:
             with reporter.excluded():
                 started = time.perf_counter()
-                loss, tokens = evaluator.evaluate(wrapped)
-                reporter.evaluation(step, loss, tokens, time.perf_counter() - started)
+                results = evaluator.evaluate(wrapped)
+                reporter.evaluation(step, results, time.perf_counter() - started)
 
     if evaluation.at_start:
         evaluate(0)
@@ -174,7 +235,7 @@ def pipeline(
                 break
     exporting = finished and recipe.checkpoint.export is not None
     if exporting:
-        export_hugging_face(wrapped.module, run.export, rank=ranks.rank, device=ranks.device)
+        training.export(run.export)
     reporter.end("finished" if finished else "stopped", reason=None if finished else stop.signal or "signal", exported=exporting)
     return finished
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from launcher.batching import accumulation_steps
-from launcher.data.dataset import SequenceDataset
+from launcher.batching import Slots
+from launcher.data.dataset import TrainingData
 from launcher.errors import TrainingError
+from launcher.evaluation import Evaluated, over_all
 from launcher.hardware import peak_flops
 from launcher.loop import Step
 from launcher.metrics.console import Console, bytes_as_text, seconds_as_text
@@ -60,6 +64,11 @@ class Reporter:
             if line:
                 self.say(line)
 
+    def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
+        """Writes the rows of the data that could not be used, a JSON object a line."""
+        if self._main and rows:
+            file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
     def say(self, text: str) -> None:
         """A line on the console, from rank 0."""
         if self._main:
@@ -85,12 +94,18 @@ class Reporter:
                 reason="not_finite",
             )
 
-    def evaluation(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        """Logs an evaluation."""
-        if self._main:
-            finite = math.isfinite(loss)
-            self._write({"step": step, "eval_loss": loss if finite else None, "eval_tokens": tokens, "time": time.time()})
-            self._console.say(f"evaluation after step {step}: loss {loss:.4f} over {tokens:,} tokens ({seconds_as_text(seconds)})")
+    def evaluation(self, step: int, results: Mapping[str, Evaluated], seconds: float) -> None:
+        """Logs an evaluation: of all sets together, and of each where there are several."""
+        if not self._main:
+            return
+        whole = over_all(results)
+        record: dict[str, Any] = {"step": step, "eval_loss": _finite(whole.loss), "eval_tokens": whole.tokens}
+        text = f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} tokens ({seconds_as_text(seconds)})"
+        if len(results) > 1:
+            record["eval_losses"] = {name: _finite(result.loss) for name, result in results.items()}
+            text += "; " + ", ".join(f"{name} {result.loss:.4f}" for name, result in results.items())
+        self._write(record | {"time": time.time()})
+        self._console.say(text)
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:
@@ -119,6 +134,10 @@ class Reporter:
             say("      your own data and model: copy recipes/fsdp.yaml, every key is explained there; launcher show recipe=FILE checks it")
 
 
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
 def _bytes(tensors: list[nn.Parameter]) -> int:
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
@@ -130,14 +149,17 @@ def describe_model(wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[s
     blocks: as `find_blocks` found them; mode: of activation checkpointing, None: off.
     """
     parameters = list(wrapped.module.parameters())
-    held = _bytes(parameters)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    held, updated = _bytes(parameters), _bytes(trained)
     config: Any = getattr(wrapped.module, "config", None)
     total = sum(parameter.numel() for parameter in parameters)
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else f"CPU with {torch.get_num_threads()} thread(s)"
     name = getattr(config, "model_type", type(wrapped.module).__name__)
     kind = next((type(block).__name__.removeprefix("FSDP") for block in blocks.values()), "none")
+    updates = sum(parameter.numel() for parameter in trained)
+    share = f", {_count(updates)} of them trained ({updates / total:.2%})" if updates < total else ""
     lines = [
-        f"model: {name}, {_count(total)} parameters, {len(blocks)} blocks ({kind}); a rank is a {device}",
+        f"model: {name}, {_count(total)} parameters{share}, {len(blocks)} blocks ({kind}); a rank is a {device}",
         wrapped.description(),
     ]
     if not blocks:
@@ -149,32 +171,36 @@ def describe_model(wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[s
         if left_alone:
             lines.append(f"note: {left_alone} blocks are not checkpointed, recomputation would update their BatchNorm twice")
     lines.append(
-        f"a rank holds {bytes_as_text(4 * held)}: parameters {bytes_as_text(held)}, gradients {bytes_as_text(held)}, "
-        f"optimizer {bytes_as_text(2 * held)}; activations and gathered blocks come on top"
+        f"a rank holds {bytes_as_text(held + 3 * updated)}: parameters {bytes_as_text(held)}, gradients {bytes_as_text(updated)}, "
+        f"optimizer {bytes_as_text(2 * updated)}; activations and gathered blocks come on top"
     )
     return "\n".join(lines)
 
 
-def describe_data(dataset: SequenceDataset, *, shuffled: bool) -> str:
-    """Counts of a data set, what was cut, and what padding costs."""
-    store, sequences = dataset.store, dataset.sequences
-    tokens = int(store.offsets[-1])
-    order = "shuffled" if shuffled else "in the order of the files"
-    text = f"data: {store.documents:,} documents, {tokens:,} tokens in {len(sequences):,} sequences of up to {dataset.length}, {order}"
-    if dataset.packed:
-        text += f", packed ({1 - tokens / (len(sequences) * dataset.length):.1%} padding)"
-    if sequences.split_documents:
-        text += f"; {sequences.split_documents:,} documents go on in a second sequence"
-    return text
+def describe_data(dataset: TrainingData, *, shuffled: bool, padding: float | None) -> str:
+    """Counts of a data set, what was cut, and what padding costs.
+
+    padding: expected share, where rows are padded to the longest of a micro-batch.
+    """
+    first, *rest = dataset.describe()
+    if not dataset.packed and padding is not None:
+        first += f", padded to the longest of a micro-batch ({padding:.1%} padding)"
+    first += ", shuffled" if shuffled else ", in the order of the files"
+    return "\n".join([f"data: {first}", *(line if line.startswith(("warning", "note")) else f"      {line}" for line in rest)])
 
 
-def describe_batch(batch: Batch, *, ranks: int, steps: int, sequences: int, warmup: int) -> str:
+def describe_batch(batch: Batch, *, slots: Slots, ranks: int, steps: int, passes: list[float], warmup: int) -> str:
     """How the global batch is put together, and how often the run sees the data."""
-    accumulation = accumulation_steps(global_batch_size=batch.global_batch_size, micro_batch_size=batch.micro_batch_size, ranks=ranks)
-    text = (
-        f"batch: {batch.global_batch_size} sequences = {batch.micro_batch_size} a micro-batch x {accumulation} accumulation steps "
-        f"x {ranks} ranks; {steps} steps are {steps * batch.global_batch_size / sequences:.2g} passes over the data"
-    )
+    if batch.micro_batch_size is not None:
+        accumulation = slots.micro_batches(0)
+        parts = f"{batch.micro_batch_size} a micro-batch x {accumulation} accumulation steps x {ranks} ranks"
+    else:
+        counts = [slots.micro_batches(step) for step in range(min(steps, 20))]
+        number = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        parts = f"micro-batches of up to {batch.micro_batch_tokens} tokens, {number} a step on each of {ranks} ranks"
+    text = f"batch: {batch.global_batch_size} sequences = {parts}; {steps} steps"
+    if passes:
+        text += f" are {' and '.join(f'{number:.2g}' for number in passes)} passes over the data"
     return text + (f"\nnote: the warm-up of {warmup} steps is not over within the run's {steps}" if warmup >= steps else "")
 
 

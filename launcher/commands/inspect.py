@@ -105,7 +105,9 @@ class _Page:
         tokenizer = data.tokenizer or recipe.model.path
         opened: dict[str, Any] = {}
         for part, (files, kind) in parts.items():
-            opened[part] = open_dataset(dataclasses.replace(data, kind=kind), files, vocabulary=vocabulary, build=True, report=self._note)
+            opened[part] = open_dataset(
+                dataclasses.replace(data, kind=kind), files, tokenizer=tokenizer, vocabulary=vocabulary, build=True, report=self._note
+            )
         decoder = load_decoder(tokenizer)
         self._title(recipe.run.name, name, data)
         for number, (part, index) in enumerate(_in_order(opened, weights, recipe, samples), start=1):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from launcher.batching import RankSlots, SampleOrder, accumulation_steps
-from launcher.data.dataset import SequenceDataset
+from launcher.batching import NO_SAMPLE, Order, RankSlots, Slots, TokenSlots
+from launcher.data.dataset import TrainingData
+from launcher.data.streaming import StreamingDataset
 from launcher.processes import DataParallel
 from launcher.recipe import schema
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Any]
+"""A micro-batch on its device: tensors, and what else its loss takes."""
 
 
 class Counts:
@@ -80,8 +83,8 @@ class GlobalBatch:
 
 
 def make_loader(
-    dataset: SequenceDataset,
-    slots: Any,
+    dataset: TrainingData,
+    slots: Slots,
     *,
     workers: int,
     prefetch_factor: int,
@@ -89,17 +92,25 @@ def make_loader(
     pin_memory: bool | None,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """Collated micro-batches in the order of `slots` (an iterable of lists of indices)."""
+    """Collated micro-batches in the order of `slots` (an iterable of lists of indices); a stream has an order of its own."""
+    if isinstance(dataset, StreamingDataset):
+        workers = dataset.workers(workers)
+    streams = isinstance(dataset, StreamingDataset)
     return DataLoader(
         dataset,  # type: ignore[arg-type]
-        batch_sampler=slots,
-        collate_fn=dataset.collate,
+        batch_sampler=None if streams else slots,
+        batch_size=None if streams else 1,
+        collate_fn=_as_it_is if streams else dataset.collate,
         num_workers=workers,
         prefetch_factor=prefetch_factor if workers else None,
         persistent_workers=persistent_workers if workers else False,
         pin_memory=device.type == "cuda" if pin_memory is None else pin_memory and device.type == "cuda",
         worker_init_fn=_ignore_interrupts if workers else None,
     )
+
+
+def _as_it_is(collated: Any) -> Any:
+    return collated
 
 
 def _ignore_interrupts(worker: int) -> None:
@@ -120,32 +131,86 @@ class _Mover:
         if self.stream is None:
             return tensors
         with torch.cuda.stream(self.stream):
-            moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in tensors.items()}
+            moved: Tensors = to_device(tensors, self._device)
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self.stream)
-        for tensor in moved.values():
+        for tensor in _tensors(moved):
             tensor.record_stream(current)
         return moved
 
 
+def to_device(value: Any, device: torch.device) -> Any:
+    """Tensors inside of dicts, lists and tuples on the device, all else as it is; copies do not wait."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {name: to_device(item, device) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_device(item, device) for item in value)
+    return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
+def make_slots(
+    batch: schema.Batch, *, order: Order, lengths: Sequence[int] | None, steps: int, ranks: DataParallel, first_step: int = 0
+) -> Slots:
+    """This rank's micro-batches, of a number of rows or of a budget of tokens.
+
+    lengths: tokens of each sample, needed with micro_batch_tokens.
+    """
+    common: dict[str, Any] = {
+        "order": order,
+        "global_batch_size": batch.global_batch_size,
+        "rank": ranks.rank,
+        "ranks": ranks.size,
+        "first_step": first_step,
+        "steps": steps,
+    }
+    if batch.micro_batch_tokens is None:
+        assert batch.micro_batch_size is not None
+        return RankSlots(micro_batch_size=batch.micro_batch_size, **common)
+    assert lengths is not None
+    return TokenSlots(micro_batch_tokens=batch.micro_batch_tokens, lengths=lengths, **common)
+
+
+def expected_padding(dataset: TrainingData, slots: Slots, *, micro_batches: int = 64) -> float | None:
+    """Share of padding in the first micro-batches, where rows are padded to the longest; None where lengths are not known."""
+    lengths = dataset.lengths
+    if lengths is None:
+        return None
+    held = padded = 0
+    for indices in itertools.islice(slots, micro_batches):
+        rows = [int(lengths[index]) for index in indices if index != NO_SAMPLE]
+        held += sum(rows)
+        padded += max(rows, default=0) * len(rows)
+    return 1 - held / padded if padded else 0.0
+
+
 def training_batches(
-    dataset: SequenceDataset,
+    dataset: TrainingData,
     *,
     data: schema.Data,
-    batch: schema.Batch,
-    order: SampleOrder,
+    slots: Slots,
+    global_batch_size: int,
+    samples: int | None,
+    first_step: int,
     steps: int,
     ranks: DataParallel,
     stop_requested: Callable[[], bool],
 ) -> Iterator[GlobalBatch]:
-    """The global batches of the run, step 1 to `steps`, this rank's part of each.
+    """The global batches of the run, step `first_step` + 1 to `steps`, this rank's part of each.
 
+    samples: of the whole run; None: it has no end of its own.
     Asking for the next one fetches it from the loader, starts its copy to the device and the counting over the ranks,
     and waits for neither.
     """
-    sizes = {"global_batch_size": batch.global_batch_size, "micro_batch_size": batch.micro_batch_size}
-    accumulation = accumulation_steps(**sizes, ranks=ranks.size)
-    slots = RankSlots(order=order, rank=ranks.rank, ranks=ranks.size, first_step=0, steps=steps, **sizes)
     loader = make_loader(
         dataset,
         slots,
@@ -156,18 +221,17 @@ def training_batches(
         device=ranks.device,
     )
     mover = _Mover(ranks.device)
-    total = order.epochs * order.samples if order.epochs is not None else None
     loaded = iter(loader)
-    for step in range(1, steps + 1):
+    for step in range(first_step, steps):
         started = time.perf_counter()
-        collated = [next(loaded) for _ in range(accumulation)]
+        collated = [next(loaded) for _ in range(slots.micro_batches(step))]
         waited = time.perf_counter() - started
         counts = [sum(c["loss_tokens"] for c in collated), sum(c["tokens"] for c in collated), int(stop_requested())]
-        seen = step * batch.global_batch_size
+        seen = (step + 1) * global_batch_size
         yield GlobalBatch(
-            step=step,
+            step=step + 1,
             micro_batches=[mover.move(c["tensors"]) for c in collated],
             counts=Counts(counts, ranks, mover.stream),
-            samples_seen=seen if total is None else min(seen, total),
+            samples_seen=seen if samples is None else min(seen, samples),
             seconds_waited=waited,
         )

@@ -1,8 +1,8 @@
 """Documents into sequences: which pieces of which documents stand in one.
 
-A piece is a run of tokens of one document. Every token of every document stands in exactly one piece; where a
-document is cut, the first token of the next piece is still the target of the last token of this one, so no target is
-lost to the cut but the context before it.
+A piece is a run of tokens of one document. Where a document is split, every token of it stands in exactly one piece, and
+the first token of the next piece is still the target of the last token of this one, so no target is lost but the
+context before it. Where it is cut, there is one piece, and what is beyond is counted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ class Sequences:
     """Tokens of each piece, (pieces,)."""
     bounds: Integers
     """Where each sequence's pieces start, and the end: (sequences + 1,)."""
-    split_documents: int
-    """Documents that did not fit into one sequence and were cut."""
+    split_documents: int = 0
+    """Documents that did not fit into one sequence and go on in another."""
+    cut_documents: int = 0
+    """Documents that did not fit into one sequence and lost their end."""
+    cut_tokens: int = 0
+    """What they lost."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -44,18 +48,19 @@ def stream(offsets: Integers, length: int) -> Sequences:
     return Sequences(starts, lengths, bounds, int((crossing > 0).sum()))
 
 
-def separate(offsets: Integers, length: int) -> Sequences:
-    """One piece a sequence: documents as they are, longer ones cut."""
-    starts, lengths, split = _pieces(offsets, length)
-    return Sequences(starts, lengths, np.arange(len(starts) + 1, dtype=np.int64), split)
+def separate(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
+    """One piece a sequence: documents as they are, longer ones split, or cut (`cut`: what is beyond is left out)."""
+    starts, lengths, counts = _pieces(offsets, length, cut)
+    return Sequences(starts, lengths, np.arange(len(starts) + 1, dtype=np.int64), **counts)
 
 
-def best_fit(offsets: Integers, length: int) -> Sequences:
-    """Whole documents into as few sequences as best-fit decreasing finds; only longer ones than a sequence are cut.
+def best_fit(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
+    """Whole documents into as few sequences as best-fit decreasing finds; only longer ones than a sequence are split, or
+    cut (`cut`: what is beyond is left out).
 
     Best-fit decreasing needs at most 11/9 of the fewest sequences possible, and 4 more (Johnson, 1974).
     """
-    starts, lengths, split = _pieces(offsets, length)
+    starts, lengths, counts = _pieces(offsets, length, cut)
     contents: list[list[int]] = []
     room: dict[int, list[int]] = {}  # free tokens: sequences
     free: list[int] = []  # keys of `room`, sorted
@@ -80,13 +85,17 @@ def best_fit(offsets: Integers, length: int) -> Sequences:
     contents = sorted((sorted(content) for content in contents), key=lambda content: content[0])
     order = np.array([piece for content in contents for piece in content], dtype=np.int64)
     bounds = np.cumsum([0] + [len(content) for content in contents], dtype=np.int64)
-    return Sequences(starts[order], lengths[order], bounds, split)
+    return Sequences(starts[order], lengths[order], bounds, **counts)
 
 
-def _pieces(offsets: Integers, length: int) -> tuple[Integers, Integers, int]:
+def _pieces(offsets: Integers, length: int, cut: bool) -> tuple[Integers, Integers, dict[str, int]]:
     sizes = np.diff(offsets)
-    counts = -(-sizes // length)
-    within = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = np.repeat(offsets[:-1], counts) + within * length
-    lengths = np.minimum(np.repeat(offsets[1:], counts) - starts, length)
-    return starts, lengths, int((counts > 1).sum())
+    longer = sizes > length
+    if cut:
+        counts = {"cut_documents": int(longer.sum()), "cut_tokens": int((sizes[longer] - length).sum())}
+        return offsets[:-1].copy(), np.minimum(sizes, length), counts
+    pieces = -(-sizes // length)
+    within = np.arange(int(pieces.sum()), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = np.repeat(offsets[:-1], pieces) + within * length
+    lengths = np.minimum(np.repeat(offsets[1:], pieces) - starts, length)
+    return starts, lengths, {"split_documents": int(longer.sum())}

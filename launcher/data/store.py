@@ -1,12 +1,13 @@
 """Tokenized documents on disk, memory-mapped: made once, shared by all processes of a node, found again at the next start.
 
-A store is a folder: `ids.npy` (all documents behind one another), `labels.npy` where rows bring labels of their own,
-`offsets.npy` (documents + 1) and `meta.json`. It is written beside its place and renamed into it, so what has the name
-is whole.
+A store is a folder: `ids.npy` (all documents behind one another), `labels.npy` where a token's target may differ from
+itself, `classes.npy` where documents have a label, `offsets.npy` (documents + 1), `skipped.jsonl` and `meta.json`. It is
+written beside its place and renamed into it, so what has the name is whole.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -14,21 +15,24 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from launcher.data.sources import ROW_FILES, find_files, read_documents, read_rows
-from launcher.data.tokenizer import load_tokenizer
+from launcher.data.encoder import make_encoder
+from launcher.data.making import make_store
+from launcher.data.sources import Part, find_parts
 from launcher.errors import RecipeError
-from launcher.loss import IGNORED
+from launcher.hub import load_data_set
+from launcher.recipe import schema
 
-_FORMAT = 1
-_Document = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]
-"""Ids, and labels where the row has them: labels[t] is the target that position t - 1 predicts, as transformers has it."""
+_FORMAT = 2
+_SCRATCH = ".making-"
+_YOUNG_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,15 @@ class TokenStore:
     """Where each document starts, and the end: (documents + 1,)."""
     files: int
     largest_id: int
+    kind: schema.DataKind = "text"
+    classes: npt.NDArray[np.int32] | None = None
+    """kind classification: each document's label, (documents,)."""
+    empty: int = 0
+    """Rows without text, which were left out."""
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    """Rows that cannot be used and were left out (on_error: skip): `where` and `problem` of each."""
+    folder: Path | None = None
+    """Where it lies."""
 
     @property
     def documents(self) -> int:
@@ -52,48 +65,80 @@ class TokenStore:
 
 def open_store(
     *,
-    kind: str,
+    kind: schema.DataKind,
     patterns: tuple[str, ...],
+    data: schema.Data,
     tokenizer: str | None,
-    column: str,
-    cache: str | None,
+    validation: bool = False,
+    num_labels: int | None = None,
     build: bool,
     report: Callable[[str], None],
+    refresh: bool = False,
 ) -> TokenStore:
     """The tokenized documents of `patterns`, from the cache or made now.
 
-    build: make the store where it is missing (one process a node); the others wait until it is there.
+    data: its columns, chat_template, labels, on_error, processes and cache are read here; kind and patterns are given
+    beside it, since the parts of a mixture have their own.
+    tokenizer: a folder, a hub id or `bytes`; None: kind tokens.
+    validation: which split of a hub data set is meant where none is named.
+    num_labels: classes of the model, where labels are to be held against them.
+    build: make the store where it is missing (one process a node); the others wait until it is there. Should the one that
+    builds fail, then whoever started them ends those that wait (failures.failing_together, torchrun).
     report: told what takes long.
+    refresh: ask the hub for its data sets anew. A data set once read stays the one that was read, so that a run does not
+    change because the hub does.
     Raises RecipeError where a file or row cannot be used.
     """
-    files = find_files(patterns)
-    if kind == "tokens":
-        for file in files:
-            if file.suffix.lower() not in ROW_FILES:
-                raise RecipeError(f"{file}: kind tokens reads {', '.join(ROW_FILES)}; use kind text for text files")
-    # A tokenizer is loaded only to look at its files here; with bytes and tokens there is nothing to load.
-    encoder = load_tokenizer(tokenizer) if kind == "text" and tokenizer is not None else None
-    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = json.dumps([_FORMAT, kind, encoder.identity if encoder else None, column, stats])
-    folder = cache_folder(cache) / hashlib.sha256(key.encode()).hexdigest()[:24]
-    if not folder.is_dir():
-        if build:
-            report(f"tokenizing {len(files)} files ({sum(size for _, size, _ in stats) / 2**20:.1f} MiB)")
-            if encoder is not None:
-                documents: Iterator[_Document] = ((encoder.encode(text), None) for f in files for text in read_documents(f, column=column))
-            else:
-                documents = (_token_row(where, row) for file in files for where, row in read_rows(file))
-            _write(folder, documents, files=len(files))
-        else:
-            _wait_for(folder, report)
+    encoder = make_encoder(kind, data, tokenizer=tokenizer, num_labels=num_labels)
+    parts = find_parts(patterns, kind=kind, validation=validation)
+    cache = cache_folder(data.cache)
+    how = [_FORMAT, encoder.identity(), data.on_error]
+
+    files = {part: _file_identity(part) for part in parts if part.form != "hub"}
+
+    def place() -> Path | None:
+        what = [files[part] if part in files else _hub_identity(part, cache) for part in parts]
+        return None if None in what else cache / hashlib.sha256(json.dumps([*how, what]).encode()).hexdigest()[:24]
+
+    folder = place()
+    if build and (refresh or folder is None or not folder.is_dir()):
+        for part in parts:
+            if part.form == "hub":
+                _pin(part, cache)
+        folder = place()
+        assert folder is not None
+        if not folder.is_dir():
+            size = sum(part.size for part in parts) / 2**20
+            report(f"tokenizing {len(parts)} files ({size:.1f} MiB)")
+            with _scratch(cache) as scratch:
+                counts = make_store(scratch, parts, encoder, on_error=data.on_error, processes=data.processes, report=report)
+                meta = {"format": _FORMAT, "kind": kind, "files": len(parts), "patterns": patterns, "tokenizer": tokenizer, **counts}
+                (scratch / "meta.json").write_text(json.dumps(meta))
+                _publish(scratch, folder)
+    elif not build:
+        folder = _wait_for(place, report)
+    assert folder is not None
+    return _load(folder, report)
+
+
+def _load(folder: Path, report: Callable[[str], None]) -> TokenStore:
     meta = json.loads((folder / "meta.json").read_text())
-    labels = folder / "labels.npy"
+    labels, classes, skipped_file = folder / "labels.npy", folder / "classes.npy", folder / "skipped.jsonl"
+    skipped = [json.loads(line) for line in skipped_file.read_text(encoding="utf-8").splitlines()] if skipped_file.exists() else []
+    if skipped:
+        first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
+        report(f"data.on_error: skip: {len(skipped):,} rows that cannot be used are left out, the first: {first}")
     return TokenStore(
         ids=np.load(folder / "ids.npy", mmap_mode="r"),
         labels=np.load(labels, mmap_mode="r") if labels.exists() else None,
         offsets=np.load(folder / "offsets.npy"),
         files=meta["files"],
         largest_id=meta["largest_id"],
+        kind=meta["kind"],
+        classes=np.load(classes) if classes.exists() else None,
+        empty=meta["empty"],
+        skipped=skipped,
+        folder=folder,
     )
 
 
@@ -105,72 +150,96 @@ def cache_folder(cache: str | None) -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "launcher"
 
 
-def _wait_for(folder: Path, report: Callable[[str], None]) -> None:
+# What a store is made of
+
+
+def _file_identity(part: Part) -> list[Any]:
+    """Changes with the content of the file, and where an empty one becomes a problem by being named itself."""
+    state = os.stat(part.name)
+    return [str(Path(part.name).resolve()), state.st_size, state.st_mtime_ns, part.named and not state.st_size]
+
+
+def _hub_identity(part: Part, cache: Path) -> list[Any] | None:
+    """None: the data set was not read yet."""
+    pin = _pin_file(part, cache)
+    return ["hub", part.name, json.loads(pin.read_text())["fingerprint"]] if pin.exists() else None
+
+
+def _pin_file(part: Part, cache: Path) -> Path:
+    return cache / "hub" / (hashlib.sha256(json.dumps([part.name, part.validation]).encode()).hexdigest()[:24] + ".json")
+
+
+def _pin(part: Part, cache: Path) -> None:
+    """Loads a hub data set and notes which one it is: later starts need neither the hub nor `datasets` to know."""
+    rows = load_data_set(part.name, validation=part.validation)
+    pin = _pin_file(part, cache)
+    with _writing(cache):
+        pin.parent.mkdir(parents=True, exist_ok=True)
+        scratch = pin.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps({"name": part.name, "fingerprint": rows._fingerprint, "rows": len(rows)}))
+        scratch.replace(pin)
+
+
+# Places
+
+
+def _wait_for(place: Callable[[], Path | None], report: Callable[[str], None]) -> Path:
     started = told = time.monotonic()
-    while not folder.is_dir():
+    while (folder := place()) is None or not folder.is_dir():
         time.sleep(0.05)
         if time.monotonic() - told > 60:
             told = time.monotonic()
             report(f"waiting for the node's first rank to tokenize ({told - started:.0f} s)")
+    return folder
 
 
-def _token_row(where: str, row: dict[str, Any]) -> _Document:
-    ids = _integers(where, row, "input_ids")
-    if ids.size and int(ids.min()) < 0:
-        raise RecipeError(f"{where}: input_ids must not be negative; got {int(ids.min())}")
-    if row.get("labels") is None:
-        return ids, None
-    labels = _integers(where, row, "labels")
-    if len(labels) != len(ids):
-        raise RecipeError(f"{where}: {len(ids)} input_ids, but {len(labels)} labels; there must be one a token (-100: no loss)")
-    wrong = labels[(labels < 0) & (labels != IGNORED)]
-    if wrong.size:
-        raise RecipeError(f"{where}: labels must be token ids, or -100 where no loss is due; got {int(wrong[0])}")
-    return ids, labels
-
-
-def _integers(where: str, row: dict[str, Any], column: str) -> npt.NDArray[np.int32]:
-    values = row.get(column)
-    if values is None:
-        raise RecipeError(f"{where}: no column {column!r}; columns: {', '.join(row)}")
-    if not isinstance(values, list) or any(type(value) is not int for value in values):
-        raise RecipeError(f"{where}: {column} must be a list of whole numbers")
+@contextmanager
+def _writing(cache: Path) -> Iterator[None]:
     try:
-        return np.array(values, dtype=np.int32)
-    except OverflowError:
-        raise RecipeError(f"{where}: {column} has an id beyond 32 bits") from None
-
-
-def _write(folder: Path, documents: Iterator[_Document], *, files: int) -> None:
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+        yield
     except OSError as error:
-        raise RecipeError(f"data.cache: {folder.parent} cannot be written to: {error.strerror}") from None
+        raise RecipeError(f"data.cache: {cache} cannot be written to: {error.strerror}") from None
+
+
+@contextmanager
+def _scratch(cache: Path) -> Iterator[Path]:
+    """A folder to write a store in, gone afterwards unless it was renamed. Those of processes that are dead are removed.
+
+    Its lock file is locked for as long as it is in use: what a killed process held, the kernel lets go.
+    """
+    with _writing(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(cache)
+        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=cache))
+        lock = (folder / "lock").open("w")
     try:
-        offsets, largest, labelled = [0], -1, False
-        with (scratch / "ids.raw").open("wb") as ids_file, (scratch / "labels.raw").open("wb") as labels_file:
-            for ids, labels in documents:
-                if not ids.size:
-                    continue
-                offsets.append(offsets[-1] + len(ids))
-                largest = max(largest, int(ids.max()), int(labels.max()) if labels is not None else -1)
-                labelled = labelled or labels is not None
-                ids_file.write(ids.tobytes())
-                labels_file.write((ids if labels is None else labels).tobytes())
-        if len(offsets) == 1:
-            raise RecipeError(f"data: {files} files, and not one document with text in them")
-        for name in ("ids", "labels") if labelled else ("ids",):
-            raw = np.memmap(scratch / f"{name}.raw", dtype=np.int32, mode="r")
-            np.save(scratch / f"{name}.npy", raw)
-        for name in ("ids", "labels"):
-            (scratch / f"{name}.raw").unlink()
-        np.save(scratch / "offsets.npy", np.array(offsets, dtype=np.int64))
-        (scratch / "meta.json").write_text(json.dumps({"files": files, "largest_id": largest}))
-        try:
-            scratch.rename(folder)
-        except OSError:  # another node was first
-            if not folder.is_dir():
-                raise
+        with suppress(OSError):  # a file system without locks: then nothing is taken for abandoned either
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        lock.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned(cache: Path) -> None:
+    for folder in cache.glob(_SCRATCH + "*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime < _YOUNG_SECONDS:
+                continue  # its owner may not have locked it yet
+            if not (folder / "lock").exists():
+                shutil.rmtree(folder)
+                continue
+            with (folder / "lock").open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    for rest in ("arrow", "problems"):
+        shutil.rmtree(scratch / rest, ignore_errors=True)
+    (scratch / "lock").unlink(missing_ok=True)
+    try:
+        scratch.rename(folder)
+    except OSError:  # another node was first
+        if not folder.is_dir():
+            raise

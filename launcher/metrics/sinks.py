@@ -64,7 +64,9 @@ class Forgiving:
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
     prefix = "evaluation" if "eval_loss" in record else "training"
-    return {f"{prefix}/{key}": value for key, value in record.items() if isinstance(value, (int, float)) and key not in ("step", "time")}
+    numbers = {f"{prefix}/{key}": value for key, value in record.items() if isinstance(value, (int, float)) and key not in ("step", "time")}
+    named = {f"{prefix}/eval_loss/{name}": loss for name, loss in record.get("eval_losses", {}).items() if loss is not None}
+    return numbers | named
 
 
 class Wandb:

@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import plain_loop
 
-from launcher import loop
+from launcher import loss
 from launcher.data.loader import Counts
+from launcher.evaluation import over_all
 from launcher.model.weights import clean_name
 from launcher.pipeline import assemble
 from launcher.processes import DataParallel
@@ -138,13 +139,13 @@ def evaluation_of(plain, rows):
 
 def mean_of_means(training):
     """The classic mistake: each micro-batch's own mean, averaged."""
-    original = loop.summed_loss
+    original = loss.summed_loss
 
     def mean(model, micro_batch):
         valid = (micro_batch["targets"] != -100).sum()
         return original(model, micro_batch) / valid
 
-    loop.summed_loss = mean
+    loss.summed_loss = mean
     Counts.loss_tokens = lambda self: torch.tensor(16.0)  # micro-batches of one row, 8 on each of two ranks
 
 
@@ -232,10 +233,10 @@ def main(folder):
             accumulation=4,
             mutate=held_back_once_too_often,
         )
-    originals = loop.summed_loss, Counts.loss_tokens
+    originals = loss.summed_loss, Counts.loss_tokens
     for strategy, overrides in STRATEGIES.items():
         train(f"mutation: mean of means {strategy}", overrides, ranks=2, accumulation=8, mutate=mean_of_means)
-        loop.summed_loss, Counts.loss_tokens = originals
+        loss.summed_loss, Counts.loss_tokens = originals
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.destroy_process_group()
@@ -260,7 +261,10 @@ def evaluations(worker):
                         dist.broadcast(parameter, src=0, group=worker.groups[ranks]) if worker.plain is None else parameter.copy_(
                             worker.plain["weights"][clean_name(key)]
                         )
-                note = {"evaluation": training.evaluator.evaluate(training.wrapped), "sequences": len(training.data)}
+                note = {
+                    "evaluation": list(dataclasses.astuple(over_all(training.evaluator.evaluate(training.wrapped)))),
+                    "sequences": len(training.data.training),
+                }
             dist.barrier()
             worker.results[name] = note
 

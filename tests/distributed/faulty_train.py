@@ -10,10 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def install():
-    from launcher import loop
+    from launcher import loss
 
     kind, rank, at = os.environ["FAULT"].split(":")
-    original, calls = loop.summed_loss, [0]
+    original, calls = loss.summed_loss, [0]
 
     def summed_loss(model, micro_batch):
         calls[0] += model.training
@@ -26,7 +26,7 @@ def install():
                 time.sleep(10**6)
         return original(model, micro_batch)
 
-    loop.summed_loss = summed_loss
+    loss.summed_loss = summed_loss
 
 
 def start():

@@ -113,7 +113,7 @@ def test_exported_weights_are_those_of_the_run(ddp):
     from launcher.recipe.load import load_recipe
 
     data = load_recipe([f"recipe={run_dir}/recipe.yaml"], ranks=2).recipe.data
-    dataset = open_dataset(data, tuple(recipe["data"]["validation"]), vocabulary=512, build=True, report=print)
+    dataset = open_dataset(data, tuple(recipe["data"]["validation"]), tokenizer="bytes", vocabulary=512, build=True, report=print)
     total = tokens = 0
     with torch.no_grad():
         for first in range(0, 24, 8):  # three micro-batches on each of two ranks
@@ -322,10 +322,10 @@ def test_selftest_says_no_where_losses_differ(tmp_path):
         "import sys\n"
         "if 'launcher.selftest' in sys.orig_argv:\n"
         "    import torch\n"
-        "    from launcher import loop\n"
+        "    from launcher import loss\n"
         "    from launcher.data.loader import Counts\n"
-        "    original = loop.summed_loss\n"
-        "    loop.summed_loss = lambda m, b: original(m, b) / (b['targets'] != -100).sum()\n"
+        "    original = loss.summed_loss\n"
+        "    loss.summed_loss = lambda m, b: original(m, b) / (b['targets'] != -100).sum()\n"
         "    Counts.loss_tokens = lambda self: torch.tensor(8.0)\n"
     )
     rows = tmp_path / "rows.jsonl"

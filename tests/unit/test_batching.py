@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from launcher.batching import NO_SAMPLE, RankSlots, SampleOrder, accumulation_steps, permuted, total_steps
+from launcher.batching import NO_SAMPLE, MixtureOrder, RankSlots, SampleOrder, TokenSlots, accumulation_steps, permuted, total_steps
 
 
 def permutation(size, *, seed=0, epoch=0):
@@ -137,3 +137,77 @@ def test_the_last_step_of_the_last_epoch_holds_the_rest():
     seen = [sample for rank in range(2) for batch in slots(2, 2, rank=rank, order=order, steps=steps) for sample in batch]
     counts = {sample: seen.count(sample) for sample in set(seen) - {NO_SAMPLE}}
     assert counts == dict.fromkeys(range(21), 3)
+
+
+def source_of(sample, sizes):
+    return next(index for index, end in enumerate(itertools.accumulate(sizes)) if sample < end)
+
+
+@pytest.mark.parametrize(("weights", "shares"), [((3, 1), (0.75, 0.25)), ((1, 1), (0.5, 0.5)), ((1, 2, 5), (0.125, 0.25, 0.625))])
+def test_a_mixture_keeps_its_shares_everywhere(weights, shares):
+    sizes = (10, 1000, 77)[: len(weights)]
+    order = MixtureOrder(sizes=sizes, weights=weights, seed=4, shuffle=True)
+    sources = [source_of(order.sample(position), sizes) for position in range(9000)]
+    for start in (0, 4000, 4090, 8900):  # within a period, and across its end
+        part = sources[start : start + 96]
+        for source, share in enumerate(shares):
+            assert abs(part.count(source) - 96 * share) <= 2
+    assert order.passes(4096) == pytest.approx([4096 * share / size for share, size in zip(shares, sizes, strict=True)])
+
+
+def test_each_source_of_a_mixture_is_gone_through_whole_before_it_starts_again():
+    sizes = (10, 100, 3)
+    order = MixtureOrder(sizes=sizes, weights=(3, 1, 0.001), seed=4, shuffle=True)
+    samples = [order.sample(position) for position in range(20000)]
+    offset = 0
+    for source, size in enumerate(sizes):
+        mine = [sample - offset for sample in samples if source_of(sample, sizes) == source]
+        assert len(mine) >= 4, "a source with next to no weight still has a turn in each period"
+        passes = [mine[start : start + size] for start in range(0, len(mine) - size + 1, size)]
+        assert all(sorted(one) == list(range(size)) for one in passes)
+        if size > 3:
+            assert len({tuple(one) for one in passes[:5]}) == 5, "each pass in another order"
+        offset += size
+
+
+def test_a_mixture_ends_after_its_epochs():
+    order = MixtureOrder(sizes=(5, 6), weights=(1, 1), seed=0, shuffle=False, epochs=2)
+    samples = [order.sample(position) for position in range(25)]
+    assert samples[22:] == [NO_SAMPLE] * 3
+    assert NO_SAMPLE not in samples[:22]
+    assert [sample for sample in samples[:22] if sample < 5] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0], (
+        "shuffle: false keeps each source's order"
+    )
+
+
+def test_other_seeds_give_other_mixtures_and_sources_are_not_in_step():
+    first, second = (
+        [MixtureOrder(sizes=(64, 64), weights=(1, 1), seed=seed, shuffle=True).sample(p) for p in range(64)] for seed in (1, 2)
+    )
+    assert first != second
+    assert [sample for sample in first if sample < 64] != [sample - 64 for sample in first if sample >= 64]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_token_budget_holds_and_keeps_the_steps_samples(ranks):
+    generator = random.Random(3)
+    lengths = [generator.choice([1, 7, 30, 100, 128]) for _ in range(113)]
+    order = SampleOrder(samples=113, seed=1, shuffle=True, epochs=1)
+    common = {"order": order, "lengths": lengths, "global_batch_size": 50, "micro_batch_tokens": 256, "ranks": ranks, "steps": 3}
+    of_rank = [TokenSlots(rank=rank, first_step=0, **common) for rank in range(ranks)]
+    batches = [list(slots) for slots in of_rank]
+    assert len({len(one) for one in batches}) == 1, "every rank has as many micro-batches"
+    position = 0
+    for step in range(3):
+        number = of_rank[0].micro_batches(step)
+        assert {slots.micro_batches(step) for slots in of_rank} == {number}
+        samples = [sample for one in batches for batch in one[position : position + number] for sample in batch if sample != NO_SAMPLE]
+        assert sorted(samples) == sorted(s for s in (order.sample(p) for p in range(50 * step, 50 * step + 50)) if s != NO_SAMPLE)
+        position += number
+    padded = [len(batch) * max(lengths[sample] for sample in batch) for one in batches for batch in one if batch != [NO_SAMPLE]]
+    assert max(padded) <= 256
+    rows = RankSlots(order=order, global_batch_size=50, micro_batch_size=2, rank=0, ranks=1, first_step=0, steps=2)
+    unsorted = sum(2 * max(lengths[sample] for sample in batch) for batch in rows)
+    assert sum(padded) < unsorted, "like lengths meet: less padding"
+    later = list(TokenSlots(rank=0, first_step=2, **common))
+    assert later == batches[0][-len(later) :]

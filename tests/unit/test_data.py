@@ -15,9 +15,10 @@ import torch
 from launcher.batching import NO_SAMPLE
 from launcher.data import packing
 from launcher.data.dataset import SequenceDataset, open_dataset
-from launcher.data.sources import find_files, read_documents, read_rows
+from launcher.data.encoder import make_encoder
+from launcher.data.sources import file_part, find_files, read_rows
 from launcher.data.store import TokenStore, cache_folder, open_store
-from launcher.data.tokenizer import ByteTokenizer, FolderTokenizer, load_tokenizer
+from launcher.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, tokenizer_identity
 from launcher.errors import RecipeError
 from launcher.loss import IGNORED
 from launcher.recipe import schema
@@ -45,6 +46,16 @@ def write(file, content):
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), file)
     return file
+
+
+def read_documents(file, *, column):
+    """The texts of a file; raises what open_store would, for the first row that cannot be used."""
+    encoder = make_encoder("text", schema.Data(text_column=column), tokenizer="bytes")
+    for encoded in encoder.encode_rows(read_rows(file_part(file, named=False), column=column)):
+        if encoded.problem:
+            raise RecipeError(f"{encoded.row.where}: {encoded.problem}")
+        if encoded.ids.size:
+            yield bytes(encoded.ids[:-1].tolist()).decode()
 
 
 # Files
@@ -94,9 +105,8 @@ SOURCES = [
     ("a.jsonl", ROWS, ["one", "zwei ä 日本", "drei\nvier"]),
     ("upper.JSONL", '{"text": "x"}\n', ["x"]),
     ("blank.jsonl", '\n{"text": "x"}\n\n  \n{"text": "y"}', ["x", "y"]),
-    ("empty.jsonl", "", []),
     ("a.json", ROWS, ["one", "zwei ä 日本", "drei\nvier"]),
-    ("empty.json", "[]", []),
+    ("a.csv", '\ufefftext,other\n"one",1\r\n"zwei ä 日本",\n,3\n"drei\nvier",\n', ["one", "zwei ä 日本", "drei\nvier"]),
     ("a.parquet", [{"text": row["text"]} for row in ROWS], ["one", "zwei ä 日本", "drei\nvier"]),
     ("long.parquet", [{"text": str(number)} for number in range(2500)], [str(number) for number in range(2500)]),
 ]
@@ -122,7 +132,7 @@ BROKEN_FILES = [
     ),
     ("a.jsonl", '{"text": null}\n', ":1: column 'text' must hold text; got NoneType; columns: text (data.text_column names it)"),
     ("a.jsonl", '{"text": "\\ud83d"}\n', ":1: column 'text' holds half a surrogate pair (\\ud800 to \\udfff), which is no character"),
-    ("a.jsonl", b'{"text": "\xff"}\n', ": not UTF-8 text (byte 10 of a block)"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', ":2: not UTF-8 text (byte 10 of the line)"),
     ("a.json", '{"text": "x"}', ": must be a list of objects; got dict"),
     ("a.json", '[{"text": "x"}, 3]', ' row 2: must be an object such as {"text": ...}; got int'),
     ("a.json", '[\n{"text": "x"},\n{"text" "y"}]', ":3: not JSON: Expecting ':' delimiter (column 9)"),
@@ -131,8 +141,14 @@ BROKEN_FILES = [
         '[{"text": "x"}, {"body": "x"}]',
         " row 2: column 'text' must hold text; no such column; columns: body (data.text_column names it)",
     ),
-    ("a.json", b'["\xff"]', ": not UTF-8 text (byte 2 of a block)"),
-    ("a.txt", b"abc\xffd", ": not UTF-8 text (byte 3); convert it, or leave it out of the patterns"),
+    ("a.json", b'["\xff"]', ": not UTF-8 text (byte 2)"),
+    ("a.json", '{"text": "x"}\n{"text": "y"}', ":2: not JSON: Extra data (column 1); is it one object a line? Then name it .jsonl"),
+    ("a.txt", b"a\nbc\xffd", ":2: not UTF-8 text (byte 4); convert it, or leave it out of the patterns"),
+    ("a.csv", 'text,n\n"x\ny",1\nz\n', ":4: 1 fields, but the header in line 1 has 2"),
+    ("a.csv", b"text\nx\n\xff\n", ":3: not UTF-8 text"),
+    ("a.csv", "text,text\nx,y\n", ":1: the header names a column twice: text"),
+    ("a.csv", "body\nx\n", ":2: column 'text' must hold text; no such column; columns: body (...)"),
+    ("a.csv", 'text\n"x" y\n', ":2: not CSV: ',' expected after '\"'"),
     ("a.parquet", "hello", ": not a parquet file, or a damaged one: ..."),
     ("a.parquet", [{"text": "x"}, {"text": None}], " row 2: column 'text' must hold text; got NoneType; columns: text (...)"),
     ("a.parquet", [{"body": "x"}], " row 1: column 'text' must hold text; no such column; columns: body (...)"),
@@ -166,7 +182,8 @@ def test_rows_say_where_they_are(tmp_path):
     rows = [{"a": 1}, {"a": 2}]
     for name, places in {"a.jsonl": (":1", ":2"), "a.json": (" row 1", " row 2"), "a.parquet": (" row 1", " row 2")}.items():
         file = write(tmp_path / name, rows)
-        assert list(read_rows(file)) == [(f"{file}{place}", row) for place, row in zip(places, rows, strict=True)]
+        found = [(row.where, row.values) for row in read_rows(file_part(file))]
+        assert found == [(f"{file}{place}", row) for place, row in zip(places, rows, strict=True)]
 
 
 # Tokenizers
@@ -174,10 +191,11 @@ def test_rows_say_where_they_are(tmp_path):
 
 def test_bytes():
     tokenizer = load_tokenizer("bytes")
-    assert tokenizer.encode("aé\n").tolist() == [97, 0xC3, 0xA9, 10, END]
-    assert tokenizer.encode("").tolist() == [END]
-    assert tokenizer.encode("日" * 1000).dtype == np.int32
-    assert bytes(tokenizer.encode("日本🙂")[:-1].tolist()).decode() == "日本🙂"
+    found = tokenizer.ids(["aé\n", "", "日本🙂"])
+    assert [ids.tolist() for ids in found[:2]] == [[97, 0xC3, 0xA9, 10], []]
+    assert found[2].dtype == np.int32
+    assert bytes(found[2].tolist()).decode() == "日本🙂"
+    assert (tokenizer.begin, tokenizer.end) == ([], END)
 
 
 @pytest.fixture(scope="module")
@@ -203,21 +221,25 @@ def copied(folder, to):
 
 def test_hugging_face_tokenizer(tokenizer_folder):
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    assert isinstance(tokenizer, FolderTokenizer)
-    assert tokenizer.encode("a small  world is small").tolist() == [3, 4, 5, 2, 4, 1]
-    assert tokenizer.encode("").tolist() == [1]
-    assert tokenizer.encode("a").dtype == np.int32
-    assert tokenizer.encode("small " * 100_000).shape == (100_001,)
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    assert [ids.tolist() for ids in tokenizer.ids(["a small  world is small", "", "a"])] == [[3, 4, 5, 2, 4], [], [3]]
+    assert [ids.tolist() for ids in tokenizer.as_inference(["a", ""])] == [[0, 3], [0]]
+    assert (tokenizer.begin, tokenizer.end) == ([0], 1)
+    assert tokenizer.ids(["a"])[0].dtype == np.int32
+    assert tokenizer.ids(["small " * 100_000])[0].shape == (100_000,)
 
 
 def test_a_tokenizer_is_known_by_its_files(tokenizer_folder, tmp_path):
-    identity = FolderTokenizer(str(tokenizer_folder)).identity
+    identity = tokenizer_identity(str(tokenizer_folder))
     copy = copied(tokenizer_folder, tmp_path / "copy")
-    assert FolderTokenizer(str(copy)).identity == identity
+    assert tokenizer_identity(str(copy)) == identity
     write(copy / "model.safetensors", b"weights")
-    assert FolderTokenizer(str(copy)).identity == identity
-    write(copy / "merges.txt", "a b")
-    assert FolderTokenizer(str(copy)).identity != identity
+    write(copy / "model.safetensors.index.json", b"{}")
+    assert tokenizer_identity(str(copy)) == identity
+    for name in ("merges.txt", "chat_template.jinja"):
+        write(copy / name, "a b")
+        assert tokenizer_identity(str(copy)) != identity
+        (copy / name).unlink()
 
 
 def test_tokenizer_without_an_end_of_text(tokenizer_folder, tmp_path):
@@ -226,7 +248,7 @@ def test_tokenizer_without_an_end_of_text(tokenizer_folder, tmp_path):
     del config["eos_token"]
     write(copy / "tokenizer_config.json", json.dumps(config))
     with pytest.raises(RecipeError, match=r"data.tokenizer: .*copy: has no end-of-text token \(eos_token\), which ends each document"):
-        FolderTokenizer(str(copy))
+        store_of(write(tmp_path / "a.txt", "a"), cache=str(tmp_path / "cache"), tokenizer=str(copy))
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "garbage"])
@@ -244,9 +266,8 @@ def store_of(*patterns, cache, kind="text", tokenizer="bytes", column="text", bu
     return open_store(
         kind=kind,
         patterns=tuple(map(str, patterns)),
+        data=schema.Data(text_column=column, cache=cache),
         tokenizer=tokenizer if kind == "text" else None,
-        column=column,
-        cache=cache,
         build=build,
         report=(lambda line: None) if report is None else report.append,
     )
@@ -259,19 +280,18 @@ def documents_of(store):
 def test_store_of_text(tmp_path, cache):
     files = [
         write(tmp_path / "b.txt", "ab"),
-        write(tmp_path / "empty.txt", ""),
-        write(tmp_path / "a.jsonl", [{"text": "ä"}, {"text": "z"}]),
+        write(tmp_path / "a.jsonl", [{"text": "ä"}, {"text": ""}, {"text": "z\r\n"}]),
     ]
     store = store_of(*files, cache=cache)
-    assert documents_of(store) == [[97, 98, END], [0xC3, 0xA4, END], [122, END]]
-    assert (store.documents, store.files, store.largest_id, store.labels) == (3, 3, END, None)
+    assert documents_of(store) == [[97, 98, END], [0xC3, 0xA4, END], [122, 13, 10, END]]
+    assert (store.documents, store.files, store.largest_id, store.labels, store.empty) == (3, 2, END, None, 1)
     assert isinstance(store.ids, np.memmap)
     assert store.ids.dtype == np.int32
 
 
 def test_store_with_a_hugging_face_tokenizer(tmp_path, cache, tokenizer_folder):
     file = write(tmp_path / "a.txt", "a small world")
-    assert documents_of(store_of(file, cache=cache, tokenizer=str(tokenizer_folder))) == [[3, 4, 5, 1]]
+    assert documents_of(store_of(file, cache=cache, tokenizer=str(tokenizer_folder))) == [[0, 3, 4, 5, 1]]
     assert documents_of(store_of(file, cache=cache)) == [[*b"a small world", END]]
 
 
@@ -279,10 +299,11 @@ def test_a_store_is_made_once(tmp_path, cache):
     file = write(tmp_path / "a.txt", "ab")
     told = []
     first = store_of(file, cache=cache, report=told)
-    assert [line[:18] for line in told] == ["tokenizing 1 files"]
+    assert says("tokenizing 1 files (0.0 MiB)", told[0])
+    assert says("tokenized 1 documents, 3 tokens in ... s (... tokens/s)", told[1])
     again = store_of(file, cache=cache, report=told)
     other_rank = store_of(file, cache=cache, report=told, build=False)
-    assert len(told) == 1
+    assert len(told) == 2
     assert documents_of(first) == documents_of(again) == documents_of(other_rank)
     assert len(list(cache_folder(cache).iterdir())) == 1
 
@@ -295,7 +316,7 @@ def test_what_is_read_otherwise_makes_another_store(tmp_path, cache):
     write(file, [{"text": "xy", "body": "c"}])  # of the same size
     os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
     assert documents_of(store_of(file, cache=cache, report=told)) == [[120, 121, END]]
-    assert len(told) == len(list(cache_folder(cache).iterdir())) == 3
+    assert len(told) == 2 * len(list(cache_folder(cache).iterdir())) == 6
 
 
 def test_other_ranks_wait_for_the_store(tmp_path, cache):
@@ -364,14 +385,32 @@ def test_broken_token_rows(tmp_path, cache, rows, said):
 
 def test_tokens_do_not_stand_in_text_files(tmp_path, cache):
     file = write(tmp_path / "a.txt", "1 2 3")
-    with pytest.raises(RecipeError, match=r"a.txt: kind tokens reads .jsonl, .json, .parquet; use kind text for text files"):
+    with pytest.raises(RecipeError, match=r"a.txt: kind tokens reads .jsonl, .json, .parquet, .csv; use kind text for text files"):
         store_of(file, cache=cache, kind="tokens")
 
 
 def test_only_empty_files(tmp_path, cache):
-    files = [write(tmp_path / "a.txt", ""), write(tmp_path / "b.jsonl", [{"text": ""}])]
+    write(tmp_path / "tree/a.txt", "")
+    write(tmp_path / "tree/b.jsonl", [{"text": ""}])
     with pytest.raises(RecipeError, match=r"^data: 2 files, and not one document with text in them$"):
-        store_of(*files, cache=cache)
+        store_of(tmp_path / "tree", cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", "", "the file is empty"),
+        ("a.jsonl", "", "the file is empty"),
+        ("a.jsonl", "\n\n", "there is no row in it"),
+        ("a.json", "[]", "there is no row in it"),
+        ("a.csv", "text,label\n", "there is no row in it"),
+    ],
+)
+def test_an_empty_file_that_the_recipe_names(tmp_path, cache, name, content, said):
+    file = write(tmp_path / name, content)
+    with pytest.raises(RecipeError) as refused:
+        store_of(file, write(tmp_path / "b.jsonl", [{"text": "x"}]), cache=cache)
+    assert str(refused.value) == f"{file}: {said}; remove it, or leave it out of the patterns"
 
 
 # Packing
@@ -577,7 +616,7 @@ def data_section(file, cache, **more):
 
 def opened(file, cache, *, vocabulary=1000, **more):
     data = data_section(file, cache, **more)
-    return open_dataset(data, data.train, vocabulary=vocabulary, build=True, report=lambda line: None)
+    return open_dataset(data, data.train, tokenizer=data.tokenizer, vocabulary=vocabulary, build=True, report=lambda line: None)
 
 
 def test_each_kind_is_packed_its_way(tmp_path, cache):
@@ -594,7 +633,10 @@ def test_each_kind_is_packed_its_way(tmp_path, cache):
 def test_an_id_beyond_the_vocabulary_is_refused(tmp_path, cache):
     text = write(tmp_path / "a.txt", "abc")
     assert len(opened(text, cache, vocabulary=257)) == 1
-    with pytest.raises(RecipeError, match=r"^data: token id 256 is beyond the model's vocabulary of 256 \(model.config.vocab_size\)$"):
+    with pytest.raises(
+        RecipeError,
+        match=r"^data: token id 256 of the tokenizer bytes is beyond the model's vocabulary of 256 \(model.config.vocab_size\); is it this",
+    ):
         opened(text, cache, vocabulary=256)
     label = write(tmp_path / "b.jsonl", [{"input_ids": [1, 2], "labels": [1, 12]}])
     with pytest.raises(RecipeError, match=r"^data: token id 12 is beyond the model's vocabulary of 10 "):

@@ -31,14 +31,26 @@ MAY_IMPORT = {
     "evaluation": {"batching", "data", "loss", "processes", "recipe", "strategies"},
     "loop": {"data", "loss", "optimizer", "strategies"},
     "metrics": {"loop", "processes", "recipe"},
-    "reporting": {"batching", "data", "errors", "hardware", "loop", "metrics", "processes", "recipe", "run_folder", "strategies"},
+    "reporting": {
+        "batching",
+        "data",
+        "errors",
+        "evaluation",
+        "hardware",
+        "loop",
+        "metrics",
+        "processes",
+        "recipe",
+        "run_folder",
+        "strategies",
+    },
     "pipeline": {
         *("batching", "data", "environment", "errors", "evaluation", "failures", "loop", "model", "optimizer", "processes", "profiling"),
         *("recipe", "reporting", "run_folder", "stopping", "strategies"),
     },
     "selftest": {"environment", "errors", "failures", "pipeline", "processes", "recipe"},
     "train": {"environment", "errors", "failures", "pipeline", "recipe", "run_folder"},
-    "commands": {"batching", "data", "errors", "hub", "recipe"},
+    "commands": {"batching", "data", "errors", "hub", "model", "recipe"},
     "cli": {"__version__", "errors", "recipe"},
 }
 
@@ -84,7 +96,7 @@ def test_no_module_shadows_the_standard_library_where_torchrun_could_see_it():
 
 def test_what_checks_a_recipe_imports_nothing_heavy():
     code = (
-        "import sys, json, launcher.train, launcher.cli, launcher.commands.show, launcher.commands.selftest;"
+        "import sys, json, launcher.train, launcher.cli, launcher.commands.show, launcher.commands.selftest, launcher.commands.export;"
         "print(json.dumps([m for m in ('torch', 'transformers', 'numpy', 'wandb', 'rich') if m in sys.modules]))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=60).stdout

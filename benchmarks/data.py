@@ -1,0 +1,114 @@
+"""How fast data is made ready: tokenization from cold, with one process and with several, and a start with a warm cache.
+
+    python benchmarks/data.py [--megabytes 32] [--processes 1 2] [--output FILE]
+
+The text is the source of Python's own standard library, as rows of a .jsonl, over and over; the tokenizer a byte-level BPE of
+8,192 tokens trained on it, such as most models have. Each number comes from a process of its own. Beside it stands what a
+script would do by hand: datasets.load_dataset and .map with the same number of processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LAUNCHER = """
+import json, sys, time
+started = time.perf_counter()
+from launcher.data.dataset import open_dataset
+from launcher.recipe.schema import Data
+folder, processes = sys.argv[1], int(sys.argv[2])
+data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer", cache=folder + "/cache", processes=processes)
+imported = time.perf_counter()
+found = open_dataset(data, data.train, tokenizer=data.tokenizer, vocabulary=8192, build=True, report=lambda text: None)
+print(json.dumps({"tokens": int(found.store.offsets[-1]), "seconds": time.perf_counter() - imported, "imports": imported - started}))
+"""
+BY_HAND = """
+import json, os, sys, time
+started = time.perf_counter()
+import datasets
+from transformers import AutoTokenizer
+datasets.disable_progress_bars()
+folder, processes = sys.argv[1], int(sys.argv[2])
+os.environ["TOKENIZERS_PARALLELISM"] = "false" if processes > 1 else "true"
+tokenizer = AutoTokenizer.from_pretrained(folder + "/tokenizer")
+imported = time.perf_counter()
+rows = datasets.load_dataset("json", data_files=folder + "/text.jsonl", split="train", cache_dir=folder + "/by_hand")
+encode = lambda batch: {"input_ids": tokenizer(batch["text"])["input_ids"]}
+made = rows.map(encode, batched=True, remove_columns=["text"], num_proc=processes)
+tokens = sum(len(ids) for batch in made.iter(1000) for ids in batch["input_ids"]) + len(made)
+print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - imported, "imports": imported - started}))
+"""
+
+
+def make_inputs(folder: Path, megabytes: int) -> int:
+    """The text and the tokenizer; bytes of text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder / "tokenizer")
+    written = 0
+    with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
+        while written < megabytes * 10**6:
+            for text in texts:
+                # Documents of some thousand characters, as they are on the web
+                for start in range(0, len(text), 4000):
+                    piece = text[start : start + 4000]
+                    written += len(piece.encode())
+                    file.write(json.dumps({"text": piece}) + "\n")
+    return written
+
+
+def run(code: str, folder: Path, processes: int) -> dict[str, float]:
+    """What the code prints, and the seconds of the whole process."""
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder), str(processes)], cwd=ROOT, capture_output=True, text=True, check=True, timeout=900
+    )
+    return json.loads(done.stdout.splitlines()[-1]) | {"process": time.perf_counter() - started}
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=32)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    lines = ["| | processes | text | tokens | seconds | MB/s | tokens/s | whole process |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
+    for processes in arguments.processes:
+        with tempfile.TemporaryDirectory(prefix="launcher-data-") as name:
+            folder = Path(name)
+            size = make_inputs(folder, arguments.megabytes)
+            for what, code in (("launcher, cold", LAUNCHER), ("launcher, warm cache", LAUNCHER), ("datasets by hand, cold", BY_HAND)):
+                found = run(code, folder, processes)
+                seconds = found["seconds"]
+                lines.append(
+                    f"| {what} | {processes} | {size / 1e6:.0f} MB | {found['tokens']:,} | {seconds:.2f} | {size / 1e6 / seconds:,.1f} "
+                    f"| {found['tokens'] / seconds:,.0f} | {found['process']:.1f} s |"
+                )
+                print(lines[-1], file=sys.stderr, flush=True)
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if arguments.output is not None:
+        arguments.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

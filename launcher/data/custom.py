@@ -1,0 +1,114 @@
+"""Data and loss of a user's own: what `data.builder` returns, and how it becomes a data set of ours.
+
+    # my_package/images.py
+    from launcher.data.custom import CustomData
+
+    def build(folder: str) -> CustomData:
+        return CustomData(train=..., validation=..., collate=..., loss=...)
+
+and in the recipe `data: {builder: my_package.images:build, arguments: {folder: /data/images}}`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.batching import NO_SAMPLE
+from launcher.errors import RecipeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomData:
+    """What a data.builder returns."""
+
+    train: Any
+    """A map-style data set: `len()`, and `[index]` gives a sample. The launcher decides the order."""
+    collate: Callable[[list[Any]], dict[str, Any]]
+    """Samples to a micro-batch: a dict, its tensors moved to the device for the loss."""
+    loss: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
+    """loss(model, micro-batch): the SUM over the micro-batch's targets, a scalar, not their mean: it is divided by the
+    targets of the whole global batch, over all ranks and micro-batches."""
+    targets: Callable[[Mapping[str, Any]], int] | None = None
+    """Targets of a micro-batch, what the sum is over; None: as many as samples."""
+    validation: Any = None
+    """A data set like train, or a dict of them by name."""
+
+
+@dataclass(frozen=True)
+class CustomDataset:
+    """One data set of a CustomData."""
+
+    samples: Any
+    data: CustomData
+    name: str
+    packed: bool = False
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        """A sample; NO_SAMPLE gives None."""
+        return None if index == NO_SAMPLE else self.samples[index]
+
+    def collate(self, rows: list[Any]) -> dict[str, Any]:
+        """The user's micro-batch. Where no sample is left for it, the first one stands in, and weighs nothing."""
+        real = [row for row in rows if row is not None]
+        tensors = dict(self.data.collate(real or [self.samples[0]]))
+        targets = len(real) if self.data.targets is None or not real else self.data.targets(tensors)
+        return {"tensors": {"batch": tensors, "weight": float(bool(real))}, "tokens": targets, "loss_tokens": targets}
+
+    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
+        """The user's sum."""
+        loss = self.data.loss(model, tensors["batch"])
+        if loss.ndim:
+            raise RecipeError(f"data.builder: its loss must be a scalar, the sum over the micro-batch; got the shape {tuple(loss.shape)}")
+        weighted: torch.Tensor = loss.float() * tensors["weight"]
+        return weighted
+
+    @property
+    def lengths(self) -> Sequence[int] | None:
+        """Not known."""
+        return None
+
+    @property
+    def skipped(self) -> list[dict[str, str]]:
+        """Not known."""
+        return []
+
+    def describe(self) -> list[str]:
+        """How many there are."""
+        return [f"{len(self):,} samples from {self.name}"]
+
+
+def build_custom_data(builder: str, arguments: Mapping[str, Any] | None) -> CustomData:
+    """Calls `package.module:function` with the recipe's arguments. Raises RecipeError where it is not to be found, or
+    returns something else."""
+    built = load_function(builder, key="data.builder")(**(arguments or {}))
+    if not isinstance(built, CustomData):
+        raise RecipeError(f"data.builder: {builder} must return a launcher.data.custom.CustomData; got {type(built).__name__}")
+    if not len(built.train):
+        raise RecipeError(f"data.builder: {builder} returned an empty training set")
+    return built
+
+
+def load_function(name: str, *, key: str) -> Callable[..., Any]:
+    """`package.module:function`; the folder that the command was started in is looked in too."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise RecipeError(f"{key}: {name}: {error} (looked for in {os.getcwd()} and the installed packages)") from None
+    function = getattr(found, attribute, None)
+    if not callable(function):
+        raise RecipeError(f"{key}: {name}: {module} has no function {attribute}")
+    return function  # type: ignore[no-any-return]

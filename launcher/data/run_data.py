@@ -1,0 +1,124 @@
+"""The data of a run: what is trained on and evaluated, which sample stands where, and how many steps that makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from launcher.batching import Order, RankSlots, Slots, total_steps
+from launcher.data.custom import CustomDataset, build_custom_data
+from launcher.data.dataset import Isolation, MapData, TrainingData, make_order, open_dataset
+from launcher.data.encoder import make_encoder
+from launcher.data.loader import make_slots
+from launcher.data.sources import find_parts
+from launcher.data.streaming import StreamingDataset, StreamOrder
+from launcher.data.tokenizer import hugging_face_tokenizer
+from launcher.errors import RecipeError
+from launcher.processes import DataParallel
+from launcher.recipe import schema
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run's samples and their order."""
+
+    training: TrainingData
+    validation: dict[str, MapData]
+    """By name."""
+    order: Order
+    slots: Slots
+    """This rank's micro-batches."""
+    steps: int
+
+
+def open_run_data(
+    data: schema.Data,
+    batch: schema.Batch,
+    *,
+    seed: int,
+    max_steps: int | None,
+    epochs: int | None,
+    model_path: str | None,
+    vocabulary: int | None,
+    classes: int | None,
+    padding: int,
+    isolation: Isolation,
+    ranks: DataParallel,
+    build: bool,
+    report: Callable[[str], None],
+    skipped_rows: Path | None,
+) -> RunData:
+    """Opens what the recipe's data section names.
+
+    model_path: whose tokenizer is taken where the recipe names none. vocabulary, classes, padding: the model's ids, number
+    of classes and padding id. isolation: how it keeps packed documents apart. build: whether this process tokenizes where
+    nothing is cached (one of a node). skipped_rows: file that a stream lists rows in that it skips.
+    """
+    tokenizer = data.tokenizer if data.tokenizer is not None else model_path
+    training: MapData
+    if data.builder is not None:
+        custom = build_custom_data(data.builder, data.arguments)
+        sets = custom.validation if isinstance(custom.validation, dict) else {"validation": custom.validation}
+        training = CustomDataset(custom.train, custom, data.builder)
+        validation: dict[str, MapData] = {
+            name: CustomDataset(samples, custom, data.builder) for name, samples in sets.items() if samples is not None
+        }
+    else:
+        open_one = partial(
+            open_dataset,
+            data,
+            tokenizer=tokenizer,
+            vocabulary=vocabulary,
+            classes=classes,
+            padding=padding,
+            isolation=isolation,
+            build=build,
+            report=report,
+        )
+        sources = data.validation if isinstance(data.validation, dict) else {"validation": data.validation}
+        validation = {name: open_one(files, validation=True) for name, files in sources.items() if files is not None}
+        if data.streaming:
+            assert isinstance(data.train, tuple)
+            assert max_steps is not None
+            slots = make_slots(batch, order=StreamOrder(), lengths=None, steps=max_steps, ranks=ranks)
+            assert isinstance(slots, RankSlots)
+            stream = StreamingDataset(
+                find_parts(data.train, kind=data.kind),
+                make_encoder(data.kind, data, tokenizer=tokenizer),
+                slots=slots,
+                seed=seed,
+                shuffle=data.shuffle,
+                shuffle_buffer=data.shuffle_buffer,
+                length=data.sequence_length,
+                packing=data.packing,
+                isolation=isolation,
+                vocabulary=vocabulary,
+                skip_bad_rows=data.on_error == "skip",
+                skipped_rows=skipped_rows,
+            )
+            return RunData(stream, validation, slots.order, slots, max_steps)
+        assert data.train is not None
+        training = open_one(data.train)
+    order = make_order(training, seed=seed, shuffle=data.shuffle, epochs=epochs)
+    steps = total_steps(max_steps=max_steps, epochs=epochs, samples=order.samples, global_batch_size=batch.global_batch_size)
+    return RunData(training, validation, order, make_slots(batch, order=order, lengths=training.lengths, steps=steps, ranks=ranks), steps)
+
+
+def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:
+    """The tokenizer (of transformers) that an exported model is to have: that of the data, with its chat template, or the
+    model's own; None where there is none."""
+    name = data.tokenizer if data.tokenizer is not None else model_path
+    if name is None:
+        return None
+    try:
+        tokenizer = hugging_face_tokenizer(name)
+    except RecipeError:
+        if data.tokenizer is not None:
+            raise
+        return None  # data of ids, and a model without a tokenizer
+    if data.chat_template is not None:
+        tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
+    return tokenizer

@@ -1,0 +1,240 @@
+"""Attention of packed sequences: each document on its own, without a mask.
+
+transformers keeps packed documents apart by a mask of tokens x tokens that it makes in every forward pass, and for which
+it must ask the device where the documents start. Here attention is handed their bounds instead (`cu_seq_lens_q`, ...:
+transformers' own names, which its flash attention takes): on CUDA torch's variable-length kernel, elsewhere a
+scaled-dot-product attention per document. Work and memory are then those of the documents, not of the whole sequence
+squared.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from launcher.errors import RecipeError
+
+Isolation = Literal["mask", "varlen"]
+"""How attention stays inside a packed document: by a mask that the model makes from position_ids, or by attention that is
+handed the documents' bounds."""
+
+VARLEN = "launcher_varlen"
+_FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def isolate_documents(model: nn.Module, *, device: torch.device, compute_dtype: torch.dtype) -> Isolation:
+    """How this model keeps packed documents apart: `varlen` or `mask`.
+
+    Where the model attends through `sdpa`, its attention is replaced by one that takes the documents' bounds, if the model
+    hands them down to its layers (tried here) and the device has a kernel for it.
+    Raises RecipeError where something else than attention crosses tokens, which neither would stop.
+    """
+    pretrained: Any = model
+    config = pretrained.config
+    others = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    if others or getattr(model, "_is_stateful", False):
+        what = ", ".join(sorted(others)) or "a state"
+        raise RecipeError(
+            f"data.packing: {type(model).__name__} has layers ({what}) that carry something from document to document "
+            "within a sequence; use packing: false"
+        )
+    name = config._attn_implementation
+    if name in _FLASH:
+        return "varlen" if _hands_down_bounds(model) else "mask"
+    if name != "sdpa" or not _has_kernel(model, device, compute_dtype):
+        return "mask"
+    _register()
+    pretrained.set_attn_implementation(VARLEN)
+    if _hands_down_bounds(model):
+        return "varlen"
+    pretrained.set_attn_implementation("sdpa")
+    return "mask"
+
+
+def _has_kernel(model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -> bool:
+    if device.type != "cuda":
+        return True  # a document after the other
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # noqa: F401
+    except ImportError:
+        return False
+    config: Any = model.config
+    heads = getattr(config, "num_attention_heads", 0)
+    size = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
+    dropout = max((float(getattr(config, key, 0) or 0) for key in ("attention_dropout", "attn_pdrop")), default=0.0)
+    half = compute_dtype in (torch.bfloat16, torch.float16)
+    return half and 0 < size <= 256 and size % 8 == 0 and dropout == 0 and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+class _Reached(Exception):  # noqa: N818
+    """Raised by the trial: attention was called; whether the bounds came along is in its argument."""
+
+
+def _hands_down_bounds(model: nn.Module) -> bool:
+    """Calls the model, on meta, with bounds, and ends the call in the first attention layer."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    pretrained: Any = model
+    name = pretrained.config._attn_implementation
+
+    def trial(module: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
+        raise _Reached(all(kwargs.get(key) is not None for key in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")))
+
+    before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
+    ALL_ATTENTION_FUNCTIONS.register(name, trial)
+    try:
+        ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        bounds = torch.zeros(2, dtype=torch.int32, device="meta")
+        pretrained(
+            input_ids=ids,
+            position_ids=ids,
+            cu_seq_lens_q=bounds,
+            cu_seq_lens_k=bounds,
+            max_length_q=2,
+            max_length_k=2,
+            use_cache=False,
+        )
+    except _Reached as reached:
+        return bool(reached.args[0])
+    except Exception:  # the model takes no such arguments, or cannot run on meta: then by a mask
+        return False
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(name, before)
+    return False
+
+
+def _register() -> None:
+    """Without a mask function of the same name: transformers then makes no mask, and asks the device nothing."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within documents; transformers' attention interface.
+
+    query: (batch, heads, tokens, head size); key and value: the same, with key-value heads. cu_seq_lens_q (documents + 1,):
+    where documents start in the flattened rows; None: every row is one. sliding_window: tokens that one sees, itself
+    included. Returns (batch, tokens, heads, head size).
+    """
+    assert attention_mask is None
+    if cu_seq_lens_q is None:
+        return _dense(module, query, key, value, dropout, scaling, sliding_window, kwargs), None
+    batch, _, tokens, _ = query.shape
+    # (batch x tokens, heads, head size): rows behind one another, documents as bounds
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    if query.device.type == "cuda":
+        assert max_length_q is not None
+        if torch.is_autocast_enabled("cuda"):
+            query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
+        out = _kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    else:
+        # split, not slices: the backward pass of split is one concatenation
+        sizes = cu_seq_lens_q.diff().tolist()
+        documents = zip(*(torch.split(tensor, sizes) for tensor in (query, key, value)), strict=True)
+        parts = []
+        for document in documents:
+            q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in document)
+            parts.append(_dense(module, q, k, v, dropout, scaling, sliding_window, kwargs)[0])
+        out = torch.cat(parts)
+    return out.view(batch, tokens, *out.shape[1:]), None
+
+
+def _kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    left = sliding_window - 1 if sliding_window is not None else -1
+    options: dict[str, Any] = {"scale": scaling}
+    if "window_size" in known:
+        options["window_size"] = (left, 0)  # 0 to the right: causal
+    else:
+        options["is_causal"] = True
+        assert sliding_window is None
+    if key.shape[1] != query.shape[1]:
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        else:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _dense(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    tokens, mask = query.shape[2], None
+    if sliding_window is not None and sliding_window < tokens:
+        place = torch.arange(tokens, device=query.device)
+        distance = place[:, None] - place[None, :]
+        mask = (distance >= 0) & (distance < sliding_window)
+    out: torch.Tensor
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    return out
+
+
+@torch.no_grad()
+def check_isolation(model: nn.Module, *, name: str, vocabulary: int, device: torch.device) -> None:
+    """Packs two documents of eight tokens and changes the first: the second's logits must stay as they are.
+
+    For models that are trusted to keep documents apart by themselves: some take position_ids and attend across all the
+    same. model: called as in training; every rank must call this. name: of the model's class, for the message.
+    Raises RecipeError where the second document sees the first.
+    """
+    generator = torch.Generator().manual_seed(0)
+    first, other, second = (torch.randint(vocabulary, (1, 8), generator=generator) for _ in range(3))
+    positions = torch.arange(8).repeat(2).unsqueeze(0).to(device)
+    training = model.training
+    model.eval()
+    try:
+        one, two = (
+            model(input_ids=torch.cat([before, second], dim=1).to(device), position_ids=positions, use_cache=False).logits[:, 8:].float()
+            for before in (first, other)
+        )
+    except TypeError:
+        crosses, difference = True, float("nan")  # no position_ids: nothing tells it where a document starts
+    else:
+        difference = float((one - two).abs().max() / one.abs().max())
+        crosses = not difference < 1e-4
+    finally:
+        model.train(training)
+    if crosses:
+        raise RecipeError(
+            f"data.packing: in {name} a packed document sees the one before it (its logits change by {difference:.1e}); "
+            "use packing: false, or another model.attention"
+        )

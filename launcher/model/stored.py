@@ -1,0 +1,194 @@
+"""A folder of safetensors: which tensors it has, rows of them, and how one is written. Nothing is read whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from launcher.errors import RecipeError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is known of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of all its elements."""
+        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
+
+    def meta(self) -> torch.Tensor:
+        """A tensor like it, without storage."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+class StoredTensors:
+    """The tensors of safetensors files, by name. Files are mapped: the pages that are read stay the kernel's."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        """files: for each tensor the file it stands in."""
+        self._files = files
+        headers = {file: _header(file) for file in dict.fromkeys(files.values())}
+        lost = sorted(name for name, file in files.items() if name not in headers[file])
+        if lost:
+            raise RecipeError([f"model.path: {files[name]} lacks {name}, which the index says it holds" for name in lost])
+        self.tensors = {name: headers[file][name] for name, file in files.items()}
+        self._open: tuple[Path, Any] | None = None
+
+    def dtype(self) -> torch.dtype:
+        """Of most of the bytes; float32 where there are none in floating point."""
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in self.tensors.values():
+            if tensor.dtype.is_floating_point:
+                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.bytes
+        return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+
+    def rows(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
+        """Rows of a tensor's dimension 0, or the whole; a view of the mapped file, not a copy of it."""
+        file = self._files[name]
+        if self._open is None or self._open[0] != file:
+            from safetensors import safe_open
+
+            self._open = (file, safe_open(file, framework="pt"))
+        handle = self._open[1]
+        if start is None:
+            whole: torch.Tensor = handle.get_tensor(name)
+            return whole
+        rows: torch.Tensor = handle.get_slice(name)[start:stop]
+        return rows
+
+    def close(self) -> None:
+        """Unmaps the last file."""
+        self._open = None
+
+
+def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
+    """The weights of a model's folder as transformers lays it out: one file, or several and an index.
+
+    key: of the recipe, for messages. Raises RecipeError for what cannot be read, with what to do about it.
+    """
+    if (folder / SINGLE).is_file():
+        return StoredTensors(dict.fromkeys(_header(folder / SINGLE), folder / SINGLE))
+    if (folder / INDEX).is_file():
+        try:
+            listing: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError):
+            raise RecipeError(f"{key}: {folder / INDEX} is not an index of safetensors: it has no weight_map") from None
+        absent = sorted({file for file in listing.values() if not (folder / file).is_file()})
+        if absent:
+            raise RecipeError(f"{key}: {folder} lacks {', '.join(absent)}, which its index names; the download is not complete")
+        return StoredTensors({name: folder / file for name, file in listing.items()})
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise RecipeError(f"{key}: {folder} holds an adapter, not a model; merge it first: launcher export RUN_DIR OUT merged=true")
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise RecipeError(
+            f"{key}: {folder} has no safetensors, only pickled weights, and those can run code when loaded. Where you trust them: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes safetensors"
+        )
+    raise RecipeError(f"{key}: {folder} has no weights: neither {SINGLE} nor {INDEX}; to start from random ones, set model.init: random")
+
+
+def _header(file: Path) -> dict[str, Shape]:
+    """The format's first 8 bytes are the length of a JSON header (little-endian), which gives each tensor's place."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            entries: dict[str, Any] = json.loads(stream.read(length)) if 0 < length <= size - 8 else {}
+        entries.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        found = {name: Shape(tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+    except OSError as error:
+        raise RecipeError(f"model.path: {file} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, LookupError):
+        raise RecipeError(f"model.path: {file} is not a safetensors file, or one of a kind that is not known here") from None
+    if 8 + length + end != size:
+        raise RecipeError(f"model.path: {file} is damaged: {size:,} bytes, and its header tells of {8 + length + end:,}; fetch it again")
+    return found
+
+
+class Writer:
+    """Writes one safetensors file, tensor by tensor, in an order that is known beforehand: none is held."""
+
+    def __init__(self, file: Path, tensors: Mapping[str, Shape]) -> None:
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name, tensor in tensors.items():
+            end = offset + tensor.bytes
+            entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+            offset = end
+        header = json.dumps(entries).encode()
+        header += b" " * (-len(header) % 8)  # tensors are aligned
+        self._expected = iter(tensors.items())
+        self._stream: BinaryIO = file.open("wb")
+        self._stream.write(len(header).to_bytes(8, "little") + header)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """The next tensor, cast to the dtype that was announced."""
+        expected, form = next(self._expected)
+        assert (name, tuple(tensor.shape)) == (expected, form.shape), (name, tensor.shape, expected, form.shape)
+        data = tensor.detach().to("cpu", form.dtype).contiguous().reshape(-1)
+        if data.numel():
+            self._stream.write(memoryview(data.view(torch.uint8).numpy()))
+
+    def close(self) -> None:
+        """Raises where tensors are lacking: no file is left that is shorter than it says."""
+        assert next(self._expected, None) is None
+        self._stream.close()
+
+
+def split_files(sizes: Sequence[int], max_bytes: int) -> list[range]:
+    """Cuts a row of things with these sizes into files of at most max_bytes; a larger one has a file of its own."""
+    cuts, filled = [0], 0
+    for index, size in enumerate(sizes):
+        if filled and filled + size > max_bytes:
+            cuts.append(index)
+            filled = 0
+        filled += size
+    return [range(start, stop) for start, stop in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
+
+
+def write_files(folder: Path | None, groups: Sequence[Mapping[str, Shape]], *, max_file_bytes: int) -> Iterator[Writer | None]:
+    """Yields for each group of tensors the writer that it goes to; the files get the names that transformers gives them,
+    and an index where there are several. folder: None: nothing is written (a rank that only gathers), and None is yielded.
+    """
+    files = split_files([sum(tensor.bytes for tensor in group.values()) for group in groups], max_file_bytes)
+    index: dict[str, str] = {}
+    for number, members in enumerate(files, start=1):
+        name = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        tensors = {key: tensor for member in members for key, tensor in groups[member].items()}
+        writer = Writer(folder / name, tensors) if folder is not None else None
+        index |= dict.fromkeys(tensors, name)
+        for _ in members:
+            yield writer
+        if writer is not None:
+            writer.close()
+    if folder is not None and len(files) > 1:
+        total = sum(tensor.bytes for group in groups for tensor in group.values())
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n")

@@ -1,0 +1,91 @@
+"""How samples are put into batches does not change what is learned: mixtures, token budgets, packing, over ranks and strategies."""
+
+import json
+
+import pytest
+
+from tests.distributed.launching import REPOSITORY, torchrun
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("modes")
+    torchrun(REPOSITORY / "tests/distributed/data_worker.py", folder, ranks=2, timeout=240).check()
+    return json.loads((folder / "results.json").read_text())
+
+
+def same(one, other, *, tolerance=1e-5):
+    assert len(one["losses"]) == len(other["losses"]) > 0
+    assert one["losses"] == pytest.approx(other["losses"], rel=tolerance)
+    assert one["norms"] == pytest.approx(other["norms"], rel=tolerance)
+    assert one["counts"] == other["counts"], "the same tokens, with and without a target"
+
+
+def test_a_mixture_is_the_same_on_any_number_of_ranks(results):
+    same(results["mixture, 2 ranks"], results["mixture, 1 rank"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_token_budget_changes_the_micro_batches_alone(results, strategy):
+    by_tokens = results[f"by tokens, 2 ranks, {strategy}"]
+    same(by_tokens, results["by rows, 1 rank"])
+    assert results["by rows, 1 rank"]["micro_batches"] == [1, 1, 1, 1]
+
+
+def test_a_token_budget_goes_through_the_last_incomplete_step(results):
+    same(results["by tokens, 2 ranks, two passes"], results["by tokens, 1 rank, two passes"])
+    assert len(results["by tokens, 1 rank, two passes"]["losses"]) == 15, "60 sequences twice, 8 a step"
+    assert len(set(results["by tokens, 1 rank, two passes"]["micro_batches"])) > 1, "as many micro-batches as the lengths ask for"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model", ["llama", "mistral", "gpt2"])
+def test_packing_does_not_change_the_loss(results, model, attention):
+    packed, loose = results[f"packed, {model}, {attention}"], results[f"not packed, {model}"]
+    assert packed["tokens"] == loose["tokens"] > 300
+    assert packed["loss"] == pytest.approx(loose["loss"], rel=1e-5)
+    how = "variable-length attention" if attention == "sdpa" else "a mask"
+    assert f"kept apart by {how}" in packed["described"][0]
+
+
+def test_a_step_of_packed_documents_has_the_gradient_of_the_same_documents_alone(results):
+    loose = results["a step of all, not packed"]
+    for name in ("a step of all, packed", "a step of all, packed, offload and checkpointing"):
+        assert results[name]["losses"] == pytest.approx(loose["losses"], rel=1e-5)
+        assert results[name]["norms"] == pytest.approx(loose["norms"], rel=1e-5)
+        assert results[name]["micro_batches"] == loose["micro_batches"]
+
+
+def test_named_validation_sets(results):
+    sets = results["two sets"]["sets"]
+    assert list(sets) == ["a", "b"]
+    assert sets["a"][1] > sets["b"][1] > 30
+    assert sets["a"] == pytest.approx([results["packed, llama, sdpa"]["loss"], results["packed, llama, sdpa"]["tokens"]])
+    whole = sum(loss * tokens for loss, tokens in sets.values()) / sum(tokens for _, tokens in sets.values())
+    assert results["two sets"]["loss"] == pytest.approx(whole)
+
+
+def test_a_stream_is_the_same_on_any_number_of_ranks_and_loader_processes(results):
+    alone = results["stream, 1 rank"]
+    same(results["stream, 2 ranks"], alone)
+    same(results["stream, 2 ranks, loader processes"], alone)
+    assert results["stream, another seed"]["counts"] != alone["counts"]
+
+
+@pytest.mark.parametrize("model", ["llama", "bert"])
+def test_sequence_classification(results, model):
+    alone = results[f"classes, {model}, 1 rank"]
+    same(results[f"classes, {model}, 2 ranks"], alone)
+    same(results[f"classes, {model}, 2 ranks, by tokens, fsdp"], alone)
+    assert all(targets == 8 for targets, _ in alone["counts"]), "one target a text"
+    assert results["classes"]["tokens"] == 40
+
+
+def test_a_model_and_data_of_ones_own(results):
+    """Images: sums over the batch are divided by its targets, over ranks, micro-batches and the last, incomplete step."""
+    alone = results["images, 1 rank"]
+    same(results["images, 2 ranks"], alone)
+    same(results["images, 2 ranks, fsdp"], alone)
+    assert [targets for targets, _ in alone["counts"]] == [8] * 12 + [4]
+    assert alone["losses"][-1] < 0.7 * alone["losses"][0]
+    assert results["images"]["tokens"] == 10

@@ -1,0 +1,323 @@
+"""Tokenization in processes, what becomes of bad rows, and what is found again."""
+
+import fcntl
+import itertools
+import json
+import os
+import time
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from launcher import hub
+from launcher.data import making, store
+from launcher.data.sources import Part, file_part, find_parts, read_all, read_rows, split
+from launcher.data.store import open_store
+from launcher.errors import RecipeError
+from launcher.recipe import schema
+
+END = 256
+
+
+@pytest.fixture
+def many_tasks(monkeypatch):
+    """Small inputs are taken for large ones: processes are started, and a task is some lines."""
+    monkeypatch.setattr(making, "_IN_PROCESS_BYTES", 0)
+    monkeypatch.setattr(making, "_TASK_BYTES", 64)
+    monkeypatch.setattr(making, "_TASKS_PER_PROCESS", 10**6)
+    monkeypatch.setattr(making, "_BLOCK_ROWS", 7)
+
+
+def jsonl(file, texts):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file
+
+
+def opened(
+    tmp_path, *patterns, kind="text", tokenizer="bytes", build=True, told=None, validation=False, refresh=False, num_labels=None, **data
+):
+    return open_store(
+        kind=kind,
+        patterns=tuple(map(str, patterns)),
+        data=schema.Data(kind=kind, cache=str(tmp_path / "cache"), **data),
+        tokenizer=tokenizer,
+        build=build,
+        report=(lambda line: None) if told is None else told.append,
+        validation=validation,
+        refresh=refresh,
+        num_labels=num_labels,
+    )
+
+
+def texts_of(found):
+    return [bytes(found.ids[start : end - 1].tolist()).decode() for start, end in itertools.pairwise(found.offsets)]
+
+
+def stores(tmp_path):
+    return sorted(path.name for path in (tmp_path / "cache").iterdir())
+
+
+# Parts
+
+
+@pytest.mark.parametrize("size", [1, 10, 33, 100, 10**6])
+def test_parts_of_a_file_are_its_rows(tmp_path, size):
+    texts = [f"{number} " + "ü\u2028" * (number % 7) for number in range(50)]
+    file = jsonl(tmp_path / "a.jsonl", texts)
+    lines = file.read_text(encoding="utf-8").split("\n")
+    lines[8:8] = ["", "  "]
+    file.write_text("\n".join(lines) + "\n" + json.dumps({"text": "last"}), encoding="utf-8")
+    whole = list(read_rows(file_part(file)))
+    parts = split(file_part(file), size)
+    assert (len(parts) > 10) == (size <= 100)
+    in_parts = list(read_all(parts))
+    assert [row.values for row in in_parts] == [row.values for row in whole] == [{"text": text} for text in [*texts, "last"]]
+    assert [row.where for row in in_parts] == [row.where for row in whole]
+    assert whole[-1].where == f"{file}:54"
+    assert next(read_rows(Part(str(file), "jsonl", start=whole[40].place))).values == whole[40].values
+
+
+def test_parts_of_parquet(tmp_path):
+    file = tmp_path / "a.parquet"
+    rows = [{"text": str(number)} for number in range(95)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=10)
+    parts = split(file_part(file), 1)
+    assert len(parts) == 10
+    assert [(row.values, row.where) for row in read_all(parts)] == [
+        (row, f"{file} row {number}") for number, row in enumerate(rows, start=1)
+    ]
+    assert len(split(file_part(file), 10**9)) == 1
+
+
+def test_line_numbers_in_any_order(tmp_path):
+    part = file_part(jsonl(tmp_path / "a.jsonl", ["x"] * 40))
+    rows = list(read_rows(part))
+    for number in (30, 31, 3, 39, 0):
+        assert rows[number].where == f"{part.name}:{number + 1}"
+
+
+# In processes
+
+
+def test_the_order_is_that_of_files_and_lines_however_many_processes(tmp_path, many_tasks, capfd):
+    texts = [[f"{name}{number} " + "x" * (number % 13) for number in range(60)] for name in "abc"]
+    jsonl(tmp_path / "data/a.jsonl", texts[0])
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"text": text} for text in texts[1]]), tmp_path / "data/b.parquet", row_group_size=7
+    )
+    jsonl(tmp_path / "data/c.jsonl", texts[2])
+    (tmp_path / "data/d.txt").write_text("d")
+    told = []
+    alone = opened(tmp_path, tmp_path / "data", processes=1, told=told)
+    (tmp_path / "cache").rename(tmp_path / "first")
+    together = opened(tmp_path, tmp_path / "data", processes=3, told=told)
+    assert texts_of(alone) == texts_of(together) == [*texts[0], *texts[1], *texts[2], "d"]
+    assert alone.ids.tobytes() == together.ids.tobytes()
+    assert alone.offsets.tobytes() == together.offsets.tobytes()
+    assert alone.largest_id == together.largest_id == END
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert sorted(file.name for file in folder.iterdir()) == ["ids.npy", "meta.json", "offsets.npy"]
+    assert [line for line in told if line.startswith("tokenized 181 documents")]
+    printed = capfd.readouterr()
+    assert "Generating" not in printed.out + printed.err
+
+
+def test_labels_and_classes_come_through_processes(tmp_path, many_tasks):
+    file = tmp_path / "a.jsonl"
+    rows = [{"input_ids": [number, 1, 2]} | ({"labels": [-100, 5, 700 + number]} if number > 20 else {}) for number in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = opened(tmp_path, file, kind="tokens", tokenizer=None, processes=2)
+    assert found.labels.reshape(-1, 3).tolist() == [row.get("labels", row["input_ids"]) for row in rows]
+    assert (found.largest_id, found.kind, found.classes) == (739, "tokens", None)
+    file.write_text("".join(json.dumps({"text": f"t{number}", "label": number % 3}) + "\n" for number in range(40)))
+    found = opened(tmp_path, file, kind="classification", processes=2)
+    assert found.classes.tolist() == [number % 3 for number in range(40)]
+    assert found.labels is None
+    assert found.ids[: found.offsets[1]].tolist() == [*b"t0"]
+    with pytest.raises(RecipeError, match=r"a.jsonl:3: column 'label': label 2 is out of range; there are 0 to 1"):
+        opened(tmp_path, file, kind="classification", processes=2, num_labels=2)
+
+
+def broken_rows(tmp_path, bad):
+    file = jsonl(tmp_path / "a.jsonl", [f"text {number}" for number in range(60)])
+    lines = file.read_text().splitlines(keepends=True)
+    for number in bad:
+        lines[number] = "{not json\n"
+    file.write_text("".join(lines))
+    return file
+
+
+def test_a_bad_row_found_by_a_process(tmp_path, many_tasks):
+    file = broken_rows(tmp_path, [47])
+    with pytest.raises(RecipeError) as refused:
+        opened(tmp_path, file, processes=2)
+    assert str(refused.value) == f"{file}:48: not JSON: Expecting property name enclosed in double quotes (column 2)"
+    assert stores(tmp_path) == []
+
+
+def test_what_is_wrong_with_the_tokenizer_is_told_from_a_process(tmp_path, many_tasks):
+    (tmp_path / "tokenizer").mkdir()
+    with pytest.raises(RecipeError, match=r"^data.tokenizer: .*: no tokenizer could be loaded: "):
+        opened(tmp_path, jsonl(tmp_path / "a.jsonl", "abc" * 30), tokenizer=str(tmp_path / "tokenizer"), processes=2)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_skipped_rows_are_listed_at_every_start(tmp_path, many_tasks, processes):
+    file = broken_rows(tmp_path, [3, 47])
+    told = []
+    first = opened(tmp_path, file, processes=processes, on_error="skip", told=told)
+    problem = "not JSON: Expecting property name enclosed in double quotes (column 2)"
+    assert first.skipped == [{"where": f"{file}:{line}", "problem": problem} for line in (4, 48)]
+    assert first.documents == 58
+    again = opened(tmp_path, file, processes=processes, on_error="skip", told=told)
+    assert again.skipped == first.skipped
+    assert (
+        sum(line == f"data.on_error: skip: 2 rows that cannot be used are left out, the first: {file}:4: {problem}" for line in told) == 2
+    )
+    with pytest.raises(RecipeError):
+        opened(tmp_path, file, processes=processes)
+
+
+def test_nothing_but_bad_rows(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("x\n\n[]\n")
+    with pytest.raises(RecipeError) as refused:
+        opened(tmp_path, file, on_error="skip")
+    assert str(refused.value) == (
+        "data: 1 files, and not one document with text in them; all 2 rows were skipped, "
+        f"the first: {file}:1: not JSON: Expecting value (column 1)"
+    )
+    assert stores(tmp_path) == []
+
+
+def test_several_bad_rows_are_told_at_once(tmp_path):
+    file = broken_rows(tmp_path, range(3, 20))
+    with pytest.raises(RecipeError) as refused:
+        opened(tmp_path, file)
+    assert [line.split(": ")[0] for line in refused.value.problems[:-1]] == [f"{file}:{line}" for line in range(4, 9)]
+    assert refused.value.problems[-1] == "... and 12 more near by; data.on_error: skip leaves such rows out"
+
+
+# What is left and found again
+
+
+def test_what_a_killed_process_left_is_removed_and_never_taken_for_whole(tmp_path):
+    cache = tmp_path / "cache"
+    dead, alive, young = (cache / f"{store._SCRATCH}{name}" for name in ("dead", "alive", "young"))
+    for folder in (dead, alive, young):
+        folder.mkdir(parents=True)
+        (folder / "ids.npy").write_bytes(b"half")
+        (folder / "lock").write_text("")
+    for folder in (dead, alive):
+        os.utime(folder, (time.time() - 3600,) * 2)
+    with (alive / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert texts_of(opened(tmp_path, jsonl(tmp_path / "a.jsonl", ["x"]))) == ["x"]
+        assert (dead.exists(), alive.exists(), young.exists()) == (False, True, True)
+
+
+def test_a_store_that_is_there_needs_neither_tokenizer_nor_datasets(tmp_path, many_tasks, monkeypatch):
+    import sys
+
+    file = jsonl(tmp_path / "a.jsonl", [f"text {number}" for number in range(30)])
+    opened(tmp_path, file, processes=2)
+    for module in ("datasets", "transformers"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert opened(tmp_path, file, processes=4).documents == 30
+
+
+def test_what_makes_another_store(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", ["x"])
+    opened(tmp_path, file)
+    for changed in (
+        {"on_error": "skip"},
+        {"kind": "instruct", "prompt_column": "text", "response_column": "text"},
+        {"text_column": "text"},
+    ):
+        opened(tmp_path, file, **changed)
+    assert len(stores(tmp_path)) == 3
+
+
+def test_columns_that_a_kind_does_not_read_make_no_other_store(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", ["x"])
+    opened(tmp_path, file)
+    opened(tmp_path, file, prompt_column="q", processes=7)
+    assert len(stores(tmp_path)) == 1
+
+
+# Patterns
+
+
+def test_a_folder_of_rows_may_have_a_readme(tmp_path):
+    jsonl(tmp_path / "set/a.jsonl", ["x"])
+    (tmp_path / "set/README.md").write_text("about it")
+    assert [part.form for part in find_parts((str(tmp_path / "set"),), kind="chat")] == ["jsonl"]
+    assert [part.form for part in find_parts((str(tmp_path / "set"),), kind="text")] == ["text", "jsonl"]
+    with pytest.raises(RecipeError, match=r"README.md: kind chat reads .jsonl, .json, .parquet, .csv; use kind text for text files"):
+        find_parts((str(tmp_path / "set/README.md"),), kind="chat")
+
+
+# The hub: `load_dataset` is replaced, since there is no network here
+
+
+@pytest.fixture
+def hub_sets(monkeypatch, tmp_path):
+    """Hub data sets by (repository, config); what was asked for is noted."""
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    sets = {("me/set", None): {"train": ["a", "b"], "test": ["t"]}, ("me/set", "small"): {"train": ["s"], "validation": ["v"]}}
+    asked = []
+
+    def load_dataset(repository, config, *, split):
+        asked.append((repository, config, split))
+        if (repository, config) not in sets:
+            raise ConnectionError("no network\nreally")
+        if split not in sets[repository, config]:
+            raise ValueError(f'Unknown split "{split}". Should be one of {sorted(sets[repository, config])}.')
+        return datasets.Dataset.from_list([{"text": text} for text in sets[repository, config][split]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub.load_data_set.cache_clear()
+    yield sets, asked
+    hub.load_data_set.cache_clear()
+
+
+def test_hub_data_sets(tmp_path, hub_sets):
+    _, asked = hub_sets
+    local = jsonl(tmp_path / "a.jsonl", ["local"])
+    assert texts_of(opened(tmp_path, "me/set", local)) == ["a", "b", "local"]
+    assert texts_of(opened(tmp_path, "me/set:test")) == ["t"]
+    assert texts_of(opened(tmp_path, "me/set/small")) == ["s"]
+    assert texts_of(opened(tmp_path, "me/set/small:validation")) == ["v"]
+    assert texts_of(opened(tmp_path, "me/set", validation=True)) == ["t"]
+    assert texts_of(opened(tmp_path, "me/set/small", validation=True)) == ["v"]
+    assert asked[:2] == [("me/set", None, "train"), ("me/set", None, "test")]
+    row = next(read_rows(Part("me/set:test", "hub")))
+    assert row.where == "me/set:test row 1"
+
+
+def test_hub_data_sets_in_processes(hub_sets, tmp_path, many_tasks):
+    sets, _ = hub_sets
+    sets["me/set", None]["train"] = [f"text {number}" for number in range(50)]
+    assert texts_of(opened(tmp_path, "me/set", processes=2)) == sets["me/set", None]["train"]
+
+
+def test_hub_data_sets_that_are_not_there(tmp_path, hub_sets):
+    with pytest.raises(RecipeError, match=r"^data: me/gone is not in the cache of data sets and could not be fetched: no network; where"):
+        opened(tmp_path, "me/gone")
+    with pytest.raises(RecipeError, match=r"^data: me/set:dev: has no split dev: Unknown split \"dev\". Should be one of .*; name one"):
+        opened(tmp_path, "me/set:dev")
+
+
+def test_a_hub_data_set_stays_the_one_that_was_read(tmp_path, hub_sets):
+    sets, asked = hub_sets
+    opened(tmp_path, "me/set")
+    sets["me/set", None]["train"] = ["new", "rows"]
+    hub.load_data_set.cache_clear()
+    assert texts_of(opened(tmp_path, "me/set")) == texts_of(opened(tmp_path, "me/set", build=False)) == ["a", "b"]
+    assert len(asked) == 1
+    assert texts_of(opened(tmp_path, "me/set", refresh=True)) == ["new", "rows"]
+    assert texts_of(opened(tmp_path, "me/set", build=False)) == ["new", "rows"]

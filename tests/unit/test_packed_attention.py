@@ -1,0 +1,106 @@
+"""Packed documents give the logits and gradients that they give alone, and what cannot keep them apart is refused."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from launcher.errors import RecipeError
+from launcher.model.attention import VARLEN, check_isolation, isolate_documents
+
+CPU = torch.device("cpu")
+BASE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 1}
+MODELS = {
+    "llama": BASE,
+    "mistral": BASE | {"sliding_window": 4},
+    "gemma3_text": BASE | {"head_dim": 8, "sliding_window": 4},
+    "gemma2": BASE | {"head_dim": 8, "sliding_window": 4},
+    "gpt2": GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "mixtral": BASE | {"num_local_experts": 4},
+}
+DOCUMENTS = [[5, 9, 2], [16]]
+"""Tokens of each document, row by row; the first row is padded by a document that is padding."""
+
+
+def config(model_type):
+    return AutoConfig.for_model(model_type, **MODELS.get(model_type, BASE))
+
+
+def isolate(model_type, attention=None, settings=None):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings or config(model_type), dtype=torch.float32, attn_implementation=attention)
+    return isolate_documents(model, device=CPU, compute_dtype=torch.float32), model.config._attn_implementation
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_packed_documents_are_as_alone(model_type, attention):
+    if (model_type, attention) == ("gemma2", "sdpa"):
+        attention = None  # it has eager attention alone
+    isolation, name = isolate(model_type, attention)
+    assert (isolation, name) == (("varlen", VARLEN) if attention == "sdpa" else ("mask", "eager"))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(model_type), dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.randint(64, (2, 16))
+    weight = torch.randn(2, 16, 64)
+    alone = torch.zeros(2, 16, 64)
+    for row, sizes in enumerate(DOCUMENTS):
+        for end, size in zip(torch.tensor(sizes).cumsum(0).tolist(), sizes, strict=True):
+            alone[row, end - size : end] = model(input_ids=ids[row : row + 1, end - size : end], use_cache=False).logits
+    (alone * weight).sum().backward()
+    expected = {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    model.set_attn_implementation(name)
+    inputs = {"position_ids": torch.stack([torch.cat([torch.arange(size) for size in sizes]) for sizes in DOCUMENTS])}
+    if isolation == "varlen":
+        bounds = torch.tensor([0, 5, 14, 16, 32], dtype=torch.int32)
+        inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 16, "max_length_k": 16}
+    packed = model(input_ids=ids, use_cache=False, **inputs).logits
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
+    (packed * weight).sum().backward()
+    for key, gradient in expected.items():
+        torch.testing.assert_close(model.get_parameter(key).grad, gradient, rtol=1e-4, atol=1e-4, msg=key)
+
+
+def test_a_whole_row_needs_no_bounds():
+    """A micro-batch in which no row is packed is attended densely, a sliding window included."""
+    isolate("mistral", "sdpa")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config("mistral"), dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.randint(64, (2, 16))
+    expected = model(input_ids=ids, use_cache=False).logits
+    model.set_attn_implementation(VARLEN)
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("model_type", "crosses"), [("llama", False), ("bloom", True), ("falcon", True)])
+def test_models_that_do_not_keep_documents_apart_are_found(model_type, crosses):
+    """Alibi counts distance over the whole row: position_ids do not reach it."""
+    settings = AutoConfig.for_model(model_type, **BASE)
+    if model_type != "llama":
+        assert isolate(model_type, settings=settings)[0] == "mask"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    model.train()
+    if crosses:
+        with pytest.raises(RecipeError, match=r"data\.packing: in .* a packed document sees the one before it"):
+            check_isolation(model, name=model_type, vocabulary=64, device=CPU)
+    else:
+        check_isolation(model, name=model_type, vocabulary=64, device=CPU)
+    assert model.training
+
+
+def test_layers_that_carry_a_state_are_refused():
+    with pytest.raises(RecipeError, match=r"data\.packing: MambaForCausalLM has layers .* use packing: false"):
+        isolate("mamba", settings=AutoConfig.for_model("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2))
