@@ -13,6 +13,7 @@ from launcher.recipe.decode import suggestion
 VERBS = {
     "inspect": "decoded samples as the model will see them: what carries loss, what is cut, how long documents are",
     "show": "the resolved recipe, each value with where it came from",
+    "prepare": "on a node with network: fetch model and data, tokenize into the cache",
     "export": "the weights of a run as a Hugging Face folder, in another dtype, an adapter merged",
     "selftest": "the same losses over strategies, accumulation and ranks, on your recipe and machine",
 }

@@ -38,8 +38,10 @@ def data_set_id(name: str) -> tuple[str, str | None, str | None]:
 
 
 @functools.lru_cache(maxsize=8)
-def load_data_set(name: str, *, validation: bool = False) -> Any:
+def load_data_set(name: str, *, validation: bool = False, streaming: bool = False) -> Any:
     """The rows of a hub data set (a `datasets.Dataset`, memory-mapped from its cache), fetched where they are missing.
+
+    streaming: a `datasets.IterableDataset` instead, whose rows are fetched as they are read.
 
     validation: without a split in the name, take the split `validation`, or else `test`; false: take `train`.
     Raises RecipeError where it is neither here nor to be had, or has no such split.
@@ -50,12 +52,12 @@ def load_data_set(name: str, *, validation: bool = False) -> Any:
     splits = [split] if split else ["validation", "test"] if validation else ["train"]
     for wanted in splits:
         try:
-            return datasets.load_dataset(repository, config, split=wanted)
+            return datasets.load_dataset(repository, config, split=wanted, **({"streaming": True} if streaming else {}))
         except ValueError as error:
             what = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if "split" not in what.lower():
                 raise RecipeError(f"data: {name}: {what}") from None
-            problem = f"data: {name}: has no split {' or '.join(splits)}: {what}; name one, as in {repository}:train"
+            problem = f"data: {name}: has no split {' or '.join(splits)}: {what.rstrip('.')}; name one, as in {repository}:train"
         except Exception as error:  # no network, no such repository, no access, a broken file: many classes
             what = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RecipeError(

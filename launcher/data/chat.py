@@ -103,6 +103,8 @@ class Rendered:
     spans: list[Span]
     marked: bool
     """By the template itself. Else the end of a turn is still to be added."""
+    closed: bool
+    """The last turn is the assistant's."""
 
 
 class ChatTemplate:
@@ -126,6 +128,7 @@ class ChatTemplate:
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not any(number >= loss_from for number in turns):
             raise RowError("no assistant turn, so nothing to learn from")
+        closed = turns[-1] == len(messages) - 1
         if _MARKS.search(self._source(tools)):
             text, marks = self._fill(messages, tools, marks=True)
             marks = [span for span in marks if span[1] > span[0]]
@@ -135,7 +138,7 @@ class ChatTemplate:
                 if len(marks) != len(turns):
                     raise RowError(f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks: which are the prompt's?")
                 marks = marks[sum(number < loss_from for number in turns) :]
-            return Rendered(text, marks, marked=True)
+            return Rendered(text, marks, marked=True, closed=closed)
         text, _ = self._fill(messages, tools)
         spans = None
         if not any(messages[number].get(key) for number in turns for key in _SPOKEN):
@@ -144,14 +147,14 @@ class ChatTemplate:
                 spans = self._verified(messages, tools, text, turns, thoughts=True)
         if spans is None:
             spans = self._by_turns(messages, tools, text, turns)
-        return Rendered(text, [span for number, span in zip(turns, spans, strict=True) if number >= loss_from], marked=False)
+        return Rendered(text, [span for number, span in zip(turns, spans, strict=True) if number >= loss_from], marked=False, closed=closed)
 
     def tokens(self, rendered: list[Rendered]) -> list[tuple[Ids, Ids]]:
         """(ids, labels) of each conversation: labels are the ids where loss is due, IGNORED elsewhere.
 
         Without marks, the special token that ends a turn is learned too, or the model would never stop: the one that
-        follows an answer (white space between them included), and where the last answer ends the text without one, the
-        tokenizer's eos_token, which is added. Raises RecipeError where that is needed and there is none.
+        follows an answer (white space between them included). Where the last turn ends without one, all that the template
+        puts behind it is learned, and the tokenizer's eos_token, which is added. Raises RecipeError where it has none.
         """
         found = self._tokenizer(
             [one.text for one in rendered],
@@ -173,23 +176,30 @@ class ChatTemplate:
         for start, end in rendered.spans:
             learned |= (starts < end) & (ends > start)
         if not rendered.marked:
+            special = np.isin(ids, list(self._special))
             for _, end in rendered.spans:
                 after = int(np.searchsorted(starts, end))  # the first token that holds nothing of the answer
                 stop = after
-                while stop < len(ids) and ids[stop] not in self._special and not rendered.text[starts[stop] : ends[stop]].strip():
+                while stop < len(ids) and not special[stop] and not rendered.text[starts[stop] : ends[stop]].strip():
                     stop += 1
-                if stop < len(ids) and ids[stop] in self._special:
+                if stop < len(ids) and special[stop]:
                     learned[after : stop + 1] = True
-                elif not rendered.text[end:].strip():
-                    if self._tokenizer.eos_token_id is None:
-                        raise RecipeError(
-                            "data.chat_template: no special token ends the assistant's turn, and the tokenizer has no eos_token: the "
-                            "model would not learn to stop; end the turn with one in the template"
-                        )
-                    ids = np.append(ids, np.int32(self._tokenizer.eos_token_id))
-                    learned = np.append(learned, True)
-                    learned[after:] = True
+                elif rendered.closed and end == rendered.spans[-1][1]:
+                    stops = np.flatnonzero(special[after:])
+                    if not stops.size:
+                        ids, learned, special = np.append(ids, np.int32(self._end)), np.append(learned, True), np.append(special, True)
+                        stops = np.array([len(ids) - 1 - after])
+                    learned[after : after + int(stops[0]) + 1] = True  # what the template ends a turn with, in ordinary tokens too
         return ids, np.where(learned, ids, np.int32(IGNORED)).astype(np.int32)
+
+    @property
+    def _end(self) -> int:
+        if self._tokenizer.eos_token_id is None:
+            raise RecipeError(
+                "data.chat_template: no special token ends the assistant's turn, and the tokenizer has no eos_token: the model would not "
+                "learn to stop; end the turn with one in the template"
+            )
+        return int(self._tokenizer.eos_token_id)
 
     def _source(self, tools: list[Any] | None) -> str:
         return str(self._tokenizer.get_chat_template(self._template, tools))
@@ -198,7 +208,7 @@ class ChatTemplate:
         self, messages: list[Message], tools: list[Any] | None, *, marks: bool = False, prompt: bool = False
     ) -> tuple[str, list[Span]]:
         """The template's text, and the places of its marks."""
-        from jinja2.exceptions import TemplateError
+        from jinja2.exceptions import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -210,9 +220,14 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **self._tokenizer.special_tokens_map,
             )
+        except TemplateSyntaxError as error:
+            where = "data.chat_template" if self._template is not None else "data.tokenizer: its chat template"
+            raise RecipeError(f"{where}: line {error.lineno}: {error.message}") from None
         except TemplateError as error:
             raise RowError(f"the chat template refuses this conversation: {error}") from None
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except ImportError:
+            raise
+        except Exception as error:  # whatever a template makes of what it did not expect
             raise RowError(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
         return texts[0], list(places[0]) if marks else []
 

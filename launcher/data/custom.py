@@ -11,9 +11,6 @@ and in the recipe `data: {builder: my_package.images:build, arguments: {folder: 
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +20,7 @@ from torch import nn
 
 from launcher.batching import NO_SAMPLE
 from launcher.errors import RecipeError
+from launcher.functions import call_function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,24 +89,9 @@ class CustomDataset:
 def build_custom_data(builder: str, arguments: Mapping[str, Any] | None) -> CustomData:
     """Calls `package.module:function` with the recipe's arguments. Raises RecipeError where it is not to be found, or
     returns something else."""
-    built = load_function(builder, key="data.builder")(**(arguments or {}))
+    built = call_function(builder, arguments or {}, key="data.builder")
     if not isinstance(built, CustomData):
         raise RecipeError(f"data.builder: {builder} must return a launcher.data.custom.CustomData; got {type(built).__name__}")
     if not len(built.train):
         raise RecipeError(f"data.builder: {builder} returned an empty training set")
     return built
-
-
-def load_function(name: str, *, key: str) -> Callable[..., Any]:
-    """`package.module:function`; the folder that the command was started in is looked in too."""
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise RecipeError(f"{key}: {name}: {error} (looked for in {os.getcwd()} and the installed packages)") from None
-    function = getattr(found, attribute, None)
-    if not callable(function):
-        raise RecipeError(f"{key}: {name}: {module} has no function {attribute}")
-    return function  # type: ignore[no-any-return]

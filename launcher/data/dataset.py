@@ -16,7 +16,6 @@ from launcher import loss
 from launcher.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
 from launcher.data import packing
 from launcher.data.store import TokenStore, open_store
-from launcher.errors import RecipeError
 from launcher.loss import IGNORED
 from launcher.recipe import schema
 
@@ -126,9 +125,8 @@ class SequenceDataset:
             how = {"mask": "a mask", "varlen": "variable-length attention"}[self.isolation]
             text += f", packed ({1 - tokens / (sequences * self.length):.1%} padding; kept apart by {how})"
         lines = [text, *_what_did_not_fit(self.store, self.sequences, self.length)]
-        if self.store.labels is not None:
-            trained = int((self.store.labels != IGNORED).sum())
-            lines[0] += f"; {trained:,} tokens carry loss ({trained / int(self.store.offsets[-1]):.1%})"
+        if self.store.labels is not None and self.store.trained is not None:
+            lines[0] += f"; {self.store.trained:,} tokens carry loss ({self.store.trained / int(self.store.offsets[-1]):.1%})"
         return lines
 
 
@@ -371,20 +369,12 @@ def _open_one(
         tokenizer=tokenizer,
         validation=validation,
         num_labels=classes,
+        vocabulary=vocabulary,
         build=build,
         report=report,
     )
-    if vocabulary is not None and store.largest_id >= vocabulary:
-        whose = "" if kind == "tokens" else f" of the tokenizer {tokenizer}"
-        raise RecipeError(
-            f"data: token id {store.largest_id}{whose} is beyond the model's vocabulary of {vocabulary} "
-            "(model.config.vocab_size); is it this model's tokenizer?"
-        )
     length = data.sequence_length
     if kind == "classification":
-        assert store.classes is not None
-        if classes is not None and int(store.classes.max()) >= classes:
-            raise RecipeError(f"data: class {int(store.classes.max())} is beyond the model's {classes} classes (model.num_labels)")
         return ClassificationDataset(store, packing.separate(store.offsets, length, cut=True), length, padding)
     cut = kind in ("chat", "instruct")  # the end of an answer without its beginning teaches nothing
     if not data.packing:

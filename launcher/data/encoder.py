@@ -47,7 +47,6 @@ class Encoder:
     """A folder, a hub id or `bytes`; None: kind tokens, which needs none."""
     columns: dict[str, str | None]
     labels: tuple[str, ...] | None = None
-    num_labels: int | None = None
     template: str | None = None
     """The text of a chat template in the place of the tokenizer's own."""
 
@@ -60,7 +59,7 @@ class Encoder:
         """Changes whenever the ids of a row could. Loads no tokenizer."""
         name = None if self.tokenizer is None else tokenizer_identity(self.tokenizer)
         template = None if self.template is None else hashlib.sha256(self.template.encode()).hexdigest()
-        return [self.kind, name, self.columns, self.labels, self.num_labels, template]
+        return [self.kind, name, self.columns, self.labels, template]
 
     def encode_rows(
         self, rows: Iterable[Row], *, batch_rows: int = _BATCH_ROWS, batch_characters: int = _BATCH_CHARACTERS
@@ -98,10 +97,10 @@ class Encoder:
                 yield Encoded(row, *next(good))
 
 
-def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | None, num_labels: int | None = None) -> Encoder:
+def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | None) -> Encoder:
     """The encoder of a recipe's data section; with what `kind` does not use left out, so that it makes no other store.
 
-    tokenizer: a folder, a hub id or `bytes`. num_labels: classes of the model, where they are known.
+    tokenizer: a folder, a hub id or `bytes`.
     Raises RecipeError where the chat template cannot be read.
     """
     used = {
@@ -111,7 +110,6 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
         "instruct": ("prompt_column", "response_column"),
         "classification": ("text_column", "label_column"),
     }[kind]
-    classifies = kind == "classification"
     template = None
     if kind in ("chat", "instruct") and data.chat_template is not None:
         try:
@@ -125,8 +123,7 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
         kind=kind,
         tokenizer=None if kind == "tokens" else tokenizer,
         columns={name: getattr(data, name) for name in used},
-        labels=data.labels if classifies else None,
-        num_labels=(num_labels if data.labels is None else len(data.labels)) if classifies else None,
+        labels=data.labels if kind == "classification" else None,
         template=template,
     )
 
@@ -287,10 +284,10 @@ def _labelled_text(context: _Context, row: dict[str, Any]) -> tuple[str, int]:
     text = _column_text(row, encoder.text_column)
     if not text:
         raise RowError(f"column {encoder.text_column!r} is empty")
-    return text, _category(row, encoder.columns["label_column"] or "label", encoder.labels, encoder.num_labels)
+    return text, _category(row, encoder.columns["label_column"] or "label", encoder.labels)
 
 
-def _category(row: dict[str, Any], column: str, names: tuple[str, ...] | None, classes: int | None) -> int:
+def _category(row: dict[str, Any], column: str, names: tuple[str, ...] | None) -> int:
     value = row.get(column)
     if value is None:
         got = "no such column" if column not in row else "it holds nothing"
@@ -301,8 +298,8 @@ def _category(row: dict[str, Any], column: str, names: tuple[str, ...] | None, c
     if type(number) is not int:
         known = ", ".join(names) if names is not None else "none; data.labels gives names"
         raise RowError(f"column {column!r}: {value!r} is no class; it must be a whole number from 0, or one of the names ({known})")
-    if not 0 <= number < (classes or 2**31):
-        limit = f"0 to {classes - 1}" if classes else "0 or more"
+    if not 0 <= number < (2**31 if names is None else len(names)):
+        limit = "0 or more" if names is None else f"0 to {len(names) - 1}"
         raise RowError(f"column {column!r}: label {number} is out of range; there are {limit}")
     return number
 

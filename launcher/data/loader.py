@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from launcher.batching import NO_SAMPLE, Order, RankSlots, Slots, TokenSlots
-from launcher.data.dataset import TrainingData
+from launcher.data.dataset import Collated, TrainingData
 from launcher.data.streaming import StreamingDataset
+from launcher.errors import RecipeError
 from launcher.processes import DataParallel
 from launcher.recipe import schema
 
@@ -107,6 +108,12 @@ def make_loader(
         pin_memory=device.type == "cuda" if pin_memory is None else pin_memory and device.type == "cuda",
         worker_init_fn=_ignore_interrupts if workers else None,
     )
+
+
+def _sound(collated: Collated) -> Collated:
+    if "error" in collated:
+        raise RecipeError(collated["error"])
+    return collated
 
 
 def _as_it_is(collated: Any) -> Any:
@@ -224,7 +231,7 @@ def training_batches(
     loaded = iter(loader)
     for step in range(first_step, steps):
         started = time.perf_counter()
-        collated = [next(loaded) for _ in range(slots.micro_batches(step))]
+        collated = [_sound(next(loaded)) for _ in range(slots.micro_batches(step))]
         waited = time.perf_counter() - started
         counts = [sum(c["loss_tokens"] for c in collated), sum(c["tokens"] for c in collated), int(stop_requested())]
         seen = (step + 1) * global_batch_size

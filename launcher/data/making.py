@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ import numpy.typing as npt
 from launcher.data.encoder import Encoder
 from launcher.data.sources import Part, read_all, split
 from launcher.errors import RecipeError
+from launcher.loss import IGNORED
 
 _IN_PROCESS_BYTES = 4 << 20
 """Below this, starting processes takes longer than the work."""
@@ -80,11 +82,12 @@ def make_store(
     Raises RecipeError for rows that cannot be used (on_error: fail), and where nothing is left.
     """
     started = time.monotonic()
-    processes = processes or len(os.sched_getaffinity(0))
+    processes = processes or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if any(part.form == "hub" for part in parts):
         parts = [piece for part in parts for piece in (split(part, _TASK_BYTES) if part.form == "hub" else [part])]
     total = sum(part.size for part in parts)
-    alone = processes == 1 or total < _IN_PROCESS_BYTES
+    copied = encoder.kind == "text" and encoder.tokenizer == "bytes"  # hardly any work
+    alone = processes == 1 or total < _IN_PROCESS_BYTES * (32 if copied else 1)
     tasks = [parts] if alone else _tasks(parts, max(_TASK_BYTES, total // (processes * _TASKS_PER_PROCESS)))
     progress_file = folder / "progress.npy"
     np.save(progress_file, np.zeros((len(tasks), 2), dtype=np.int64))
@@ -92,8 +95,9 @@ def make_store(
     writer = _Writer(folder)
     with _watched(progress, total, started, report):
         if alone:
-            for block in _blocks(encoder, parts, on_error=on_error, progress=progress[0]):
-                writer.add(block.columns())
+            with _one_thread():
+                for block in _blocks(encoder, parts, on_error=on_error, progress=progress[0]):
+                    writer.add(block.columns())
         else:
             for columns in _in_processes(folder, tasks, encoder, on_error=on_error, processes=min(processes, len(tasks))):
                 writer.add(columns)
@@ -125,6 +129,19 @@ def _tasks(parts: list[Part], size: int) -> list[list[Part]]:
             tasks[-1].append(piece)
             held += piece.size
     return tasks
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """A tokenizer that used its threads here would have every process forked later, a loader's say, warn of it."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = before or "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
 
 
 def _blocks(encoder: Encoder, parts: list[Part], *, on_error: str, progress: Progress) -> Iterator[Block]:
@@ -180,6 +197,9 @@ def _in_processes(
     problems.mkdir()
     quiet = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()  # they count blocks; ours counts bytes
+    global _parent
+    _watch_forks()
+    _parent = os.getpid()
     try:
         made = datasets.Dataset.from_generator(
             _arrow_rows,
@@ -200,6 +220,7 @@ def _in_processes(
             raise RecipeError(json.loads(told[0].read_text())) from None
         raise
     finally:
+        _parent = None
         if not quiet:
             datasets.enable_progress_bars()
     for batch in made.data.to_batches():
@@ -215,7 +236,7 @@ def _arrow_rows(tasks: list[tuple[int, list[Part]]], setting: tuple[Encoder, str
     """Runs in a process of its own."""
     encoder, on_error, folder, parent = setting
     if os.getpid() != parent:
-        _be_a_child(parent)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread each
     progress: Progress = np.load(Path(folder) / "progress.npy", mmap_mode="r+")
     for number, parts in tasks:
         try:
@@ -228,9 +249,18 @@ def _arrow_rows(tasks: list[tuple[int, list[Part]]], setting: tuple[Encoder, str
             raise
 
 
+_parent: int | None = None
+"""This process, while what it forks is there to tokenize."""
+
+
+@functools.cache
+def _watch_forks() -> None:
+    """Also for what the pool forks beside its workers, which would outlive a parent that is killed."""
+    os.register_at_fork(after_in_child=lambda: None if _parent is None else _be_a_child(_parent))
+
+
 def _be_a_child(parent: int) -> None:
-    """One thread each, none of the parent's answers to signals, and the parent's end is this process's too."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    """None of the parent's answers to signals, and the parent's end is this process's too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -278,7 +308,7 @@ class _Writer:
         self._lengths: list[npt.NDArray[np.int64]] = []
         self._categories: list[npt.NDArray[np.int32]] = []
         self._skipped = (folder / "skipped.jsonl").open("w", encoding="utf-8")
-        self._largest, self._tokens, self._count, self._empty = -1, 0, 0, 0
+        self._largest, self._tokens, self._trained, self._count, self._empty = -1, 0, 0, 0, 0
         self.first_skipped = ""
 
     def add(self, columns: dict[str, Any]) -> None:
@@ -289,6 +319,7 @@ class _Writer:
             self._copy_ids(self._labels)
         if self._labels is not None:
             self._labels.append((labels if labels.size else ids).tobytes())
+        self._trained += int((labels != IGNORED).sum()) if labels.size else len(ids)
         self._ids.append(ids.tobytes())
         self._tokens += len(ids)
         self._largest = max(self._largest, *(int(part.max()) for part in (ids, labels) if part.size), -1)
@@ -323,6 +354,7 @@ class _Writer:
         return {
             "documents": len(lengths),
             "tokens": self._tokens,
+            "trained": self._trained,
             "largest_id": self._largest,
             "empty": self._empty,
             "skipped": self._count,

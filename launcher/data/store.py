@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from launcher.data.encoder import make_encoder
+from launcher.data.encoder import Encoded, make_encoder
 from launcher.data.making import make_store
-from launcher.data.sources import Part, find_parts
+from launcher.data.sources import Part, find_parts, read_all
 from launcher.errors import RecipeError
 from launcher.hub import load_data_set
 from launcher.recipe import schema
 
-_FORMAT = 2
+_FORMAT = 3
 _SCRATCH = ".making-"
 _YOUNG_SECONDS = 60.0
 
@@ -50,6 +50,8 @@ class TokenStore:
     kind: schema.DataKind = "text"
     classes: npt.NDArray[np.int32] | None = None
     """kind classification: each document's label, (documents,)."""
+    trained: int | None = None
+    """Tokens that are a target; None: all but each document's first."""
     empty: int = 0
     """Rows without text, which were left out."""
     skipped: list[dict[str, str]] = field(default_factory=list)
@@ -70,6 +72,7 @@ def open_store(
     data: schema.Data,
     tokenizer: str | None,
     validation: bool = False,
+    vocabulary: int | None = None,
     num_labels: int | None = None,
     build: bool,
     report: Callable[[str], None],
@@ -81,7 +84,8 @@ def open_store(
     beside it, since the parts of a mixture have their own.
     tokenizer: a folder, a hub id or `bytes`; None: kind tokens.
     validation: which split of a hub data set is meant where none is named.
-    num_labels: classes of the model, where labels are to be held against them.
+    vocabulary, num_labels: rows of the model's embedding, and its classes; an id or label beyond is refused here, not on
+    the GPU.
     build: make the store where it is missing (one process a node); the others wait until it is there. Should the one that
     builds fail, then whoever started them ends those that wait (failures.failing_together, torchrun).
     report: told what takes long.
@@ -89,7 +93,7 @@ def open_store(
     change because the hub does.
     Raises RecipeError where a file or row cannot be used.
     """
-    encoder = make_encoder(kind, data, tokenizer=tokenizer, num_labels=num_labels)
+    encoder = make_encoder(kind, data, tokenizer=tokenizer)
     parts = find_parts(patterns, kind=kind, validation=validation)
     cache = cache_folder(data.cache)
     how = [_FORMAT, encoder.identity(), data.on_error]
@@ -108,8 +112,8 @@ def open_store(
         folder = place()
         assert folder is not None
         if not folder.is_dir():
-            size = sum(part.size for part in parts) / 2**20
-            report(f"tokenizing {len(parts)} files ({size:.1f} MiB)")
+            files_size = f"{len(files)} files ({sum(part.size for part in files) / 2**20:.1f} MiB)" if files else ""
+            report("tokenizing " + ", ".join(filter(None, [files_size, *(part.name for part in parts if part.form == "hub")])))
             with _scratch(cache) as scratch:
                 counts = make_store(scratch, parts, encoder, on_error=data.on_error, processes=data.processes, report=report)
                 meta = {"format": _FORMAT, "kind": kind, "files": len(parts), "patterns": patterns, "tokenizer": tokenizer, **counts}
@@ -118,7 +122,27 @@ def open_store(
     elif not build:
         folder = _wait_for(place, report)
     assert folder is not None
-    return _load(folder, report)
+    store = _load(folder, report)
+    wild = vocabulary is not None and store.largest_id >= vocabulary
+    wrong = num_labels is not None and store.classes is not None and int(store.classes.max()) >= num_labels
+    if wild or wrong:  # the store does not know where its rows came from
+        for encoded in encoder.encode_rows(read_all(parts, column=encoder.text_column)):
+            _check_range(encoded, vocabulary=vocabulary, num_labels=num_labels)
+    return store
+
+
+def _check_range(encoded: Encoded, *, vocabulary: int | None, num_labels: int | None) -> None:
+    ids = [part for part in (encoded.ids, encoded.labels) if part is not None and part.size]
+    largest = max((int(part.max()) for part in ids), default=-1)
+    if vocabulary is not None and largest >= vocabulary:
+        raise RecipeError(
+            f"{encoded.row.where}: token id {largest} is beyond the model's vocabulary of {vocabulary} (model.config.vocab_size)"
+        )
+    if num_labels is not None and encoded.category is not None and encoded.category >= num_labels:
+        raise RecipeError(
+            f"{encoded.row.where}: label {encoded.category}, but the model has {num_labels} classes, 0 to {num_labels - 1} "
+            "(model.num_labels)"
+        )
 
 
 def _load(folder: Path, report: Callable[[str], None]) -> TokenStore:
@@ -137,6 +161,7 @@ def _load(folder: Path, report: Callable[[str], None]) -> TokenStore:
         kind=meta["kind"],
         classes=np.load(classes) if classes.exists() else None,
         empty=meta["empty"],
+        trained=meta["trained"],
         skipped=skipped,
         folder=folder,
     )

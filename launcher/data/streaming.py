@@ -14,6 +14,7 @@ are in random order, and a row leaves a buffer of `shuffle_buffer` rows at rando
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -32,7 +33,9 @@ from launcher.batching import RankSlots
 from launcher.data.dataset import Collated, Isolation, Row, collate_sequences
 from launcher.data.encoder import Encoder
 from launcher.data.sources import Part, read_rows, split
+from launcher.data.sources import Row as Source
 from launcher.errors import RecipeError
+from launcher.hub import load_data_set
 from launcher.loss import IGNORED
 
 _UNIT_BYTES = 64 * 2**20
@@ -63,13 +66,33 @@ class _Unit:
     first: int = 0
     every: int = 1
     """Rows first, first + every, ... of the part."""
+    shard: int = 0
+    shards: int = 1
+    """Of a hub data set: which of its files."""
+
+    def rows(self, column: str) -> Iterator[Source]:
+        """Its rows, in order."""
+        rows = self._hub_rows() if self.part.form == "hub" else read_rows(self.part, column=column)
+        return itertools.islice(rows, self.first, None, self.every)
+
+    def _hub_rows(self) -> Iterator[Source]:
+        data_set = load_data_set(self.part.name, validation=self.part.validation, streaming=True)
+        for number, values in enumerate(data_set.shard(num_shards=self.shards, index=self.shard), start=1):
+            yield Source(self.part, number, values, at=f"{self.part.name} shard {self.shard + 1} of {self.shards} row {number}")
+
+
+def _units(part: Part, size: int) -> list[_Unit]:
+    if part.form != "hub":
+        return [_Unit(piece) for piece in split(part, size)]
+    data_set = load_data_set(part.name, validation=part.validation, streaming=True)
+    return [_Unit(part, shard=shard, shards=data_set.num_shards) for shard in range(data_set.num_shards)]
 
 
 def deal(parts: Sequence[Part], *, lanes: int, seed: int, shuffle: bool) -> list[list[_Unit]]:
     """The units of each lane; a function of the arguments and the files alone."""
     total = sum(part.size for part in parts)
     size = max(1 << 16, min(_UNIT_BYTES, total // (4 * lanes)))
-    units = [_Unit(piece) for part in parts for piece in split(part, size)]
+    units = [unit for part in parts for unit in _units(part, size)]
     if len(units) < lanes:
         every = math.ceil(lanes / len(units))
         units = [replace(unit, first=first, every=every) for unit in units for first in range(every)]
@@ -118,8 +141,15 @@ class StreamingDataset(IterableDataset[Collated]):
         return max((count for count in range(1, wanted + 1) if micro_batches % count == 0), default=0)
 
     def __iter__(self) -> Iterator[Collated]:
-        slots, worker = self._slots, get_worker_info()
+        worker = get_worker_info()
         number, of = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        try:
+            yield from self._micro_batches(number, of)
+        except RecipeError as error:  # raised where it is taken out: a loader process would wrap it into its own traceback
+            yield {"error": str(error)}
+
+    def _micro_batches(self, number: int, of: int) -> Iterator[Collated]:
+        slots = self._slots
         mine = range(number, slots.micro_batches(0), of)
         starts = {micro: (micro * slots.ranks + slots.rank) * slots.micro_batch_size for micro in mine}
         lanes = {lane: self._lane(lane) for start in starts.values() for lane in range(start, start + slots.micro_batch_size)}
@@ -150,9 +180,7 @@ class StreamingDataset(IterableDataset[Collated]):
         if self._shuffle:
             generator.shuffle(units)
         column = self._encoder.text_column
-        rows: Iterator[Any] = (
-            row for unit in units for place, row in enumerate(read_rows(unit.part, column=column)) if place % unit.every == unit.first
-        )
+        rows: Iterator[Any] = itertools.chain.from_iterable(unit.rows(column) for unit in units)
         if self._shuffle:
             rows = _through_buffer(rows, self._shuffle_buffer, generator)
         for encoded in self._encoder.encode_rows(rows, batch_rows=_ENCODED_ROWS):

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-import inspect
-import os
-import sys
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,6 +12,7 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
+from launcher.functions import call_function
 from launcher.hub import model_folder
 from launcher.model.names import note_conversions
 from launcher.model.weights import clean_name
@@ -135,37 +132,9 @@ def _refusal(key: str, folder: Path | None, error: Exception) -> str:
     return f"{key}: transformers refuses it: {what}"
 
 
-def import_function(name: str, *, key: str) -> Callable[..., Any]:
-    """The function `package.module:function`, from an installed package or the current folder.
-
-    key: of the recipe, for messages. Raises RecipeError where there is none; what its module raises is not caught.
-    """
-    module_name, _, function_name = name.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise RecipeError(
-            f"{key}: there is no module {error.name}; it must lie in the current folder ({os.getcwd()}) or be installed"
-        ) from None
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        there = [name for name, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == module_name]
-        raise RecipeError(f"{key}: {module_name} ({module.__file__}) has no function {function_name}; it has {', '.join(there) or 'none'}")
-    return function  # type: ignore[no-any-return]
-
-
 def _from_builder(name: str, arguments: dict[str, Any]) -> nn.Module:
-    function = import_function(name, key="model.builder")
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        raise RecipeError(f"model.arguments: {name}{inspect.signature(function)} cannot be called with them: {error}") from None
     with torch.device("meta"):
-        built = function(**arguments)
+        built = call_function(name, arguments, key="model.builder")
     if not isinstance(built, nn.Module):
         raise RecipeError(f"model.builder: {name} must return a torch.nn.Module; it returned {type(built).__name__}")
     real = [key for key, tensor in [*built.named_parameters(), *built.named_buffers()] if not tensor.is_meta]

@@ -69,7 +69,11 @@ def appearing(folder: Path, *, write: bool = True) -> Iterator[Path | None]:
     scratch = folder.with_name(folder.name + ".writing")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    yield scratch
+    try:
+        yield scratch
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)
 

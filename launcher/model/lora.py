@@ -158,4 +158,5 @@ class Adapter:
     def merged(self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, *, transposed: bool) -> torch.Tensor:
         """In float32. weight: (out, in), or transposed; down: A (rank, in); up: B (out, rank)."""
         change = (up.float() @ down.float()) * self.scale
-        return weight.float() + (change.T if transposed else change)
+        whole: torch.Tensor = weight.float() + (change.T if transposed else change)
+        return whole

@@ -143,7 +143,7 @@ def _try_on_meta(conversions: Any, shapes_in: Mapping[str, Shape], shapes: Model
 
 def out_of_model(model: Any, held: Mapping[str, Shape], shapes: ModelShapes) -> list[Conversion]:
     """How the model's tensors become those of a checkpoint that from_pretrained reads: the way back of `into_model`."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_converters, apply_renamings
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     back = [entry.reverse_transform() for entry in model._weight_conversions[::-1]]
     renamings = [entry for entry in back if isinstance(entry, WeightRenaming)]
@@ -151,9 +151,10 @@ def out_of_model(model: Any, held: Mapping[str, Shape], shapes: ModelShapes) -> 
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     found: dict[str, Conversion] = {}
     for name in held:
-        renamed, pattern = apply_converters(name, converters)
+        # On the way out conversions come first, at most one for a name, and renamings after them
+        matches = (converter.rename_source_key(name) for converter in converters)
+        first, pattern = next((match for match in matches if match[1] is not None), (_renamed(name, renamings), None))
         converter = by_pattern[pattern] if pattern is not None else None
-        first = renamed if pattern is not None else apply_renamings(name, renamings)
         conversion = found.setdefault(first, Conversion(converter=converter, first=first))
         conversion.sources.setdefault(pattern or name, []).append(name)
     problems = _try_on_meta(found.values(), held, shapes)
@@ -162,14 +163,20 @@ def out_of_model(model: Any, held: Mapping[str, Shape], shapes: ModelShapes) -> 
     for conversion in found.values():
         if conversion.converter is not None:
             conversion.converter = _Renamed(conversion.converter, renamings)
-            conversion.targets = {apply_renamings(name, renamings): shape for name, shape in conversion.targets.items()}
+            conversion.targets = {_renamed(name, renamings): shape for name, shape in conversion.targets.items()}
     return list(found.values())
+
+
+def _renamed(name: str, renamings: list[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 class _Renamed:
     """A converter whose results are renamed: on the way out, renamings come after conversions."""
 
-    def __init__(self, converter: Any, renamings: Any) -> None:
+    def __init__(self, converter: Any, renamings: list[Any]) -> None:
         self._converter, self._renamings = converter, renamings
         self.operations = converter.operations
 
@@ -177,6 +184,4 @@ class _Renamed:
         self._converter.add_tensor(*arguments)
 
     def convert(self, *arguments: Any, **more: Any) -> dict[str, Any]:
-        from transformers.core_model_loading import apply_renamings
-
-        return {apply_renamings(name, self._renamings): value for name, value in self._converter.convert(*arguments, **more).items()}
+        return {_renamed(name, self._renamings): value for name, value in self._converter.convert(*arguments, **more).items()}

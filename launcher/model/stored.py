@@ -155,7 +155,7 @@ class Writer:
         assert (name, tuple(tensor.shape)) == (expected, form.shape), (name, tensor.shape, expected, form.shape)
         data = tensor.detach().to("cpu", form.dtype).contiguous().reshape(-1)
         if data.numel():
-            self._stream.write(memoryview(data.view(torch.uint8).numpy()))
+            self._stream.write(data.view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Raises where tensors are lacking: no file is left that is shorter than it says."""

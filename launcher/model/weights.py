@@ -108,7 +108,7 @@ def _draw(module: nn.Module, name: str, owner: Any) -> None:
     elif owner is not None:
         owner._init_weights(module)
     elif hasattr(module, "reset_parameters"):
-        module.reset_parameters()
+        module.reset_parameters()  # type: ignore[operator]
     elif any(parameter is not None for parameter in module._parameters.values()):
         raise RecipeError(
             f"model.builder: {clean_name(name) or 'the model'} ({type(module).__name__}) has parameters and no reset_parameters(), which "

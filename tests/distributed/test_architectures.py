@@ -71,9 +71,10 @@ def test_frozen(results):
     same_losses("frozen", result)
 
 
-@pytest.mark.parametrize(
-    "case", ["lora llama", "lora gpt2", "lora mixtral", "lora classes", "lora llama bfloat16", "lora mixtral bfloat16"]
-)
+LORA = ["lora llama", "lora gpt2", "lora mixtral", "lora classes", "lora llama bfloat16", "lora mixtral bfloat16"]
+
+
+@pytest.mark.parametrize("case", LORA)
 def test_adapters(results, case):
     half = case.endswith("bfloat16")
     result = of(results, case)

@@ -31,9 +31,26 @@ def trained(*, trim=False):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["offsets", "trimmed"])
+def sentencepiece():
+    """In the shape of Llama 2's: spaces are written out, one is put in front, what has no token is spelt in bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [("a", "n"), ("▁", "a"), ("n", "o"), ("y", "e"), ("ye", "s"), ("▁", "t"), ("▁t", "h")]
+    letters = [chr(code) for code in range(0x21, 0x7F)]
+    words = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters, *(a + b for a, b in merges)]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=merges, byte_fallback=True, unk_token="<unk>")
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module", params=["bytes", "trimmed", "sentencepiece"])
 def tokenizer(request):
-    return trained(trim=request.param)
+    return sentencepiece() if request.param == "sentencepiece" else trained(trim=request.param == "trimmed")
 
 
 # Templates in the shape of real ones. What the assistant says stands between [[ and ]]: taken out, or turned into marks.
@@ -174,6 +191,11 @@ def test_an_answer_without_an_end_of_turn_gets_the_end_of_text(tokenizer):
     assert learned(tokenizer, bare(PLAIN), said("a", "yes", "b", "no"))[-1].strip("\n ") in ("no\n<eos>", "no<eos>")
     ids, _ = encoded(tokenizer, bare(CHATML), said("a", "yes"))
     assert ids[-1] != tokenizer.eos_token_id
+    # an end of turn that is no token of its own is learned with it
+    spelt = bare(CHATML).replace("<|end|>", "##")
+    assert learned(tokenizer, spelt, said("a", "yes", "b", "no"))[-1] == "no##\n<eos>"
+    open_ended = [*said("a", "yes"), {"role": "user", "content": "b"}]
+    assert [run.strip() for run in learned(tokenizer, bare(PLAIN), open_ended)] == ["yes"]
     # marks are taken as they are
     ids, labels = encoded(tokenizer, marked(PLAIN), said("a", "yes"))
     assert ids[-1] != tokenizer.eos_token_id
@@ -201,6 +223,11 @@ def test_a_conversation_that_cannot_be_used(template, messages, what):
         encoded(trained(), template, messages)
     for part in what.split(" ... "):
         assert part in str(refused.value)
+
+
+def test_a_template_that_is_no_template():
+    with pytest.raises(RecipeError, match=r"^data.chat_template: line 2: "):
+        encoded(trained(), "{{ 'x' }}\n{% for %}", said("a", "yes"))
 
 
 def test_loss_on_the_response_of_a_conversation_alone(tokenizer):

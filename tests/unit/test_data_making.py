@@ -136,7 +136,7 @@ def test_labels_and_classes_come_through_processes(tmp_path, many_tasks):
     assert found.classes.tolist() == [number % 3 for number in range(40)]
     assert found.labels is None
     assert found.ids[: found.offsets[1]].tolist() == [*b"t0"]
-    with pytest.raises(RecipeError, match=r"a.jsonl:3: column 'label': label 2 is out of range; there are 0 to 1"):
+    with pytest.raises(RecipeError, match=r"a.jsonl:3: label 2, but the model has 2 classes, 0 to 1 \(model.num_labels\)"):
         opened(tmp_path, file, kind="classification", processes=2, num_labels=2)
 
 

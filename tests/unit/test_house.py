@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "batching": set(),
     "loss": set(),
     "hardware": set(),
+    "functions": {"errors"},
     "hub": {"errors"},
     "environment": {"errors"},
     "recipe": {"errors", "hub"},
@@ -24,10 +25,10 @@ MAY_IMPORT = {
     "failures": {"environment", "errors", "run_folder"},
     "stopping": {"errors", "failures"},
     "profiling": {"recipe"},
-    "model": {"errors", "hub", "recipe"},
+    "model": {"errors", "functions", "hub", "recipe"},
     "strategies": {"processes", "recipe"},
     "optimizer": {"recipe"},
-    "data": {"batching", "errors", "hub", "loss", "processes", "recipe"},
+    "data": {"batching", "errors", "functions", "hub", "loss", "processes", "recipe"},
     "evaluation": {"batching", "data", "loss", "processes", "recipe", "strategies"},
     "loop": {"data", "loss", "optimizer", "strategies"},
     "metrics": {"loop", "processes", "recipe"},
@@ -96,7 +97,8 @@ def test_no_module_shadows_the_standard_library_where_torchrun_could_see_it():
 
 def test_what_checks_a_recipe_imports_nothing_heavy():
     code = (
-        "import sys, json, launcher.train, launcher.cli, launcher.commands.show, launcher.commands.selftest, launcher.commands.export;"
+        "import sys, json, launcher.train, launcher.cli, launcher.commands.show, launcher.commands.selftest, launcher.commands.export,"
+        "launcher.commands.prepare;"
         "print(json.dumps([m for m in ('torch', 'transformers', 'numpy', 'wandb', 'rich') if m in sys.modules]))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=60).stdout

@@ -1,5 +1,7 @@
 """What the model's own library says no to, and how weights are drawn."""
 
+import sys
+
 import pytest
 import torch
 
@@ -93,3 +95,154 @@ def test_flops():
     model = build_model(Model(config=LLAMA), sequence_length=16)
     parameters = sum(parameter.numel() for parameter in model.parameters()) - 64 * 32
     assert flops_per_token(model, sequence_length=16) == 6 * parameters + 12 * 2 * 32 * 16
+
+
+def test_a_bert_from_a_config_is_refused_unless_it_is_a_decoder():
+    bert = {"model_type": "bert", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    with pytest.raises(RecipeError, match=r"model.config: bert is an encoder .*set model.config.is_decoder=true"):
+        build_model(Model(config=bert), sequence_length=16)
+    assert find_blocks(build_model(Model(config=bert | {"is_decoder": True}), sequence_length=16))
+    classifier = build_model(Model(config=bert, task="sequence_classification"), sequence_length=16, num_labels=5)
+    assert classifier.config.num_labels == 5
+
+
+def test_an_attention_that_the_model_has_not(monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
+    with pytest.raises(RecipeError, match=r"model.attention: transformers refuses it for this model; .*eager"):
+        build_model(Model(config=LLAMA), sequence_length=16)
+
+
+def test_freeze():
+    model = build_model(Model(config=LLAMA, freeze=("model.embed_tokens.*", "*.layers.0.*")), sequence_length=16)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert not any("embed_tokens" in name or "layers.0." in name for name in trained)
+    assert {"lm_head.weight", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"} <= trained
+    tied = build_model(Model(config=LLAMA | {"tie_word_embeddings": True}, freeze=("lm_head.weight",)), sequence_length=16)
+    assert not tied.model.embed_tokens.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("model.embed_token.weight",), "model.freeze: model.embed_token.weight matches no parameter; the nearest names are model.embed_t"),
+        (("model.layers.0",), r"model.freeze: model.layers.0 matches no parameter; did you mean model.layers.0.\*\?"),
+        (("*",), r"model.freeze: \* leaves no parameter to train, of 21"),
+    ],
+)
+def test_freeze_refused(patterns, message):
+    with pytest.raises(RecipeError, match=message):
+        build_model(Model(config=LLAMA, freeze=patterns), sequence_length=16)
+
+
+def test_flops_of_frozen_and_of_experts():
+    sparse = LLAMA | {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2}
+    model = build_model(Model(config=sparse), sequence_length=16)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    others = sum(p.numel() for p in model.parameters()) - experts - 64 * 32
+    assert flops_per_token(model, sequence_length=16) == 6 * (others + experts / 4) + 12 * 2 * 32 * 16
+    frozen = build_model(Model(config=LLAMA, freeze=("lm_head.*",)), sequence_length=16)
+    whole = build_model(Model(config=LLAMA), sequence_length=16)
+    assert flops_per_token(whole, sequence_length=16) - flops_per_token(frozen, sequence_length=16) == 2 * 64 * 32
+
+
+VISION = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.linear = nn.Linear(width, width)
+
+class Vision(nn.Module):
+    _no_split_modules = ["Block"]
+
+    def __init__(self, width, depth, classes=3):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 2)
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(depth)])
+        self.head = nn.Linear(width, classes).half()
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(3.0))
+        self.linear = nn.Linear(2, 2)
+
+def vision(width, depth=2):
+    return Vision(width, depth)
+
+def bare():
+    return Bare()
+
+def table():
+    return Table()
+
+def on_cpu():
+    return nn.Linear(2, 2, device="cpu")
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def vision(tmp_path, monkeypatch):
+    """A module of the user's own in the current folder."""
+    (tmp_path / "own_vision.py").write_text(VISION)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    yield
+    sys.modules.pop("own_vision", None)
+
+
+@pytest.mark.usefixtures("vision")
+def test_a_builder_of_ones_own():
+    model = build_model(Model(builder="own_vision:vision", arguments={"width": 8}), sequence_length=16)
+    blocks = find_blocks(model)
+    assert list(blocks) == ["blocks.0", "blocks.1"]
+    assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert vocabulary_size(model) is None
+    assert flops_per_token(model, sequence_length=16) == 0.0
+    random_weights(model, CPU, CPU, blocks=blocks, seed=1)
+    assert model.blocks[0].linear.weight.abs().max().item() == pytest.approx(8**-0.5, rel=0.2)  # as torch initializes it
+    assert torch.equal(model.blocks[1].norm.running_var, torch.ones(8))
+    assert torch.equal(model.blocks[1].norm.weight, torch.ones(8))
+
+
+@pytest.mark.usefixtures("vision")
+@pytest.mark.parametrize(
+    ("builder", "arguments", "message"),
+    [
+        ("own_vison:vision", {}, "model.builder: there is no module own_vison; it must lie in the current folder"),
+        ("own_vision:vison", {}, r"model.builder: own_vision \(.*\) has no function vison; it has .*vision"),
+        ("own_vision:vision", {"widht": 3}, r"model.arguments: own_vision:vision\(width, depth=2\) cannot be called with them: .*width"),
+        ("own_vision:nothing", {}, "must return a torch.nn.Module; it returned int"),
+        ("own_vision:on_cpu", {}, "makes weight on a device of its own choice"),
+    ],
+)
+def test_builder_refused(builder, arguments, message):
+    with pytest.raises(RecipeError, match=message):
+        build_model(Model(builder=builder, arguments=arguments), sequence_length=16)
+
+
+@pytest.mark.usefixtures("vision")
+@pytest.mark.parametrize(
+    ("builder", "message"),
+    [
+        ("own_vision:bare", r"the model \(Bare\) has parameters and no reset_parameters\(\)"),
+        ("own_vision:table", "leaves the buffer table without a value: models are built on the meta device"),
+    ],
+)
+def test_what_a_builder_leaves_without_a_value(builder, message):
+    model = build_model(Model(builder=builder), sequence_length=16)
+    with pytest.raises(RecipeError, match=message):
+        random_weights(model, CPU, CPU, blocks={}, seed=1)

@@ -7,19 +7,20 @@ import pytest
 
 from launcher.batching import RankSlots
 from launcher.data.encoder import make_encoder
+from launcher.data.loader import _sound
 from launcher.data.sources import find_parts
 from launcher.data.streaming import StreamingDataset, StreamOrder, deal
 from launcher.errors import RecipeError
+from launcher.hub import load_data_set
 from launcher.loss import IGNORED
 from launcher.recipe import schema
 
 END = 256
 
 
-def make_stream(folder, *, lanes=4, micro=2, rank=0, ranks=1, first_step=0, steps=3, kind="text", shuffle=True, skip=False, **more):
-    data = schema.Data(
-        train=(str(folder),), kind=kind, tokenizer="bytes", **{key: more.pop(key) for key in ("shuffle_buffer",) if key in more}
-    )
+def make_stream(source, *, lanes=4, micro=2, rank=0, ranks=1, first_step=0, steps=3, kind="text", shuffle=True, skip=False, **more):
+    folder = more.pop("folder", source)
+    data = schema.Data(train=(str(source),), kind=kind, tokenizer="bytes")
     slots = RankSlots(
         order=StreamOrder(), global_batch_size=lanes, micro_batch_size=micro, rank=rank, ranks=ranks, first_step=first_step, steps=steps
     )
@@ -37,7 +38,8 @@ def make_stream(folder, *, lanes=4, micro=2, rank=0, ranks=1, first_step=0, step
 
 
 def rows_of(stream):
-    """input_ids and targets of each row, as lists, in the order of the stream."""
+    """input_ids and targets of each row, as lists, in the order of the stream; what is wrong is raised, as the loader does."""
+    stream = [_sound(collated) for collated in stream]
     return [
         (ids, targets)
         for collated in stream
@@ -155,3 +157,30 @@ def test_more_lanes_than_documents_are_refused(tmp_path):
 def test_an_id_beyond_the_vocabulary_is_refused(texts):
     with pytest.raises(RecipeError, match=r"jsonl:\d+: token id 256 is beyond the model's vocabulary of 256"):
         rows_of(make_stream(texts, vocabulary=256))
+
+
+@pytest.mark.parametrize("lanes", [2, 5])
+def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch, lanes):
+    """The hub is out of reach here: the same kind of data set, from files, stands in for it."""
+    import datasets
+
+    files = []
+    for number in range(3):
+        files.append(str(tmp_path / f"{number}.jsonl"))
+        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps({"text": f"<{number}.{row}>"}) + "\n" for row in range(8)))
+    asked = []
+
+    def load_dataset(repository, config, *, split, streaming):
+        asked.append((repository, config, split, streaming))
+        return real("json", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "cache"))
+
+    hub = load_data_set.__wrapped__
+    monkeypatch.setattr("launcher.data.streaming.load_data_set", hub)
+    real = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    stream = make_stream("owner/set", lanes=lanes, micro=1, steps=30, folder=tmp_path)
+    of_lanes = [[row for place, row in enumerate(rows_of(stream)) if place % lanes == lane] for lane in range(lanes)]
+    seen = [set(documents(rows)) for rows in of_lanes]
+    assert set.union(*seen) == {f"<{number}.{row}>" for number in range(3) for row in range(8)}
+    assert sum(map(len, seen)) == 24, "each row in one lane"
+    assert set(asked) == {("owner/set", None, "train", True)}

@@ -1,0 +1,58 @@
+"""Data that several ranks need: one of them tokenizes, in processes of its own, and what it finds ends all."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+from tests.distributed.launching import REPOSITORY, run, torchrun
+from tests.distributed.test_train import SMALL, TRAIN, status
+
+ROWS = 12_000
+INSTRUCT = ["data.kind=instruct", "data.processes=2", "run.max_steps=1"]
+
+
+def rows_file(folder, bad=None):
+    """Larger than what is tokenized in the rank's own process."""
+    row = json.dumps({"prompt": "what? " * 60, "response": "so"}) + "\n"
+    with (folder / "rows.jsonl").open("w") as file:
+        for number in range(ROWS):
+            file.write("{\n" if number == bad else row)
+    assert (folder / "rows.jsonl").stat().st_size > 4 << 20
+    return folder / "rows.jsonl"
+
+
+def test_a_bad_row_ends_all_ranks_and_their_processes(tmp_path):
+    file = rows_file(tmp_path, bad=ROWS - 5)
+    overrides = [*INSTRUCT, f"data.train=[{file}]", f"data.cache={tmp_path}/cache", f"run.dir={tmp_path}/run"]
+    result = torchrun(TRAIN, *SMALL, *overrides, ranks=2)
+    assert result.status == 1, "torchrun's own status for any failure"
+    told = f"{file}:{ROWS - 4}: not JSON: "
+    assert told in result.output.split("Traceback")[0]
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["reason"]) == ("failed", "recipe")
+    assert status(tmp_path / "run")["error"].startswith(told)
+    assert list((tmp_path / "cache").iterdir()) == [], "half a store is left behind"
+
+
+def test_a_process_that_is_killed_takes_those_it_started_with_it(tmp_path):
+    """launching.run refuses to leave a process behind."""
+    script = (
+        "import sys; from launcher.data import sources; from launcher.data.store import open_store; from launcher.recipe import schema;"
+        "import time, launcher.data.encoder as encoder; slow = encoder.read_prompt;"
+        "encoder.read_prompt = lambda *a, **k: (time.sleep(0.01), slow(*a, **k))[1];"
+        "open_store(kind='instruct', patterns=(sys.argv[1],), data=schema.Data(cache=sys.argv[2], processes=2), tokenizer='bytes',"
+        " build=True, report=print)"
+    )
+    cache = tmp_path / "cache"
+
+    def kill(process):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not any(cache.glob(".making-*/arrow/**/*.arrow")):
+            time.sleep(0.1)
+        assert any(cache.glob(".making-*/arrow/**/*.arrow")), "no process writes"
+        os.kill(process.pid, signal.SIGKILL)
+        time.sleep(1)
+
+    result = run([sys.executable, "-c", script, rows_file(tmp_path), cache], during=kill, PYTHONPATH=str(REPOSITORY))
+    assert result.status == -signal.SIGKILL
