@@ -12,18 +12,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-LARGEST, TEST = 99, 500
-"""Both numbers go from 0 to LARGEST; TEST of the sums are kept back."""
+FIRST, SECOND, TEST = range(10, 100), range(1, 10), 81
+"""A number of two digits and one of one digit: 810 sums, of which TEST are kept back."""
 
 
 def question(first: int, second: int) -> str:
     """As the user asks it."""
-    return f"What is {first} + {second}?"
+    return f"{first} + {second}"
 
 
 def generate(folder: Path, *, seed: int = 1234) -> None:
     """train.jsonl and test.jsonl, a row of `messages` each; the same files for the same seed."""
-    pairs = [(first, second) for first in range(LARGEST + 1) for second in range(LARGEST + 1)]
+    pairs = [(first, second) for first in FIRST for second in SECOND]
     random.Random(seed).shuffle(pairs)
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("test", pairs[:TEST]), ("train", pairs[TEST:])):
@@ -57,7 +57,7 @@ def accuracy(model_folder: Path, folder: Path, *, batch_size: int = 250, example
     right = [answer == messages[-1]["content"] for answer, messages in zip(said, rows, strict=True)]
     for messages, answer in list(zip(rows, said, strict=True))[:examples]:
         print(
-            f"  {messages[0]['content']:<20} {answer!r:<12}"
+            f"  {messages[0]['content']:<8} {answer!r:<12}"
             + ("" if answer == messages[-1]["content"] else f" (it is {messages[-1]['content']})")
         )
     share = sum(right) / len(rows)
