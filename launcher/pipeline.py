@@ -233,10 +233,12 @@ def pipeline(
             if step.batch.counts.read()[-1] and step.number < steps:
                 finished = False
                 break
-    exporting = finished and recipe.checkpoint.export is not None
-    if exporting:
+    exported = None
+    if finished and recipe.checkpoint.export is not None:
         training.export(run.export)
-    reporter.end("finished" if finished else "stopped", reason=None if finished else stop.signal or "signal", exported=exporting)
+        adapter = recipe.lora is not None and not recipe.checkpoint.export_merged
+        exported = "the adapter, for peft's PeftModel.from_pretrained" if adapter else "the weights, for transformers' from_pretrained"
+    reporter.end("finished" if finished else "stopped", reason=None if finished else stop.signal or "signal", exported=exported)
     return finished
 
 

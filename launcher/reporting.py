@@ -111,8 +111,8 @@ class Reporter:
         for sink in self._sinks:
             sink.write(record)
 
-    def end(self, state: State, *, reason: str | None = None, exported: bool = False) -> None:
-        """The run's last words, and its status."""
+    def end(self, state: State, *, reason: str | None = None, exported: str | None = None) -> None:
+        """The run's last words, and its status. exported: what was, in words."""
         if not self._main:
             return
         for sink in self._sinks:
@@ -127,8 +127,8 @@ class Reporter:
         say(f"  {folder.metrics}  every step, one JSON object a line")
         say(f"  {folder.path}/recipe.yaml  the whole recipe; to repeat the run: recipe={folder.path}/recipe.yaml run.dir=ANOTHER")
         say(f"  {folder.path}/status.json, {folder.log}/  outcome, what each rank printed")
-        if exported:
-            say(f"  {folder.export}/  the weights, for transformers' from_pretrained")
+        if exported is not None:
+            say(f"  {folder.export}/  {exported}")
         if state == "finished":
             say(f"next: the same losses another way?  launcher selftest recipe={folder.path}/recipe.yaml")
             say("      your own data and model: copy recipes/fsdp.yaml, every key is explained there; launcher show recipe=FILE checks it")

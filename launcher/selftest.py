@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from launcher import processes
 from launcher.environment import read_environment
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.failures import end_process
+from launcher.hub import model_folder
 from launcher.pipeline import assemble
 from launcher.processes import DataParallel
+from launcher.recipe import schema
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import ActivationCheckpointing, Batch, CpuOffload, MixedPrecision, Recipe, Strategy
 
@@ -57,11 +60,27 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     return config | {key: value for key, value in small.items() if key in config}
 
 
-def without_dropout(config: dict[str, Any]) -> dict[str, Any]:
-    """Dropout draws per rank, so other numbers of ranks draw otherwise: it is off in the self-test."""
-    names = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop")}.get(config.get("model_type", ""), ())
-    dropouts = [key for key in config if "dropout" in key or key.endswith("_pdrop")]
-    return config | dict.fromkeys([*dropouts, *names], 0.0)
+def switch_off_dropout(model: nn.Module) -> None:
+    """Dropout draws per rank, so other numbers of ranks draw otherwise: it is off in the self-test.
+
+    As modules, and as probabilities that a module keeps for its forward pass (`attention_dropout`).
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                setattr(module, name, 0.0)
+
+
+def shrunk_model(model: schema.Model) -> schema.Model:
+    """The same architecture with random weights, made small; that of a checkpoint by its config."""
+    config = model.config
+    if model.path is not None:
+        folder = model_folder(model.path, key="model.path", weights=False)
+        told = json.loads((folder / "config.json").read_text())
+        config = {key: value for key, value in told.items() if key not in ("architectures", "dtype", "torch_dtype", "transformers_version")}
+    return dataclasses.replace(model, path=None, init=None, config=None if config is None else shrunk(config))
 
 
 def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
@@ -111,6 +130,7 @@ def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
 def train_variant(variant: Variant, ranks: DataParallel) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of its steps."""
     training = assemble(variant.recipe, ranks=ranks, build_data=ranks.rank == 0, say=lambda text: None)
+    switch_off_dropout(training.wrapped.module)
     losses, norms = [], []
     for step in training.trained:
         loss = step.loss.detach().clone()
@@ -155,12 +175,16 @@ def run(setting: dict[str, Any]) -> int:
     with processes.process_group(environment, device=device, cpu_offload=True, init_timeout=600) as (everyone, _):
         try:
             recipe = load_recipe(setting["recipe"], ranks=None).recipe
-            config = without_dropout(recipe.model.config or {})
             recipe = dataclasses.replace(
                 recipe,
                 run=dataclasses.replace(recipe.run, max_steps=setting["steps"], epochs=None),
-                model=dataclasses.replace(recipe.model, config=shrunk(config) if setting["shrink"] else config),
-                data=dataclasses.replace(recipe.data, validation=None, workers=0),
+                model=shrunk_model(recipe.model) if setting["shrink"] else recipe.model,
+                data=dataclasses.replace(
+                    recipe.data,
+                    validation=None,
+                    workers=0,
+                    tokenizer=recipe.data.tokenizer if recipe.data.tokenizer is not None else recipe.model.path,
+                ),
                 schedule=dataclasses.replace(recipe.schedule, kind="constant", warmup_steps=1, decay_steps=None),
             )
             variants = make_variants(recipe, ranks=everyone.size)

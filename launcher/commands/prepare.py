@@ -14,7 +14,7 @@ def main(arguments: Sequence[str]) -> int:
     """Says what lies where. Raises RecipeError where something is not to be had, or a row of data cannot be used."""
     recipe = load_recipe(arguments, ranks=None).recipe
     say = partial(print, flush=True)
-    from launcher.hub import is_hub_id, load_data_set, model_folder
+    from launcher.hub import is_hub_id, model_folder
 
     model, data = recipe.model, recipe.data
     if model.path is not None:
@@ -28,12 +28,12 @@ def main(arguments: Sequence[str]) -> int:
     if data.tokenizer not in (None, "bytes"):
         folder = model_folder(str(data.tokenizer), key="data.tokenizer", weights=False, say=say)
         say(f"tokenizer  {data.tokenizer}: {folder}")
+    offline = True
     for name, kind, patterns, validation in _sets(data):
         if data.streaming and not validation:
-            for pattern in patterns:
-                if is_hub_id(pattern):
-                    load_data_set(pattern)
-            say(f"{name}: tokenized while training (data.streaming)")
+            remote = [pattern for pattern in patterns if is_hub_id(pattern)]
+            say(f"{name}: read while training (data.streaming)" + (f", {', '.join(remote)} through the network" if remote else ""))
+            offline = offline and not remote
             continue
         from launcher.data.store import open_store
 
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
             data=data,
             tokenizer=tokenizer,
             validation=validation,
+            vocabulary=(model.config or {}).get("vocab_size"),
             num_labels=model.num_labels,
             build=True,
             report=say,
@@ -51,7 +52,10 @@ def main(arguments: Sequence[str]) -> int:
         assert store.folder is not None
         what = f"{store.documents:,} documents, {len(store.ids):,} tokens"
         say(f"{name}: {what}: {store.folder} ({_size(store.folder)})")
-    say("ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none")
+        if store.skipped:
+            first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
+            say(f"{name}: {len(store.skipped):,} rows cannot be used and are left out, the first: {first}")
+    say("ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none" if offline else "ready")
     return 0
 
 

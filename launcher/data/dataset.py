@@ -126,7 +126,8 @@ class SequenceDataset:
             text += f", packed ({1 - tokens / (sequences * self.length):.1%} padding; kept apart by {how})"
         lines = [text, *_what_did_not_fit(self.store, self.sequences, self.length)]
         if self.store.labels is not None and self.store.trained is not None:
-            lines[0] += f"; {self.store.trained:,} tokens carry loss ({self.store.trained / int(self.store.offsets[-1]):.1%})"
+            share = self.store.trained / int(self.store.offsets[-1])
+            lines[0] += f"; {share:.1%} of the documents' tokens carry loss"
         return lines
 
 
@@ -140,7 +141,10 @@ def _what_did_not_fit(store: TokenStore, sequences: packing.Sequences, length: i
             f"their end, {sequences.cut_tokens:,} tokens ({sequences.cut_tokens / int(store.offsets[-1]):.1%} of all)"
         )
     if store.skipped:
-        lines.append(f"warning: {len(store.skipped):,} rows could not be used and were skipped; they are listed in skipped_rows.jsonl")
+        lines.append(
+            f"warning: {len(store.skipped):,} rows cannot be used and are left out (data.on_error: skip), listed in skipped_rows.jsonl; "
+            f"the first: {store.skipped[0]['where']}: {store.skipped[0]['problem']}"
+        )
     return lines
 
 

@@ -122,7 +122,7 @@ def open_store(
     elif not build:
         folder = _wait_for(place, report)
     assert folder is not None
-    store = _load(folder, report)
+    store = _load(folder)
     wild = vocabulary is not None and store.largest_id >= vocabulary
     wrong = num_labels is not None and store.classes is not None and int(store.classes.max()) >= num_labels
     if wild or wrong:  # the store does not know where its rows came from
@@ -145,13 +145,10 @@ def _check_range(encoded: Encoded, *, vocabulary: int | None, num_labels: int | 
         )
 
 
-def _load(folder: Path, report: Callable[[str], None]) -> TokenStore:
+def _load(folder: Path) -> TokenStore:
     meta = json.loads((folder / "meta.json").read_text())
     labels, classes, skipped_file = folder / "labels.npy", folder / "classes.npy", folder / "skipped.jsonl"
     skipped = [json.loads(line) for line in skipped_file.read_text(encoding="utf-8").splitlines()] if skipped_file.exists() else []
-    if skipped:
-        first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
-        report(f"data.on_error: skip: {len(skipped):,} rows that cannot be used are left out, the first: {first}")
     return TokenStore(
         ids=np.load(folder / "ids.npy", mmap_mode="r"),
         labels=np.load(labels, mmap_mode="r") if labels.exists() else None,

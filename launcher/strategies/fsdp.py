@@ -70,15 +70,18 @@ class Fsdp:
     def description(self) -> str:
         """Seen on a sharded parameter and on the groups that fully_shard made."""
         groups = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
-        shard = max((p for p in self._parameters if isinstance(p, DTensor)), key=lambda p: p.numel())
+        shard = max((p for p in self.module.parameters() if isinstance(p, DTensor)), key=lambda p: p.numel())
+        trained = self._parameters[0].dtype
         policy = groups[0]._get_fsdp_state()._mp_policy
-        names = [str(dtype or shard.dtype).removeprefix("torch.") for dtype in (shard.dtype, policy.param_dtype, policy.reduce_dtype)]
+        names = [str(dtype or shard.dtype).removeprefix("torch.") for dtype in (trained, policy.param_dtype, policy.reduce_dtype)]
+        frozen = {str(p.dtype).removeprefix("torch.") for p in self.module.parameters() if not p.requires_grad}
         mesh = " x ".join(f"{shard.device_mesh.size(dim)} {name}" for dim, name in enumerate(shard.device_mesh.mesh_dim_names or ()))
         when = "each micro-batch" if self._sync_every_micro_batch else "the last micro-batch"
         where = f"on {shard.to_local().device}" + (" (offloaded)" if self._offloaded else "")
         return (
             f"fsdp: {len(groups)} groups over a mesh of {mesh}, {names[0]} masters {where}, "
-            f"largest tensor {tuple(shard.shape)} held as {tuple(shard.to_local().shape)}, "
+            + (f"frozen weights in {', '.join(sorted(frozen))}, " if frozen else "")
+            + f"largest tensor {tuple(shard.shape)} held as {tuple(shard.to_local().shape)}, "
             f"gathered in {names[1]}, gradients reduced in {names[2]} after {when}"
         )
 

@@ -49,7 +49,7 @@ MAY_IMPORT = {
         *("batching", "data", "environment", "errors", "evaluation", "failures", "loop", "model", "optimizer", "processes", "profiling"),
         *("recipe", "reporting", "run_folder", "stopping", "strategies"),
     },
-    "selftest": {"environment", "errors", "failures", "pipeline", "processes", "recipe"},
+    "selftest": {"environment", "errors", "failures", "hub", "pipeline", "processes", "recipe"},
     "train": {"environment", "errors", "failures", "pipeline", "recipe", "run_folder"},
     "commands": {"batching", "data", "errors", "hub", "model", "recipe"},
     "cli": {"__version__", "errors", "recipe"},

@@ -67,6 +67,21 @@ def test_bad_data_is_told_before_a_gpu_is_paid_for(recipe, capsys):
     assert capsys.readouterr().err == "far.csv:3: 2 fields, but the header in line 1 has 1\n"
 
 
+def test_what_is_streamed_is_not_fetched(recipe, capsys):
+    streamed = ["data.train=[prose.jsonl, me/large]", "data.streaming=true"]
+    assert main(["prepare", recipe, *streamed]) == 0
+    printed = capsys.readouterr().out
+    assert "data.train: read while training (data.streaming), me/large through the network\n" in printed
+    assert "data.validation.near: 1 documents" in printed
+    assert printed.endswith("\nready\n")
+
+
+def test_ids_beyond_the_model_are_told(recipe, capsys):
+    Path("ids.jsonl").write_text('{"input_ids": [1, 2]}\n{"input_ids": [300]}\n')
+    assert main(["prepare", recipe]) == 2
+    assert capsys.readouterr().err == "ids.jsonl:2: token id 300 is beyond the model's vocabulary of 300 (model.config.vocab_size)\n"
+
+
 def test_a_model_in_the_cache_of_the_hub(recipe, tmp_path):
     """In a process of its own: the hub's library reads its environment once."""
     from tests.unit.test_data_chat import CHATML, bare, trained

@@ -1,0 +1,54 @@
+"""Data of a user's own: what a builder must return, and what an incomplete batch weighs."""
+
+import pytest
+import torch
+
+from launcher.batching import NO_SAMPLE
+from launcher.data.custom import CustomData, CustomDataset, build_custom_data
+from launcher.errors import RecipeError
+from tests.distributed import vision
+
+HERE = "tests.unit.test_custom_data"
+
+
+def a_dict():
+    return {"train": [1, 2]}
+
+
+def empty():
+    return CustomData(train=[], collate=lambda rows: {}, loss=lambda model, batch: torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("builder", "arguments", "says"),
+    [
+        ("tests.distributed.vision:datas", None, r"data\.builder: .* has no function datas; it has .*data"),
+        ("tests.distributed.visions:data", None, r"data\.builder: there is no module tests\.distributed\.visions; it must lie in"),
+        ("tests.distributed.vision:data", {"numbers": 3}, r"data\.arguments: .*\(number=50\) cannot be called with them: .*numbers"),
+        (f"{HERE}:a_dict", None, r"data\.builder: .* must return a launcher\.data\.custom\.CustomData; got dict"),
+        (f"{HERE}:empty", None, r"data\.builder: .* returned an empty training set"),
+    ],
+)
+def test_builders_that_do_not_work(builder, arguments, says):
+    with pytest.raises(RecipeError, match=says):
+        build_custom_data(builder, arguments)
+
+
+def test_slots_without_a_sample_weigh_nothing():
+    data = build_custom_data("tests.distributed.vision:data", {"number": 6})
+    dataset = CustomDataset(data.train, data, "vision")
+    net = vision.model()
+    whole = dataset.collate([dataset[index] for index in (0, 1, 2)])
+    part = dataset.collate([dataset[index] for index in (0, NO_SAMPLE, 2)])
+    none = dataset.collate([dataset[NO_SAMPLE]] * 3)
+    assert [collated["loss_tokens"] for collated in (whole, part, none)] == [3, 2, 0]
+    losses = [dataset.loss(net, collated["tensors"]) for collated in (whole, part, none)]
+    assert losses[0] > losses[1] > losses[2] == 0
+    losses[2].backward()
+    assert all(parameter.grad is not None for parameter in net.parameters()), "its backward pass reaches every parameter, as sharding needs"
+
+
+def test_a_loss_that_is_no_sum_is_refused():
+    data = CustomData(train=[1.0], collate=torch.tensor, loss=lambda model, batch: batch["x"])
+    with pytest.raises(RecipeError, match=r"its loss must be a scalar, the sum over the micro-batch; got the shape \(2,\)"):
+        CustomDataset([1.0], data, "x").loss(torch.nn.Identity(), {"batch": {"x": torch.ones(2)}, "weight": 1.0})
