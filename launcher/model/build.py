@@ -43,8 +43,10 @@ def build_model(
 ) -> nn.Module:
     """The model on the meta device, parameters in float32; those of model.freeze do not require gradients.
 
-    From model.path or model.config: of transformers, with the head that model.task asks for. From model.builder:
-    whatever it returns.
+    From model.path or model.config: of transformers, with the head that model.task asks for. From model.builder: any
+    torch.nn.Module, which the function, called with model.arguments under `torch.device("meta")`, returns. Its blocks are
+    those that a class attribute `_no_split_modules` names; its first values come from `_init_weights(module)` of the
+    model where it has one, else from each module's `reset_parameters()`.
     num_labels, labels: sequence_classification: how many classes (in the place of model.num_labels), or their names.
     pad_token_id: of the tokenizer, for configs that have none: a classifier must know where a padded text ends.
     say: told before something is fetched from the hub.

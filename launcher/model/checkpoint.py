@@ -258,7 +258,9 @@ def _fill(mine: torch.Tensor, form: Shape, rows: Callable[[int, int], torch.Tens
         stop = min(start + step, local.shape[0])
         piece: torch.Tensor | None = rows(first + start, first + stop) if reads else None
         if sharing is not None:
-            on_device = torch.empty((stop - start, *form.shape[1:]), dtype=form.dtype, device=local.device)
+            # Offloaded shards are sent over the device's links too: the group of a mesh is sure to know that device
+            device = torch.device(mine.device_mesh.device_type) if isinstance(mine, DTensor) else mine.device
+            on_device = torch.empty((stop - start, *form.shape[1:]), dtype=form.dtype, device=device)
             if piece is not None:
                 on_device.copy_(piece)
             dist.broadcast(on_device.view(torch.uint8), group=sharing, group_src=0)  # bytes: any dtype, any backend

@@ -111,6 +111,8 @@ def write_model(
             made = conversions[index].convert(tensors, shapes)
             for name in groups[index]:
                 writer.write(name, made[name])
+            del made
+        del tensors  # before the next are gathered
     if scratch is None:
         return
     config = copy.deepcopy(model.config)
@@ -118,6 +120,9 @@ def write_model(
         if part is not None:
             part.dtype = dtype
     config.save_pretrained(scratch)
+    if hasattr(config, "auto_map"):  # the code that the checkpoint brought along
+        for file in Path(config.name_or_path).glob("*.py"):
+            shutil.copy2(file, scratch / file.name)
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():
         generation.to_json_file(scratch / "generation_config.json")  # save_pretrained would refuse what the hub is full of

@@ -252,7 +252,7 @@ class Worker:
     def memory(self):
         """Anonymous memory while a checkpoint loads, at its highest: pages of the mapped files are the kernel's."""
         config = (
-            {"model_type": "llama"} | GATED | {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 8192, "num_hidden_layers": 10}
+            {"model_type": "llama"} | GATED | {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048, "num_hidden_layers": 12}
         )
         path = self.save("large", config, dtype=torch.bfloat16, max_shard_size="30MB")
         result = {}
@@ -272,6 +272,10 @@ class Worker:
                 figures["held"] = sum(local(p).numel() for p in model.parameters()) * 4
 
             wrapped = wrap(model, strategy=strategy, checkpointing=None, compile=False, blocks=blocks, ranks=self.ranks, fill=measured)
+            figures["largest"] = max(p.numel() for p in wrapped.module.parameters()) * 4
+            with Peak() as peak:
+                self.export(wrapped, f"large-{name}")
+            figures["exporting"] = peak.grown
             del wrapped, model
             gc.collect()
             everybody = [None] * self.ranks.size

@@ -105,3 +105,11 @@ def test_memory_while_loading(results):
             assert figure["peak"] >= 0.9 * figure["held"], f"{strategy}, rank {rank}: not measured: {figure}"
     sharded = of(results, "memory")["fsdp"]["ranks"][0]
     assert sharded["held"] * 2 == pytest.approx(sharded["whole"], rel=0.01)
+
+
+def test_memory_while_exporting(results):
+    """A tensor at a time, in a few copies (gathered, joined, cast): never the model, nor a file of it."""
+    for strategy, figures in of(results, "memory").items():
+        for rank, figure in enumerate(figures["ranks"]):
+            assert figure["largest"] < figure["whole"] / 30
+            assert figure["exporting"] <= figure["whole"] / 3, f"{strategy}, rank {rank}: {figure}"

@@ -67,3 +67,68 @@ def test_memory_snapshot(tmp_path):
     train("fsdp", tmp_path / "run", "profile={start_step: 3, steps: 2, memory_snapshot: true}")
     assert (tmp_path / "run/profile/memory_rank_0.pickle").stat().st_size > 0
     assert (tmp_path / "run/profile/rank_0.json").stat().st_size > 0
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_variable_length_attention(model_type):
+    """torch's kernel gives a packed document the logits and gradients that it has alone; grouped heads, a sliding window."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from launcher.model.attention import VARLEN, isolate_documents
+
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    window = {"sliding_window": 64} if model_type == "mistral" else {}
+    settings = AutoConfig.for_model(model_type, **sizes, **window, num_key_value_heads=2, max_position_embeddings=512)
+    with torch.device("meta"):
+        shape = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    assert isolate_documents(shape, device=torch.device("cuda"), compute_dtype=torch.bfloat16) == "varlen", "the kernel is there and used"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16, attn_implementation="eager").cuda()
+    ids = torch.randint(512, (2, 256), device="cuda")
+    documents = [[100, 156], [7, 200, 49]]
+    alone = torch.empty(2, 256, 512, device="cuda")
+    for row, lengths in enumerate(documents):
+        end = 0
+        for length in lengths:
+            alone[row, end : end + length] = model(input_ids=ids[row : row + 1, end : end + length], use_cache=False).logits.float()
+            end += length
+    alone.square().mean().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.set_attn_implementation(VARLEN)
+    bounds = torch.tensor([0, 100, 256, 263, 463, 512], dtype=torch.int32, device="cuda")
+    places = torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in documents]).cuda()
+    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 256, "max_length_k": 256}
+    packed = model(input_ids=ids, position_ids=places, use_cache=False, **lengths).logits.float()
+    assert float((packed - alone).detach().abs().max() / alone.detach().abs().max()) < 3e-2
+    packed.square().mean().backward()
+    for name, gradient in expected.items():
+        difference = (model.get_parameter(name).grad - gradient).float().norm() / gradient.float().norm()
+        assert float(difference) < 5e-2, name
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = LlamaConfig(**sizes, num_key_value_heads=4, max_position_embeddings=512)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size="8MB")
+    return folder
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "fsdp", "fsdp_offload"])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapters, tmp_path):
+    more = ["model.config=null", f"model.path={checkpoint}", "checkpoint.export=at_end", *(["lora={rank: 8}"] if adapters else [])]
+    overrides = [override for override in MODEL if not override.startswith(("model.config.", "checkpoint."))]
+    run_dir = tmp_path / "run"
+    command = [f"recipe={recipe}", *overrides, "run.max_steps=4", f"run.dir={run_dir}", *more, "optimizer.learning_rate=1e-3"]
+    output = torchrun(TRAIN, *command, ranks=GPUS, timeout=300).check().output
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert "kept apart by variable-length attention" in output
+    written = {file.name for file in (run_dir / "hf").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= written if adapters else "config.json" in written

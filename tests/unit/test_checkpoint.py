@@ -1,16 +1,19 @@
 """What a checkpoint's folder may look like, and everything that can be wrong with one."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.model import checkpoint as checkpoints
 from launcher.model.build import build_model, find_blocks
 from launcher.model.checkpoint import open_checkpoint, pretrained_weights
+from launcher.model.export import export_hugging_face
 from launcher.recipe.schema import Model
 
 CPU = torch.device("cpu")
@@ -254,6 +257,48 @@ def test_code_of_a_checkpoint_is_not_run(copy):
     (copy / "config.json").write_text(json.dumps(config))
     (copy / "mine.py").write_text("raise SystemExit('was run')")
     assert "set model.trust_remote_code: true" in refusal(copy)
+
+
+MINE = """
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+class Config(PreTrainedConfig):
+    model_type = "mine"
+    hidden_size = 8
+
+class Mine(PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embedding = nn.Embedding(64, config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, 64)
+        self.post_init()
+
+    def forward(self, input_ids):
+        return CausalLMOutput(logits=self.head(self.embedding(input_ids)))
+"""
+
+
+def test_code_of_a_checkpoint_is_run_where_it_is_trusted_and_goes_along(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM, dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", list(sys.path))
+    base = tmp_path / "mine"
+    base.mkdir()
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Mine"}}
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "mine.py").write_text(MINE)
+    state = {"embedding.weight": torch.randn(64, 8), "head.weight": torch.randn(64, 8), "head.bias": torch.randn(64)}
+    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    model = load(base, trust_remote_code=True, attention="eager")
+    assert torch.equal(logits(model), nn.functional.linear(state["embedding.weight"][IDS], state["head.weight"], state["head.bias"]))
+    export_hugging_face(model, tmp_path / "out", rank=0, device=CPU)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert torch.equal(logits(again), logits(model))
 
 
 def test_an_encoder_predicts_no_next_token(tmp_path):
