@@ -226,7 +226,12 @@ class _Page:
         if weights:
             row("share of the sequences", [f"{weight / sum(weights):.1%}" for weight in weights])
         row("documents", [f"{len(one.lengths):,}" for one in found.values()])
-        row("tokens of a document", [_quantiles(one.lengths) for one in found.values()])
+        quantiles = [_quantiles(one.lengths) for one in found.values()]
+        if len(opened) == 1:
+            row("tokens of a document", [", ".join(f"{what} {number}" for what, number in quantiles[0].items())])
+        else:
+            for what in quantiles[0]:
+                row(f"tokens of a document, {what}", [one[what] for one in quantiles])
         row(f"sequences of up to {length:,}", [f"{one.sequences:,}" for one in found.values()])
         row("tokens in them", [f"{one.tokens:,}" for one in found.values()])
         row("tokens with loss", [f"{one.loss_tokens:,}  ({one.loss_tokens / one.tokens:.1%})" for one in found.values()])
@@ -271,6 +276,8 @@ class _Page:
 
     def _skipped(self, dataset: Any, most: int = 5) -> None:
         skipped = dataset.skipped
+        if skipped:
+            self._print()
         for row in skipped[:most]:
             self._print(f"skipped: {row['where']}: {row['problem']}")
         if len(skipped) > most:
@@ -333,11 +340,11 @@ def _trained(data: Data, name: str) -> bool:
     return name == "train" or (isinstance(data.train, dict) and name in data.train)
 
 
-def _quantiles(lengths: Any) -> str:
+def _quantiles(lengths: Any) -> dict[str, str]:
     import numpy as np
 
     middle, most = np.quantile(lengths, [0.5, 0.9], method="nearest").tolist()
-    return f"median {middle:,}, 90 % up to {most:,}, longest {int(lengths.max()):,}"
+    return {"median": f"{middle:,}", "90 % up to": f"{most:,}", "longest": f"{int(lengths.max()):,}"}
 
 
 def _some(count: int) -> str:
