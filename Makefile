@@ -1,4 +1,5 @@
 # make train       a first run: a small Llama learns Python from the standard library's source
+# make finetune    a fine-tuning: that model learns to add from chats; its accuracy before and after
 # make test        lint, types and all tests but the long ones
 # make test-long   the long ones too
 PYTHON ?= python3
@@ -8,9 +9,11 @@ INSTALLED := $(VENV)/.installed
 # Two processes, on two GPUs or on the CPU; one where there is one GPU
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)),1,2)
 # The first folder that no run has used: a run is never written over
-RUN_DIR = $$(dir=runs/quickstart; n=2; while [ -s "$$dir/metrics.jsonl" ]; do dir=runs/quickstart-$$n; n=$$((n+1)); done; echo $$dir)
+unused = $$(dir=runs/$(1); n=2; while [ -s "$$dir/metrics.jsonl" ]; do dir=runs/$(1)-$$n; n=$$((n+1)); done; echo $$dir)
+# The newest export of `make train`; tokenizer.json stands in it since it is a model to chat with
+pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1))
 
-.PHONY: install train test lint types test-long
+.PHONY: install train finetune test lint types test-long
 
 install: $(INSTALLED)
 
@@ -21,7 +24,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 train: install
-	$(BIN)/torchrun --nproc-per-node $(RANKS) launcher/train.py recipe=quickstart run.dir=$(RUN_DIR)
+	$(BIN)/torchrun --nproc-per-node $(RANKS) launcher/train.py recipe=quickstart run.dir=$(call unused,quickstart)
+
+finetune: install
+	ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train
+	$(BIN)/python recipes/arithmetic.py generate runs/arithmetic
+	model=$(pretrained); dir=$(call unused,finetune); \
+	$(BIN)/torchrun --nproc-per-node $(RANKS) launcher/train.py recipe=finetune model.path=$$model run.dir=$$dir && \
+	echo "before:" && $(BIN)/python recipes/arithmetic.py accuracy $$model runs/arithmetic && \
+	echo "after:" && $(BIN)/python recipes/arithmetic.py accuracy $$dir/hf runs/arithmetic
 
 test: lint types
 	$(BIN)/python -m pytest -m 'not long and not gpu'

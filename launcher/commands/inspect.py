@@ -98,21 +98,25 @@ class _Page:
         tokens: int,
     ) -> None:
         from launcher.data.dataset import open_dataset
-        from launcher.data.samples import load_decoder
+        from launcher.data.samples import first_documents, load_decoder
 
-        data = recipe.data
-        vocabulary = _vocabulary(recipe.model) or 2**31
-        tokenizer = data.tokenizer or recipe.model.path
+        tokenizer = recipe.data.tokenizer if recipe.data.tokenizer is not None else recipe.model.path
+        vocabulary, validates = _vocabulary(recipe.model), not _trained(recipe.data, name)
         opened: dict[str, Any] = {}
         for part, (files, kind) in parts.items():
-            opened[part] = open_dataset(
-                dataclasses.replace(data, kind=kind), files, tokenizer=tokenizer, vocabulary=vocabulary, build=True, report=self._note
-            )
+            data = dataclasses.replace(recipe.data, kind=kind)
+            if data.streaming and not validates:
+                opened[part] = first_documents(data, files, tokenizer=tokenizer, seed=recipe.run.seed, most=_STREAMED)
+            else:
+                opened[part] = open_dataset(
+                    data, files, tokenizer=tokenizer, vocabulary=vocabulary, build=True, report=self._note, validation=validates
+                )
         decoder = load_decoder(tokenizer)
-        self._title(recipe.run.name, name, data)
-        for number, (part, index) in enumerate(_in_order(opened, weights, recipe, samples), start=1):
+        data, order = recipe.data, _Order(opened, weights, recipe, validates=validates)
+        self._title(recipe.run.name, name, "validation" if validates else f"the first {_STREAMED:,} rows" if data.streaming else "")
+        for number, (part, index) in enumerate(order.first(samples), start=1):
             self._sample(number, part if len(opened) > 1 else "", index, opened[part], decoder, data, most=tokens)
-        self._totals(opened, weights, recipe)
+        self._totals(opened, weights, order, recipe)
         for part, dataset in opened.items():
             self._histogram(part if len(opened) > 1 else "", dataset)
             self._skipped(dataset)
@@ -123,11 +127,11 @@ class _Page:
     def _print(self, text: Text | str = "") -> None:
         self._console.print(text, soft_wrap=not self._colours)
 
-    def _title(self, run: str, name: str, data: Data) -> None:
+    def _title(self, run: str, name: str, what: str) -> None:
         from rich.text import Text
 
         self._print()
-        line = Text.assemble((f"{run} · {name}", "bold"), ("   samples in the order of the run", "dim"))
+        line = Text.assemble((f"{run} · {name}", "bold"), (f"   {what or 'in the order of the run'}", "dim"))
         self._print(line)
         self._print(
             Text.assemble(
@@ -173,7 +177,7 @@ class _Page:
             self._print(self._decoded(piece))
             shown += piece.tokens
             if piece.after and shown <= most:
-                cut = getattr(dataset.sequences, "cut_documents", 0)
+                cut = dataset.sequences.cut_documents
                 where = "are cut off and lost" if cut else "of it stand in another sequence"
                 self._print(Text(f"… {piece.after:,} tokens {where}", style="yellow" if cut else "cyan"))
         if tokens > most:
@@ -202,7 +206,7 @@ class _Page:
             text.append("⟧")
         return text
 
-    def _totals(self, opened: dict[str, Any], weights: list[float], recipe: Recipe) -> None:
+    def _totals(self, opened: dict[str, Any], weights: list[float], order: _Order, recipe: Recipe) -> None:
         from rich import box
         from rich.table import Table
 
@@ -222,14 +226,19 @@ class _Page:
         if weights:
             row("share of the sequences", [f"{weight / sum(weights):.1%}" for weight in weights])
         row("documents", [f"{len(one.lengths):,}" for one in found.values()])
-        row("tokens of a document", [_quantiles(one.lengths) for one in found.values()])
+        quantiles = [_quantiles(one.lengths) for one in found.values()]
+        if len(opened) == 1:
+            row("tokens of a document", [", ".join(f"{what} {number}" for what, number in quantiles[0].items())])
+        else:
+            for what in quantiles[0]:
+                row(f"tokens of a document, {what}", [one[what] for one in quantiles])
         row(f"sequences of up to {length:,}", [f"{one.sequences:,}" for one in found.values()])
         row("tokens in them", [f"{one.tokens:,}" for one in found.values()])
         row("tokens with loss", [f"{one.loss_tokens:,}  ({one.loss_tokens / one.tokens:.1%})" for one in found.values()])
-        row("padding", [_padding(opened[part], recipe) for part in opened])
+        row("padding", [order.padding(part) for part in opened])
         row("documents that go on in another sequence", [_some(dataset.sequences.split_documents) for dataset in opened.values()])
         row("documents that lose their end", [_lost(dataset.sequences) for dataset in opened.values()])
-        row("rows skipped", [_some(len(getattr(dataset, "skipped", []))) for dataset in opened.values()])
+        row("rows skipped", [_some(len(dataset.skipped)) for dataset in opened.values()])
         self._print()
         self._rule_line("in all")
         self._console.print(table)
@@ -266,9 +275,11 @@ class _Page:
             self._print(line_text)
 
     def _skipped(self, dataset: Any, most: int = 5) -> None:
-        skipped = getattr(dataset, "skipped", [])
+        skipped = dataset.skipped
+        if skipped:
+            self._print()
         for row in skipped[:most]:
-            self._print("skipped: " + ", ".join(f"{value}" for value in row.values()))
+            self._print(f"skipped: {row['where']}: {row['problem']}")
         if len(skipped) > most:
             self._print(f"... and {len(skipped) - most:,} more; a run lists them in skipped_rows.jsonl")
 
@@ -276,31 +287,64 @@ class _Page:
 _SPECIAL = "black on bright_black"
 _SPECIAL_LOSS = "black on green"
 _IGNORED = -100
+_STREAMED = 1000
+"""Rows of a stream to look at."""
 
 
-def _in_order(opened: dict[str, Any], weights: list[float], recipe: Recipe, samples: int) -> list[tuple[str, int]]:
-    """(set, index) of the first samples of the run; where there are several sets without weights, of each in turn."""
-    from launcher.batching import SampleOrder
+class _Order:
+    """In which order the run sees the samples: of the training data shuffled, of a validation set as they are."""
 
-    orders = {
-        part: SampleOrder(samples=len(dataset), seed=recipe.run.seed, shuffle=recipe.data.shuffle) for part, dataset in opened.items()
-    }
-    names = list(opened)
-    return [(names[i % len(names)], orders[names[i % len(names)]].sample(i // len(names))) for i in range(samples)]
+    def __init__(self, opened: dict[str, Any], weights: list[float], recipe: Recipe, *, validates: bool) -> None:
+        from launcher.batching import MixtureOrder, SampleOrder
+
+        self._opened, self._batch = opened, recipe.batch
+        seed, shuffle = recipe.run.seed, recipe.data.shuffle and not validates
+        sizes = {part: len(dataset) for part, dataset in opened.items()}
+        self._orders = {part: SampleOrder(samples=size, seed=seed, shuffle=shuffle) for part, size in sizes.items()}
+        self._mixed = MixtureOrder(sizes=list(sizes.values()), weights=weights, seed=seed, shuffle=shuffle) if weights else None
+
+    def first(self, samples: int) -> list[tuple[str, int]]:
+        """(set, index) of so many samples; of several sets in turn."""
+        names = list(self._opened)
+        if self._mixed is None:
+            return [(names[i % len(names)], self._orders[names[i % len(names)]].sample(i // len(names))) for i in range(samples)]
+        found = []
+        for position in range(samples):
+            index = self._mixed.sample(position)
+            for part, dataset in self._opened.items():
+                if index < len(dataset):
+                    found.append((part, index))
+                    break
+                index -= len(dataset)
+        return found
+
+    def padding(self, part: str) -> str:
+        """Its share; where rows are padded to the longest of a micro-batch, in the first of them."""
+        from launcher.batching import RankSlots, Slots, TokenSlots
+        from launcher.data.loader import expected_padding
+
+        dataset, batch = self._opened[part], self._batch
+        if dataset.packed:
+            return f"{1 - int(dataset.sequences.lengths.sum()) / (len(dataset) * dataset.length):.1%}"
+        one = {"global_batch_size": batch.global_batch_size, "rank": 0, "ranks": 1, "first_step": 0, "steps": 64}
+        slots: Slots
+        if batch.micro_batch_tokens is not None:
+            slots = TokenSlots(order=self._orders[part], lengths=dataset.lengths, micro_batch_tokens=batch.micro_batch_tokens, **one)
+        else:
+            slots = RankSlots(order=self._orders[part], micro_batch_size=batch.micro_batch_size or 1, **one)
+        share = expected_padding(dataset, slots)
+        return "" if share is None else f"{share:.1%}"
 
 
-def _quantiles(lengths: Any) -> str:
+def _trained(data: Data, name: str) -> bool:
+    return name == "train" or (isinstance(data.train, dict) and name in data.train)
+
+
+def _quantiles(lengths: Any) -> dict[str, str]:
     import numpy as np
 
     middle, most = np.quantile(lengths, [0.5, 0.9], method="nearest").tolist()
-    return f"median {middle:,}, 90 % up to {most:,}, longest {int(lengths.max()):,}"
-
-
-def _padding(dataset: Any, recipe: Recipe) -> str:
-    tokens = int(dataset.sequences.lengths.sum())
-    if dataset.packed:
-        return f"{1 - tokens / (len(dataset) * dataset.length):.1%}"
-    return "to the longest of a micro-batch"
+    return {"median": f"{middle:,}", "90 % up to": f"{most:,}", "longest": f"{int(lengths.max()):,}"}
 
 
 def _some(count: int) -> str:
@@ -308,5 +352,4 @@ def _some(count: int) -> str:
 
 
 def _lost(sequences: Any) -> str:
-    cut = getattr(sequences, "cut_documents", 0)
-    return f"{cut:,}  ({sequences.cut_tokens:,} tokens)" if cut else ""
+    return f"{sequences.cut_documents:,}  ({sequences.cut_tokens:,} tokens)" if sequences.cut_documents else ""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from launcher.data import packing
+from launcher.data.dataset import SequenceDataset
+from launcher.data.encoder import make_encoder
 from launcher.data.packing import Sequences
+from launcher.data.sources import find_parts
 from launcher.data.store import TokenStore
+from launcher.data.streaming import deal
+from launcher.data.tokenizer import hugging_face_tokenizer
+from launcher.errors import RecipeError
 from launcher.loss import IGNORED
+from launcher.recipe import schema
 
 Integers = npt.NDArray[np.int64]
 
@@ -49,18 +56,11 @@ class Decoder:
     special: frozenset[int]
 
 
-def load_decoder(tokenizer: str | Path | None) -> Decoder:
-    """Of `bytes`, or of a folder with a tokenizer; None: the ids themselves, as numbers."""
+def load_decoder(tokenizer: str | None) -> Decoder:
+    """Of `bytes`, a folder or a hub id; None: the ids themselves, as numbers."""
     if tokenizer is None:
         return Decoder(lambda ids: "".join(f"{token} " for token in ids), frozenset())
-    if tokenizer == "bytes":
-        from launcher.data.byte_tokenizer import hugging_face_byte_tokenizer
-
-        loaded: Any = hugging_face_byte_tokenizer()
-    else:
-        from transformers import AutoTokenizer
-
-        loaded = AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True)
+    loaded = hugging_face_tokenizer(tokenizer)
     size = len(loaded)
 
     def text(ids: Sequence[int]) -> str:
@@ -118,6 +118,41 @@ def _visible(text: str) -> str:
 def _picture(control: str) -> str:
     code = ord(control)
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"<{code:02x}>"
+
+
+def first_documents(data: schema.Data, files: tuple[str, ...], *, tokenizer: str | None, seed: int, most: int) -> SequenceDataset:
+    """Of a stream: some documents, read here and now, and packed as they were without streaming."""
+    encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
+    units = deal(find_parts(files, kind=data.kind), lanes=1, seed=seed, shuffle=data.shuffle)[0]
+    rows = itertools.islice(itertools.chain.from_iterable(unit.rows(encoder.text_column) for unit in units), most)
+    ids, labels, skipped = [], [], []
+    for encoded in encoder.encode_rows(rows):
+        if encoded.ids is None:
+            if data.on_error == "fail":
+                raise RecipeError(f"{encoded.row.where}: {encoded.problem}")
+            skipped.append({"where": encoded.row.where, "problem": encoded.problem})
+        elif encoded.ids.size:
+            ids.append(encoded.ids)
+            labels.append(encoded.ids if encoded.labels is None else encoded.labels)
+    if not ids:
+        raise RecipeError(f"data: {', '.join(files)}: no documents in the first {most:,} rows")
+    store = TokenStore(
+        ids=np.concatenate(ids),
+        labels=np.concatenate(labels),
+        offsets=np.cumsum([0, *map(len, ids)]),
+        files=len(files),
+        largest_id=max(int(row.max()) for row in ids),
+        kind=data.kind,
+        skipped=skipped,
+    )
+    cut = data.kind in ("chat", "instruct")
+    if not data.packing:
+        sequences = packing.separate(store.offsets, data.sequence_length, cut=cut)
+    elif data.kind == "text":
+        sequences = packing.stream(store.offsets, data.sequence_length)
+    else:
+        sequences = packing.best_fit(store.offsets, data.sequence_length, cut=cut)
+    return SequenceDataset(store, sequences, data.sequence_length, data.packing)
 
 
 @dataclass(frozen=True)

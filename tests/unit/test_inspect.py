@@ -103,12 +103,9 @@ def test_totals_and_histogram(chat, capsys):
 def test_sets_by_name(chat, capsys, folder):
     mixture = "data.train={web: {files: rows.jsonl}, talk: {files: rows.jsonl, weight: 3}}"
     sets = "data.validation={near: rows.jsonl, far: rows.jsonl}"
-    lines = printed(capsys, *chat, "data.train=null", mixture, sets, "samples=3")
-    assert [line.partition(" tokens")[0].rpartition(" · ")[0] for line in lines if line.startswith("sample ")] == [
-        "sample 1 · web",
-        "sample 2 · talk",
-        "sample 3 · web",
-    ]
+    lines = printed(capsys, *chat, "data.train=null", mixture, sets, "samples=4")
+    shown = [line.partition(" tokens")[0].rpartition(" · ")[0].partition(" · ")[2] for line in lines if line.startswith("sample ")]
+    assert sorted(shown) == ["talk", "talk", "talk", "web"]
     assert any(re.fullmatch(r" *share of the sequences +25.0% +75.0%", line) for line in lines)
     assert [line.rstrip(" ━") for line in lines if "by tokens" in line] == ["web: documents by tokens", "talk: documents by tokens"]
     assert any("small · near" in line for line in printed(capsys, *chat, sets, "set=near"))
@@ -162,6 +159,36 @@ def test_every_length_has_its_bin(lengths, mark):
     assert len(counts) == len(edges) - 1 <= 20
     assert sum(counts) == len(lengths)
     assert not any(low <= mark < high - 1 and max(lengths) > mark for low, high in itertools.pairwise(edges))
+
+
+def test_padding_without_packing_and_a_stream(chat, capsys):
+    lines = printed(capsys, *chat, "data.packing=false", "samples=1")
+    assert any(re.fullmatch(r"padding +38.[12]%", line.rstrip()) for line in lines)  # rows of 31, 13, 64, 64, 26 to 64
+    lines = printed(capsys, *chat, "data.streaming=true", "samples=1")
+    assert "small · train   the first 1,000 rows" in lines
+    assert any(re.fullmatch(r"tokens with loss +66  \(33.3%\)", line.rstrip()) for line in lines)
+
+
+def test_chats_that_lose_their_end_and_rows_that_are_skipped(folder, capsys):
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "hello " * 20}]
+    rows = [{"messages": talk}, {"messages": talk[:1]}, {"messages": [talk[0], {"role": "assistant", "content": "yes"}]}]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats = ["data.kind=chat", "data.train=data.jsonl", "data.sequence_length=32", "data.on_error=skip", "data.shuffle=false"]
+    lines = printed(capsys, "recipe=x.yaml", *chats)
+    assert f"<|user|>Hi<|end|><|assistant|>⟦{('hello ' * 20)[:27]}⟧" in lines
+    assert "… 94 tokens are cut off and lost" in lines
+    assert "<|user|>Hi<|end|><|assistant|>⟦yes<|end|>⟧" in lines
+    assert any(re.fullmatch(r"documents that lose their end +1  \(94 tokens\)", line.rstrip()) for line in lines)
+    assert any(line.startswith(("skipped: data.jsonl:2: ", f"skipped: {folder}/data.jsonl:2: ")) for line in lines)
+
+
+def test_classes_are_named(folder, capsys):
+    (folder / "data.jsonl").write_text('{"text": "good", "label": "fine"}\n{"text": "bad", "label": "poor"}\n')
+    classes = ["data.kind=classification", "data.labels=[poor,fine]", "model.task=sequence_classification", "data.shuffle=false"]
+    lines = printed(capsys, "recipe=x.yaml", *classes, "data.train=data.jsonl")
+    first = next(index for index, line in enumerate(lines) if line.startswith("sample 1 "))
+    assert re.fullmatch(r"sample 1 · \d tokens · class 1, fine ━+", lines[first])
+    assert lines[first + 1].startswith("good")
 
 
 def test_data_of_a_builder_is_not_inspected(folder):

@@ -39,10 +39,12 @@ COMPLETE = [REPOSITORY / "recipes" / f"{name}.yaml" for name in ("ddp", "fsdp", 
 
 YOURS = [f"data.train={REPOSITORY}/README.md"]
 """In the place of data that a user brings, in the recipes for real models."""
+MADE = [*YOURS, "data.validation=null", "data.tokenizer=bytes", "model={path: null, config: {model_type: llama}}"]
+"""In the place of what `make finetune` makes."""
 
 
 def yours(file):
-    return YOURS if "my/data" in file.read_text() else []
+    return YOURS if "my/data" in file.read_text() else MADE if file.stem == "finetune" else []
 
 
 def load(*overrides, recipe="x.yaml", ranks=None):

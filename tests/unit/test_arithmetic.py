@@ -1,0 +1,74 @@
+"""The data set of `make finetune`, and how its accuracy is counted."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from launcher.data.byte_tokenizer import hugging_face_byte_tokenizer
+
+SCRIPT = Path(__file__).resolve().parents[2] / "recipes/arithmetic.py"
+
+
+@pytest.fixture(scope="module")
+def arithmetic():
+    spec = importlib.util.spec_from_file_location("arithmetic", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_train_and_test_share_no_sum_and_every_answer_is_right(arithmetic, tmp_path):
+    for folder in ("a", "b"):
+        assert arithmetic.main(["generate", str(tmp_path / folder)]) == 0
+    sums = {}
+    for name in ("train", "test"):
+        text = (tmp_path / "a" / f"{name}.jsonl").read_text()
+        assert text == (tmp_path / "b" / f"{name}.jsonl").read_text()
+        sums[name] = []
+        for line in text.splitlines():
+            asked, said = json.loads(line)["messages"]
+            assert (asked["role"], said["role"]) == ("user", "assistant")
+            first, second = map(int, re.fullmatch(r"(\d+) \+ (\d+)", asked["content"]).groups())
+            assert said["content"] == str(first + second)
+            sums[name].append((first, second))
+    assert len(set(sums["train"] + sums["test"])) == len(sums["train"]) + len(sums["test"]) == 810
+    assert len(sums["test"]) == arithmetic.TEST
+
+
+class KnowsEven:
+    """Adds where the first number is even, and says 0 elsewhere; ends its turn, then goes on."""
+
+    def eval(self):
+        return self
+
+    def generate(self, input_ids, attention_mask, **_):
+        tokenizer = hugging_face_byte_tokenizer()
+        rows = []
+        for ids, mask in zip(input_ids, attention_mask, strict=True):
+            asked = tokenizer.decode(ids[mask.bool()], skip_special_tokens=True)
+            assert ids[-1] == 259, "padding stands on the left, and the assistant's turn has begun"
+            first, second = map(int, asked.split(" + "))
+            answer = f"{first + second if first % 2 == 0 else 0}".encode()
+            rows.append([*ids.tolist(), *answer, *[256] * (4 - len(answer))])
+        return torch.tensor(rows)
+
+
+def test_accuracy_counts_exact_answers(arithmetic, tmp_path, monkeypatch, capsys):
+    arithmetic.generate(tmp_path / "data")
+    hugging_face_byte_tokenizer().save_pretrained(tmp_path / "hf")
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: KnowsEven())
+    rows = [json.loads(line)["messages"][0]["content"] for line in (tmp_path / "data/test.jsonl").read_text().splitlines()]
+    even = sum(int(row.split()[0]) % 2 == 0 for row in rows)
+    assert 0 < even < len(rows)
+    assert arithmetic.accuracy(tmp_path / "hf", tmp_path / "data", batch_size=30) == even / len(rows)
+    assert f"accuracy of {tmp_path}/hf: {even / len(rows):.1%} of 81 questions" in capsys.readouterr().out
+
+
+def test_what_it_cannot_do_it_says(arithmetic, capsys):
+    assert arithmetic.main(["generate"]) == 2
+    assert "generate FOLDER" in capsys.readouterr().err
