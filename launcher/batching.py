@@ -14,13 +14,14 @@ from typing import Protocol
 _MASK = (1 << 64) - 1
 
 NO_SAMPLE = -1
-"""A slot of the last, incomplete global batch: it is computed as a row without targets and weighs nothing."""
+"""A slot without a sample: of the last, incomplete global batch, or where the ranks do not divide the batch. It is computed
+as a row without targets and weighs nothing."""
 
 
 def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, ranks: int) -> int:
-    """Micro-batches per rank and optimizer step. The recipe's check has made sure that it is whole."""
-    assert global_batch_size % (micro_batch_size * ranks) == 0
-    return global_batch_size // (micro_batch_size * ranks)
+    """Micro-batches per rank and optimizer step. Where the ranks do not divide the batch, which only a resumed run may have,
+    the last ones have places to spare."""
+    return -(-global_batch_size // (micro_batch_size * ranks))
 
 
 def total_steps(*, max_steps: int | None, epochs: int | None, samples: int, global_batch_size: int) -> int:
@@ -184,11 +185,16 @@ class RankSlots:
         """As many in each step."""
         return accumulation_steps(global_batch_size=self.global_batch_size, micro_batch_size=self.micro_batch_size, ranks=self.ranks)
 
+    def places(self, micro: int) -> list[int]:
+        """The places of the global batch in one of the rank's micro-batches, NO_SAMPLE beyond its end."""
+        start = (micro * self.ranks + self.rank) * self.micro_batch_size
+        return [place if place < self.global_batch_size else NO_SAMPLE for place in range(start, start + self.micro_batch_size)]
+
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.first_step, self.steps):
             for micro in range(self.micro_batches(step)):
-                start = step * self.global_batch_size + (micro * self.ranks + self.rank) * self.micro_batch_size
-                yield [self.order.sample(position) for position in range(start, start + self.micro_batch_size)]
+                places = self.places(micro)
+                yield [self.order.sample(step * self.global_batch_size + place) if place != NO_SAMPLE else NO_SAMPLE for place in places]
 
 
 @dataclass(frozen=True, kw_only=True)

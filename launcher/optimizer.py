@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -73,6 +73,16 @@ class LossScale:
         self.enabled = enabled
         self.value = torch.full((), 65536.0 if enabled else 1.0, device=device)
         self._good_steps = torch.zeros((), device=device)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps of it; waits for the device."""
+        return {"value": self.value.item(), "good_steps": self._good_steps.item()}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """As `state` gave it; a scale of another precision is left as it is."""
+        if self.enabled:
+            self.value = torch.full_like(self.value, state["value"])
+            self._good_steps = torch.full_like(self._good_steps, state["good_steps"])
 
     def update(self, skipped: torch.Tensor) -> None:
         """skipped: a scalar, 1 where the step's gradients were not finite, else 0."""

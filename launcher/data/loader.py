@@ -77,7 +77,7 @@ class GlobalBatch:
     """1-based."""
     micro_batches: list[Tensors]
     counts: Counts
-    """Over all ranks: tokens with a target, tokens but padding, ranks that were asked to stop."""
+    """Over all ranks: tokens with a target, tokens but padding, ranks that were asked to stop, and to save."""
     samples_seen: int
     """Since the start of the run, over all ranks, this step included."""
     seconds_waited: float
@@ -108,6 +108,8 @@ def make_loader(
         persistent_workers=persistent_workers if workers else False,
         pin_memory=device.type == "cuda" if pin_memory is None else pin_memory and device.type == "cuda",
         worker_init_fn=_ignore_interrupts if workers else None,
+        # Else each pass draws from the generator that dropout draws from, and a resumed run would have drawn once more
+        generator=torch.Generator(),
     )
 
 
@@ -210,12 +212,15 @@ def training_batches(
     global_batch_size: int,
     samples: int | None,
     first_step: int,
+    left_out: int,
     steps: int,
     ranks: DataParallel,
     stop_requested: Callable[[], bool],
+    save_requested: Callable[[], bool],
 ) -> Iterator[GlobalBatch]:
     """The global batches of the run, step `first_step` + 1 to `steps`, this rank's part of each.
 
+    slots: from the batch `first_step` + `left_out` on: so many batches before it were left out, and step s has batch s + left_out.
     samples: of the whole run; None: it has no end of its own.
     Asking for the next one fetches it from the loader, starts its copy to the device and the counting over the ranks,
     and waits for neither.
@@ -233,9 +238,9 @@ def training_batches(
     loaded = iter(loader)
     for step in range(first_step, steps):
         started = time.perf_counter()
-        collated = [_sound(next(loaded)) for _ in range(slots.micro_batches(step))]
+        collated = [_sound(next(loaded)) for _ in range(slots.micro_batches(step + left_out))]
         waited = time.perf_counter() - started
-        counts = [sum(c["loss_tokens"] for c in collated), sum(c["tokens"] for c in collated), int(stop_requested())]
+        counts = [sum(c["loss_tokens"] for c in collated), sum(c["tokens"] for c in collated), int(stop_requested()), int(save_requested())]
         seen = (step + 1) * global_batch_size
         yield GlobalBatch(
             step=step + 1,

@@ -32,6 +32,16 @@ class RunData:
     slots: Slots
     """This rank's micro-batches."""
     steps: int
+    batch: schema.Batch
+
+    def starting(self, first_step: int, left_out: int, ranks: DataParallel) -> tuple[TrainingData, Slots]:
+        """What is trained on from step `first_step` + 1 on, where `left_out` batches before it were left out."""
+        first, steps = first_step + left_out, self.steps + left_out
+        slots = make_slots(self.batch, order=self.order, lengths=self.training.lengths, steps=steps, ranks=ranks, first_step=first)
+        if isinstance(self.training, StreamingDataset):
+            assert isinstance(slots, RankSlots)
+            return self.training.starting(slots), slots
+        return self.training, slots
 
 
 def open_run_data(
@@ -99,12 +109,13 @@ def open_run_data(
                 skip_bad_rows=data.on_error == "skip",
                 skipped_rows=skipped_rows,
             )
-            return RunData(stream, validation, slots.order, slots, max_steps)
+            return RunData(stream, validation, slots.order, slots, max_steps, batch)
         assert data.train is not None
         training = open_one(data.train)
     order = make_order(training, seed=seed, shuffle=data.shuffle, epochs=epochs)
     steps = total_steps(max_steps=max_steps, epochs=epochs, samples=order.samples, global_batch_size=batch.global_batch_size)
-    return RunData(training, validation, order, make_slots(batch, order=order, lengths=training.lengths, steps=steps, ranks=ranks), steps)
+    slots = make_slots(batch, order=order, lengths=training.lengths, steps=steps, ranks=ranks)
+    return RunData(training, validation, order, slots, steps, batch)
 
 
 def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:

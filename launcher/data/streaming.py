@@ -14,6 +14,7 @@ are in random order, and a row leaves a buffer of `shuffle_buffer` rows at rando
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -29,7 +30,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from launcher import loss
-from launcher.batching import RankSlots
+from launcher.batching import NO_SAMPLE, RankSlots
 from launcher.data.dataset import Collated, Isolation, Row, collate_sequences
 from launcher.data.encoder import Encoder
 from launcher.data.sources import Part, read_rows, split
@@ -135,6 +136,12 @@ class StreamingDataset(IterableDataset[Collated]):
         self._files, self._bytes = len(parts), sum(part.size for part in parts)
         self.skipped: list[dict[str, str]] = []
 
+    def starting(self, slots: RankSlots) -> StreamingDataset:
+        """The same stream from the first step of these slots."""
+        other = copy.copy(self)
+        other._slots = slots
+        return other
+
     def workers(self, wanted: int) -> int:
         """The most loader processes, up to `wanted`, that divide a step's micro-batches."""
         micro_batches = self._slots.micro_batches(0)
@@ -151,11 +158,11 @@ class StreamingDataset(IterableDataset[Collated]):
     def _micro_batches(self, number: int, of: int) -> Iterator[Collated]:
         slots = self._slots
         mine = range(number, slots.micro_batches(0), of)
-        starts = {micro: (micro * slots.ranks + slots.rank) * slots.micro_batch_size for micro in mine}
-        lanes = {lane: self._lane(lane) for start in starts.values() for lane in range(start, start + slots.micro_batch_size)}
+        places = [slots.places(micro) for micro in mine]
+        lanes = {lane: self._lane(lane) for group in places for lane in group if lane != NO_SAMPLE}
         for step in range(slots.steps):
-            for start in starts.values():
-                rows = [next(lanes[lane]) for lane in range(start, start + slots.micro_batch_size)]
+            for group in places:
+                rows = [next(lanes[lane]) if lane != NO_SAMPLE else _EMPTY for lane in group]
                 if step >= slots.first_step:
                     yield collate_sequences(rows, length=self._length, packed=self._packing, isolation=self._isolation)
 
@@ -251,6 +258,9 @@ class StreamingDataset(IterableDataset[Collated]):
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield first
     yield from rest
+
+
+_EMPTY: Row = {name: np.zeros(0, dtype=np.int64) for name in ("input_ids", "targets", "position_ids")}
 
 
 def _joined(pieces: list[Row]) -> Row:

@@ -52,7 +52,7 @@ class StepRecorder:
         local = torch.stack([number.to(device, torch.float64) for number in numbers]).tolist()
         mine = torch.tensor([local[0], self._waited, _cpu_seconds() - self._cpu, _peak_memory(device)], dtype=torch.float64)
         gathered = self._gather(mine)
-        loss_tokens, tokens, _ = step.batch.counts.read()
+        loss_tokens, tokens, *_ = step.batch.counts.read()
         for skip in local[2:]:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
             self.skipped += int(skip)

@@ -17,7 +17,7 @@ from typing import Any
 from launcher.hub import is_hub_id
 from launcher.recipe.decode import KeyPath, Problem, default_of
 from launcher.recipe.model_config import config_problems
-from launcher.recipe.schema import Checkpoint, Data, Model, Recipe, Strategy
+from launcher.recipe.schema import Data, Model, Recipe, Strategy
 
 Found = Iterator[tuple[str, str]]
 """Dotted key and what is wrong with it."""
@@ -308,11 +308,20 @@ def _lora(recipe: Recipe, ranks: int | None) -> Found:
         yield "model.freeze", "lora is given too, which freezes everything but the adapters; set one of the two to null"
 
 
-@_rule("batch.global_batch_size", "batch.micro_batch_size")
+def resumes(recipe: Recipe) -> bool:
+    """Whether there is a checkpoint that the run would go on from."""
+    if recipe.checkpoint.resume == "auto":
+        return next(Path(recipe.run.dir, "checkpoints").glob("step_*"), None) is not None
+    return recipe.checkpoint.resume != "never"
+
+
+@_rule("batch.global_batch_size", "batch.micro_batch_size", "run.dir", "checkpoint.resume")
 def _batches(recipe: Recipe, ranks: int | None) -> Found:
     size, micro = recipe.batch.global_batch_size, recipe.batch.micro_batch_size
     if micro is None:  # batches are formed by tokens: any number of sequences
         return
+    if size % micro == 0 and resumes(recipe):
+        return  # with other ranks than it began with: places that are left over stay empty
     unit = micro * (ranks or 1)
     if size % unit:
         below, above = size // unit * unit, (size // unit + 1) * unit
@@ -349,17 +358,22 @@ def _evaluation(recipe: Recipe, ranks: int | None) -> Found:
         yield "evaluation.at_start", "needs data.validation"
 
 
-@_rule("checkpoint", "lora")
+@_rule("checkpoint", "lora", "data.validation", "data.builder", "run.on_divergence")
 def _checkpoint(recipe: Recipe, ranks: int | None) -> Found:
-    for name in ("every_steps", "keep_last", "asynchronous"):
-        if getattr(recipe.checkpoint, name) != _default(Checkpoint, name):
-            yield f"checkpoint.{name}", "not built yet: checkpoints to resume from; leave it out, or use export: at_end"
+    if recipe.checkpoint.keep_best is not None and recipe.data.validation is None and recipe.data.builder is None:
+        yield "checkpoint.keep_best", "needs data.validation, whose loss it goes by"
     if recipe.checkpoint.export is None and recipe.checkpoint.export_dtype is not None:
         yield "checkpoint.export_dtype", "needs checkpoint.export: at_end"
     if recipe.checkpoint.export_merged and (recipe.checkpoint.export is None or recipe.lora is None):
         yield "checkpoint.export_merged", "needs checkpoint.export: at_end, and lora, whose adapters it adds in"
-    if recipe.checkpoint.resume not in ("auto", "never"):
-        yield "checkpoint.resume", f"not built yet: resuming; use auto or never, not {recipe.checkpoint.resume!r}"
+    resume = recipe.checkpoint.resume
+    if resume not in ("auto", "never") and not os.path.isdir(resume):
+        yield (
+            "checkpoint.resume",
+            f"no such folder: {resume}; give auto, never, or a checkpoint such as runs/NAME/checkpoints/step_00000500",
+        )
+    if recipe.run.on_divergence == "rewind" and recipe.checkpoint.every_steps is None:
+        yield "run.on_divergence", "rewind needs checkpoint.every_steps, to have something to go back to"
 
 
 @_rule("profile", "run.max_steps")
