@@ -1,0 +1,85 @@
+"""Going on where a run stopped: which changes of the recipe may be made meanwhile, and what its record keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import RecipeError
+
+_ALTERING = ("run.seed", "model", "lora", "data", "batch.global_batch_size")
+"""Sections and keys that decide what is learned: with others the rest of the run would not be the run that was begun."""
+_HARMLESS = (
+    *("model.attention", "model.compile", "model.trust_remote_code", "data.workers", "data.prefetch_factor", "data.persistent_workers"),
+    *("data.pin_memory", "data.processes", "data.cache", "data.validation"),
+)
+"""Exceptions among them."""
+_UNTOLD = ("run.name", "run.dir", "checkpoint.resume", "checkpoint.allow_changes")
+"""Not worth a word."""
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The keys in which two recipes differ, as (dotted key, before, now). A section that one of them has as null is one key."""
+    for key in [*before, *(key for key in now if key not in before)]:
+        here = f"{path}.{key}" if path else str(key)
+        a, b = before.get(key), now.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from differences(a, b, here)
+        elif a != b:
+            yield here, a, b
+
+
+def alters_training(key: str) -> bool:
+    """Whether another value of this key makes another run of it."""
+
+    def within(names: tuple[str, ...]) -> bool:
+        return any(key == name or key.startswith(name + ".") for name in names)
+
+    return within(_ALTERING) and not within(_HARMLESS)
+
+
+def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path) -> list[str]:
+    """What changed and may, a line each. Raises RecipeError with the rest, unless it is allowed.
+
+    before: the recipe of the checkpoint; keys that it does not know had their defaults, and are no change where they still have.
+    """
+    told, refused = [], []
+    for key, old, new in differences(before, now):
+        if key in _UNTOLD:
+            continue
+        line = f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
+        (refused if alters_training(key) and not allow else told).append(line)
+    if refused:
+        raise RecipeError(
+            [
+                f"{checkpoint} was written by a run with another recipe, and these changes alter what is learned:",
+                *(f"  {line}" for line in refused),
+                "set them back; or train into another run.dir; or say checkpoint.allow_changes=true",
+            ]
+        )
+    return told
+
+
+def keep_until(metrics: Path, step: int) -> int:
+    """Removes the lines after `step` from metrics.jsonl, and a last one that was cut off; returns how many.
+
+    The file is replaced at once: a reader sees the old lines or the new ones.
+    """
+    if not metrics.exists():
+        metrics.write_text("")
+        return 0
+    kept, removed = [], 0
+    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            keep = line.endswith("\n") and json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError):
+            keep = False
+        kept += [line] if keep else []
+        removed += not keep
+    if removed:
+        scratch = metrics.with_name(".metrics.jsonl")
+        scratch.write_text("".join(kept), encoding="utf-8")
+        scratch.replace(metrics)
+    return removed
