@@ -31,3 +31,11 @@ class TrainingError(RuntimeError):
     def __init__(self, message: str, *, reason: str = "error") -> None:
         self.reason = reason
         super().__init__(message)
+
+
+class DivergedError(TrainingError):
+    """The training went wrong at `first_step` and was noticed after `last_step`; a run may go back before it."""
+
+    def __init__(self, message: str, *, reason: str, first_step: int, last_step: int) -> None:
+        self.first_step, self.last_step = first_step, last_step
+        super().__init__(message, reason=reason)

@@ -58,6 +58,16 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
 
 
 @dataclass(frozen=True)
+class Point:
+    """Where a run stands."""
+
+    step: int = 0
+    """Steps that are done."""
+    left_out: int = 0
+    """Batches before it that were not trained on, since the run diverged on them."""
+
+
+@dataclass(frozen=True)
 class Training:
     """A run, assembled and not started."""
 
@@ -66,10 +76,17 @@ class Training:
     data: RunData
     evaluator: Evaluator | None
     flops_per_token: float
-    trained: Iterator[Step]
-    """Trains a step each time it is asked for the next."""
+    optimizer: torch.optim.AdamW
+    loss_scale: LossScale
+    steps_from: Callable[[Point], Iterator[Step]]
+    """Trains a step each time it is asked for the next, from a point on that model and optimizer are at."""
     export: Callable[[Path], None]
     """Writes the weights as a Hugging Face folder; every rank must call it."""
+
+    @property
+    def trained(self) -> Iterator[Step]:
+        """All steps, from the first."""
+        return self.steps_from(Point())
 
 
 def assemble(
@@ -79,6 +96,7 @@ def assemble(
     build_data: bool = True,
     say: Callable[[str], None] = print,
     stop_requested: Callable[[], bool] = lambda: False,
+    save_requested: Callable[[], bool] = lambda: False,
     skipped_rows: Path | None = None,
 ) -> Training:
     """Recipe to model to strategy to data to optimizer to loop.
@@ -130,27 +148,36 @@ def assemble(
             check_isolation(wrapped.model, name=type(model).__name__, vocabulary=vocabulary, device=ranks.device)
         wrapped.reshard()
     torch.manual_seed(recipe.run.seed + ranks.rank)  # dropout: each rank its own
-    order, steps = run_data.order, run_data.steps
-    trained = train_steps(
-        wrapped,
-        make_optimizer(wrapped.module, recipe.optimizer),
-        training_batches(
-            run_data.training,
+    optimizer = make_optimizer(wrapped.module, recipe.optimizer)
+    loss_scale = LossScale(ranks.device, enabled=compute_dtype == torch.float16)
+    order = run_data.order
+
+    def steps_from(point: Point) -> Iterator[Step]:
+        dataset, slots = run_data.starting(point.step, point.left_out, ranks)
+        batches = training_batches(
+            dataset,
             data=data,
-            slots=run_data.slots,
+            slots=slots,
             global_batch_size=batch.global_batch_size,
             samples=order.epochs * order.samples if order.epochs is not None else None,
-            first_step=0,
-            steps=steps,
+            first_step=point.step,
+            left_out=point.left_out,
+            steps=run_data.steps,
             ranks=ranks,
             stop_requested=stop_requested,
-        ),
-        loss=run_data.training.loss,
-        learning_rate=learning_rate(recipe.schedule, peak=recipe.optimizer.learning_rate, steps=steps),
-        loss_scale=LossScale(ranks.device, enabled=compute_dtype == torch.float16),
-        max_grad_norm=recipe.optimizer.max_grad_norm,
-        ranks=ranks.size,
-    )
+            save_requested=save_requested,
+        )
+        return train_steps(
+            wrapped,
+            optimizer,
+            batches,
+            loss=run_data.training.loss,
+            learning_rate=learning_rate(recipe.schedule, peak=recipe.optimizer.learning_rate, steps=run_data.steps),
+            loss_scale=loss_scale,
+            max_grad_norm=recipe.optimizer.max_grad_norm,
+            ranks=ranks.size,
+        )
+
     evaluator = None
     if run_data.validation:
         micro_batch_size = batch.micro_batch_size or max(1, (batch.micro_batch_tokens or 0) // data.sequence_length)
@@ -166,7 +193,7 @@ def assemble(
         merged=recipe.checkpoint.export_merged,
         tokenizer=tokenizer_to_keep(data, model_path=recipe.model.path) if ranks.rank == 0 and recipe.checkpoint.export else None,
     )
-    return Training(wrapped, blocks, run_data, evaluator, flops, trained, export)
+    return Training(wrapped, blocks, run_data, evaluator, flops, optimizer, loss_scale, steps_from, export)
 
 
 def pipeline(

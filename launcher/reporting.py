@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from launcher.batching import Slots
 from launcher.data.dataset import TrainingData
-from launcher.errors import TrainingError
+from launcher.errors import DivergedError
 from launcher.evaluation import Evaluated, over_all
 from launcher.hardware import peak_flops
 from launcher.loop import Step
@@ -28,6 +30,9 @@ from launcher.recipe.schema import Batch, Recipe
 from launcher.run_folder import RunFolder, State
 from launcher.strategies import WrappedModel
 from launcher.strategies.activation_checkpointing import is_checkpointed, recomputation_changes_state
+
+_LOSSES, _FEWEST_LOSSES = 50, 10
+"""Logged losses that a new one is held against."""
 
 
 class Reporter:
@@ -41,6 +46,8 @@ class Reporter:
         self._console = Console(steps)
         self._started = time.monotonic()
         self._losses: list[float] = []
+        self._recent: deque[float] = deque(maxlen=_LOSSES)
+        self._max_loss_ratio = recipe.run.max_loss_ratio
         self._last_step = 0
         self._sinks: list[Sink] = []
         if self._main:
@@ -75,7 +82,7 @@ class Reporter:
             self._console.say(text)
 
     def step(self, step: Step) -> None:
-        """Logs a step where one is due. Raises TrainingError after too many skipped steps in a row."""
+        """Logs a step where one is due. Raises DivergedError after too many skipped steps in a row, or where the loss leaps."""
         self._last_step = step.number
         self._recorder.add(step)
         if step.number % self._every_steps and step.number not in (1, self._steps):
@@ -87,12 +94,44 @@ class Reporter:
             self._write(record)
             self._console.step(record)
             self._folder.note_step(step.number, steps=self._steps)
-        if self._recorder.skipped_in_a_row >= self._max_skipped:
-            raise TrainingError(
-                f"gradients not finite in {self._recorder.skipped_in_a_row} steps in a row (run.max_skipped_steps={self._max_skipped}); "
+        self._check(record)
+
+    def _check(self, record: dict[str, Any]) -> None:
+        """Every rank has the same record, and comes to the same end."""
+        step, in_a_row = record["step"], self._recorder.skipped_in_a_row
+        if in_a_row >= self._max_skipped:
+            raise DivergedError(
+                f"gradients not finite in {in_a_row} steps in a row (run.max_skipped_steps={self._max_skipped}); "
                 "try a lower optimizer.learning_rate, a longer schedule.warmup_steps, or bfloat16 in the place of float16",
                 reason="not_finite",
+                first_step=step - in_a_row + 1,
+                last_step=step,
             )
+        if record["loss"] is None:
+            return
+        if self._max_loss_ratio is not None and len(self._recent) >= _FEWEST_LOSSES:
+            usual = statistics.median(self._recent)
+            if record["loss"] > self._max_loss_ratio * usual:
+                raise DivergedError(
+                    f"the loss of step {step}, {record['loss']:.4g}, is more than run.max_loss_ratio={self._max_loss_ratio:g} times the "
+                    f"median of the {len(self._recent)} before it, {usual:.4g}; "
+                    "try a lower optimizer.learning_rate, or run.on_divergence: rewind",
+                    reason="loss_spike",
+                    first_step=step - self._every_steps + 1,
+                    last_step=step,
+                )
+        self._recent.append(record["loss"])
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: what is looked back on to notice that a run diverges."""
+        recorder = self._recorder
+        return {"skipped": recorder.skipped, "skipped_in_a_row": recorder.skipped_in_a_row, "recent_losses": list(self._recent)}
+
+    def restore(self, state: Mapping[str, Any], *, step: int) -> None:
+        """As `state` gave it, at this step; the clock starts anew."""
+        self._recorder.restart(skipped=state["skipped"], skipped_in_a_row=state["skipped_in_a_row"])
+        self._recent = deque(state["recent_losses"], maxlen=_LOSSES)
+        self._last_step = step
 
     def evaluation(self, step: int, results: Mapping[str, Evaluated], seconds: float) -> None:
         """Logs an evaluation: of all sets together, and of each where there are several."""
@@ -111,8 +150,8 @@ class Reporter:
         for sink in self._sinks:
             sink.write(record)
 
-    def end(self, state: State, *, reason: str | None = None, exported: str | None = None) -> None:
-        """The run's last words, and its status. exported: what was, in words."""
+    def end(self, state: State, *, reason: str | None = None, exported: str | None = None, resumes: bool = False) -> None:
+        """The run's last words, and its status. exported: what was, in words. resumes: there is a checkpoint of the last step."""
         if not self._main:
             return
         for sink in self._sinks:
@@ -123,7 +162,8 @@ class Reporter:
         falls = f"; loss {self._losses[0]:.3f} -> {self._losses[-1]:.3f}" if self._losses else ""
         say(f"{state} after {self._last_step} of {self._steps} steps in {seconds_as_text(time.monotonic() - self._started)}{falls}{lost}")
         if state == "stopped":
-            say(f"  asked by {reason}; the weights are not kept (checkpoints are not built yet)")
+            kept = "started again, it goes on from there" if resumes else "nothing was kept (checkpoint.every_steps: null)"
+            say(f"  asked by {reason}; {kept}")
         say(f"  {folder.metrics}  every step, one JSON object a line")
         say(f"  {folder.path}/recipe.yaml  the whole recipe; to repeat the run: recipe={folder.path}/recipe.yaml run.dir=ANOTHER")
         say(f"  {folder.path}/status.json, {folder.log}/  outcome, what each rank printed")

@@ -45,7 +45,8 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: b
 
     before: the recipe of the checkpoint; keys that it does not know had their defaults, and are no change where they still have.
     """
-    told, refused = [], []
+    told: list[str] = []
+    refused: list[str] = []
     for key, old, new in differences(before, now):
         if key in _UNTOLD:
             continue

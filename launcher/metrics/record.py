@@ -30,6 +30,12 @@ class StepRecorder:
         self.skipped_in_a_row = self.skipped = 0
         self._pending: list[torch.Tensor] = []
 
+    def restart(self, *, skipped: int, skipped_in_a_row: int) -> None:
+        """From another step on, after some time that is no part of it."""
+        self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
+        self._since, self._excluded, self._steps, self._waited, self._cpu = time.perf_counter(), 0.0, 0, 0.0, _cpu_seconds()
+        self._pending.clear()
+
     @contextmanager
     def excluded(self) -> Iterator[None]:
         """Time that is no part of a step: evaluation, saving."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,7 +76,12 @@ class Wandb:
     def __init__(self, wandb: schema.Wandb, *, name: str, folder: Path, config: dict[str, Any]) -> None:
         import wandb as library
 
+        known = folder / "wandb_id"  # a resumed run goes on in the same one
+        if not known.exists():
+            known.write_text(uuid.uuid4().hex[:8])
         self._run = library.init(
+            id=known.read_text(),
+            resume="allow",
             project=wandb.project,
             entity=wandb.entity,
             name=name,
