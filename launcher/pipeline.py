@@ -15,9 +15,10 @@ from launcher import processes
 from launcher.data.loader import expected_padding, training_batches
 from launcher.data.run_data import RunData, open_run_data, tokenizer_to_keep
 from launcher.environment import Environment
-from launcher.errors import EXIT_DONE, EXIT_STOPPED
+from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
 from launcher.evaluation import Evaluator
 from launcher.failures import Progress, failing_together
+from launcher.keeper import Keeper, Resumed
 from launcher.loop import Step, train_steps
 from launcher.model.attention import check_isolation, isolate_documents
 from launcher.model.build import build_model, class_count, find_blocks, flops_per_token, padding_id, vocabulary_size
@@ -27,12 +28,14 @@ from launcher.model.lora import add_adapters
 from launcher.optimizer import LossScale, learning_rate, make_optimizer
 from launcher.processes import DataParallel
 from launcher.profiling import profiled
-from launcher.recipe.load import LoadedRecipe
+from launcher.recipe.check import resumes
+from launcher.recipe.load import LoadedRecipe, to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.reporting import Reporter, describe_batch, describe_data, describe_model
 from launcher.run_folder import RunFolder, rank_log
 from launcher.stopping import StopRequest
 from launcher.strategies import WrappedModel, wrap
+from launcher.watchdog import Watch, watching
 
 
 def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int:
@@ -50,9 +53,10 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
         StopRequest() as stop,
         group as (ranks, store),
         rank_log(run.log, ranks.rank) as console,
-        failing_together(store, environment=environment, run=run, console=console, progress=progress),
+        failing_together(store, environment=environment, run=run, console=console, progress=progress) as failures,
+        watching(failures, stop=stop, hang_timeout=recipe.run.hang_timeout) as watch,
     ):
-        finished = pipeline(loaded, environment, run, ranks, stop, progress)
+        finished = pipeline(loaded, environment, run, ranks, stop, watch, progress)
     # torchrun's agent takes any other status for a failure, and restarts; there status.json tells
     return EXIT_DONE if finished or environment.torchrun else EXIT_STOPPED
 
@@ -98,10 +102,11 @@ def assemble(
     stop_requested: Callable[[], bool] = lambda: False,
     save_requested: Callable[[], bool] = lambda: False,
     skipped_rows: Path | None = None,
+    beat: Callable[[str], None] = lambda phase: None,
 ) -> Training:
     """Recipe to model to strategy to data to optimizer to loop.
 
-    ranks: that train it; every one of them must call this.
+    ranks: that train it; every one of them must call this. beat: told what goes on, as a sign of life.
     build_data: whether this process tokenizes where nothing is cached (one of a node).
     """
     data, batch, precision = recipe.data, recipe.batch, recipe.strategy.mixed_precision
@@ -176,6 +181,7 @@ def assemble(
             loss_scale=loss_scale,
             max_grad_norm=recipe.optimizer.max_grad_norm,
             ranks=ranks.size,
+            beat=beat,
         )
 
     evaluator = None
@@ -197,9 +203,18 @@ def assemble(
 
 
 def pipeline(
-    loaded: LoadedRecipe, environment: Environment, run: RunFolder, ranks: DataParallel, stop: StopRequest, progress: Progress
+    loaded: LoadedRecipe,
+    environment: Environment,
+    run: RunFolder,
+    ranks: DataParallel,
+    stop: StopRequest,
+    watch: Watch,
+    progress: Progress,
 ) -> bool:
-    """Assembles and trains, logs, evaluates, stops, exports. False where the run was asked to stop before its end."""
+    """Assembles, goes to where the run stands, trains, logs, evaluates, saves, stops, exports.
+
+    Returns False where the run was asked to stop before its end.
+    """
     recipe, evaluation = loaded.recipe, loaded.recipe.evaluation
     precision = recipe.strategy.mixed_precision
     try:
@@ -213,11 +228,16 @@ def pipeline(
         build_data=environment.local_rank == 0,
         say=partial(print, flush=True) if environment.main else _say_nothing,
         stop_requested=stop.requested,
+        save_requested=watch.save_requested,
         skipped_rows=skipped_rows,
+        beat=progress.beat,
     )
     wrapped, run_data, evaluator = training.wrapped, training.data, training.evaluator
     steps = run_data.steps
-    reporter = Reporter(ranks, run, recipe=recipe, steps=steps, flops_per_token=training.flops_per_token)
+    keeper, resumed = open_keeper(loaded, environment, run, training, ranks=ranks)
+    point = Point() if resumed is None else Point(resumed.step, resumed.left_out)
+    progress.step = point.step
+    reporter = Reporter(ranks, run, recipe=recipe, steps=steps, first_step=point.step, flops_per_token=training.flops_per_token)
     mode = None if recipe.activation_checkpointing is None else recipe.activation_checkpointing.mode
     reporter.list_skipped(run_data.training.skipped, skipped_rows)
     reporter.start(
@@ -237,36 +257,116 @@ def pipeline(
             warmup=recipe.schedule.warmup_steps,
         ),
     )
+    if resumed is not None:
+        reporter.resumed(resumed, ranks=ranks.size)
 
-    def evaluate(step: int) -> None:
-        if evaluator is not None:
-            with reporter.excluded():
-                started = time.perf_counter()
-                results = evaluator.evaluate(wrapped)
-                reporter.evaluation(step, results, time.perf_counter() - started)
+    def evaluate(step: int) -> float | None:
+        if evaluator is None:
+            return None
+        with reporter.excluded(), progress.slow("evaluation"):
+            started = time.perf_counter()
+            results = evaluator.evaluate(wrapped)
+            return reporter.evaluation(step, results, time.perf_counter() - started)
 
-    if evaluation.at_start:
-        evaluate(0)
-    finished = True
-    with profiled(recipe.profile, folder=run.path, rank=ranks.rank, device=ranks.device) as profile_step:
-        for step in training.trained:
-            progress.step = step.number
+    def save(step: int, eval_loss: float | None) -> None:
+        if keeper is not None:
+            with reporter.excluded(), progress.slow("checkpoint"):
+                keeper.save(step, left_out=point.left_out, observed=reporter.state(), eval_loss=eval_loss)
+            reporter.trouble(keeper.trouble)
+
+    def train() -> bool:
+        for step in training.steps_from(point):
+            progress.step_done(step.number)
             reporter.step(step)
             profile_step()
-            if step.number == 1:
+            if step.number == point.step + 1:
                 processes.set_timeout(recipe.run.timeout)
-            if step.number == steps or (evaluation.every_steps and step.number % evaluation.every_steps == 0):
-                evaluate(step.number)
-            if step.batch.counts.read()[-1] and step.number < steps:
-                finished = False
+            last = step.number == steps
+            eval_loss = None
+            if last or (evaluation.every_steps and step.number % evaluation.every_steps == 0):
+                eval_loss = evaluate(step.number)
+            *_, stopping, saving = step.batch.counts.read()
+            if keeper is not None:
+                keeper.report()
+                if last or stopping or saving or keeper.due(step.number):
+                    save(step.number, eval_loss)
+                if saving:
+                    watch.save_done()
+            if stopping and not last:
+                return False
+        return True
+
+    if evaluation.at_start and point.step == 0:
+        evaluate(0)
+    rewinds = 0
+    with profiled(recipe.profile, folder=run.path, rank=ranks.rank, device=ranks.device) as profile_step:
+        while True:
+            try:
+                finished = train()
                 break
+            except DivergedError as error:
+                rewinds += 1
+                if recipe.run.on_divergence == "stop" or keeper is None or rewinds > MAX_REWINDS:
+                    raise
+                point = rewind(error, point, keeper, reporter)
+    if keeper is not None:
+        with progress.slow("checkpoint"):
+            keeper.finish()
+        if keeper.saved_step != progress.step and not finished:
+            raise TrainingError(f"asked to stop, and what was trained could not be kept: {keeper.trouble}", reason="checkpoint_failed")
+        reporter.trouble(keeper.trouble)
     exported = None
     if finished and recipe.checkpoint.export is not None:
-        training.export(run.export)
+        with progress.slow("export"):
+            training.export(run.export)
         adapter = recipe.lora is not None and not recipe.checkpoint.export_merged
         exported = "the adapter, for peft's PeftModel.from_pretrained" if adapter else "the weights, for transformers' from_pretrained"
-    reporter.end("finished" if finished else "stopped", reason=None if finished else stop.signal or "signal", exported=exported)
+    reason = None if finished else stop.signal or "signal"
+    reporter.end("finished" if finished else "stopped", reason=reason, exported=exported, kept=None if keeper is None else keeper.saved_step)
     return finished
+
+
+MAX_REWINDS = 5
+"""In one start: a run that diverges again and again needs another learning rate, not other samples."""
+
+
+def open_keeper(
+    loaded: LoadedRecipe, environment: Environment, run: RunFolder, training: Training, *, ranks: DataParallel
+) -> tuple[Keeper | None, Resumed | None]:
+    """What keeps the run's checkpoints, and the one it goes on from. None where the recipe wants none, or there is none."""
+    recipe = loaded.recipe
+    # A restart by torchrun's agent goes on whatever the recipe says about runs of the past
+    resume = "auto" if environment.restart_count and recipe.checkpoint.resume == "never" else recipe.checkpoint.resume
+    if recipe.checkpoint.every_steps is None and not resumes(recipe):
+        return None, None
+    keeper = Keeper(
+        run.path / "checkpoints",
+        recipe.checkpoint,
+        recipe_yaml=to_yaml(recipe),
+        seed=recipe.run.seed,
+        module=training.wrapped.module,
+        optimizer=training.optimizer,
+        loss_scale=training.loss_scale,
+        ranks=ranks,
+        say=partial(print, flush=True) if environment.main else _say_nothing,
+        before_write=run.check,
+    )
+    return keeper, keeper.restore(resume)
+
+
+def rewind(error: DivergedError, point: Point, keeper: Keeper, reporter: Reporter) -> Point:
+    """Goes back to the last checkpoint before the steps that diverged; their samples are left out from then on.
+
+    Raises the error again where there is no such checkpoint.
+    """
+    keeper.finish()
+    before = error.first_step - 1
+    keeper.drop_after(before)
+    resumed = keeper.restore("auto", at_most=before)
+    if resumed is None:
+        raise error
+    reporter.rewound(resumed, error)
+    return Point(resumed.step, point.left_out + error.last_step - resumed.step)
 
 
 def _say_nothing(text: str) -> None:

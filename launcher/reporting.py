@@ -21,10 +21,11 @@ from launcher.data.dataset import TrainingData
 from launcher.errors import DivergedError
 from launcher.evaluation import Evaluated, over_all
 from launcher.hardware import peak_flops
+from launcher.keeper import Resumed
 from launcher.loop import Step
 from launcher.metrics.console import Console, bytes_as_text, seconds_as_text
 from launcher.metrics.record import StepRecorder
-from launcher.metrics.sinks import Sink, open_sinks
+from launcher.metrics.sinks import JsonLines, Sink, open_sinks
 from launcher.processes import DataParallel
 from launcher.recipe.schema import Batch, Recipe
 from launcher.run_folder import RunFolder, State
@@ -38,7 +39,7 @@ _LOSSES, _FEWEST_LOSSES = 50, 10
 class Reporter:
     """Logs steps and evaluations. Every rank has one, since a record takes numbers from all; rank 0's writes and prints."""
 
-    def __init__(self, ranks: DataParallel, folder: RunFolder, *, recipe: Recipe, steps: int, flops_per_token: float) -> None:
+    def __init__(self, ranks: DataParallel, folder: RunFolder, *, recipe: Recipe, steps: int, first_step: int, flops_per_token: float) -> None:
         device = ranks.device
         self._main = ranks.rank == 0
         self._folder, self._steps = folder, steps
@@ -48,7 +49,8 @@ class Reporter:
         self._losses: list[float] = []
         self._recent: deque[float] = deque(maxlen=_LOSSES)
         self._max_loss_ratio = recipe.run.max_loss_ratio
-        self._last_step = 0
+        self._last_step = first_step
+        self._trouble: str | None = None
         self._sinks: list[Sink] = []
         if self._main:
             self._sinks = open_sinks(
@@ -59,7 +61,7 @@ class Reporter:
                 config=dataclasses.asdict(recipe),
                 warn=self._console.say,
             )
-            folder.write_status("running", step=0, steps=steps)
+            folder.write_status("running", step=first_step, steps=steps)
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         # Last, because it starts the clock of the first step
         self._recorder = StepRecorder(ranks, flops_per_token=flops_per_token, peak_flops=peak)
@@ -93,7 +95,7 @@ class Reporter:
         if self._main:
             self._write(record)
             self._console.step(record)
-            self._folder.note_step(step.number, steps=self._steps)
+            self._folder.note_step(step.number, steps=self._steps, **({"warning": self._trouble} if self._trouble else {}))
         self._check(record)
 
     def _check(self, record: dict[str, Any]) -> None:
@@ -133,11 +135,11 @@ class Reporter:
         self._recent = deque(state["recent_losses"], maxlen=_LOSSES)
         self._last_step = step
 
-    def evaluation(self, step: int, results: Mapping[str, Evaluated], seconds: float) -> None:
-        """Logs an evaluation: of all sets together, and of each where there are several."""
-        if not self._main:
-            return
+    def evaluation(self, step: int, results: Mapping[str, Evaluated], seconds: float) -> float | None:
+        """Logs an evaluation: of all sets together, and of each where there are several. Returns the loss of all, where finite."""
         whole = over_all(results)
+        if not self._main:
+            return _finite(whole.loss)
         record: dict[str, Any] = {"step": step, "eval_loss": _finite(whole.loss), "eval_tokens": whole.tokens}
         text = f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} tokens ({seconds_as_text(seconds)})"
         if len(results) > 1:
@@ -145,25 +147,71 @@ class Reporter:
             text += "; " + ", ".join(f"{name} {result.loss:.4f}" for name, result in results.items())
         self._write(record | {"time": time.time()})
         self._console.say(text)
+        return _finite(whole.loss)
+
+    def trouble(self, text: str | None) -> None:
+        """What status.json warns of from now on; None: nothing."""
+        changed, self._trouble = text != self._trouble, text
+        if changed and self._main:
+            self._folder.write_status("running", step=self._last_step, steps=self._steps, **({"warning": text} if text else {}))
+
+    def resumed(self, resumed: Resumed, *, ranks: int) -> None:
+        """The run goes on from a checkpoint: said, and the record cut back to it."""
+        self.restore(resumed.observed, step=resumed.step)
+        if not self._main:
+            return
+        removed = self._cut_back(resumed.step)
+        self.say(
+            f"resumed from {resumed.path}, step {resumed.step}"
+            + (f", written by {resumed.ranks} ranks" if resumed.ranks != ranks else "")
+            + (f"; {removed} lines of later steps removed from metrics.jsonl" if removed else "")
+        )
+        for change in resumed.changes:
+            self.say(f"  changed since: {change}")
+        self._folder.note("resumed", ranks=ranks, step=resumed.step)
+
+    def rewound(self, resumed: Resumed, error: DivergedError) -> None:
+        """The run went back to before it diverged."""
+        self.restore(resumed.observed, step=resumed.step)
+        if self._main:
+            self._cut_back(resumed.step)
+            self.say(
+                f"diverged: {error}\nback to the checkpoint of step {resumed.step}; the samples of steps {resumed.step + 1} to "
+                f"{error.last_step} are left out (run.on_divergence: rewind)"
+            )
+            self._folder.note("resumed", step=resumed.step, reason=error.reason)
+
+    def _cut_back(self, step: int) -> int:
+        self._folder.check()
+        removed = 0
+        for sink in self._sinks:
+            if isinstance(sink, JsonLines):
+                removed += sink.cut_back(step)
+        return removed
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:
             sink.write(record)
 
-    def end(self, state: State, *, reason: str | None = None, exported: str | None = None, resumes: bool = False) -> None:
-        """The run's last words, and its status. exported: what was, in words. resumes: there is a checkpoint of the last step."""
+    def end(self, state: State, *, reason: str | None = None, exported: str | None = None, kept: int | None = None) -> None:
+        """The run's last words, and its status. exported: what was, in words. kept: the newest checkpoint's step."""
         if not self._main:
             return
         for sink in self._sinks:
             sink.close(state)
-        self._folder.write_status(state, step=self._last_step, reason=reason, steps=self._steps)
+        warning = {"warning": self._trouble} if self._trouble else {}
+        self._folder.write_status(state, step=self._last_step, reason=reason, steps=self._steps, **warning)
+        if state != "running" and state != "failed":
+            self._folder.note(state, step=self._last_step, reason=reason)
         folder, say = self._folder, self._console.say
         lost = f", {self._recorder.skipped} steps skipped" if self._recorder.skipped else ""
         falls = f"; loss {self._losses[0]:.3f} -> {self._losses[-1]:.3f}" if self._losses else ""
         say(f"{state} after {self._last_step} of {self._steps} steps in {seconds_as_text(time.monotonic() - self._started)}{falls}{lost}")
         if state == "stopped":
-            kept = "started again, it goes on from there" if resumes else "nothing was kept (checkpoint.every_steps: null)"
-            say(f"  asked by {reason}; {kept}")
+            kept_what = "started again, it goes on from there" if kept == self._last_step else "nothing is kept (checkpoint.every_steps: null)"
+            say(f"  asked by {reason}; {kept_what}")
+        if kept is not None:
+            say(f"  {folder.path}/checkpoints/  to go on from: with more run.max_steps, or on other GPUs")
         say(f"  {folder.metrics}  every step, one JSON object a line")
         say(f"  {folder.path}/recipe.yaml  the whole recipe; to repeat the run: recipe={folder.path}/recipe.yaml run.dir=ANOTHER")
         say(f"  {folder.path}/status.json, {folder.log}/  outcome, what each rank printed")

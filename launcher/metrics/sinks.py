@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launcher.recipe import schema
+from launcher.resume import keep_until
 
 
 class Sink(Protocol):
@@ -25,7 +26,15 @@ class JsonLines:
     """One JSON object a line, readable while the run goes on."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def cut_back(self, step: int) -> int:
+        """Removes the lines of later steps; returns how many."""
+        self._file.close()
+        removed = keep_until(self._path, step)
+        self._file = self._path.open("a", buffering=1, encoding="utf-8")
+        return removed
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends a line."""
