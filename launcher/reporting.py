@@ -108,6 +108,7 @@ class Reporter:
         self._console.say(text)
 
     def _write(self, record: dict[str, Any]) -> None:
+        self._folder.check()
         for sink in self._sinks:
             sink.write(record)
 
