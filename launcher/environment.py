@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.errors import RecipeError
 
@@ -31,6 +32,16 @@ class Environment:
 
     error_file: str | None = None
     """Where torchrun's agent looks for the reason of a failure, to print it last, below its own traceback."""
+    parent: int = 0
+    """Process id of who started this one: under torchrun, its agent."""
+    run_id: str | None = None
+    """torchrun's --rdzv-id; `none` where it was not given."""
+    meeting_point: str | None = None
+    """HOST:PORT that the ranks meet at."""
+    job: str | None = None
+    """Slurm's job id; of an array, the task's own."""
+    job_restart_count: int = 0
+    """How often Slurm has requeued the job."""
 
     def tell_agent(self, reason: str) -> None:
         """Leaves the reason of a failure for torchrun's agent."""
@@ -50,6 +61,12 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     Raises RecipeError where they are half set, are no integers, or where srun started several tasks without torchrun:
     each of those would train a model of its own into the same folder.
     """
+    restarts = variables.get("SLURM_RESTART_COUNT", "0")
+    job: dict[str, Any] = {
+        "parent": os.getppid(),
+        "job": variables.get("SLURM_JOB_ID") or None,
+        "job_restart_count": int(restarts) if restarts.isdigit() else 0,
+    }
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     given = [name for name in names if variables.get(name)]
     if "RANK" not in given and "WORLD_SIZE" not in given:
@@ -59,7 +76,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
                 f"srun started {tasks} tasks, but not through torchrun: each would train alone. "
                 "Start one torchrun a node: srun --ntasks-per-node=1 torchrun --nproc-per-node GPUS launcher/train.py"
             )
-        return Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0)
+        return Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0, **job)
     missing = [name for name in names if name not in given]
     if missing:
         raise RecipeError(f"{', '.join(given)} set, but not {', '.join(missing)}: start through torchrun, or unset them")
@@ -80,6 +97,9 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         torchrun="TORCHELASTIC_RUN_ID" in variables,
         error_file=variables.get("TORCHELASTIC_ERROR_FILE"),
         restart_count=integer("TORCHELASTIC_RESTART_COUNT", 0),
+        run_id=variables.get("TORCHELASTIC_RUN_ID"),
+        meeting_point=f"{variables.get('MASTER_ADDR')}:{variables.get('MASTER_PORT')}",
+        **job,
     )
 
 
@@ -87,7 +107,10 @@ def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, determinis
     """Settings that CUDA reads once, when it starts; to be called before torch is imported.
 
     Segments that grow in place lose less memory to fragmentation. A user who set the allocator knows better.
+    NCCL's flight recorder notes the last collectives, for who looks into a hang (`watchdog.py`).
     """
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in variables:  # the older of its two names
+        variables.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if "PYTORCH_ALLOC_CONF" not in variables and "PYTORCH_CUDA_ALLOC_CONF" not in variables:
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if deterministic:

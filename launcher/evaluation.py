@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from launcher.batching import RankSlots, SampleOrder
 from launcher.data.dataset import MapData
-from launcher.data.loader import make_loader, to_device
+from launcher.data.loader import Counts, make_loader, to_device
 from launcher.processes import DataParallel
 from launcher.recipe import schema
 from launcher.strategies import WrappedModel
@@ -66,18 +66,39 @@ class Evaluator:
         self._ranks = ranks
 
     @torch.no_grad()
-    def evaluate(self, wrapped: WrappedModel) -> dict[str, Evaluated]:
-        """Each set's loss over all ranks, in the order of the recipe."""
+    def evaluate(
+        self,
+        wrapped: WrappedModel,
+        *,
+        stop_requested: Callable[[], bool] = lambda: False,
+        beat: Callable[[str], None] = lambda phase: None,
+    ) -> dict[str, Evaluated]:
+        """Each set's loss over all ranks, in the order of the recipe; empty where one of the ranks was asked to stop, which
+        they agree on beside each micro-batch. beat: told of each."""
         wrapped.model.eval()
         device = self._ranks.device
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        asked: Counts | None = None
+        stopped = False
         totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
         for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
-            for collated in loader:
+            for collated in loader if not stopped else ():
+                beat("evaluation")
+                # Of the micro-batch before, so that nobody waits for it. The same answer on all ranks, at the same micro-batch
+                stopped = asked is not None and asked.read()[0] > 0
+                asked = None if stopped else Counts([int(stop_requested())], self._ranks, stream)
+                if stopped:
+                    break
                 micro_batch = to_device(collated["tensors"], device)
                 with wrapped.forward_context():
                     total[0] += dataset.loss(wrapped.model, micro_batch)
                 total[1] += collated["loss_tokens"]
         wrapped.reshard()
+        if asked is not None:
+            asked.read()
+        if stopped:
+            wrapped.model.train()
+            return {}
         dist.all_reduce(totals, group=self._ranks.group)
         wrapped.model.train()
         return {

@@ -21,27 +21,84 @@ from typing import NoReturn, TextIO
 from torch._C._distributed_c10d import Store
 
 from launcher.environment import Environment
-from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, RecipeError, TrainingError
+from launcher.ownership import Ownership
 from launcher.run_folder import RunFolder
 
 _KEY = "failed"
+_STOPPED = "stopped"
+_OWNER = "owner"
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 4.0
 _TIMEOUT_SIGNS = ("timed out waiting", "collective operation timeout")
 
 
-class FailureWatch:
-    """One rank's part in agreeing on a failure."""
+class Progress:
+    """How far this rank is: for who reports a failure, and for the watch that looks for ranks that hang (`watchdog.py`)."""
 
-    def __init__(self, store: Store, *, rank: int, ranks: int) -> None:
+    def __init__(self) -> None:
+        self.step = 0
+        """The last finished step; where the run resumed, at first."""
+        self.phase = "start"
+        """What goes on: data, forward, backward, optimizer, evaluation, ..."""
+        self.beats = 0
+        """Signs of life since the last finished step."""
+        self.slow_phase: str | None = "start"
+        """What may take as long as it likes; until the first step is done, everything (compilation, tokenizing, loading)."""
+        self.preparing = True
+        """No step was begun: who asks to stop need not wait, there is nothing to save."""
+
+    def beat(self, phase: str) -> None:
+        """A sign of life, as cheap as can be: a thread looks at it now and then."""
+        self.phase = phase
+        self.beats += 1
+
+    def step_done(self, step: int) -> None:
+        """A step was trained."""
+        self.step, self.beats, self.slow_phase = step, 0, None
+
+    @contextlib.contextmanager
+    def slow(self, what: str) -> Iterator[None]:
+        """Something that may take long and gives no sign of life: a checkpoint, an export."""
+        before, self.slow_phase = self.slow_phase, what
+        self.beat(what)
+        try:
+            yield
+        finally:
+            self.slow_phase = before
+            self.beat(f"after {what}")
+
+
+class FailureWatch:
+    """One rank's part in agreeing on how the run ends before its end."""
+
+    def __init__(self, store: Store, *, environment: Environment, run: RunFolder, console: TextIO, progress: Progress) -> None:
+        self.rank, self.ranks = environment.rank, environment.world_size
+        self.environment, self.run, self.console, self.progress = environment, run, console, progress
         # A connection of its own: the group's may be busy, waiting for a rank that is gone.
-        self._store = store.clone() if ranks > 1 else store  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=10))
-        self._rank, self._ranks = rank, ranks
+        self._store = self.connect(store)
+        self._shared = store
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
-        if ranks > 1:
+        if self.ranks > 1:
             self._thread.start()
+
+    def connect(self, store: Store | None = None) -> Store:
+        """Another connection to the store that the ranks met at."""
+        store = store if store is not None else self._shared
+        if self.ranks > 1:
+            store = store.clone()  # type: ignore[attr-defined]
+            store.set_timeout(timedelta(seconds=10))
+        return store
+
+    def share_owner(self) -> None:
+        """The other ranks learn which record makes the folder this run's: they write too, where they are the first to fail."""
+        if self.ranks == 1:
+            return
+        if self.rank == 0:
+            self._shared.set(_OWNER, self.run.ownership.name if self.run.ownership is not None else "")
+        elif name := self._shared.get(_OWNER).decode():
+            self.run.ownership = Ownership.follow(self.run.path, name)
 
     def close(self) -> None:
         """This rank got through. A thread that were still in the store when the interpreter ends would abort it."""
@@ -49,34 +106,103 @@ class FailureWatch:
         if self._thread.is_alive():
             self._thread.join(timeout=11)
 
-    def claim(self) -> bool:
-        """True for the first rank that failed, or where nobody can be asked."""
+    def claim(self, *, unreachable: bool = True) -> bool:
+        """True for the first rank that failed. unreachable: the answer where nobody can be asked."""
         try:
             return bool(self._store.add(f"{_KEY}/claims", 1) == 1)
         except Exception:
-            return True
+            return unreachable
         finally:
             with contextlib.suppress(Exception):
-                self._store.set(f"{_KEY}/rank_{self._rank}", "")
+                self._store.set(f"{_KEY}/rank_{self.rank}", "")
 
     def silent_ranks(self) -> list[int]:
         """Ranks that have not said that they failed too, after a moment to do so: killed, most likely."""
         with contextlib.suppress(Exception):
             deadline = time.monotonic() + 2.0
             while True:
-                silent = [r for r in range(self._ranks) if not self._store.check([f"{_KEY}/rank_{r}"])]
+                silent = [r for r in range(self.ranks) if not self._store.check([f"{_KEY}/rank_{r}"])]
                 if not silent or time.monotonic() > deadline:
                     return silent
                 time.sleep(0.1)
         return []
 
+    def fail(self, told: str, *, reason: str) -> None:
+        """Tells the cause, for all ranks: to the console, status.json, events.jsonl and torchrun's agent. After `claim`."""
+        with contextlib.suppress(OSError):  # the console's other end may be gone
+            print(told, file=self.console, flush=True)
+        step = self.progress.step
+        try:
+            self.run.write_status("failed", step=step, reason=reason, error=told)
+            self.run.note("failed", ranks=self.ranks, step=step, reason=reason)
+        except (OSError, TrainingError) as error:  # the disk is full, or the folder is another job's
+            with contextlib.suppress(OSError):
+                print(error, file=self.console, flush=True)
+        self.environment.tell_agent(told)
+
+    def stop_before_training(self, who: str) -> NoReturn:
+        """Ends this rank, and with it all others, as stopped: nothing was trained, nothing is to be saved."""
+        first = True
+        with contextlib.suppress(Exception):
+            first = self._store.add(_STOPPED, 1) == 1
+        if first:
+            with contextlib.suppress(OSError):
+                print(f"stopped before the first step, asked by {who}: there is nothing to save", file=self.console, flush=True)
+            with contextlib.suppress(OSError, TrainingError):
+                self.run.write_status("stopped", step=self.progress.step, reason=who)
+                self.run.note("stopped", ranks=self.ranks, step=self.progress.step, reason=who)
+        self.end(self._stopped_status())
+
+    def end(self, status: int) -> NoReturn:
+        """Ends this process and lets the folder go."""
+        self.run.release()
+        end_process(status)
+
+    def report(self, error: BaseException) -> int:
+        """Writes the whole traceback to the rank's log, and, from the first rank that failed, tells the cause.
+
+        Returns the exit status.
+        """
+        with contextlib.suppress(Exception):
+            if self._store.check([_STOPPED]):  # another rank ended, as it was asked to
+                return self._stopped_status()
+        rank, ranks, step = self.rank, self.ranks, self.progress.step
+        log_file = self.run.log / f"rank_{rank}.log"
+        user = isinstance(error, RecipeError)
+        if not isinstance(error, (RecipeError, TrainingError)):
+            with contextlib.suppress(OSError), log_file.open("a", encoding="utf-8") as log:
+                traceback.print_exception(error, file=log)
+        if not self.claim():
+            return EXIT_USAGE if user else EXIT_FAILED
+        reason, told = "error", f"rank {rank} of {ranks} failed in step {step + 1}: {describe(error)}\nThe traceback is in {log_file}"
+        if isinstance(error, TrainingError):
+            reason, told = error.reason, f"failed after step {step}: {error}"
+        elif user:
+            reason, told = "recipe", str(error)
+        elif lost_a_peer(error) and (silent := self.silent_ranks()):
+            who = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(str(r) for r in silent)
+            if any(sign in str(error).lower() for sign in _TIMEOUT_SIGNS):
+                reason = "timeout"
+                what = f"did not answer in step {step + 1} within the time a collective may take (run.timeout)"
+            else:
+                reason = "rank_lost"
+                what = f"ended without a word in step {step + 1}. Killed? Exit code -9 is what the kernel does where host memory runs out"
+            told = f"{who} of {ranks} {what}.\nHow rank {rank} noticed is in {log_file}"
+        self.fail(told, reason=reason)
+        return EXIT_USAGE if user else EXIT_FAILED
+
+    def _stopped_status(self) -> int:
+        return EXIT_DONE if self.environment.torchrun else EXIT_STOPPED
+
     def _watch(self) -> None:
         with contextlib.suppress(Exception):
             while not self._done.wait(_POLL_SECONDS):
+                if self._store.check([_STOPPED]):
+                    self.end(self._stopped_status())
                 if self._store.check([f"{_KEY}/claims"]):
                     if not self._done.wait(_GRACE_SECONDS):
-                        print(f"rank {self._rank}: another rank failed while this one was busy; ending", file=sys.stderr, flush=True)
-                        end_process(EXIT_FAILED)
+                        print(f"rank {self.rank}: another rank failed while this one was busy; ending", file=sys.stderr, flush=True)
+                        self.end(EXIT_FAILED)
                     return
 
 
@@ -95,58 +221,19 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {message[0] if message else 'no message'}{where}"
 
 
-def report(
-    error: BaseException, *, progress: Progress, watch: FailureWatch, environment: Environment, run: RunFolder, console: TextIO
-) -> int:
-    """Writes the whole traceback to the rank's log, and, from the first rank that failed, the cause to the console, to
-    status.json and to torchrun's agent. Returns the exit status."""
-    rank, ranks = environment.rank, environment.world_size
-    log_file = run.log / f"rank_{rank}.log"
-    user = isinstance(error, RecipeError)
-    if not isinstance(error, (RecipeError, TrainingError)):
-        with log_file.open("a", encoding="utf-8") as log:
-            traceback.print_exception(error, file=log)
-    if not watch.claim():
-        return EXIT_USAGE if user else EXIT_FAILED
-    reason, told = "error", f"rank {rank} of {ranks} failed in step {progress.step + 1}: {describe(error)}\nThe traceback is in {log_file}"
-    if isinstance(error, TrainingError):
-        reason, told = error.reason, f"failed after step {progress.step}: {error}"
-    elif user:
-        reason, told = "recipe", str(error)
-    elif lost_a_peer(error) and (silent := watch.silent_ranks()):
-        who = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(str(r) for r in silent)
-        if any(sign in str(error).lower() for sign in _TIMEOUT_SIGNS):
-            reason = "timeout"
-            what = f"did not answer in step {progress.step + 1} within the time a collective may take (run.timeout)"
-        else:
-            reason = "rank_lost"
-            what = (
-                f"ended without a word in step {progress.step + 1}. Killed? Exit code -9 is what the kernel does where host memory runs out"
-            )
-        told = f"{who} of {ranks} {what}.\nHow rank {rank} noticed is in {log_file}"
-    print(told, file=console, flush=True)
-    run.write_status("failed", step=progress.step, reason=reason, error=told)
-    environment.tell_agent(told)
-    return EXIT_USAGE if user else EXIT_FAILED
-
-
-class Progress:
-    """How far this rank is, for who reports a failure."""
-
-    step = 0
-    """The last finished step."""
-
-
 @contextlib.contextmanager
-def failing_together(store: Store, *, environment: Environment, run: RunFolder, console: TextIO, progress: Progress) -> Iterator[None]:
-    """Whatever is raised inside ends this process, told as `report` tells it, and the other ranks with it."""
-    watch = FailureWatch(store, rank=environment.rank, ranks=environment.world_size)
+def failing_together(
+    store: Store, *, environment: Environment, run: RunFolder, console: TextIO, progress: Progress
+) -> Iterator[FailureWatch]:
+    """Whatever is raised inside ends this process, told as `FailureWatch.report` tells it, and the other ranks with it."""
+    watch = FailureWatch(store, environment=environment, run=run, console=console, progress=progress)
     try:
-        yield
+        watch.share_owner()
+        yield watch
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
-        end_process(report(error, progress=progress, watch=watch, environment=environment, run=run, console=console))
+        watch.end(watch.report(error))
     finally:
         watch.close()
 

@@ -49,10 +49,11 @@ def train_steps(
 
     The loss of a global batch is the sum over its tokens divided by the tokens that have a target, counted over all
     micro-batches and ranks before the first forward pass: no mean of means. Gradients are averaged over `ranks` by the
-    strategy, hence the factor.
+    strategy, hence the factor. beat: told what is begun.
     """
     model = wrapped.model
     model.train()
+    beat("data")
     batch = next(batches, None)
     while batch is not None:
         targets = batch.counts.loss_tokens()

@@ -190,6 +190,7 @@ class Reporter:
         return removed
 
     def _write(self, record: dict[str, Any]) -> None:
+        self._folder.check()
         for sink in self._sinks:
             sink.write(record)
 

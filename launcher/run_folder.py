@@ -5,27 +5,52 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from launcher.environment import Environment
 from launcher.errors import RecipeError
+from launcher.ownership import Ownership
 
 State = Literal["running", "finished", "stopped", "failed"]
+Event = Literal["started", "resumed", "saved", "failed", "stopped", "finished"]
 
 
 class RunFolder:
-    """A run's folder. Rank 0 writes `recipe.yaml` and `status.json`; where a rank fails, that rank writes the status."""
+    """A run's folder. Rank 0 writes `recipe.yaml` and `status.json`; where a rank fails, that rank writes the status.
+
+    Nothing is written that was not preceded by `check`: the folder may have passed to another job.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.log = path / "log"
         self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
         self.export = path / "hf"
+        self.ownership: Ownership | None = None
+        """None: not taken, so that anybody may write (tests, and ranks that have not met)."""
         self._status = path / "status.json"
         self._written = 0.0
+        self._attempt: int | None = None
+
+    def take(self, environment: Environment) -> None:
+        """Makes this process the folder's owner, before it writes. Raises RecipeError where another job is."""
+        self.ownership = Ownership.take(self.path, environment)
+
+    def check(self) -> None:
+        """Before each write. Raises TrainingError (reason superseded) where the folder passed to another job."""
+        if self.ownership is not None:
+            self.ownership.check()
+
+    def release(self) -> None:
+        """This process writes no more."""
+        if self.ownership is not None:
+            self.ownership.release()
 
     def refuse_if_used(self) -> None:
         """Raises RecipeError where an earlier run trained into this folder: its record would be lost.
@@ -45,6 +70,7 @@ class RunFolder:
 
     def create(self, recipe_yaml: str) -> None:
         """Makes the folder and writes the recipe. Raises RecipeError where that is not possible."""
+        self.check()
         try:
             self.log.mkdir(parents=True, exist_ok=True)
             (self.path / "recipe.yaml").write_text(recipe_yaml)
@@ -54,6 +80,7 @@ class RunFolder:
 
     def write_status(self, state: State, *, step: int, reason: str | None = None, error: str | None = None, **more: Any) -> None:
         """Replaces status.json at once: a reader sees the old one or the new one, whole."""
+        self.check()
         status = {"state": state, "step": step, "reason": reason, "error": error, **more, "time": time.time()}
         scratch = self._status.with_name(f".status.{os.getpid()}")
         scratch.write_text(json.dumps(status, indent=1) + "\n")
@@ -64,6 +91,59 @@ class RunFolder:
         """Keeps the step in status.json fresh, every few seconds."""
         if time.monotonic() - self._written > 5:
             self.write_status("running", step=step, **more)
+
+    def note(self, event: Event, *, ranks: int | None = None, **more: Any) -> None:
+        """Appends a line to events.jsonl: `event`, `time`, `host`, `attempt` (1, 2, ... a start), `ranks` and what is given.
+
+        started: `found` and `found_step` are what status.json and metrics.jsonl said when the attempt began. resumed: `step`.
+        saved: `step`, `seconds`, `bytes`. failed, stopped: `step`, `reason`. finished: `step`.
+        """
+        self.check()
+        try:
+            text = self.events.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            text = ""
+        if self._attempt is None or event == "started":
+            attempts = [line["attempt"] for line in read_lines(text)]
+            self._attempt = max(attempts, default=0) + (event == "started")
+        if event == "started":
+            status = self.read_status()
+            last = last_line(self.metrics)
+            more = {"found": status.get("state"), "found_step": max(status.get("step") or 0, last.get("step") or 0), **more}
+        line = {"event": event, "time": time.time(), "host": socket.gethostname(), "attempt": self._attempt, "ranks": ranks, **more}
+        torn = "\n" if text and not text.endswith("\n") else ""  # what wrote last was killed
+        with self.events.open("a", encoding="utf-8") as stream:
+            stream.write(torn + json.dumps(line) + "\n")
+
+    def read_status(self) -> dict[str, Any]:
+        """status.json; empty where there is none."""
+        try:
+            status = json.loads(self._status.read_text())
+        except (OSError, ValueError):
+            return {}
+        return status if isinstance(status, dict) else {}
+
+
+def read_lines(text: str) -> list[dict[str, Any]]:
+    """Objects of a .jsonl file; a torn line is left out."""
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                found.append(value)
+    return found
+
+
+def last_line(file: Path, *, having: str = "step") -> dict[str, Any]:
+    """The last object with this key in the last 64 KiB of a .jsonl file; empty where there is none."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - (64 << 10)))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return {}
+    return next((line for line in reversed(read_lines(text)) if having in line), {})
 
 
 class _Tee:

@@ -23,15 +23,18 @@ from launcher.run_folder import RunFolder
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains; returns the exit status."""
-    environment = None
+    environment = run = None
     try:
         environment = read_environment()
         loaded = load_recipe(sys.argv[1:] if arguments is None else arguments, ranks=environment.world_size)
         run = RunFolder(Path(loaded.recipe.run.dir))
         if environment.main:
+            run.take(environment)
             run.refuse_if_used()
             run.create(to_yaml(loaded.recipe))
     except RecipeError as error:
+        if run is not None:
+            run.release()
         if environment is None or environment.main:
             print(error, file=sys.stderr, flush=True)
             if environment is not None:
@@ -47,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainingError as error:
         print(f"rank {environment.rank}: {error}", file=sys.stderr, flush=True)
         return EXIT_FAILED
+    finally:
+        run.release()
 
 
 if __name__ == "__main__":
