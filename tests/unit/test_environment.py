@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from launcher import environment as environment_module
 from launcher.environment import Environment, prepare_cuda, read_environment
 from launcher.errors import RecipeError
 
+RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000"}
 RENDEZVOUS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 TORCHRUN = {
     "RANK": "5",
@@ -25,20 +27,23 @@ TORCHRUN = {
 
 def test_torchrun():
     read = read_environment(TORCHRUN)
-    assert read == Environment(rank=5, world_size=8, local_rank=1, local_world_size=4, torchrun=True, restart_count=2)
+    met = {"run_id": "none", "meeting_point": "node1:29500", "parent": os.getppid()}
+    assert read == Environment(rank=5, world_size=8, local_rank=1, local_world_size=4, torchrun=True, restart_count=2, **met)
     assert not read.main
     assert read_environment(TORCHRUN | {"RANK": "0"}).main
 
 
 def test_one_process_alone():
-    read = read_environment({"HOME": "/root"})
-    assert read == Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0)
+    read = read_environment({"HOME": "/root", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"})
+    job = {"job": "7", "job_restart_count": 3, "parent": os.getppid()}
+    assert read == Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0, **job)
     assert read.main
 
 
 def test_another_launcher_with_torchruns_variables():
     read = read_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **RENDEZVOUS})
-    assert read == Environment(rank=1, world_size=2, local_rank=1, local_world_size=2, torchrun=False, restart_count=0)
+    met = {"meeting_point": "node1:29500", "parent": os.getppid()}
+    assert read == Environment(rank=1, world_size=2, local_rank=1, local_world_size=2, torchrun=False, restart_count=0, **met)
 
 
 @pytest.mark.parametrize("tasks", [None, "", "1"])
@@ -99,7 +104,7 @@ EXPANDABLE, WORKSPACE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {"CU
 def test_cuda_settings_of_the_user_are_kept(before, deterministic, after):
     variables = dict(before)
     prepare_cuda(variables, deterministic=deterministic)
-    assert variables == after
+    assert variables == after | RECORDER
 
 
 def test_the_standard_library_is_enough():

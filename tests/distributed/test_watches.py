@@ -1,0 +1,133 @@
+"""A rank that hangs, an agent that is killed, files that ask, signals before there is anything to save: real processes."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from tests.distributed.launching import REPOSITORY, run
+
+WATCHED = REPOSITORY / "tests/distributed/watched.py"
+
+
+def start(run_dir, fault, *, during, hang_timeout=2, restarts=0, **options):
+    options = {"timeout": 60, **options}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", restarts]
+    return run([*torchrun, "--tee", "3", WATCHED, run_dir, hang_timeout, fault], during=during, **options)
+
+
+def status(run_dir):
+    return json.loads((run_dir / "status.json").read_text())
+
+
+def events(run_dir):
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def stepping(run_dir):
+    return (run_dir / "status.json").exists() and status(run_dir)["step"] >= 20
+
+
+def workers(agent):
+    """Process ids of the ranks, by their rank."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1]) == agent:
+                variables = dict(pair.split("=", 1) for pair in (folder / "environ").read_text().split("\0") if "=" in pair)
+                found[int(variables["RANK"])] = int(folder.name)
+        except (OSError, KeyError):
+            continue
+    return found
+
+
+def test_ranks_that_hang_are_found_told_and_restarted(tmp_path):
+    """First attempt: rank 1 in an endless loop. Second: rank 0, which judges otherwise, is stopped; rank 1 judges then. Third:
+    asked by files to save, and to stop."""
+    run_dir = tmp_path / "run"
+
+    def attempts():
+        return [event["event"] for event in events(run_dir)].count("started") if (run_dir / "events.jsonl").exists() else 0
+
+    def during(process):
+        until(lambda: attempts() == 1 and status(run_dir)["state"] == "failed")
+        looped(status(run_dir), run_dir)
+        until(lambda: attempts() == 2 and status(run_dir)["state"] == "running" and stepping(run_dir))
+        stopped = workers(process.pid)[0]
+        os.kill(stopped, signal.SIGSTOP)
+        until(lambda: status(run_dir)["state"] == "failed")
+        not_running(status(run_dir), run_dir, stopped)
+        os.kill(stopped, signal.SIGKILL)  # as the agent does after 30 s
+        until(lambda: status(run_dir)["state"] == "running" and stepping(run_dir))
+        (run_dir / "save").touch()
+        until(lambda: not (run_dir / "save").exists())
+        (run_dir / "stop").touch()
+
+    result = start(run_dir, "loop", during=during, restarts=2, TORCH_FR_BUFFER_SIZE="100").check(0)
+    assert result.output.count("no sign of life for 2 s (run.hang_timeout)") == 2, "each once"
+    assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("stopped", f"the file {run_dir}/stop")
+    assert not (run_dir / "stop").exists()
+    said = [(event["event"], event["attempt"]) for event in events(run_dir)]
+    assert said == [("started", 1), ("failed", 1), ("started", 2), ("failed", 2), ("started", 3), ("saved", 3)]
+    assert events(run_dir)[2]["found"] == "failed"
+
+
+def looped(outcome, run_dir):
+    assert (outcome["reason"], outcome["step"]) == ("hang", 4)
+    assert "is behind: it runs, but does not get on; in step 5, forward" in outcome["error"]
+    assert "at spin (" in outcome["error"]
+    assert "rank 0 waits in step 5, backward; at " in outcome["error"]
+    assert "last collective: gloo:all_reduce" in outcome["error"]
+    assert "in spin" in (run_dir / "log/hang/rank_1.txt").read_text()
+    assert "dist.all_reduce(asked)" in (run_dir / "log/hang/rank_0.txt").read_text()
+    assert json.loads((run_dir / "log/hang/rank_1.flight_recorder.json").read_text())["entries"]
+
+
+def not_running(outcome, run_dir, pid):
+    assert outcome["reason"] == "hang"
+    assert f"rank 0 of 2 (process {pid} on " in outcome["error"]
+    assert "is behind: its process does not run; in step" in outcome["error"]
+    assert "State: T (stopped)" in outcome["error"]
+    assert "rank 1 waits in step" in outcome["error"]
+    seen = (run_dir / "log/hang/rank_0.txt").read_text()
+    assert "as seen by rank 1" in seen
+    assert "State: T (stopped)" in seen
+
+
+def test_the_agent_is_killed(tmp_path):
+    run_dir = tmp_path / "run"
+    ranks = {}
+
+    def during(process):
+        until(lambda: stepping(run_dir))
+        ranks.update(workers(process.pid))
+        process.kill()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()))
+
+    assert start(run_dir, "none", during=during, hang_timeout=60).status == -signal.SIGKILL
+    assert len(ranks) == 2
+    assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("failed", "agent_lost")
+    assert [e["event"] for e in events(run_dir)] == ["started", "failed"]
+
+
+def test_one_rank_is_asked_to_stop_before_anything_is_trained(tmp_path):
+    """The rank that gets the signal waits in a collective, where Python runs no handler."""
+    run_dir = tmp_path / "run"
+
+    def during(process):
+        until((run_dir / "ready_0").exists)
+        os.kill(workers(process.pid)[1], signal.SIGUSR1)
+
+    start(run_dir, "prepare", during=during, hang_timeout=60).check(0)
+    assert (status(run_dir)["state"], status(run_dir)["reason"], status(run_dir)["step"]) == ("stopped", "SIGUSR1", 0)
+    assert [e["event"] for e in events(run_dir)] == ["started", "stopped"]
+    assert not list((run_dir / "owner").glob("*.json")), "released"

@@ -1,0 +1,76 @@
+"""A run without a model, to be hung and killed: steps of an all-reduce. `watched.py RUN_DIR HANG_TIMEOUT FAULT`.
+
+FAULT: none | loop (rank 1 never leaves its fifth step, at the first attempt) | prepare (nothing is trained; rank 1 is in a
+collective).
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+
+from launcher import processes
+from launcher.environment import read_environment
+from launcher.failures import Progress, end_process, failing_together
+from launcher.run_folder import RunFolder, rank_log
+from launcher.stopping import StopRequest
+from launcher.watchdog import watching
+
+
+def spin():
+    while True:
+        time.sleep(0.01)
+
+
+def main():
+    run_dir, hang_timeout, fault = sys.argv[1:]
+    environment, progress = read_environment(), Progress()
+    run = RunFolder(Path(run_dir))
+    if environment.main:
+        run.take(environment)
+        run.create("")
+        run.note("started", ranks=environment.world_size)
+        run.write_status("running", step=0)
+    group = processes.process_group(environment, device=torch.device("cpu"), cpu_offload=False, init_timeout=60)
+    with (
+        StopRequest() as stop,
+        group as (ranks, store),
+        rank_log(run.log, ranks.rank) as console,
+        failing_together(store, environment=environment, run=run, console=console, progress=progress) as failures,
+        watching(failures, stop=stop, hang_timeout=float(hang_timeout)) as watch,
+    ):
+        if fault == "prepare" and ranks.rank == 1:
+            dist.barrier()
+        if fault == "prepare":
+            (run.path / f"ready_{ranks.rank}").touch()
+            spin()
+        progress.preparing = False
+        step = 0
+        asked = torch.zeros(1)
+        while not asked:
+            step += 1
+            progress.beat("forward")
+            if fault == "loop" and environment.restart_count == 0 and ranks.rank == 1 and step == 5:
+                spin()
+            progress.beat("backward")
+            asked = torch.tensor([float(stop.requested())])
+            dist.all_reduce(asked)
+            progress.step_done(step)
+            if step % 20 == 0 and environment.main:
+                run.write_status("running", step=step)
+                if watch.save_requested():
+                    run.note("saved", step=step)
+                    watch.save_done()
+            time.sleep(0.02)
+        if environment.main:
+            run.write_status("stopped", step=step, reason=stop.signal)
+            run.release()
+    return 0
+
+
+if __name__ == "__main__":
+    end_process(main())

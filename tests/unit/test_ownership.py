@@ -1,0 +1,231 @@
+"""Who may write into a run's folder."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher import ownership
+from launcher.environment import Environment
+from launcher.errors import RecipeError, TrainingError
+from launcher.ownership import Ownership, current_owner, succeeds
+from launcher.run_folder import RunFolder
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ALONE = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0)
+RACE = """
+import sys, time
+from pathlib import Path
+from launcher.environment import read_environment
+from launcher.errors import RecipeError
+from launcher.ownership import Ownership
+while time.time() < float(sys.argv[2]):
+    pass
+try:
+    Ownership.take(Path(sys.argv[1]), read_environment())
+    print("mine", flush=True)
+    sys.stdin.read()
+except RecipeError as error:
+    print(error)
+"""
+
+
+def record(run_dir):
+    return max((run_dir / "owner").glob("*.json"))
+
+
+def rewrite(run_dir, **changes):
+    """Makes the record another's."""
+    file = record(run_dir)
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture
+def take(tmp_path):
+    """Takes tmp_path/run; all are released at the end."""
+    taken = []
+
+    def one(environment=ALONE, say=print):
+        taken.append(Ownership.take(tmp_path / "run", environment, say=say))
+        return taken[-1]
+
+    yield one
+    for each in taken:
+        each.release()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(ownership, "TOUCH_SECONDS", 0.1)
+    monkeypatch.setattr(ownership, "LEASE_SECONDS", 1.0)
+
+
+def everything(folder):
+    return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_of_processes_that_race_one_gets_it_and_the_others_change_nothing(tmp_path):
+    start = str(time.time() + 1.0)
+    command = [sys.executable, "-c", RACE, str(tmp_path / "run"), start]
+    racers = [
+        subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        for _ in range(4)
+    ]
+    try:
+        lines = [racer.stdout.readline().strip() for racer in racers]
+        assert sorted(line == "mine" for line in lines) == [False, False, False, True], lines
+        winner = racers[lines.index("mine")]
+        for line in lines:
+            assert line == "mine" or f"belongs to a run that goes on: process {winner.pid} on " in line
+        before = everything(tmp_path)
+        assert [Path(name).name for name in before] == ["00000001.json"]
+        with pytest.raises(RecipeError, match=f"process {winner.pid} on .*nothing was changed there"):
+            Ownership.take(tmp_path / "run", ALONE)
+        assert everything(tmp_path) == before
+        winner.kill()
+        winner.wait(10)
+        after = Ownership.take(tmp_path / "run", ALONE)  # killed: it released nothing, but is not there
+        assert after.name == "00000002.json"
+        after.release()
+    finally:
+        for racer in racers:
+            racer.kill()
+            racer.communicate(timeout=10)
+
+
+def test_a_released_folder_and_one_whose_process_id_was_used_again_are_free(take, tmp_path):
+    first = take()
+    assert current_owner(tmp_path / "run")[1] is True
+    first.release()
+    assert current_owner(tmp_path / "run") is None
+    take()
+    started = json.loads(record(tmp_path / "run").read_text())["started"]
+    with pytest.raises(RecipeError):
+        take()
+    rewrite(tmp_path / "run", started=started - 1)
+    assert current_owner(tmp_path / "run")[1] is False
+    assert take().name == "00000003.json"
+
+
+def test_an_owner_elsewhere_is_watched_and_no_clock_is_compared(take, tmp_path, quick):
+    mine = take()
+    rewrite(tmp_path / "run", machine="another", host="node7", pid=1)
+    with pytest.raises(RecipeError, match="process 1 on node7"):
+        take()  # it touches its record
+    mine._released.set()
+    os.utime(record(tmp_path / "run"), (4e9, 4e9))  # a file server whose clock is far ahead
+    told = []
+    assert take(say=told.append).name == "00000002.json"
+    assert re.search(r"process 1 on node7.*watching for a sign of life, for up to 1 s", told[0])
+
+
+def test_one_that_has_long_been_silent_is_not_watched(take, tmp_path):
+    take()._released.set()
+    rewrite(tmp_path / "run", machine="another", time=1e9)
+    os.utime(record(tmp_path / "run"), (1e9, 1e9))
+    assert take(say=pytest.fail).name == "00000002.json"
+
+
+def test_the_same_job_with_a_higher_restart_count_takes_over_and_the_old_owner_writes_nothing(take, tmp_path):
+    job = dataclasses.replace(ALONE, job="17")
+    folder = RunFolder(tmp_path / "run")
+    folder.ownership = take(job)
+    folder.create("a: 1\n")
+    folder.write_status("running", step=3)
+    folder.note("started")
+    follower = Ownership.follow(tmp_path / "run", folder.ownership.name)
+    follower.check()
+    with pytest.raises(RecipeError, match="Slurm job 17"):
+        take(job)
+    rewrite(tmp_path / "run", machine="another", host="node7")  # alive, on a node that Slurm has lost
+    take(dataclasses.replace(job, job_restart_count=1), say=pytest.fail)
+    before = everything(tmp_path)
+    writes = (
+        lambda: folder.write_status("running", step=4),
+        lambda: folder.note("saved", step=4),
+        lambda: folder.create("a: 2\n"),
+        follower.check,
+    )
+    for write in writes:
+        with pytest.raises(TrainingError, match=r"Slurm job 17.*writes nothing more") as raised:
+            write()
+        assert raised.value.reason == "superseded"
+    folder.release()
+    assert everything(tmp_path) == before
+
+
+def test_who_is_a_later_start_of_whom():
+    def owner(**changes):
+        base = {"job": None, "run_id": None, "restart_count": 0, "agent": None, "meeting_point": None, "job_restart_count": 0}
+        rest = {"token": "", "host": "", "machine": "", "pid": 1, "started": 1, "time": 0.0}
+        return ownership.Owner(**base | rest | changes)
+
+    def over(new, old):
+        return succeeds(owner(**new), owner(**old))
+
+    assert over({"job": "1", "job_restart_count": 1}, {"job": "1", "restart_count": 5})
+    assert not over({"job": "1", "restart_count": 5}, {"job": "1", "job_restart_count": 1})
+    assert not over({"job": "2", "job_restart_count": 1}, {"job": "1"})
+    assert over({"job": "1", "run_id": "1", "restart_count": 1}, {"job": "1", "run_id": "1"})
+    assert over({"agent": "here/4/5"}, {"agent": "here/4/5"})
+    assert not over({}, {})
+    node = {"run_id": "x", "meeting_point": "node1:29500"}
+    assert over(node | {"restart_count": 1}, node)
+    assert not over(node, node)
+    assert not over(node | {"restart_count": 1}, node | {"meeting_point": "node2:29500"}), "another torchrun of the same id"
+    local = {"run_id": "none", "meeting_point": "127.0.0.1:29500"}
+    assert not over(local | {"restart_count": 1}, local), "every machine has a localhost"
+
+
+def test_without_hard_links(take, tmp_path, monkeypatch):
+    def no_link(*_):
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(os, "link", no_link)
+    take()
+    with pytest.raises(RecipeError):
+        take()
+
+
+def test_a_late_decision_does_not_take_a_folder_back(take, tmp_path, monkeypatch):
+    """One that saw owner 1 dead creates number 2 after 2 and 3 have come, and 2 has gone."""
+    take()
+    rewrite(tmp_path / "run", started=0)
+    create = ownership._create
+
+    def slow(record_file, owner):
+        monkeypatch.setattr(ownership, "_create", create)
+        take().release()
+        take()
+        return create(record_file, owner)
+
+    monkeypatch.setattr(ownership, "_create", slow)
+    with pytest.raises(RecipeError, match="belongs to a run that goes on"):
+        take()
+    assert [file.name for file in (tmp_path / "run/owner").iterdir()] == ["00000003.json"]
+
+
+def test_events_count_attempts_and_survive_a_torn_line(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.log.mkdir()
+    folder.note("started", ranks=2)
+    folder.write_status("running", step=7)
+    folder.metrics.write_text('{"step": 9, "loss": 1.0}\n{"ste')
+    with folder.events.open("a") as stream:
+        stream.write('{"event": "sav')
+    other = RunFolder(tmp_path)
+    other.note("started", ranks=1)
+    other.note("resumed", step=5)
+    lines = [json.loads(line) for line in folder.events.read_text().splitlines() if not line.endswith("sav")]
+    assert [(line["event"], line["attempt"], line["ranks"]) for line in lines] == [
+        ("started", 1, 2),
+        ("started", 2, 1),
+        ("resumed", 2, None),
+    ]
+    assert (lines[1]["found"], lines[1]["found_step"]) == ("running", 9)
