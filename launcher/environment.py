@@ -50,6 +50,11 @@ class Environment:
                 Path(self.error_file).write_text(json.dumps({"message": reason, "timestamp": int(time.time())}))
 
     @property
+    def restarted(self) -> bool:
+        """Whether this is the same job once more, started again by torchrun's agent or by Slurm."""
+        return self.restart_count > 0 or self.job_restart_count > 0
+
+    @property
     def main(self) -> bool:
         """True on the one rank that prints and writes for all."""
         return self.rank == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,13 +54,15 @@ class Keeper:
         ranks: DataParallel,
         say: Callable[[str], None],
         before_write: Callable[[], None],
+        saved: Callable[[int, int, float], None],
     ) -> None:
         """folder: RUN_DIR/checkpoints. module: wrapped, and filled. say: of rank 0. before_write: raises where this process may
-        not write any more."""
+        not write any more. saved: told step, bytes and seconds of each checkpoint."""
         self._folder, self._settings, self._recipe_yaml, self._seed = folder, settings, recipe_yaml, seed
         self._module, self._loss_scale, self._ranks, self._say = module, loss_scale, ranks, say
         self._group = checkpoint_group(ranks)
         self._tensors = model_and_optimizer(module, optimizer)
+        self._saved = saved
         self._best: dict[str, Any] = {}
         self.trouble: str | None = None
         """Why the last save failed; None where it did not."""
@@ -161,7 +162,9 @@ class Keeper:
             if outcome.error is None:
                 self.saved_step, self.trouble = outcome.step, None
                 size = f"{outcome.bytes / 2**30:.2f} GiB" if outcome.bytes >= 2**30 else f"{outcome.bytes / 2**20:.1f} MiB"
-                self._say(f"checkpoint of step {outcome.step}: {size} in {outcome.seconds:.1f} s, {outcome.blocked:.2f} s of them waited for")
+                waited = f"{outcome.blocked:.2f} s of them waited for"
+                self._say(f"checkpoint of step {outcome.step}: {size} in {outcome.seconds:.1f} s, {waited}")
+                self._saved(outcome.step, outcome.bytes, outcome.seconds)
             else:
                 self.trouble = f"checkpoint of step {outcome.step} failed: {outcome.error}"
                 self._say(f"warning: {self.trouble}; older ones stay, training goes on")
@@ -176,9 +179,3 @@ class Keeper:
                 f"the last: {self.trouble}",
                 reason="checkpoint_failed",
             )
-
-
-def recipe_of(checkpoint: Path) -> dict[str, Any]:
-    """The recipe that a checkpoint was written with. Raises ValueError where it cannot be read."""
-    recipe: dict[str, Any] = yaml.safe_load(json.loads((checkpoint / files.STATE).read_text())["recipe"])
-    return recipe

@@ -275,6 +275,7 @@ def pipeline(
             reporter.trouble(keeper.trouble)
 
     def train() -> bool:
+        progress.preparing = False
         for step in training.steps_from(point):
             progress.step_done(step.number)
             reporter.step(step)
@@ -322,7 +323,8 @@ def pipeline(
         adapter = recipe.lora is not None and not recipe.checkpoint.export_merged
         exported = "the adapter, for peft's PeftModel.from_pretrained" if adapter else "the weights, for transformers' from_pretrained"
     reason = None if finished else stop.signal or "signal"
-    reporter.end("finished" if finished else "stopped", reason=reason, exported=exported, kept=None if keeper is None else keeper.saved_step)
+    kept = None if keeper is None else keeper.saved_step
+    reporter.end("finished" if finished else "stopped", reason=reason, exported=exported, kept=kept)
     return finished
 
 
@@ -335,8 +337,8 @@ def open_keeper(
 ) -> tuple[Keeper | None, Resumed | None]:
     """What keeps the run's checkpoints, and the one it goes on from. None where the recipe wants none, or there is none."""
     recipe = loaded.recipe
-    # A restart by torchrun's agent goes on whatever the recipe says about runs of the past
-    resume = "auto" if environment.restart_count and recipe.checkpoint.resume == "never" else recipe.checkpoint.resume
+    # A restart goes on whatever the recipe says about runs of the past
+    resume = "auto" if environment.restarted and recipe.checkpoint.resume == "never" else recipe.checkpoint.resume
     if recipe.checkpoint.every_steps is None and not resumes(recipe):
         return None, None
     keeper = Keeper(
@@ -350,8 +352,15 @@ def open_keeper(
         ranks=ranks,
         say=partial(print, flush=True) if environment.main else _say_nothing,
         before_write=run.check,
+        saved=partial(note_saved, run, ranks=ranks),
     )
     return keeper, keeper.restore(resume)
+
+
+def note_saved(run: RunFolder, step: int, size: int, seconds: float, *, ranks: DataParallel) -> None:
+    """A line in events.jsonl, from rank 0."""
+    if ranks.rank == 0:
+        run.note("saved", ranks=ranks.size, step=step, bytes=size, seconds=seconds)
 
 
 def rewind(error: DivergedError, point: Point, keeper: Keeper, reporter: Reporter) -> Point:

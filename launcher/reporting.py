@@ -39,7 +39,9 @@ _LOSSES, _FEWEST_LOSSES = 50, 10
 class Reporter:
     """Logs steps and evaluations. Every rank has one, since a record takes numbers from all; rank 0's writes and prints."""
 
-    def __init__(self, ranks: DataParallel, folder: RunFolder, *, recipe: Recipe, steps: int, first_step: int, flops_per_token: float) -> None:
+    def __init__(
+        self, ranks: DataParallel, folder: RunFolder, *, recipe: Recipe, steps: int, first_step: int, flops_per_token: float
+    ) -> None:
         device = ranks.device
         self._main = ranks.rank == 0
         self._folder, self._steps = folder, steps
@@ -61,6 +63,7 @@ class Reporter:
                 config=dataclasses.asdict(recipe),
                 warn=self._console.say,
             )
+            folder.note("started", ranks=ranks.size)
             folder.write_status("running", step=first_step, steps=steps)
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         # Last, because it starts the clock of the first step
@@ -209,7 +212,9 @@ class Reporter:
         falls = f"; loss {self._losses[0]:.3f} -> {self._losses[-1]:.3f}" if self._losses else ""
         say(f"{state} after {self._last_step} of {self._steps} steps in {seconds_as_text(time.monotonic() - self._started)}{falls}{lost}")
         if state == "stopped":
-            kept_what = "started again, it goes on from there" if kept == self._last_step else "nothing is kept (checkpoint.every_steps: null)"
+            kept_what = (
+                "started again, it goes on from there" if kept == self._last_step else "nothing is kept (checkpoint.every_steps: null)"
+            )
             say(f"  asked by {reason}; {kept_what}")
         if kept is not None:
             say(f"  {folder.path}/checkpoints/  to go on from: with more run.max_steps, or on other GPUs")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from launcher.checkpoints.files import STATE, list_checkpoints
 from launcher.errors import RecipeError
+from launcher.recipe.schema import Recipe
+from launcher.run_folder import RunFolder
 
 _ALTERING = ("run.seed", "model", "lora", "data", "batch.global_batch_size")
 """Sections and keys that decide what is learned: with others the rest of the run would not be the run that was begun."""
@@ -61,6 +67,30 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: b
             ]
         )
     return told
+
+
+def open_folder(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> None:
+    """Gets RUN_DIR ready to be trained into, or to go on in: on rank 0, once the folder is this process's.
+
+    restarted: by torchrun's agent or by Slurm. What is in the folder is then this run's own, and where that has not come
+    to a checkpoint yet, it begins again.
+    Raises RecipeError where another run's record would be lost, or the recipe has changed in what it may not.
+    """
+    settings = recipe.checkpoint
+    checkpoints = list_checkpoints(run.path / "checkpoints")
+    resume = "auto" if restarted and settings.resume == "never" else settings.resume
+    if resume == "never" or (resume == "auto" and not checkpoints):
+        if not restarted:
+            run.refuse_if_used()
+        run.create(recipe_yaml, anew=True)
+        return
+    source = checkpoints[-1] if resume == "auto" else Path(resume)
+    before = None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: found and told when it is verified
+        before = json.loads((source / STATE).read_text())["recipe"]
+    if isinstance(before, str):
+        check_changes(yaml.safe_load(before), yaml.safe_load(recipe_yaml), allow=settings.allow_changes, checkpoint=source)
+    run.create(recipe_yaml, anew=False)
 
 
 def keep_until(metrics: Path, step: int) -> int:

@@ -68,13 +68,17 @@ class RunFolder:
             f"give another folder, such as run.dir={self.path}-2, or remove it"
         )
 
-    def create(self, recipe_yaml: str) -> None:
-        """Makes the folder and writes the recipe. Raises RecipeError where that is not possible."""
+    def create(self, recipe_yaml: str, *, anew: bool) -> None:
+        """Makes the folder and writes the recipe. anew: nothing is gone on from, so the record begins empty.
+
+        Raises RecipeError where that is not possible.
+        """
         self.check()
         try:
             self.log.mkdir(parents=True, exist_ok=True)
             (self.path / "recipe.yaml").write_text(recipe_yaml)
-            self.metrics.write_text("")
+            if anew:
+                self.metrics.write_text("")
         except OSError as error:
             raise RecipeError(f"run.dir: {self.path} cannot be written to: {error.strerror}") from None
 

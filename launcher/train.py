@@ -18,6 +18,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().p
 from launcher.environment import prepare_cuda, read_environment
 from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
 from launcher.recipe.load import load_recipe, to_yaml
+from launcher.resume import open_folder
 from launcher.run_folder import RunFolder
 
 
@@ -30,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = RunFolder(Path(loaded.recipe.run.dir))
         if environment.main:
             run.take(environment)
-            run.refuse_if_used()
-            run.create(to_yaml(loaded.recipe))
+            open_folder(run, loaded.recipe, to_yaml(loaded.recipe), restarted=environment.restarted)
     except RecipeError as error:
         if run is not None:
             run.release()
