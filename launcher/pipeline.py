@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -152,7 +154,10 @@ def assemble(
         with wrapped.forward_context():
             check_isolation(wrapped.model, name=type(model).__name__, vocabulary=vocabulary, device=ranks.device)
         wrapped.reshard()
-    torch.manual_seed(recipe.run.seed + ranks.rank)  # dropout: each rank its own
+    # Dropout, and what a user's own code draws: each rank its own
+    torch.manual_seed(recipe.run.seed + ranks.rank)
+    random.seed(recipe.run.seed + ranks.rank)
+    np.random.seed((recipe.run.seed + ranks.rank) % 2**32)
     optimizer = make_optimizer(wrapped.module, recipe.optimizer)
     loss_scale = LossScale(ranks.device, enabled=compute_dtype == torch.float16)
     order = run_data.order
@@ -268,7 +273,11 @@ def pipeline(
             results = evaluator.evaluate(wrapped)
             return reporter.evaluation(step, results, time.perf_counter() - started)
 
+    saved_after = point.step
+
     def save(step: int, eval_loss: float | None) -> None:
+        nonlocal saved_after
+        saved_after = step
         if keeper is not None:
             with reporter.excluded(), progress.slow("checkpoint"):
                 keeper.save(step, left_out=point.left_out, observed=reporter.state(), eval_loss=eval_loss)
@@ -289,7 +298,9 @@ def pipeline(
             *_, stopping, saving = step.batch.counts.read()
             if keeper is not None:
                 keeper.report()
-                if last or stopping or saving or keeper.due(step.number):
+                # The request of one file is in two counts: the next batch's was taken before this one was read
+                asked = saving and step.number > saved_after + 1
+                if last or stopping or asked or keeper.due(step.number):
                     save(step.number, eval_loss)
                 if saving:
                     watch.save_done()

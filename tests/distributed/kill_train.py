@@ -1,0 +1,114 @@
+"""launcher/train.py that notes what each step was trained on, and saves slowly: for tests that kill it.
+
+SAMPLES=FOLDER: each rank appends a line (step, digest of its input ids) to FOLDER/rank_N.jsonl. SLOW_SAVE=SECONDS: each file
+of a checkpoint takes so much longer. SLOW_STEP=SECONDS: each step does. FULL_DISK=STEP,STEP: saves of these steps find no
+space. NAN=CALL: the loss of this forward pass is not finite.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+
+def note_samples(folder):
+    from launcher import reporting
+
+    original = reporting.Reporter.step
+    file = Path(folder) / f"rank_{os.environ.get('RANK', '0')}.jsonl"
+
+    def step(self, done):
+        digest = hashlib.sha256()
+        for micro_batch in done.batch.micro_batches:
+            digest.update(micro_batch["input_ids"].numpy().tobytes())
+        with file.open("a") as lines:
+            lines.write(json.dumps({"step": done.number, "ids": digest.hexdigest()}) + "\n")
+        original(self, done)
+
+    reporting.Reporter.step = step
+
+
+def save_slowly(seconds):
+    from launcher.checkpoints import save
+
+    original = save.write_chunks
+
+    def write_chunks(*args, **more):
+        time.sleep(seconds)
+        result = original(*args, **more)
+        time.sleep(seconds)
+        return result
+
+    save.write_chunks = write_chunks
+
+
+def fill_the_disk(steps):
+    from launcher.checkpoints import save
+
+    original = save.write_chunks
+
+    def write_chunks(path, *args, **more):
+        if any(f"step_{step:08}" in str(path) for step in steps) and os.environ.get("RANK", "0") == "1":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(path, *args, **more)
+
+    save.write_chunks = write_chunks
+
+
+def slow_steps(seconds):
+    from launcher import reporting
+
+    original = reporting.Reporter.step
+
+    def step(self, done):
+        time.sleep(seconds)
+        original(self, done)
+
+    reporting.Reporter.step = step
+
+
+def spoil_a_loss(at):
+    from launcher import loss
+
+    original, calls = loss.summed_loss, [0]
+
+    def summed_loss(model, micro_batch):
+        calls[0] += model.training
+        return original(model, micro_batch) * (float("nan") if calls[0] == at and model.training else 1.0)
+
+    loss.summed_loss = summed_loss
+
+
+def start():
+    """Installs what is asked for once torch may be imported, then trains."""
+    from launcher import train
+
+    prepare = train.prepare_cuda
+
+    def then_install(**options):
+        prepare(**options)
+        if "SAMPLES" in os.environ:
+            note_samples(os.environ["SAMPLES"])
+        if "SLOW_SAVE" in os.environ:
+            save_slowly(float(os.environ["SLOW_SAVE"]))
+        if "SLOW_STEP" in os.environ:
+            slow_steps(float(os.environ["SLOW_STEP"]))
+        if "NAN" in os.environ:
+            spoil_a_loss(int(os.environ["NAN"]))
+        if "FULL_DISK" in os.environ:
+            fill_the_disk([int(step) for step in os.environ["FULL_DISK"].split(",")])
+
+    train.prepare_cuda = then_install
+    status = train.main()
+    from launcher.failures import end_process
+
+    end_process(status)
+
+
+if __name__ == "__main__":
+    start()

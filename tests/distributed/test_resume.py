@@ -1,0 +1,316 @@
+"""Nothing lost: kills, stops, other numbers of ranks, full disks, damaged checkpoints, divergence; with real processes."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.launching import REPOSITORY, run, torchrun
+
+KILL_TRAIN = REPOSITORY / "tests/distributed/kill_train.py"
+RECIPE = """
+run: {name: resume, max_steps: 12, seed: 3}
+model: {config: {model_type: llama, vocab_size: 260, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4,
+  num_key_value_heads: 2, max_position_embeddings: 64, attention_dropout: DROPOUT}}
+data: {train: [FOLDER/text.jsonl], tokenizer: bytes, sequence_length: 32, workers: 1, cache: FOLDER/cache}
+batch: {global_batch_size: 8, micro_batch_size: 2}
+strategy: {kind: fsdp, mixed_precision: null}
+optimizer: {learning_rate: 2.0e-3}
+schedule: {kind: constant, warmup_steps: 2}
+checkpoint: {every_steps: 4, keep_last: 20}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    generator = random.Random(1)
+    texts = ["".join(generator.choices("abcdefghij ", k=generator.choice([5, 30, 80]))) for _ in range(200)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for name, dropout in (("recipe", 0.0), ("dropout", 0.1)):
+        (folder / f"{name}.yaml").write_text(RECIPE.replace("FOLDER", str(folder)).replace("DROPOUT", str(dropout)))
+    return folder
+
+
+def records(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def status(run_dir):
+    return json.loads((run_dir / "status.json").read_text())
+
+
+def events(run_dir, name):
+    return [line for line in map(json.loads, (run_dir / "events.jsonl").read_text().splitlines()) if line["event"] == name]
+
+
+def samples(folder, rank):
+    """Digest of what each step was trained on, as of the last time that it was."""
+    return {line["step"]: line["ids"] for line in map(json.loads, (folder / f"rank_{rank}.jsonl").read_text().splitlines())}
+
+
+def final_state(run_dir):
+    newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
+    return {f"{file.name}/{name}": tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def train(folder, run_dir, *overrides, ranks=2, recipe="recipe", **more):
+    """Through torchrun, or for one rank without it."""
+    words = [f"recipe={folder}/{recipe}.yaml", f"run.dir={run_dir}", *overrides]
+    if ranks == 1:
+        return run([sys.executable, KILL_TRAIN, *words], **more)
+    return torchrun(*more.pop("options", ()), KILL_TRAIN, *words, ranks=ranks, **more)
+
+
+# Kills
+
+
+def workers(agent):
+    """Process ids of the ranks that torchrun has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            if int(fields[1]) == agent and "kill_train.py" in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+        except (OSError, IndexError):
+            continue
+    return found
+
+
+def killer(run_dir, times, seed):
+    """Kills a random rank at random moments, every third time while a checkpoint is being written."""
+    generator, killed = random.Random(seed), []
+
+    def wait_for(condition, process, seconds=60):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and process.poll() is None:
+            if condition():
+                return True
+            time.sleep(0.01)
+        return False
+
+    def during(process):
+        for number in range(times):
+            log = run_dir / "events.jsonl"
+            started = lambda: log.exists() and len(events(run_dir, "started")) > number  # noqa: B023, E731
+            if not wait_for(started, process):
+                return
+            if number % 3 == 2:
+                writing = wait_for(lambda: list((run_dir / "checkpoints").glob("*.writing-*")), process, 20)
+                time.sleep(generator.random() * 0.4)
+                where = "in a save" if writing else "no save came"
+            else:
+                time.sleep(generator.random() * 3.0)
+                where = "anywhere"
+            ranks = workers(process.pid)
+            if process.poll() is not None or not ranks:
+                return
+            os.kill(generator.choice(ranks), signal.SIGKILL)
+            killed.append(where)
+            # The agent ends the others and starts all anew; the next one must not be killed before it has said so
+            wait_for(lambda: len(events(run_dir, "started")) > number + 1, process, 40)  # noqa: B023
+
+    during.killed = killed
+    return during
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder):
+    (folder / "undisturbed-samples").mkdir()
+    result = train(folder, folder / "undisturbed", "run.max_steps=40", recipe="dropout", SAMPLES=str(folder / "undisturbed-samples"))
+    result.check()
+    return folder / "undisturbed"
+
+
+@pytest.mark.parametrize(
+    ("times", "asynchronous"),
+    [(5, "true"), pytest.param(15, "true", marks=pytest.mark.long), pytest.param(15, "false", marks=pytest.mark.long)],
+)
+def test_killed_at_random_the_run_ends_bit_identical(folder, undisturbed, times, asynchronous):
+    """Dropout, order of samples, optimizer, metrics: as if nothing had happened."""
+    name = f"killed-{times}-{asynchronous}"
+    run_dir, seen = folder / name, folder / f"{name}-samples"
+    seen.mkdir()
+    during = killer(run_dir, times, seed=times)
+    result = train(
+        folder,
+        run_dir,
+        "run.max_steps=40",
+        f"checkpoint.asynchronous={asynchronous}",
+        recipe="dropout",
+        options=["--max-restarts", str(times + 1)],
+        during=during,
+        timeout=60 + 30 * times,
+        SAMPLES=str(seen),
+        SLOW_SAVE="0.2",
+        SLOW_STEP="0.08",
+    )
+    result.check()
+    print(during.killed, [event.get("step") for event in events(run_dir, "resumed")])
+    assert len(during.killed) >= min(times, 4), during.killed
+    assert "in a save" in during.killed
+    assert len(events(run_dir, "started")) == len(during.killed) + 1
+    assert status(run_dir)["state"] == "finished"
+    mine, other = records(run_dir), records(undisturbed)
+    assert [line["step"] for line in mine if "loss" in line] == list(range(1, 41)), "each step once"
+    for a, b in zip(mine, other, strict=True):
+        assert [a.get(key) for key in ("step", "loss", "grad_norm", "tokens")] == [
+            b.get(key) for key in ("step", "loss", "grad_norm", "tokens")
+        ]
+    for rank in range(2):
+        assert samples(seen, rank) == samples(folder / "undisturbed-samples", rank)
+    state, expected = final_state(run_dir), final_state(undisturbed)
+    assert state.keys() == expected.keys()
+    assert len(state) > 60
+    for key, tensor in state.items():
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected[key].reshape(-1).view(torch.uint8)), key
+
+
+# Other ranks, other strategies
+
+
+def test_the_run_goes_on_with_other_ranks_and_strategies(folder):
+    """4 -> 2 -> 1 -> 3 ranks, ddp <-> fsdp <-> offload: the losses of 4 ranks of ddp all the way."""
+    whole, elastic = folder / "whole", folder / "elastic"
+    train(folder, whole, "strategy.kind=ddp", ranks=4).check()
+    offload = ["strategy.cpu_offload={pin_memory: false}", "activation_checkpointing={mode: full}"]
+    for ranks, steps, changes in (
+        (4, 3, ["strategy.kind=ddp"]),
+        (2, 6, []),
+        (1, 9, offload),
+        (3, 12, ["strategy.kind=ddp", "batch.micro_batch_size=1"]),
+    ):
+        output = train(folder, elastic, f"run.max_steps={steps}", *changes, ranks=ranks).check().output
+        assert ("resumed from" in output) == (ranks != 4)
+    mine, other = records(elastic), records(whole)
+    assert [line["step"] for line in mine] == list(range(1, 13))
+    for a, b in zip(mine, other, strict=True):
+        assert (a["tokens"], a["loss_tokens"], a["samples_seen"]) == (b["tokens"], b["loss_tokens"], b["samples_seen"])
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    refused = train(folder, folder / "three", "batch.micro_batch_size=1", ranks=3)
+    assert refused.status != 0, "a fresh start with ranks that do not divide the batch is a mistake"
+    assert "8 is not a multiple of 1 (micro-batch) x 3 (ranks)" in refused.output
+
+
+# Damage, full disks
+
+
+def test_a_damaged_checkpoint_is_named_and_an_older_one_used(folder):
+    run_dir = folder / "damaged"
+    train(folder, run_dir, ranks=1).check()
+    before = records(run_dir)
+    file = run_dir / "checkpoints/step_00000012/rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    output = train(folder, run_dir, ranks=1).check().output
+    assert "step_00000012 is damaged: rank_00000.safetensors has changed since it was written" in output
+    assert "resumed from" in output
+    assert "step_00000008, step 8" in output
+    assert [(line["step"], line["loss"]) for line in records(run_dir)] == [(line["step"], line["loss"]) for line in before]
+    for marker in run_dir.glob("checkpoints/*/commit.json"):
+        marker.unlink()
+    stopped = train(folder, run_dir, ranks=1).check(1)
+    assert "none of the 3 checkpoints" in stopped.output
+    assert status(run_dir)["reason"] == "no_valid_checkpoint"
+    assert len(records(run_dir)) == 12, "nothing is lost"
+
+
+def test_a_full_disk_does_not_end_the_run_but_too_often_does(folder):
+    run_dir = folder / "full"
+    output = train(folder, run_dir, FULL_DISK="4").check().output
+    assert "warning: checkpoint of step 4 failed" in output
+    assert "No space left on device" in output
+    assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step_00000008", "step_00000012"]
+    output = train(folder, run_dir, "run.max_steps=24", "checkpoint.max_failures=2", FULL_DISK="16,20").output
+    assert status(run_dir)["state"] == "failed"
+    assert status(run_dir)["reason"] == "checkpoint_failed"
+    assert "2 checkpoints in a row could not be written (checkpoint.max_failures=2)" in output
+    assert (run_dir / "checkpoints/step_00000012/commit.json").exists()
+
+
+# Asked to stop, to save
+
+
+def when(condition, action):
+    def during(process):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and process.poll() is None:
+            if condition():
+                action(process)
+                return
+            time.sleep(0.05)
+
+    return during
+
+
+def test_stopped_by_a_signal_to_one_rank_the_run_goes_on_as_if_it_had_not_been(folder, undisturbed):
+    run_dir = folder / "signalled"
+    trained = lambda: (run_dir / "metrics.jsonl").exists() and len(records(run_dir)) >= 2  # noqa: E731
+    signal_one = when(trained, lambda process: os.kill(workers(process.pid)[-1], signal.SIGUSR1))
+    train(folder, run_dir, "run.max_steps=40", recipe="dropout", during=signal_one, SLOW_STEP="0.05").check()
+    assert status(run_dir)["state"] == "stopped"
+    at = status(run_dir)["step"]
+    assert 2 <= at < 40
+    assert (run_dir / f"checkpoints/step_{at:08}/commit.json").exists()
+    train(folder, run_dir, "run.max_steps=40", recipe="dropout").check()
+    assert [(a["step"], a["loss"]) for a in records(run_dir)] == [(b["step"], b["loss"]) for b in records(undisturbed)]
+
+
+def test_files_ask_to_save_and_to_stop(folder):
+    run_dir = folder / "files"
+    trained = lambda: (run_dir / "metrics.jsonl").exists() and len(records(run_dir)) >= 2  # noqa: E731
+
+    def ask(process):
+        (run_dir / "save").touch()
+        deadline = time.monotonic() + 30
+        while not events(run_dir, "saved") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (run_dir / "stop").touch()
+
+    train(folder, run_dir, "run.max_steps=4000", "checkpoint.every_steps=3999", during=when(trained, ask), SLOW_STEP="0.05").check()
+    assert status(run_dir)["state"] == "stopped"
+    saved = [event["step"] for event in events(run_dir, "saved")]
+    assert len(saved) == 2
+    assert saved[0] < saved[1] == status(run_dir)["step"]
+    assert not (run_dir / "save").exists()
+    assert not (run_dir / "stop").exists()
+
+
+# What has changed, what went wrong
+
+
+def test_a_changed_recipe_is_refused_with_a_diff(folder, undisturbed):
+    before = (undisturbed / "metrics.jsonl").read_bytes()
+    result = train(folder, undisturbed, "run.max_steps=50", "run.seed=4", ranks=1, recipe="dropout").check(2)
+    assert "run.seed: 3 -> 4" in result.output
+    assert "run.max_steps" not in result.output
+    assert "Traceback" not in result.output
+    assert (undisturbed / "metrics.jsonl").read_bytes() == before
+    never = train(folder, undisturbed, "checkpoint.resume=never", ranks=1, recipe="dropout").check(2)
+    assert "holds a run already (finished, step 40)" in never.output
+
+
+def test_a_run_that_diverges_goes_back_and_leaves_out_what_it_diverged_on(folder):
+    run_dir, seen, plain = folder / "rewound", folder / "rewound-samples", folder / "plain-samples"
+    seen.mkdir()
+    plain.mkdir()
+    train(folder, folder / "plain", "batch.micro_batch_size=8", ranks=1, SAMPLES=str(plain)).check()
+    rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", "batch.micro_batch_size=8"]
+    output = train(folder, run_dir, *rewind, ranks=1, SAMPLES=str(seen), NAN="6").check().output
+    assert "back to the checkpoint of step 4; the samples of steps 5 to 6 are left out" in output
+    assert [line["step"] for line in records(run_dir)] == list(range(1, 13))
+    assert all(line["loss"] is not None for line in records(run_dir))
+    trained, expected = samples(seen, 0), samples(plain, 0)
+    assert [trained[step] for step in (3, 4)] == [expected[step] for step in (3, 4)]
+    assert [trained[step] for step in (5, 6, 10)] == [expected[step] for step in (7, 8, 12)]
+    stopped = train(folder, folder / "stopped", *rewind[1:], ranks=1, NAN="6").check(1)
+    assert "gradients not finite in 1 steps in a row" in stopped.output
