@@ -33,7 +33,8 @@ BLOCK = 256 * 2**20
 _NAME = re.compile(r"step_(\d{8,})")
 _SCRATCH = re.compile(r"step_\d{8,}\.(writing|replaced|deleting)-\w+")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
-_READ = 8 * 2**20
+_READ = 2**20
+"""Bytes that are read at once to be checked: what stays in a core's cache."""
 
 
 class DamagedCheckpointError(ValueError):

@@ -1,0 +1,219 @@
+"""What saving and loading cost, beside the floor: torch.save and fsync of each rank's part, and torch.load of it.
+
+    python benchmarks/checkpoint.py                     # 2 ranks, about 200 MB, fsdp: a minute
+    python benchmarks/checkpoint.py --strategy ddp --megabytes 1000 --folder /lustre/scratch
+
+Steps are a forward and backward pass and an optimizer step of a plain stack of linear layers. The stall of an
+asynchronous save is how much longer it and the steps after it take than as many steps without it, right before; its
+blocking is the time that training waited for it: in the call, and before the next optimizer step. Medians over --repeats; all
+ranks start each measurement together. On a machine that others use too, trust the CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+STEPS = 6
+"""After an asynchronous save: they last longer than it does."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--strategy", choices=["ddp", "fsdp"], default="fsdp")
+    parser.add_argument("--megabytes", type=int, default=204, help="of a checkpoint, over all ranks")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--rows", type=int, default=48, help="of a step's batch, per rank: how long a step takes")
+    parser.add_argument("--folder", help="where to write; default: a temporary folder")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    if options.worker:
+        worker(options)
+        return
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint-benchmark-", dir=options.folder))
+    try:
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+        rest = [argument for argument in sys.argv[1:] if not argument.startswith("--folder")]
+        subprocess.run([*start, __file__, *rest, "--folder", str(folder), "--worker"], check=True, timeout=1800)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def worker(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from launcher.checkpoints.load import find_checkpoint, load
+    from launcher.checkpoints.save import Checkpointer, checkpoint_group
+    from launcher.checkpoints.state import model_and_optimizer, rank_state, total_bytes
+    from launcher.processes import DataParallel
+
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= options.ranks
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.ranks))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    folder, width, layers = Path(options.folder), 1024, 0
+    layers = max(1, round(options.megabytes * 1e6 / (12 * width * width)))
+    model: nn.Module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(device)
+    if options.strategy == "fsdp":
+        mesh = init_device_mesh(device.type, (options.ranks,))
+        for layer in model.children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    module = model.module if options.strategy == "ddp" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    batch = torch.randn(options.rows, width, device=device)
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def waited() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def timed(what: Callable[[], Any]) -> float:
+        waited()
+        started = time.perf_counter()
+        what()
+        waited()
+        return time.perf_counter() - started
+
+    for _ in range(4):
+        step()
+    ranks = DataParallel(rank=rank, size=options.ranks, group=world, device=device)
+    group = checkpoint_group(ranks)
+    tensors = model_and_optimizer(module, optimizer)
+    settings: dict[str, Any] = {"group": group, "device": device, "optimizer": optimizer, "keep_last": 1}
+    synchronous = Checkpointer(folder / "synchronous", asynchronous=False, **settings)
+    asynchronous = Checkpointer(folder / "asynchronous", asynchronous=True, **settings)
+    number = 0
+
+    def steps_timed(first: Callable[[], None]) -> tuple[float, float]:
+        """Seconds and CPU seconds of some steps, after something; each step ends before the next one, as where losses are logged."""
+
+        def steps() -> None:
+            first()
+            for _ in range(STEPS):
+                step()
+                waited()
+
+        cpu = time.process_time()
+        seconds = timed(steps)
+        return seconds, time.process_time() - cpu
+
+    def save(checkpointer: Checkpointer) -> None:
+        nonlocal number
+        number += 1
+        checkpointer.save(number, tensors, state={"step": number}, local=rank_state(module, device))
+
+    # The floor: each rank's part (with ddp: every n-th tensor), as one file
+    from launcher.checkpoints.layout import local_part
+
+    part = {
+        name: local_part(tensor)
+        for index, (name, tensor) in enumerate(tensors.items())
+        if options.strategy == "fsdp" or index % world.size() == rank
+    }
+    file = folder / f"floor_{rank}.pt"
+
+    def floor() -> None:
+        with file.open("wb") as out:
+            torch.save(part, out)
+            out.flush()
+            os.fsync(out.fileno())
+
+    save(asynchronous)  # makes the buffer, plans
+    asynchronous.finish()
+    save(synchronous)
+    found: dict[str, list[float]] = {
+        name: [] for name in ("step", "floor", "synchronous", "blocking", "stall", "cpu", "lasted", "floor_load", "verify", "load")
+    }
+    for _ in range(options.repeats):
+        found["floor"].append(timed(floor))
+        found["synchronous"].append(timed(lambda: save(synchronous)))
+        assert all(outcome.error is None for outcome in synchronous.finish())
+        plain, plain_cpu = steps_timed(lambda: None)
+        with_save, with_save_cpu = steps_timed(lambda: save(asynchronous))
+        (ended,) = asynchronous.finish()
+        assert ended.error is None, ended
+        found["step"].append(plain / STEPS)
+        found["stall"].append(with_save - plain)
+        found["cpu"].append(with_save_cpu - plain_cpu)
+        found["blocking"].append(ended.blocked)
+        found["lasted"].append(ended.seconds)
+        path = Path()
+
+        def verify() -> None:
+            nonlocal path
+            path = find_checkpoint(folder / "asynchronous", group=group) or path
+
+        found["floor_load"].append(timed(lambda: _copy(torch.load(file, weights_only=True), part)))
+        found["verify"].append(timed(verify))
+        found["load"].append(timed(lambda: load(path, tensors, group=group)))  # noqa: B023
+    gathered: list[Any] = [None] * options.ranks
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    dist.all_gather_object(gathered, medians)
+    if rank == 0:
+        m = {name: max(each[name] for each in gathered) * 1e3 for name in medians}
+        rows = [
+            ("torch.save + fsync (the floor)", m["floor"], ""),
+            ("synchronous save", m["synchronous"], f"{m['synchronous'] / m['floor']:.2f} x the floor; goal 1.50"),
+            ("asynchronous: blocking", m["blocking"], f"{m['blocking'] / m['synchronous']:.0%} of a synchronous save; goal 15 %"),
+            ("asynchronous: total stall", m["stall"], f"{m['stall'] / m['synchronous']:.0%} of a synchronous save; goal 60 %"),
+            ("asynchronous: CPU time of a rank", m["cpu"], ""),
+            ("asynchronous: until it is valid", m["lasted"], ""),
+            ("torch.load + copy (the floor)", m["floor_load"], ""),
+            ("load", m["load"], f"{m['load'] / m['floor_load']:.2f} x the floor; goal 1.50"),
+            ("verify, before it", m["verify"], ""),
+            ("a step, for comparison", m["step"], ""),
+        ]
+        print(
+            f"{total_bytes(tensors) / 1e6:.0f} MB, {options.ranks} ranks, {options.strategy} on {device.type}, "
+            f"median of {options.repeats}; staging {asynchronous.staging_bytes() / 1e6:.0f} MB a rank"
+        )
+        for name, value, note in rows:
+            print(f"{name:34}{value:9.1f} ms  {note}")
+        print(json.dumps(m))
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _copy(source: Any, target: Any) -> None:
+    for name, tensor in target.items():
+        tensor.copy_(source[name])
+
+
+if __name__ == "__main__":
+    main()
