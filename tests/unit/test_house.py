@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "stopping": {"errors", "failures"},
     "profiling": {"recipe"},
     "model": {"errors", "functions", "hub", "recipe"},
+    "checkpoints": {"errors", "model", "processes"},
     "strategies": {"processes", "recipe"},
     "optimizer": {"recipe"},
     "data": {"batching", "errors", "functions", "hub", "loss", "processes", "recipe"},

@@ -1,0 +1,340 @@
+"""Folders of checkpoints: what makes one valid, which one is the newest, which are deleted. No torch: `launcher status` reads them too.
+
+    checkpoints/step_00000500/
+      rank_00000.safetensors   what this rank wrote: its part of the tensors, and what is its own (random numbers)
+      index.json               where each part of each tensor lies
+      state.json               the rest: counters, loss scale, recipe
+      commit.json              the marker, written last: size and checksums of all the others
+
+A checkpoint is written as a scratch folder, `step_00000500.writing-...`, and renamed once its marker stands.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from launcher.errors import RecipeError, TrainingError
+
+FORMAT = 1
+MARKER, INDEX, STATE = "commit.json", "index.json", "state.json"
+BLOCK = 256 * 2**20
+"""Bytes of a file that have a checksum of their own, so that threads and ranks share the checking of one big file."""
+_NAME = re.compile(r"step_(\d{8,})")
+_SCRATCH = re.compile(r"step_\d{8,}\.(writing|replaced|deleting)-\w+")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
+_READ = 8 * 2**20
+
+
+class DamagedCheckpointError(ValueError):
+    """This checkpoint cannot be used; the message names it and says why."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        self.path, self.problem = path, problem
+        super().__init__(f"checkpoint {path} is damaged: {problem}")
+
+
+class NoneLeftError(TrainingError):
+    """There are checkpoints, and none of them is valid."""
+
+    def __init__(self, folder: Path, problems: Sequence[str]) -> None:
+        super().__init__(
+            f"none of the {len(problems)} checkpoints in {folder} is valid, and the run is not started anew in silence:\n"
+            + "\n".join(f"  {problem}" for problem in problems)
+            + "\nmend one, or remove that folder to begin again",
+            reason="no_valid_checkpoint",
+        )
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """What the marker says of a file."""
+
+    bytes: int
+    checksums: list[str]
+    """xxh3_128 of each `BLOCK`; none for an empty file."""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What makes a checkpoint valid."""
+
+    step: int
+    ranks: int
+    """That wrote it."""
+    time: float
+    """When it was complete, in seconds since 1970."""
+    files: dict[str, StoredFile]
+
+
+def checkpoint_name(step: int) -> str:
+    """Of the folder."""
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise DamagedCheckpointError(path, "its name is not that of a checkpoint, such as step_00000500")
+    return int(match[1])
+
+
+def rank_file(rank: int) -> str:
+    """Name of what a rank writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints in it, valid or not, oldest first; none where there is no such folder."""
+    try:
+        found = [Path(entry.path) for entry in os.scandir(folder) if _NAME.fullmatch(entry.name) and entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    return sorted(found, key=step_of)
+
+
+class Checksums:
+    """Checksums of a file, fed with its bytes in their order."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._done: list[str] = []
+        self._hash = xxhash.xxh3_128()
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes."""
+        while len(data):
+            part = data[: BLOCK - self.bytes % BLOCK]
+            self._hash.update(part)
+            self.bytes += len(part)
+            if self.bytes % BLOCK == 0:
+                self._done.append(self._hash.hexdigest())
+                self._hash.reset()
+            data = data[len(part) :]
+
+    def file(self) -> StoredFile:
+        """What the marker says of it."""
+        return StoredFile(self.bytes, [*self._done, self._hash.hexdigest()] if self.bytes % BLOCK else list(self._done))
+
+
+def read_marker(path: Path) -> Marker:
+    """Raises DamagedCheckpointError where there is none that can be read."""
+    if not path.is_dir():
+        raise DamagedCheckpointError(path, "there is no such folder")
+    try:
+        text = (path / MARKER).read_bytes()
+    except FileNotFoundError:
+        others = any(path.iterdir())
+        raise DamagedCheckpointError(path, f"no {MARKER}: it was not written to its end" if others else "the folder is empty") from None
+    except OSError as error:
+        raise DamagedCheckpointError(path, f"{MARKER} cannot be read: {error.strerror}") from None
+    try:
+        found = json.loads(text)
+        if found["format"] != FORMAT:
+            raise DamagedCheckpointError(path, f"{MARKER} has format {found['format']!r}; this version reads {FORMAT}")
+        files = {
+            str(name): StoredFile(int(entry["bytes"]), [str(checksum) for checksum in entry["checksums"]])
+            for name, entry in found["files"].items()
+        }
+        marker = Marker(int(found["step"]), int(found["ranks"]), float(found["time"]), files)
+    except DamagedCheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise DamagedCheckpointError(path, f"{MARKER} cannot be read: it is not what a checkpoint's marker is") from None
+    wanted = {INDEX, STATE, *(rank_file(rank) for rank in range(marker.ranks))} if marker.ranks <= len(files) else {INDEX, STATE}
+    if strange := [name for name in files if not _FILE.fullmatch(name)]:
+        raise DamagedCheckpointError(path, f"{MARKER} names {strange[0]!r}, which is no file of a checkpoint")
+    if absent := sorted(wanted - files.keys()):
+        raise DamagedCheckpointError(path, f"{MARKER} does not name {absent[0]}")
+    if _NAME.fullmatch(path.name) and marker.step != step_of(path):
+        raise DamagedCheckpointError(path, f"{MARKER} is that of step {marker.step}")
+    return marker
+
+
+def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> str | None:
+    """What is wrong with a checkpoint, or None. Reads all of it where `deep`, else only the marker and the sizes.
+
+    rank, ranks: each of several checks every n-th block of 256 MiB; it is valid where all of them found nothing.
+    """
+    try:
+        marker = read_marker(path)
+    except DamagedCheckpointError as error:
+        return error.problem
+    blocks: list[tuple[str, int, int, str]] = []
+    for name, stored in marker.files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            return f"{name} is missing" if error.errno == errno.ENOENT else f"{name} cannot be read: {error.strerror}"
+        if size != stored.bytes:
+            return f"{name} has {size:,} bytes instead of {stored.bytes:,}" + (": it is truncated" if size < stored.bytes else "")
+        if len(stored.checksums) != -(-size // BLOCK):
+            return f"{MARKER} has {len(stored.checksums)} checksums for {name}, which has {size:,} bytes"
+        blocks += [(name, index * BLOCK, min(BLOCK, size - index * BLOCK), checksum) for index, checksum in enumerate(stored.checksums)]
+    if not deep:
+        return None
+    mine = blocks[rank::ranks]
+    with ThreadPoolExecutor(max(1, min(8, len(mine), len(os.sched_getaffinity(0))))) as pool:
+        return next((problem for problem in pool.map(lambda block: _check_block(path, *block), mine) if problem is not None), None)
+
+
+def _check_block(path: Path, name: str, start: int, size: int, checksum: str) -> str | None:
+    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(_READ, size)))
+    try:
+        with (path / name).open("rb", buffering=0) as file:
+            file.seek(start)
+            while size:
+                read = file.readinto(buffer[: min(len(buffer), size)]) or 0
+                if not read:
+                    return f"{name} is truncated"
+                found.update(buffer[:read])
+                size -= read
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    if found.hexdigest() != checksum:
+        return f"{name} has changed since it was written: its checksum from byte {start:,} on differs"
+    return None
+
+
+def newest_valid(
+    folder: Path,
+    say: Callable[[str], None] = print,
+    *,
+    at_most: int | None = None,
+    check: Callable[[Path], str | None] = verify,
+) -> Path | None:
+    """The newest valid checkpoint, None where there is none at all. Each damaged one is named with `say`, and the next older one tried.
+
+    at_most: only those of this step and before. check: what is wrong with one, or None. Raises NoneLeftError.
+    """
+    return newest_of(list_checkpoints(folder), folder, say, at_most=at_most, check=check)
+
+
+def newest_of(
+    checkpoints: Sequence[Path], folder: Path, say: Callable[[str], None], *, at_most: int | None, check: Callable[[Path], str | None]
+) -> Path | None:
+    """`newest_valid` of a list, oldest first."""
+    problems = []
+    for path in reversed(checkpoints):
+        if at_most is not None and step_of(path) > at_most:
+            continue
+        problem = check(path)
+        if problem is None:
+            return path
+        problems.append(str(DamagedCheckpointError(path, problem)))
+        say(f"{problems[-1]}; trying an older one")
+    if problems:
+        raise NoneLeftError(folder, problems)
+    return None
+
+
+def write_file(path: Path, data: bytes) -> StoredFile:
+    """Writes a small file through to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    checksums = Checksums()
+    checksums.update(memoryview(data))
+    return checksums.file()
+
+
+def scratch_folder(folder: Path, step: int) -> Path:
+    """Makes one for a checkpoint that is to be written, of a name that no other save has."""
+    scratch = folder / f"{checkpoint_name(step)}.writing-{os.urandom(4).hex()}"
+    scratch.mkdir(parents=True)
+    return scratch
+
+
+def commit(scratch: Path, *, step: int, ranks: int, files: Mapping[str, StoredFile]) -> Path:
+    """Makes a checkpoint of a scratch folder whose files are on the disk: writes the marker, then gives it its name.
+
+    One of the same step is replaced. Returns the checkpoint.
+    """
+    marker = {"format": FORMAT, "step": step, "ranks": ranks, "time": time.time()}
+    text = json.dumps(marker | {"files": {name: asdict(stored) for name, stored in files.items()}}, indent=1)
+    _sync_folder(scratch)
+    write_file(scratch / f"{MARKER}.partial", text.encode())
+    (scratch / f"{MARKER}.partial").rename(scratch / MARKER)
+    _sync_folder(scratch)
+    path = scratch.with_name(checkpoint_name(step))
+    replaced = None
+    if path.exists():
+        replaced = path.with_name(f"{path.name}.replaced-{os.urandom(4).hex()}")
+        path.rename(replaced)
+    scratch.rename(path)
+    _sync_folder(path.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+    return path
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def discard(path: Path) -> None:
+    """Deletes a checkpoint; it is none any more from the first moment on. Raises OSError."""
+    doomed = path.with_name(f"{path.name}.deleting-{os.urandom(4).hex()}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def prune(folder: Path, keep_last: int, keep_every: int | None = None, best_step: int | None = None) -> list[Path]:
+    """Deletes what need not be kept, and scratch folders that nobody writes any more; returns the checkpoints deleted.
+
+    Kept are the newest `keep_last` valid ones (their sizes are looked at, not their content), those whose step is a
+    multiple of `keep_every`, and `best_step`. A damaged one goes when it is older than all those of `keep_last`.
+    Nothing may be saving into the folder. Raises OSError.
+    """
+    assert keep_last >= 1
+    for entry in list(os.scandir(folder)):
+        if _SCRATCH.fullmatch(entry.name):
+            shutil.rmtree(entry.path)
+    checkpoints = list_checkpoints(folder)
+    valid = [path for path in checkpoints if verify(path, deep=False) is None]
+    if not valid:
+        return []
+    deleted = []
+    for path in checkpoints:
+        step = step_of(path)
+        kept = path in valid and ((keep_every is not None and step % keep_every == 0) or step == best_step)
+        if step < step_of(valid[-keep_last:][0]) and not kept:
+            discard(path)
+            deleted.append(path)
+    return deleted
+
+
+def check_space(folder: Path, bytes_needed: int) -> None:
+    """Whether a checkpoint of so many bytes can be written. Makes the folder. Raises RecipeError with the numbers."""
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+        space = os.statvfs(folder)
+    except OSError as error:
+        raise RecipeError(
+            f"checkpoint: {folder} cannot be written to: {error.strerror}; give another run.dir, or checkpoint.every_steps=null"
+        ) from None
+    free = space.f_bavail * space.f_frsize
+    if free < bytes_needed:
+        raise RecipeError(
+            f"checkpoint: one checkpoint takes {bytes_needed / 2**30:,.2f} GiB, and {folder} has {free / 2**30:,.2f} GiB free; "
+            "free some, give another run.dir, or checkpoint.every_steps=null"
+        )

@@ -1,0 +1,329 @@
+"""Which folder is a checkpoint: damage of every sort, which one is chosen, which are deleted."""
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher.checkpoints import files, save
+from launcher.checkpoints.files import DamagedCheckpointError, NoneLeftError, list_checkpoints, newest_valid, prune, verify
+from launcher.errors import RecipeError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def write(folder, step, data=b"0123456789" * 100):
+    scratch = files.scratch_folder(folder, step)
+    stored = {name: files.write_file(scratch / name, data) for name in (files.rank_file(0), files.INDEX, files.STATE)}
+    return files.commit(scratch, step=step, ranks=1, files=stored)
+
+
+def steps(folder):
+    return [files.step_of(path) for path in list_checkpoints(folder)]
+
+
+def test_whole_one_is_valid(tmp_path):
+    path = write(tmp_path, 500)
+    assert path == tmp_path / "step_00000500"
+    assert verify(path) is None
+    assert sorted(os.listdir(tmp_path)) == ["step_00000500"]
+    marker = files.read_marker(path)
+    assert (marker.step, marker.ranks) == (500, 1)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def edit_marker(change):
+    def edit(path):
+        marker = json.loads((path / "commit.json").read_text())
+        change(marker)
+        (path / "commit.json").write_text(json.dumps(marker))
+
+    return edit
+
+
+DAMAGE = {
+    "flipped bit": (lambda path: flip(path / "rank_00000.safetensors"), "rank_00000.safetensors has changed since it was written"),
+    "truncated": (lambda path: os.truncate(path / "index.json", 10), "index.json has 10 bytes instead of 1,000: it is truncated"),
+    "longer": (lambda path: os.truncate(path / "index.json", 2000), "index.json has 2,000 bytes instead of 1,000"),
+    "missing file": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
+    "no marker": (lambda path: (path / "commit.json").unlink(), "no commit.json: it was not written to its end"),
+    "empty folder": (lambda path: [file.unlink() for file in path.iterdir()], "the folder is empty"),
+    "marker not JSON": (lambda path: (path / "commit.json").write_bytes(b"\x80\x04"), "commit.json cannot be read"),
+    "marker truncated": (lambda path: os.truncate(path / "commit.json", 40), "commit.json cannot be read"),
+    "marker a list": (lambda path: (path / "commit.json").write_text("[]"), "commit.json cannot be read"),
+    "other format": (edit_marker(lambda m: m.update(format=2)), "commit.json has format 2; this version reads 1"),
+    "other step": (edit_marker(lambda m: m.update(step=7)), "commit.json is that of step 7"),
+    "file outside": (edit_marker(lambda m: m["files"].update({"../x": m["files"]["index.json"]})), "names '../x'"),
+    "rank not listed": (edit_marker(lambda m: m["files"].pop("rank_00000.safetensors")), "does not name rank_00000.safetensors"),
+    "checksums left out": (edit_marker(lambda m: m["files"]["index.json"].update(checksums=[])), "has 0 checksums for index.json"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_skipped_and_the_older_one_used(tmp_path, damage):
+    older, newest, said = write(tmp_path, 10), write(tmp_path, 20), []
+    do, words = DAMAGE[damage]
+    do(newest)
+    assert words in verify(newest)
+    assert newest_valid(tmp_path, said.append) == older
+    assert len(said) == 1
+    assert str(newest) in said[0]
+    assert words in said[0]
+
+
+def test_none_left_stops_and_none_at_all_does_not(tmp_path):
+    assert newest_valid(tmp_path) is None
+    assert newest_valid(tmp_path / "absent") is None
+    for step in (1, 2):
+        (write(tmp_path, step) / "index.json").unlink()
+    with pytest.raises(NoneLeftError, match=r"none of the 2 checkpoints.*\n.*step_00000002.*\n.*step_00000001.*index.json is missing"):
+        newest_valid(tmp_path, lambda text: None)
+
+
+def test_at_most(tmp_path):
+    paths = [write(tmp_path, step) for step in (10, 20, 30)]
+    assert newest_valid(tmp_path, at_most=29) == paths[1]
+
+
+def test_each_part_of_a_big_file_is_checked_by_one_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BLOCK", 100)
+    path = write(tmp_path, 1, data=b"0123456789" * 25)
+    assert len(files.read_marker(path).files["index.json"].checksums) == 3
+    flip(path / "index.json")
+    found = [verify(path, rank=rank, ranks=3) for rank in range(3)]
+    assert sorted(problem is None for problem in found) == [False, True, True]
+    assert verify(path, deep=False) is None
+    assert "index.json" in verify(path)
+
+
+def test_killed_at_any_moment_it_is_not_valid(tmp_path):
+    """The process dies before each call that changes the folder, one after the other."""
+    code = (
+        "import os, sys; from pathlib import Path; from launcher.checkpoints import files\n"
+        "folder, left = Path(sys.argv[1]), [int(sys.argv[2])]\n"
+        "def hook(event, args):\n"
+        "    if event in ('open', 'os.rename', 'os.mkdir') and str(folder) in str(args[0]):\n"
+        "        left[0] -= 1\n"
+        "        if left[0] < 0: os._exit(9)\n"
+        "scratch = files.scratch_folder(folder, 5)\n"
+        "sys.addaudithook(hook)\n"
+        "stored = {n: files.write_file(scratch / n, b'x' * 50) for n in (files.rank_file(0), files.INDEX, files.STATE)}\n"
+        "files.commit(scratch, step=5, ranks=1, files=stored)\n"
+    )
+    older, statuses = write(tmp_path, 4), []
+    for moment in range(20):
+        status = subprocess.run([sys.executable, "-c", code, tmp_path, str(moment)], cwd=REPOSITORY, timeout=60).returncode
+        statuses.append(status)
+        if status == 0:
+            break
+        found = newest_valid(tmp_path)
+        assert found == older or (found == tmp_path / "step_00000005" and moment >= 8), f"moment {moment}"
+    assert statuses == [9] * (len(statuses) - 1) + [0]
+    assert len(statuses) >= 8
+    assert verify(tmp_path / "step_00000005") is None
+    prune(tmp_path, keep_last=5)
+    assert sorted(os.listdir(tmp_path)) == ["step_00000004", "step_00000005"], "scratch folders are left"
+
+
+def test_same_step_is_replaced(tmp_path):
+    write(tmp_path, 3, data=b"old" * 100)
+    path = write(tmp_path, 3, data=b"new" * 100)
+    assert (path / "index.json").read_bytes() == b"new" * 100
+    assert os.listdir(tmp_path) == ["step_00000003"]
+
+
+def test_prune_keeps_last_milestones_and_best(tmp_path):
+    for step in range(10, 110, 10):
+        write(tmp_path, step)
+    deleted = prune(tmp_path, keep_last=2, keep_every=40, best_step=30)
+    assert steps(tmp_path) == [30, 40, 80, 90, 100]
+    assert [files.step_of(path) for path in deleted] == [10, 20, 50, 60, 70]
+    prune(tmp_path, keep_last=1)
+    assert steps(tmp_path) == [100]
+
+
+def test_prune_never_touches_the_newest_valid_one(tmp_path):
+    for step in range(1, 6):
+        write(tmp_path, step)
+    for step in (3, 4, 5):
+        (tmp_path / files.checkpoint_name(step) / "commit.json").unlink()
+    prune(tmp_path, keep_last=1)
+    assert steps(tmp_path) == [2, 3, 4, 5], "damaged ones go when they are older than what is kept"
+    write(tmp_path, 6)
+    prune(tmp_path, keep_last=1)
+    assert steps(tmp_path) == [6]
+    (tmp_path / files.checkpoint_name(6) / "commit.json").unlink()
+    assert prune(tmp_path, keep_last=1) == []
+    assert steps(tmp_path) == [6], "nothing is deleted where nothing is valid"
+
+
+def test_space_is_checked(tmp_path):
+    files.check_space(tmp_path / "checkpoints", 1000)
+    with pytest.raises(RecipeError, match=r"one checkpoint takes 1,048,576.00 GiB, and .* has [\d,.]+ GiB free"):
+        files.check_space(tmp_path, 2**50)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match="cannot be written to: Not a directory"):
+        files.check_space(tmp_path / "file" / "checkpoints", 1)
+
+
+def test_files_need_no_torch():
+    code = "import sys, launcher.checkpoints.files; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=60)
+
+
+def test_a_file_system_without_direct_writing(tmp_path, monkeypatch):
+    """Refused at once, refused at the first write, and short writes: the file is the same."""
+    data = bytes(range(256)) * 100  # not a multiple of 4,096
+    padded = torch.zeros(28672 + 4096, dtype=torch.uint8)
+    padded = padded[-padded.data_ptr() % 4096 :][:28672]
+    padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    expected = files.write_file(tmp_path / "plain", data)
+    pwrite, open_ = os.pwrite, os.open
+
+    def refused(descriptor, chunk, at):
+        if save.fcntl.fcntl(descriptor, save.fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(save.errno.EINVAL, "no")
+        return pwrite(descriptor, chunk[:1000], at)
+
+    def refused_at_once(path, flags, *more):
+        if flags & os.O_DIRECT:
+            raise OSError(save.errno.EINVAL, "no")
+        return open_(path, flags, *more)
+
+    def written(name):
+        chunks = (memoryview(padded.numpy())[start : start + 8192] for start in range(0, 28672, 8192))
+        assert save.write_chunks(tmp_path / name, chunks, size=len(data)) == expected
+        assert (tmp_path / name).read_bytes() == data
+
+    written("direct")
+    monkeypatch.setattr(os, "pwrite", refused)
+    written("refused")
+    monkeypatch.setattr(os, "open", refused_at_once)
+    written("refused at once")
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Bomb:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+def saved(folder, group, *, step=1, asynchronous=False):
+    from launcher.checkpoints import state
+
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    module(torch.randn(5, 4)).square().sum().backward()
+    optimizer.step()
+    checkpointer = save.Checkpointer(
+        folder, group=group, device=torch.device("cpu"), optimizer=optimizer, asynchronous=asynchronous, keep_last=2
+    )
+    tensors, local = state.model_and_optimizer(module, optimizer), state.rank_state(module, torch.device("cpu"))
+    checkpointer.save(step, tensors, state={"step": step, "recipe": "run: {}\n"}, local=local)
+    (outcome,) = checkpointer.finish()
+    assert outcome.error is None
+    return outcome.path, module, optimizer
+
+
+def test_one_process_saves_and_loads(tmp_path, group):
+    from launcher.checkpoints import load, state
+
+    path, module, optimizer = saved(tmp_path, group)
+    assert verify(path) is None
+    assert load.find_checkpoint(tmp_path, group=group) == path
+    assert load.read_state(path) == {"step": 1, "recipe": "run: {}\n"}
+    other = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    fresh = torch.optim.AdamW(other.parameters(), fused=True)
+    tensors = state.model_and_optimizer(other, fresh)
+    load.load(path, tensors, group=group)
+    expected = state.model_and_optimizer(module, optimizer)
+    assert tensors.keys() == expected.keys() >= {"model.0.weight", "optimizer.0.weight.exp_avg_sq", "buffer.1.running_mean"}
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert tensors["optimizer.0.bias.step"] == 1
+
+
+def test_random_generators_go_on(tmp_path, group):
+    from launcher.checkpoints import load, state
+
+    random.gauss(0, 1)  # keeps the second of a pair
+    path, module, _ = saved(tmp_path, group)
+
+    def draw():
+        return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()
+
+    expected, buffer = draw(), module[1].running_mean.clone()
+    draw()
+    module[1].running_mean += 1
+    state.restore_rank_state(load.read_local(path, 0), module, torch.device("cpu"))
+    assert draw() == expected
+    assert torch.equal(module[1].running_mean, buffer)
+
+
+def test_of_another_model_it_is_refused(tmp_path, group):
+    from launcher.checkpoints import load, state
+
+    path, _, _ = saved(tmp_path, group)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Identity(), torch.nn.Linear(2, 2, bias=False))
+    tensors = state.model_and_optimizer(module, torch.optim.AdamW(module.parameters(), fused=True))
+    with pytest.raises(RecipeError, match=r"is of another model: .*holds buffer.1.running_mean, which the model does not have.*more"):
+        load.load(path, tensors, group=group)
+
+
+@pytest.mark.parametrize("made_valid", [False, True])
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", "index.json", "state.json", "commit.json", ".metadata"])
+def test_a_pickle_in_the_place_of_a_file_is_not_executed(tmp_path, group, name, made_valid):
+    from launcher.checkpoints import load, state
+
+    folder = tmp_path / "checkpoints"
+    path, module, optimizer = saved(folder, group)
+    bomb = pickle.dumps(Bomb(tmp_path / "executed"))
+    if name == "rank_00000.safetensors":  # of the same size
+        bomb += b"\0" * ((path / name).stat().st_size - len(bomb))
+    (path / name).write_bytes(bomb)
+    if made_valid and name not in ("commit.json", ".metadata"):
+        marker = json.loads((path / "commit.json").read_text())
+        checksums = files.Checksums()
+        checksums.update(memoryview(bomb))
+        marker["files"][name] = {"bytes": checksums.file().bytes, "checksums": checksums.file().checksums}
+        (path / "commit.json").write_text(json.dumps(marker))
+        assert verify(path) is None
+    elif name != ".metadata":
+        with pytest.raises(NoneLeftError, match=name):
+            load.find_checkpoint(folder, lambda text: None, group=group)
+    problems = []
+    for read in (
+        lambda: load.load(path, state.model_and_optimizer(module, optimizer), group=group),
+        lambda: load.read_state(path),
+        lambda: load.read_local(path, 0),
+    ):
+        try:
+            read()
+        except DamagedCheckpointError as error:
+            problems.append(str(error))
+    assert not (tmp_path / "executed").exists()
+    assert all(str(path) in problem and name in problem for problem in problems)
+    assert bool(problems) == (name != ".metadata")
+    pickle.loads(bomb)
+    assert (tmp_path / "executed").exists(), "the bomb is one"
