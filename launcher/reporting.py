@@ -119,6 +119,8 @@ class Reporter:
         for sink in self._sinks:
             sink.close(state)
         self._folder.write_status(state, step=self._last_step, reason=reason, steps=self._steps)
+        if state in ("finished", "stopped"):
+            self._folder.note(state, step=self._last_step, reason=reason)
         folder, say = self._folder, self._console.say
         lost = f", {self._recorder.skipped} steps skipped" if self._recorder.skipped else ""
         falls = f"; loss {self._losses[0]:.3f} -> {self._losses[-1]:.3f}" if self._losses else ""

@@ -37,6 +37,7 @@ class RunFolder:
         self._status = path / "status.json"
         self._written = 0.0
         self._attempt: int | None = None
+        self._ranks: int | None = None
 
     def take(self, environment: Environment) -> None:
         """Makes this process the folder's owner, before it writes. Raises RecipeError where another job is."""
@@ -93,12 +94,14 @@ class RunFolder:
             self.write_status("running", step=step, **more)
 
     def note(self, event: Event, *, ranks: int | None = None, **more: Any) -> None:
-        """Appends a line to events.jsonl: `event`, `time`, `host`, `attempt` (1, 2, ... a start), `ranks` and what is given.
+        """Appends a line to events.jsonl: `event`, `time`, `host`, `attempt` (1, 2, ... a start), `ranks`
+        (as given last) and what is given.
 
         started: `found`, `found_step` and `found_time` are what status.json and metrics.jsonl said when the attempt began.
         resumed: `step`. saved: `step`, `seconds`, `bytes`. failed, stopped: `step`, `reason`. finished: `step`.
         """
         self.check()
+        self._ranks = ranks = ranks if ranks is not None else self._ranks
         try:
             text = self.events.read_text(encoding="utf-8")
         except FileNotFoundError:

@@ -31,6 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if environment.main:
             run.take(environment)
             run.refuse_if_used()
+            run.note(
+                "started",
+                ranks=environment.world_size,
+                job=environment.job,
+                job_restart_count=environment.job_restart_count,
+                restart_count=environment.restart_count,
+            )
             run.create(to_yaml(loaded.recipe))
     except RecipeError as error:
         if run is not None:

@@ -3,9 +3,13 @@
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
+
+import pytest
 
 from launcher.environment import Environment
 from launcher.ownership import Ownership
@@ -160,3 +164,32 @@ def test_an_owner_that_is_superseded_ends_and_writes_nothing(tmp_path):
     assert "writes nothing more" in result.output
     assert status(run_dir) == {"state": "of the new owner", "step": 0}
     assert [e["event"] for e in events(run_dir)] == ["started"]
+
+
+@pytest.mark.long
+def test_the_agents_of_two_nodes_count_restarts_apart_and_the_ranks_meet_all_the_same(tmp_path):
+    """A killed rank: its node's agent counts a restart; the other agent may restart because that node waits, and counts none."""
+    run_dir = tmp_path / "run"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    node = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-id", "t"]
+    command = [sys.executable, "-m", "torch.distributed.run", *node, "--rdzv-endpoint", f"127.0.0.1:{port}", WATCHED, run_dir, "60", "none"]
+    agents, second = [], []
+
+    def during(process):
+        agents.append(process.pid)
+        if len(agents) < 2:
+            return
+        until(lambda: stepping(run_dir))
+        os.kill(next(pid for agent in agents for rank, pid in workers(agent).items() if rank == 1), signal.SIGKILL)
+        until(lambda: [event["event"] for event in events(run_dir)].count("started") == 2)
+        until(lambda: status(run_dir)["state"] == "running" and stepping(run_dir))
+        (run_dir / "stop").touch()
+
+    other = threading.Thread(target=lambda: second.append(run(command, timeout=90, during=during)))
+    other.start()
+    run(command, timeout=90, during=during).check()
+    other.join()
+    second[0].check()
+    assert status(run_dir)["state"] == "stopped"

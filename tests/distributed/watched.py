@@ -1,7 +1,9 @@
 """A run without a model, to be hung and killed: steps of an all-reduce. `watched.py RUN_DIR HANG_TIMEOUT FAULT`.
 
-FAULT: none | evaluate (an evaluation without end comes first; asked to stop it, the run goes on all the same) | loop (rank 1 never leaves its fifth step, at the first attempt) | prepare (nothing is trained; rank 1 is in a
-collective).
+FAULT: none
+evaluate  an evaluation without end comes first; when asked to stop it, the run goes on all the same
+loop      rank 1 never leaves its fifth step, at the first attempt
+prepare   nothing is trained; rank 1 is in a collective
 """
 
 import contextlib
