@@ -15,11 +15,12 @@ VERBS = {
     "show": "the resolved recipe, each value with where it came from",
     "prepare": "on a node with network: fetch model and data, tokenize into the cache",
     "export": "the weights of a run as a Hugging Face folder, in another dtype, an adapter merged",
+    "status": "how a run stands: step, loss, checkpoint, restarts and why, time lost; a folder of runs gives a table",
     "selftest": "the same losses over strategies, accumulation and ranks, on your recipe and machine",
 }
 
 
-TAKES = {"export": "RUN_DIR OUT [dtype=] [merged=]"}
+TAKES = {"export": "RUN_DIR OUT [dtype=] [merged=]", "status": "RUN_DIR"}
 """What a verb takes where it is not a recipe."""
 
 

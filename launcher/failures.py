@@ -137,7 +137,8 @@ class FailureWatch:
             self.run.note("failed", ranks=self.ranks, step=step, reason=reason)
         except (OSError, TrainingError) as error:  # the disk is full, or the folder is another job's
             with contextlib.suppress(OSError):
-                print(error, file=self.console, flush=True)
+                if str(error) not in told:
+                    print(error, file=self.console, flush=True)
         self.environment.tell_agent(told)
 
     def stop_before_training(self, who: str) -> NoReturn:

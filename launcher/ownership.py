@@ -102,14 +102,15 @@ def succeeds(new: Owner, old: Owner) -> bool:
     if new.job is not None and new.job == old.job:
         if new.job_restart_count != old.job_restart_count:
             return new.job_restart_count > old.job_restart_count
-        if new.run_id is not None and new.run_id == old.run_id and new.restart_count > old.restart_count:
+        if new.run_id == old.run_id is not None and new.restart_count > old.restart_count:
             return True
     if new.agent is not None and new.agent == old.agent:
         return True  # an agent has one generation of workers at a time
-    # The same id alone may be another torchrun, refused once and restarted by its own agent. `localhost` is every host.
+    # Who meets at the same place under the same id is of one torchrun, which has one generation at a time too; the id alone
+    # may be another torchrun's, and `localhost` is every machine. (Not by the restart count: each agent has its own.)
     host = (new.meeting_point or "localhost").rsplit(":", 1)[0]
     same = new.run_id == old.run_id is not None and new.meeting_point == old.meeting_point
-    return same and not host.startswith(("127.", "localhost", "::1")) and new.restart_count > old.restart_count
+    return same and not host.startswith(("127.", "localhost", "::1"))
 
 
 def _records(folder: Path) -> list[tuple[int, Path]]:

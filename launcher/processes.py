@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,7 +102,12 @@ def process_group(
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise TrainingError(f"could not meet the other ranks at {where} within {init_timeout} s: {error}") from error
         # A restart meets at the same store; without a prefix of its own it reads the addresses of the ranks that died.
-        store = PrefixStore(f"attempt{environment.restart_count}", found)
+        found.set_timeout(timeout)
+        try:
+            generation = _agree_on_generation(found, rank=environment.rank, ranks=environment.world_size, seconds=init_timeout)
+        except (dist.DistError, TimeoutError) as error:
+            raise TrainingError(f"not all of {environment.world_size} ranks came within {init_timeout} s: {error}") from error
+        store = PrefixStore(f"generation{generation}", found)
     dist.init_process_group(
         backend,
         store=store,
@@ -116,6 +123,36 @@ def process_group(
     # under the interpreter's lock, which gloo's thread may be waiting for (seen to hang with torch 2.13)
     gc.collect()
     dist.destroy_process_group()
+
+
+def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float) -> int:
+    """A number that the ranks started together share, and no earlier ones at this store had.
+
+    torchrun's restart count is not one: each node's agent counts for itself, and an agent that restarts because another
+    node came back does not count (seen with torch 2.13: 1 on one node, 0 on the other). Rank 0 draws the number and tells it
+    to each rank under a name that only this process of it has; what a dead process of that rank left is answered too, and
+    nobody listens.
+    """
+    if rank != 0:
+        mine = uuid.uuid4().hex
+        store.set(f"hello/{rank}", mine)
+        generation = int(store.get(f"generation/of/{mine}"))
+        store.set(f"generation/{generation}/{rank}", "")
+        return generation
+    generation = int(store.add("generation/last", 1))
+    waiting, answered = set(range(1, ranks)), dict.fromkeys(range(1, ranks), b"")
+    deadline = time.monotonic() + seconds
+    while waiting:
+        for other in sorted(waiting):
+            if store.check([f"generation/{generation}/{other}"]):
+                waiting.discard(other)
+            elif store.check([f"hello/{other}"]) and (name := store.get(f"hello/{other}")) != answered[other]:
+                answered[other] = name
+                store.set(f"generation/of/{name.decode()}", str(generation))
+        if waiting and time.monotonic() > deadline:
+            raise TimeoutError(f"missing are {', '.join(map(str, sorted(waiting)[:8]))}" + (" ..." if len(waiting) > 8 else ""))
+        time.sleep(0.01 if waiting else 0)
+    return generation
 
 
 def set_timeout(seconds: int) -> None:

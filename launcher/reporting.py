@@ -63,7 +63,6 @@ class Reporter:
                 config=dataclasses.asdict(recipe),
                 warn=self._console.say,
             )
-            folder.note("started", ranks=ranks.size)
             folder.write_status("running", step=first_step, steps=steps)
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         # Last, because it starts the clock of the first step
@@ -205,7 +204,7 @@ class Reporter:
             sink.close(state)
         warning = {"warning": self._trouble} if self._trouble else {}
         self._folder.write_status(state, step=self._last_step, reason=reason, steps=self._steps, **warning)
-        if state != "running" and state != "failed":
+        if state in ("finished", "stopped"):
             self._folder.note(state, step=self._last_step, reason=reason)
         folder, say = self._folder, self._console.say
         lost = f", {self._recorder.skipped} steps skipped" if self._recorder.skipped else ""

@@ -69,8 +69,8 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: b
     return told
 
 
-def open_folder(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> None:
-    """Gets RUN_DIR ready to be trained into, or to go on in: on rank 0, once the folder is this process's.
+def starts_anew(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> bool:
+    """Whether the run begins at its first step, or goes on from a checkpoint; asked once the folder is this process's.
 
     restarted: by torchrun's agent or by Slurm. What is in the folder is then this run's own, and where that has not come
     to a checkpoint yet, it begins again.
@@ -82,15 +82,14 @@ def open_folder(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: 
     if resume == "never" or (resume == "auto" and not checkpoints):
         if not restarted:
             run.refuse_if_used()
-        run.create(recipe_yaml, anew=True)
-        return
+        return True
     source = checkpoints[-1] if resume == "auto" else Path(resume)
     before = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: found and told when it is verified
         before = json.loads((source / STATE).read_text())["recipe"]
     if isinstance(before, str):
         check_changes(yaml.safe_load(before), yaml.safe_load(recipe_yaml), allow=settings.allow_changes, checkpoint=source)
-    run.create(recipe_yaml, anew=False)
+    return False
 
 
 def keep_until(metrics: Path, step: int) -> int:

@@ -37,6 +37,7 @@ class RunFolder:
         self._status = path / "status.json"
         self._written = 0.0
         self._attempt: int | None = None
+        self._ranks: int | None = None
 
     def take(self, environment: Environment) -> None:
         """Makes this process the folder's owner, before it writes. Raises RecipeError where another job is."""
@@ -97,12 +98,14 @@ class RunFolder:
             self.write_status("running", step=step, **more)
 
     def note(self, event: Event, *, ranks: int | None = None, **more: Any) -> None:
-        """Appends a line to events.jsonl: `event`, `time`, `host`, `attempt` (1, 2, ... a start), `ranks` and what is given.
+        """Appends a line to events.jsonl: `event`, `time`, `host`, `attempt` (1, 2, ... a start), `ranks`
+        (as given last) and what is given.
 
-        started: `found` and `found_step` are what status.json and metrics.jsonl said when the attempt began. resumed: `step`.
-        saved: `step`, `seconds`, `bytes`. failed, stopped: `step`, `reason`. finished: `step`.
+        started: `found`, `found_step` and `found_time` are what status.json and metrics.jsonl said when the attempt began.
+        resumed: `step`. saved: `step`, `seconds`, `bytes`. failed, stopped: `step`, `reason`. finished: `step`.
         """
         self.check()
+        self._ranks = ranks = ranks if ranks is not None else self._ranks
         try:
             text = self.events.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -113,7 +116,9 @@ class RunFolder:
         if event == "started":
             status = self.read_status()
             last = last_line(self.metrics)
-            more = {"found": status.get("state"), "found_step": max(status.get("step") or 0, last.get("step") or 0), **more}
+            found_step = max(status.get("step") or 0, last.get("step") or 0)
+            found_time = max(status.get("time") or 0.0, last.get("time") or 0.0) or None
+            more = {"found": status.get("state"), "found_step": found_step, "found_time": found_time, **more}
         line = {"event": event, "time": time.time(), "host": socket.gethostname(), "attempt": self._attempt, "ranks": ranks, **more}
         torn = "\n" if text and not text.endswith("\n") else ""  # what wrote last was killed
         with self.events.open("a", encoding="utf-8") as stream:

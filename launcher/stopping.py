@@ -17,6 +17,15 @@ _SAME_REQUEST_SECONDS = 5.0
 """The first request comes twice: to the process, and through torchrun's agent."""
 
 
+def _forget() -> None:
+    """In a process forked from this one: a signal to it is none to its parent."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 class StopRequest:
     """Remembers that this process was asked to stop; the ranks agree on it at the next step. Asked by a second signal more
     than five seconds after the first, the process ends at once.

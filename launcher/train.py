@@ -18,7 +18,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().p
 from launcher.environment import prepare_cuda, read_environment
 from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.resume import open_folder
+from launcher.resume import starts_anew
 from launcher.run_folder import RunFolder
 
 
@@ -31,7 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = RunFolder(Path(loaded.recipe.run.dir))
         if environment.main:
             run.take(environment)
-            open_folder(run, loaded.recipe, to_yaml(loaded.recipe), restarted=environment.restarted)
+            recipe_yaml = to_yaml(loaded.recipe)
+            anew = starts_anew(run, loaded.recipe, recipe_yaml, restarted=environment.restarted)
+            run.note(
+                "started",
+                ranks=environment.world_size,
+                job=environment.job,
+                job_restart_count=environment.job_restart_count,
+                restart_count=environment.restart_count,
+            )
+            run.create(recipe_yaml, anew=anew)
     except RecipeError as error:
         if run is not None:
             run.release()

@@ -3,10 +3,16 @@
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
+import pytest
+
+from launcher.environment import Environment
+from launcher.ownership import Ownership
 from tests.distributed.launching import REPOSITORY, run
 
 WATCHED = REPOSITORY / "tests/distributed/watched.py"
@@ -103,17 +109,21 @@ def not_running(outcome, run_dir, pid):
     assert "State: T (stopped)" in seen
 
 
-def test_the_agent_is_killed(tmp_path):
+def test_an_evaluation_is_left_by_all_at_once_and_a_killed_agent_is_noticed(tmp_path):
     run_dir = tmp_path / "run"
     ranks = {}
 
     def during(process):
+        until(lambda: all((run_dir / f"evaluating_{rank}").exists() for rank in (0, 1)))
+        os.kill(workers(process.pid)[1], signal.SIGUSR1)
         until(lambda: stepping(run_dir))
+        seen = [int((run_dir / f"evaluated_{rank}").read_text()) for rank in (0, 1)]
+        assert seen[0] == seen[1]
         ranks.update(workers(process.pid))
         process.kill()
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()))
 
-    assert start(run_dir, "none", during=during, hang_timeout=60).status == -signal.SIGKILL
+    assert start(run_dir, "evaluate", during=during, hang_timeout=60).status == -signal.SIGKILL
     assert len(ranks) == 2
     assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("failed", "agent_lost")
     assert [e["event"] for e in events(run_dir)] == ["started", "failed"]
@@ -131,3 +141,55 @@ def test_one_rank_is_asked_to_stop_before_anything_is_trained(tmp_path):
     assert (status(run_dir)["state"], status(run_dir)["reason"], status(run_dir)["step"]) == ("stopped", "SIGUSR1", 0)
     assert [e["event"] for e in events(run_dir)] == ["started", "stopped"]
     assert not list((run_dir / "owner").glob("*.json")), "released"
+
+
+def test_an_owner_that_is_superseded_ends_and_writes_nothing(tmp_path):
+    """The same Slurm job, started again elsewhere, while this process of its first start is alive."""
+    run_dir = tmp_path / "run"
+    again = Environment(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0, job="9", job_restart_count=1
+    )
+
+    def during(process):
+        until(lambda: stepping(run_dir))
+        owner = Ownership.take(run_dir, again)
+        time.sleep(0.5)  # a write that was checked before may be under way
+        (run_dir / "status.json").write_text('{"state": "of the new owner", "step": 0}')
+        until(lambda: process.poll() is not None)
+        assert owner.name in os.listdir(run_dir / "owner")
+        owner.release()
+
+    result = run([sys.executable, WATCHED, run_dir, "60", "none"], during=during, timeout=60, SLURM_JOB_ID="9").check(1)
+    assert "Slurm job 9" in result.output
+    assert "writes nothing more" in result.output
+    assert status(run_dir) == {"state": "of the new owner", "step": 0}
+    assert [e["event"] for e in events(run_dir)] == ["started"]
+
+
+@pytest.mark.long
+def test_the_agents_of_two_nodes_count_restarts_apart_and_the_ranks_meet_all_the_same(tmp_path):
+    """A killed rank: its node's agent counts a restart; the other agent may restart because that node waits, and counts none."""
+    run_dir = tmp_path / "run"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    node = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-id", "t"]
+    command = [sys.executable, "-m", "torch.distributed.run", *node, "--rdzv-endpoint", f"127.0.0.1:{port}", WATCHED, run_dir, "60", "none"]
+    agents, second = [], []
+
+    def during(process):
+        agents.append(process.pid)
+        if len(agents) < 2:
+            return
+        until(lambda: stepping(run_dir))
+        os.kill(next(pid for agent in agents for rank, pid in workers(agent).items() if rank == 1), signal.SIGKILL)
+        until(lambda: [event["event"] for event in events(run_dir)].count("started") == 2)
+        until(lambda: status(run_dir)["state"] == "running" and stepping(run_dir))
+        (run_dir / "stop").touch()
+
+    other = threading.Thread(target=lambda: second.append(run(command, timeout=90, during=during)))
+    other.start()
+    run(command, timeout=90, during=during).check()
+    other.join()
+    second[0].check()
+    assert status(run_dir)["state"] == "stopped"

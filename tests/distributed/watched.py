@@ -1,12 +1,16 @@
 """A run without a model, to be hung and killed: steps of an all-reduce. `watched.py RUN_DIR HANG_TIMEOUT FAULT`.
 
-FAULT: none | loop (rank 1 never leaves its fifth step, at the first attempt) | prepare (nothing is trained; rank 1 is in a
-collective).
+FAULT: none
+evaluate  an evaluation without end comes first; when asked to stop it, the run goes on all the same
+loop      rank 1 never leaves its fifth step, at the first attempt
+prepare   nothing is trained; rank 1 is in a collective
 """
 
+import contextlib
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -15,7 +19,9 @@ import torch.distributed as dist
 
 from launcher import processes
 from launcher.environment import read_environment
+from launcher.evaluation import Evaluator
 from launcher.failures import Progress, end_process, failing_together
+from launcher.recipe.schema import Data
 from launcher.run_folder import RunFolder, rank_log
 from launcher.stopping import StopRequest
 from launcher.watchdog import watching
@@ -24,6 +30,27 @@ from launcher.watchdog import watching
 def spin():
     while True:
         time.sleep(0.01)
+
+
+def evaluate(ranks, stop, run):
+    """Notes how many micro-batches this rank has seen when all agreed to stop."""
+    seen = 0
+
+    def batches():
+        nonlocal seen
+        while True:
+            seen += 1
+            (run.path / f"evaluating_{ranks.rank}").touch()
+            time.sleep(0.01 * (1 + ranks.rank))
+            yield {"tensors": {}, "loss_tokens": 1}
+
+    evaluator = Evaluator({}, data=Data(train=("x",)), micro_batch_size=1, max_batches=None, ranks=ranks)
+    evaluator._loaders = {"endless": (SimpleNamespace(loss=lambda model, tensors: torch.ones(())), batches())}
+    model = torch.nn.Linear(1, 1)
+    wrapped = SimpleNamespace(model=model, forward_context=contextlib.nullcontext, reshard=lambda: None)
+    assert evaluator.evaluate(wrapped, stop_requested=stop.requested) == {}
+    assert model.training
+    (run.path / f"evaluated_{ranks.rank}").write_text(str(seen))
 
 
 def main():
@@ -49,6 +76,9 @@ def main():
             (run.path / f"ready_{ranks.rank}").touch()
             spin()
         progress.preparing = False
+        if fault == "evaluate":
+            evaluate(ranks, stop, run)
+            stop.signal = None
         step = 0
         asked = torch.zeros(1)
         while not asked:

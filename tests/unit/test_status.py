@@ -1,0 +1,144 @@
+"""`launcher status`, on folders built file by file."""
+
+import json
+import os
+import time
+
+import pytest
+
+from launcher import cli
+from launcher.checkpoints.files import commit, scratch_folder, write_file
+from launcher.commands import status
+from launcher.environment import Environment
+from launcher.ownership import Ownership
+from launcher.run_folder import RunFolder
+
+ALONE = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0)
+NOW = 1_800_000_000.0
+
+
+def metrics(run, steps, *, start, seconds=2.0):
+    lines = [
+        {"step": step, "loss": 3.0 - step / 100, "grad_norm": 1.0, "tokens_per_second": 5e4, "step_seconds": seconds, "mfu": 0.4}
+        | {"time": start + seconds * step}
+        for step in range(1, steps + 1)
+    ]
+    lines.insert(len(lines) - 1, {"step": steps - 1, "eval_loss": 2.75, "time": start})
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def checkpoint(run, step):
+    scratch = scratch_folder(run.path / "checkpoints", step)
+    sizes = {"rank_00000.safetensors": 3 << 20, "index.json": 2, "state.json": 2}
+    return commit(scratch, step=step, ranks=1, files={name: write_file(scratch / name, b"x" * size) for name, size in sizes.items()})
+
+
+def event(run, name, at, attempt, **more):
+    with run.events.open("a") as stream:
+        stream.write(json.dumps({"event": name, "time": at, "host": "node1", "attempt": attempt, "ranks": 8, **more}) + "\n")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Three attempts: killed after step 60, failed after step 80, now at step 100. Checkpoints at 50 and 75 were gone on from."""
+    run = RunFolder(tmp_path / "runs/one")
+    run.create("")
+    metrics(run, 100, start=NOW - 300)
+    event(run, "started", NOW - 500, 1)
+    event(run, "saved", NOW - 400, 1, step=50)
+    event(run, "started", NOW - 350, 2, found="running", found_step=60, found_time=NOW - 360)
+    event(run, "resumed", NOW - 349, 2, step=50)
+    event(run, "failed", NOW - 290, 2, step=80, reason="hang")
+    event(run, "started", NOW - 250, 3, found="failed", found_step=80, found_time=NOW - 290)
+    event(run, "resumed", NOW - 249, 3, step=75)
+    checkpoint(run, 50)
+    checkpoint(run, 75)
+    damaged = checkpoint(run, 90)
+    (damaged / "commit.json").unlink()
+    run.write_status("running", step=98, steps=200, failed_saves="2 in a row: disk full")
+    return run
+
+
+def test_where_the_time_went(run):
+    summary = status.summarize(run.path, NOW)
+    summary.until = NOW
+    spent = status.spent(summary, run.path)
+    assert spent.wall == 500
+    assert spent.counted == 200
+    assert spent.repeated_steps == 10 + 5
+    assert spent.repeated == pytest.approx(15 * 2.0)
+    assert spent.between == 10 + 40
+    assert spent.rest == pytest.approx(500 - 200 - 30 - 50)
+    assert [(a.resumed, a.reached, a.ended) for a in summary.attempts] == [
+        (0, 60, "without a word"),
+        (50, 80, "failed (hang)"),
+        (75, None, ""),
+    ]
+
+
+def test_one_run(run, capsys, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    owner = Ownership.take(run.path, ALONE)
+    try:
+        assert cli.main(["status", str(run.path)]) == 0
+    finally:
+        owner.release()
+    said = capsys.readouterr().out
+    for text in (
+        "state       running",
+        "100 of 200 (50.0%), about 3 min 20 s left",
+        "loss 2.7500 after step 99",
+        "2.0000, grad norm 1.000",
+        "50,000 tokens/s, 2 s a step, MFU 40.0%",
+        "checkpoint  step 75, ",
+        "3.0 MiB; 2 are kept",
+        "damaged: step_00000090: ",
+        "failed saves  2 in a row: disk full",
+        f"process {os.getpid()} on ",
+        ": alive",
+        "about 30 s in 15 steps trained again",
+        "50 s with nobody running",
+        "restarts      2",
+        "failed (hang)",
+        "without a word",
+    ):
+        assert " ".join(text.split()) in " ".join(said.split()), said
+    assert "\x1b" not in said
+
+
+def test_a_run_that_died_and_one_that_ended(run, capsys):
+    assert cli.main(["status", str(run.path)]) == 0
+    assert "died: nobody runs it" in capsys.readouterr().out
+    run.write_status("failed", step=98, reason="hang", error="rank [1] of 2 is behind\nsecond line")
+    assert cli.main(["status", str(run.path)]) == 0
+    said = capsys.readouterr().out
+    assert "failed: hang" in said
+    assert "rank [1] of 2 is behind\nsecond line" in said
+    assert ["owner", "nobody"] in [line.split() for line in said.splitlines()]
+
+
+def test_a_folder_of_runs(run, capsys):
+    fresh = RunFolder(run.path.parent / "two")
+    owner = Ownership.take(fresh.path, ALONE)
+    done = RunFolder(run.path.parent / "three")
+    done.create("")
+    done.write_status("finished", step=7, steps=7)
+    (run.path.parent / "no_run").mkdir()
+    assert cli.main(["status", str(run.path.parent)]) == 0
+    owner.release()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines] == [["run", "state"], ["one", "died"], ["three", "finished"], ["two", "starting"]]
+    assert lines[1][2:8] == ["100", "of", "200", "2.0000", "2.7500", "50,000"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["FOLDER/nowhere"], "FOLDER/nowhere: there is no such folder"),
+        (["FOLDER"], "FOLDER: is no run's folder (there is no status.json), and holds none"),
+        ([], "launcher status RUN_DIR: takes the folder of a run"),
+    ],
+)
+def test_where_there_is_no_run(arguments, told, tmp_path, capsys):
+    assert cli.main(["status", *(word.replace("FOLDER", str(tmp_path)) for word in arguments)]) == 2
+    assert told.replace("FOLDER", str(tmp_path)) in capsys.readouterr().err
