@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -89,6 +90,25 @@ def read_local(path: Path, rank: int) -> dict[str, torch.Tensor]:
             return {name.removeprefix(LOCAL): file.get_tensor(name).clone() for name in file.keys() if name.startswith(LOCAL)}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise DamagedCheckpointError(path, f"{files.rank_file(rank)} cannot be read: {error}") from None
+
+
+def open_tensors(path: Path) -> tuple[set[str], Callable[[str], torch.Tensor]]:
+    """The names of a checkpoint's tensors, and what reads one of them, whole. For one process alone.
+
+    Raises DamagedCheckpointError.
+    """
+    stored = _Reader(path).metadata.state_dict_metadata
+
+    def read(name: str) -> torch.Tensor:
+        entry = stored[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load_tensors({name: tensor}, storage_reader=_Reader(path), planner=_Planner(), no_dist=True)
+        return tensor
+
+    return set(stored), read
 
 
 def _compare(path: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -1,10 +1,14 @@
-"""`launcher export RUN_DIR OUT [dtype=bfloat16] [merged=true]`: the weights of a run as a Hugging Face folder."""
+"""`launcher export RUN_DIR OUT [dtype=bfloat16] [merged=true]`: the weights of a run as a Hugging Face folder.
+
+RUN_DIR may also be one checkpoint, RUN_DIR/checkpoints/step_00000500.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher.checkpoints.files import MARKER, NoneLeftError, newest_valid, verify
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.decode import suggestion
 
@@ -14,12 +18,21 @@ _FORM = "launcher export RUN_DIR OUT [dtype=bfloat16 | float16 | float32] [merge
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Reads RUN_DIR/hf, which a finished run leaves with checkpoint.export: at_end; writes OUT. Nothing is held whole.
+    """Reads RUN_DIR/hf, which a finished run leaves with checkpoint.export: at_end, or else the newest checkpoint; writes OUT.
+    Nothing is held whole.
 
     dtype: of the weights; without it as they are. merged: an adapter is added into the model it belongs to.
     """
     folders, options = _parse(arguments)
     run, out = folders
+    checkpoint = _checkpoint(run)
+    if checkpoint is not None:
+        _refuse_if_used(out)
+        from launcher.checkpoints.export import export_checkpoint
+
+        _tell(out, adapter=export_checkpoint(checkpoint, out, dtype=options["dtype"], merged=options["merged"] == "true"))
+        print(f"from {checkpoint}")
+        return EXIT_DONE
     source = _weights(run)
     _refuse_if_used(out)
     adapter = (source / "adapter_config.json").is_file()
@@ -28,9 +41,27 @@ def main(arguments: Sequence[str]) -> int:
     from launcher.model.folders import export_folder  # and with it torch
 
     export_folder(source, out, dtype=options["dtype"], merged=options["merged"] == "true")
-    what = "the adapter, for peft's PeftModel.from_pretrained" if adapter and options["merged"] != "true" else "for from_pretrained"
-    print(f"{out}: {what}")
+    _tell(out, adapter=adapter and options["merged"] != "true")
     return EXIT_DONE
+
+
+def _tell(out: Path, *, adapter: bool) -> None:
+    print(f"{out}: " + ("the adapter, for peft's PeftModel.from_pretrained" if adapter else "for from_pretrained"))
+
+
+def _checkpoint(run: Path) -> Path | None:
+    """A checkpoint that was named itself, or the newest valid one of a run that has no export."""
+    if (run / MARKER).is_file():
+        problem = verify(run)
+        if problem is not None:
+            raise RecipeError(f"command line: {run} is damaged: {problem}")
+        return run
+    if any((run / "hf").glob("*.safetensors")) or not (run / "checkpoints").is_dir():
+        return None
+    try:
+        return newest_valid(run / "checkpoints")
+    except NoneLeftError as error:
+        raise RecipeError(f"command line: {error}") from None
 
 
 def _parse(arguments: Sequence[str]) -> tuple[tuple[Path, Path], dict[str, str | None]]:
@@ -63,7 +94,7 @@ def _weights(run: Path) -> Path:
         started = "" if (run / "recipe.yaml").is_file() else " (it does not look like the folder of a run: no recipe.yaml)"
         raise RecipeError(
             f"command line: {run} has no weights{started}: a run leaves them in {source} when it ends, where the recipe says "
-            "checkpoint.export: at_end"
+            "checkpoint.export: at_end, and in its checkpoints"
         )
     return source
 

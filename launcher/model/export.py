@@ -47,17 +47,37 @@ def export_hugging_face(
     rank 0 writes each at once. The folder appears whole or not at all.
     dtype: of floating-point weights; None: float32. merged: the whole model with its adapters added in.
     """
-    held = _held(module)
-    dtype = dtype or torch.float32
+    held = held_tensors(module)
     with appearing(folder, write=rank == 0) as scratch:
-        if peft_config(module) is not None and not merged:
-            _write_adapter(module, scratch, held, dtype, device)
-        else:
-            gather = _merging(module, held, device) if peft_config(module) is not None else lambda name: gathered(held[name], device)
-            base = {name: Shape(tuple(tensor.shape), tensor.dtype) for name, tensor in held.items() if ".lora_" not in name}
-            write_model(module, scratch, base, gather, dtype=dtype, max_file_bytes=max_file_bytes)
+        write_weights(
+            module,
+            scratch,
+            lambda name: gathered(held[name], device),
+            dtype=dtype or torch.float32,
+            merged=merged,
+            max_file_bytes=max_file_bytes,
+        )
         if scratch is not None and tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+
+
+def write_weights(
+    module: nn.Module,
+    scratch: Path | None,
+    gather: Callable[[str], torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    merged: bool,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes a model, or its adapters. module: may lie on meta; its tensors come from `gather`, by clean name."""
+    shapes = {name: Shape(tuple(tensor.shape), tensor.dtype) for name, tensor in held_tensors(module).items()}
+    if peft_config(module) is not None and not merged:
+        _write_adapter(module, scratch, shapes, gather, dtype)
+        return
+    whole = _merging(module, gather) if peft_config(module) is not None else gather
+    base = {name: shape for name, shape in shapes.items() if ".lora_" not in name}
+    write_model(module, scratch, base, whole, dtype=dtype, max_file_bytes=max_file_bytes)
 
 
 @contextmanager
@@ -128,7 +148,7 @@ def write_model(
         generation.to_json_file(scratch / "generation_config.json")  # save_pretrained would refuse what the hub is full of
 
 
-def _held(module: nn.Module) -> dict[str, torch.Tensor]:
+def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, each once however many names it is tied to, and persistent buffers."""
     parameters = {clean_name(name): parameter.detach() for name, parameter in module.named_parameters()}
     named = {clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -145,28 +165,28 @@ def gathered(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.cpu()
 
 
-def _merging(module: nn.Module, held: dict[str, torch.Tensor], device: torch.device) -> Callable[[str], torch.Tensor]:
+def _merging(module: nn.Module, read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
     names, transposed = adapter_names(module), transposed_weights(module)
     adapter = Adapter(peft_config(module).to_dict() | {"peft_type": "LORA"}, list(names))
 
     def gather(name: str) -> torch.Tensor:
-        weight = gathered(held[name], device)
+        weight = read(name)
         if name not in adapter.factors:
             return weight
-        down, up = (gathered(held[names[factor]], device) for factor in adapter.factors[name])
+        down, up = (read(names[factor]) for factor in adapter.factors[name])
         return adapter.merged(weight, down, up, transposed=name in transposed)
 
     return gather
 
 
 def _write_adapter(
-    module: nn.Module, scratch: Path | None, held: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+    module: nn.Module, scratch: Path | None, held: Mapping[str, Shape], gather: Callable[[str], torch.Tensor], dtype: torch.dtype
 ) -> None:
     names = adapter_names(module)
-    shapes = {theirs: Shape(tuple(held[ours].shape), dtype) for theirs, ours in names.items()}
+    shapes = {theirs: Shape(held[ours].shape, dtype) for theirs, ours in names.items()}
     writer = Writer(scratch / ADAPTER, shapes) if scratch is not None else None
     for theirs, ours in names.items():
-        whole = gathered(held[ours], device)
+        whole = gather(ours)
         if writer is not None:
             writer.write(theirs, whole)
     if scratch is not None and writer is not None:

@@ -97,7 +97,7 @@ def _merge(source: Path, scratch: Path, dtype: torch.dtype | None, max_file_byte
     lost = sorted(name for name in {*adapter.factors, *adapter.whole} if name not in known)
     if lost:
         raise RecipeError([f"export: {base} has no {name}, which the adapter changes" for name in lost])
-    read = _reader(checkpoint)
+    read = reader(checkpoint)
     transposed = transposed_weights(model)
 
     def gather(name: str) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _merge(source: Path, scratch: Path, dtype: torch.dtype | None, max_file_byte
     tensors.close()
 
 
-def _reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
+def reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
     """Gives the model's tensors out of a checkpoint, one by one."""
     makers = {name: conversion for conversion in checkpoint.conversions for name in conversion.targets}
     made: dict[str, torch.Tensor] = {}  # of the last conversion: several tensors may come out of one

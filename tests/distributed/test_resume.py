@@ -314,3 +314,17 @@ def test_a_run_that_diverges_goes_back_and_leaves_out_what_it_diverged_on(folder
     assert [trained[step] for step in (5, 6, 10)] == [expected[step] for step in (7, 8, 12)]
     stopped = train(folder, folder / "stopped", *rewind[1:], ranks=1, NAN="6").check(1)
     assert "gradients not finite in 1 steps in a row" in stopped.output
+
+
+def test_a_checkpoint_can_be_exported(folder, undisturbed, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    exported = run([sys.executable, "-m", "launcher.cli", "export", undisturbed, tmp_path / "out"]).check()
+    assert "step_00000040" in exported.output
+    weights = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    state = final_state(undisturbed)
+    parts = [[f"rank_{rank:05}.safetensors/model.{name}" for rank in range(2)] for name in weights]
+    for name, files in zip(weights, parts, strict=True):
+        assert torch.equal(weights[name], torch.cat([state[file] for file in files if file in state])), name
+    assert len(weights) > 20
+    assert (tmp_path / "out/tokenizer.json").exists()
