@@ -270,8 +270,6 @@ BROKEN = [
     override("model.config.dtype=float16", "model.config.dtype=float16: is set by strategy.mixed_precision"),
     # Not built yet
     override("strategy.kind=auto", "strategy.kind=auto: not built yet: auto; use ddp or fsdp"),
-    override("checkpoint.every_steps=5", "checkpoint.every_steps=5: not built yet: checkpoints to resume from; ..."),
-    override("checkpoint.resume=runs/a", "checkpoint.resume=runs/a: not built yet: resuming; use auto or never, not 'runs/a'"),
     # Where the model comes from
     edit(
         "model:\n",
@@ -417,6 +415,27 @@ BROKEN = [
     ),
     override([*CLASSIFY, "data.streaming=true"], "data.streaming=true: not available with kind classification"),
     override("data.shuffle_buffer=10", "data.shuffle_buffer=10: needs data.streaming; without it the whole set is shuffled"),
+    # Checkpoints, and what the run does where it diverges
+    override("checkpoint.keep_best=eval_loss", "checkpoint.keep_best=eval_loss: needs data.validation, whose loss it goes by"),
+    add("checkpoint:\n  keep_best: accuracy\n", "x.yaml:15: checkpoint.keep_best: must be eval_loss, or null; got 'accuracy'"),
+    override(
+        "checkpoint.resume=runs/a",
+        "checkpoint.resume=runs/a: no such folder: runs/a; give auto, never, or a checkpoint such as runs/NAME/checkpoints/...",
+    ),
+    override("checkpoint.resume=data.txt", "checkpoint.resume=data.txt: no such folder: data.txt; give auto, never, or a checkpoint ..."),
+    override("checkpoint.resume=null", "checkpoint.resume=null: must not be null; must be text"),
+    override("checkpoint.every_steps=0", "checkpoint.every_steps=0: must be at least 1; got 0"),
+    override("checkpoint.keep_last=0", "checkpoint.keep_last=0: must be at least 1; got 0"),
+    override("checkpoint.keep_every=0", "checkpoint.keep_every=0: must be at least 1; got 0"),
+    override("checkpoint.max_failures=0", "checkpoint.max_failures=0: must be at least 1; got 0"),
+    override("checkpoint.max_failure=1", "checkpoint.max_failure=1: unknown key; did you mean max_failures?"),
+    override(
+        ["run.on_divergence=rewind", "checkpoint.every_steps=null"],
+        "run.on_divergence=rewind: rewind needs checkpoint.every_steps, to have something to go back to",
+    ),
+    override("run.on_divergence=go_on", "run.on_divergence=go_on: must be one of stop, rewind; got 'go_on'"),
+    override("run.max_loss_ratio=1", "run.max_loss_ratio=1: must be more than 1; got 1"),
+    override("run.hang_timeout=0", "run.hang_timeout=0: must be at least 1; got 0"),
     # Adapters, and what is exported
     override(
         ["lora={}", "model.freeze=a.*"],
@@ -535,6 +554,19 @@ def test_every_line_of_the_answer(folder, broken):
     assert len(answer) == len(broken.said), answer
     for expected, line in zip(broken.said, answer, strict=True):
         assert says(expected.replace("CWD", str(folder)), line), f"\nexpected: {expected}\nbut said: {line}"
+
+
+def test_a_fresh_start_leaves_no_place_of_the_batch_empty(folder):
+    """Checkpoints that are not gone on from change nothing: `never`, another run's, and an empty folder of them."""
+    (folder / "runs/small/checkpoints").mkdir(parents=True)
+    refused = r"^x.yaml:12: batch.global_batch_size: 64 is not a multiple of 8 \(micro-batch\) x 3 \(ranks\) = 24; try 48 or 72$"
+    with pytest.raises(RecipeError, match=refused):
+        load_recipe(["recipe=x.yaml"], ranks=3)
+    (folder / "runs/small/checkpoints/step_00000005").mkdir()
+    load_recipe(["recipe=x.yaml"], ranks=3)
+    for override in ("checkpoint.resume=never", "run.dir=runs/other"):
+        with pytest.raises(RecipeError, match=refused):
+            load_recipe(["recipe=x.yaml", override], ranks=3)
 
 
 def test_all_problems_at_once_in_the_order_of_file_and_command_line(folder):

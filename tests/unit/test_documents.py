@@ -64,6 +64,12 @@ def test_a_real_model_says_what_it_needs(path, command):
     header = path.read_text().partition("\nrun:")[0]
     assert "bytes a parameter" in header or "bytes each" in header
     assert "not measured" in header
+    said = re.search(r"12 bytes a trained parameter \([^)]*\), ([\d.]+) GB", header)
+    trained = re.search(r"([\d.]+) million of rank", header) if whole.lora else re.search(r"([\d.]+) billion parameters", header)
+    assert float(said[1]) == pytest.approx(12 * float(trained[1]) / (1000 if whole.lora else 1), abs=0.05)
+    assert whole.checkpoint.every_steps is not None
+    # A copy to write from would not fit beside what is offloaded
+    assert whole.checkpoint.asynchronous == (whole.strategy.cpu_offload is None)
 
 
 @pytest.mark.long

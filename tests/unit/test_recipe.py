@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from launcher.commands.show import main as show
+from launcher.errors import RecipeError
 from launcher.recipe import schema
 from launcher.recipe.decode import dotted, section_fields, subsection
 from launcher.recipe.load import load_recipe, scalar_as_yaml, to_yaml
@@ -142,6 +143,13 @@ OVERRIDES = [
     ("data={kind: chat, chat_template: data.txt}", "data.chat_template", "data.txt"),
     ("data={streaming: true, shuffle_buffer: 10}", "data.shuffle_buffer", 10),
     ("checkpoint={export: at_end, export_dtype: bfloat16}", "checkpoint.export_dtype", "bfloat16"),
+    ("run.max_loss_ratio=3", "run.max_loss_ratio", 3.0),
+    ("run.on_divergence=rewind", "run.on_divergence", "rewind"),
+    ("run={on_divergence: stop, name: a}", "run.on_divergence", "stop"),
+    ("checkpoint.every_steps=null", "checkpoint.every_steps", None),
+    ("checkpoint={keep_last: 3, keep_every: 1000}", "checkpoint.keep_every", 1000),
+    ("checkpoint.resume=.", "checkpoint.resume", "."),
+    ("checkpoint={every_steps: null, resume: never}", "checkpoint.resume", "never"),
 ]
 
 
@@ -155,6 +163,24 @@ def test_an_override_sets_its_key_and_no_other(folder, override, key, value):
     for section in dataclasses.fields(Recipe):
         if section.name != first:
             assert getattr(changed, section.name) == getattr(plain, section.name)
+
+
+def test_ranks_that_do_not_divide_the_batch_may_go_on_with_a_run(folder):
+    """Where a run resumes, places of the global batch stay empty; a fresh start is refused (test_broken_recipes)."""
+    with pytest.raises(RecipeError, match="64 is not a multiple of"):
+        load(ranks=3)
+    checkpoint = folder / "runs/small/checkpoints/step_00000005"
+    checkpoint.mkdir(parents=True)
+    assert load(ranks=3) == load()
+    assert load("checkpoint.resume=" + str(checkpoint), "run.dir=elsewhere", ranks=3).run.dir == "elsewhere"
+    with pytest.raises(RecipeError, match="60 is not a multiple of 8"):
+        load("batch.global_batch_size=60", ranks=3)
+
+
+def test_the_best_checkpoint_goes_by_a_validation_of_any_kind(folder):
+    assert load("checkpoint.keep_best=eval_loss", "data.validation=[data.txt]").checkpoint.keep_best == "eval_loss"
+    own = ["model={config: null, builder: a.b:c}", "data={builder: a.b:c, train: null, tokenizer: null}"]
+    assert load("checkpoint.keep_best=eval_loss", *own).checkpoint.keep_best == "eval_loss"
 
 
 def test_the_last_of_several_overrides_holds(folder):
@@ -379,12 +405,15 @@ def test_complete_recipes_say_what_the_choices_are(file):
     text = file.read_text().splitlines()
     for key, choices in {
         "run.float32_matmul": {"highest", "high", "medium"},
+        "run.on_divergence": {"stop", "rewind"},
         "strategy.kind": {"ddp", "fsdp"},
         "data.kind": {"text", "tokens", "chat", "instruct", "classification"},
         "schedule.kind": {"cosine", "linear", "constant", "wsd"},
         "model.init": {"pretrained", "random"},
         "model.task": {"causal_lm", "sequence_classification"},
         "data.on_error": {"fail", "skip"},
+        "checkpoint.keep_best": {"null", "eval_loss"},
+        "checkpoint.resume": {"auto", "never"},
         "checkpoint.export_dtype": {"bfloat16", "float16", "float32"},
     }.items():
         line = loaded.origins.lines[tuple(key.split("."))]
