@@ -265,13 +265,14 @@ def pipeline(
     if resumed is not None:
         reporter.resumed(resumed, ranks=ranks.size)
 
-    def evaluate(step: int) -> float | None:
+    def evaluate(step: int) -> tuple[float | None, bool]:
+        """The loss, and whether it came to an end: all ranks leave it together where one is asked to stop."""
         if evaluator is None:
-            return None
-        with reporter.excluded(), progress.slow("evaluation"):
+            return None, True
+        with reporter.excluded():
             started = time.perf_counter()
-            results = evaluator.evaluate(wrapped)
-            return reporter.evaluation(step, results, time.perf_counter() - started)
+            results = evaluator.evaluate(wrapped, stop_requested=stop.requested, beat=progress.beat)
+            return reporter.evaluation(step, results, time.perf_counter() - started) if results else None, bool(results)
 
     saved_after = point.step
 
@@ -292,10 +293,11 @@ def pipeline(
             if step.number == point.step + 1:
                 processes.set_timeout(recipe.run.timeout)
             last = step.number == steps
-            eval_loss = None
+            eval_loss, whole = None, True
             if last or (evaluation.every_steps and step.number % evaluation.every_steps == 0):
-                eval_loss = evaluate(step.number)
+                eval_loss, whole = evaluate(step.number)
             *_, stopping, saving = step.batch.counts.read()
+            stopping = stopping or not whole
             if keeper is not None:
                 keeper.report()
                 # The request of one file is in two counts: the next batch's was taken before this one was read

@@ -296,6 +296,15 @@ def discard(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def discard_newer(folder: Path, step: int) -> list[Path]:
+    """Deletes checkpoints after a step, newest first, and returns them: for a run that goes back to it, which would else
+    resume from, and count among those to keep, what it turned away from. Raises OSError."""
+    newer = [path for path in reversed(list_checkpoints(folder)) if step_of(path) > step]
+    for path in newer:
+        discard(path)
+    return newer
+
+
 def prune(folder: Path, keep_last: int, keep_every: int | None = None, best_step: int | None = None) -> list[Path]:
     """Deletes what need not be kept, and scratch folders that nobody writes any more; returns the checkpoints deleted.
 

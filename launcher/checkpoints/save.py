@@ -31,9 +31,8 @@ _STEPPED = ("model.", "optimizer.")
 
 def checkpoint_group(ranks: DataParallel) -> dist.ProcessGroup:
     """A group of the same ranks for checkpoints alone, over gloo: the thread that saves uses it while training uses its own
-    (over the same group the two hang). All ranks must call it."""
-    members = dist.get_process_group_ranks(ranks.group)
-    group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    (over the same group the two hang). All ranks of the default group must call it."""
+    group = dist.new_group(dist.get_process_group_ranks(ranks.group), backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -170,6 +170,13 @@ def test_prune_never_touches_the_newest_valid_one(tmp_path):
     assert steps(tmp_path) == [6], "nothing is deleted where nothing is valid"
 
 
+def test_who_goes_back_discards_what_is_newer(tmp_path):
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    assert [files.step_of(path) for path in files.discard_newer(tmp_path, 1)] == [3, 2]
+    assert os.listdir(tmp_path) == ["step_00000001"]
+
+
 def test_space_is_checked(tmp_path):
     files.check_space(tmp_path / "checkpoints", 1000)
     with pytest.raises(RecipeError, match=r"one checkpoint takes 1,048,576.00 GiB, and .* has [\d,.]+ GiB free"):

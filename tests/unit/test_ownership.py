@@ -226,6 +226,6 @@ def test_events_count_attempts_and_survive_a_torn_line(tmp_path):
     assert [(line["event"], line["attempt"], line["ranks"]) for line in lines] == [
         ("started", 1, 2),
         ("started", 2, 1),
-        ("resumed", 2, None),
+        ("resumed", 2, 1),
     ]
     assert (lines[1]["found"], lines[1]["found_step"]) == ("running", 9)

@@ -1,0 +1,290 @@
+"""Saves by every strategy on 1 to 4 ranks, and loads by every other, in one torchrun of four ranks; and what can go wrong.
+
+    torchrun --nproc-per-node 4 checkpoint_worker.py FOLDER
+
+results.json is written to FOLDER.
+"""
+
+import errno
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from launcher.checkpoints import files, save
+from launcher.checkpoints.load import find_checkpoint, load, read_local
+from launcher.checkpoints.save import Checkpointer, checkpoint_group
+from launcher.checkpoints.state import model_and_optimizer, rank_state, restore_rank_state
+from launcher.model.build import build_model, find_blocks
+from launcher.model.checkpoint import starting_weights
+from launcher.model.lora import add_adapters
+from launcher.optimizer import make_optimizer
+from launcher.processes import DataParallel
+from launcher.recipe.load import load_recipe
+from launcher.strategies import wrap
+
+CPU = torch.device("cpu")
+RECIPE = """
+run: {name: checkpoints, max_steps: 10, seed: 7}
+model:
+  config: {model_type: llama, vocab_size: 61, hidden_size: 32, intermediate_size: 44, num_hidden_layers: 2, num_attention_heads: 4,
+           num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}
+data: {kind: tokens, train: FOLDER/rows.jsonl, sequence_length: 32, packing: false}
+batch: {global_batch_size: 12, micro_batch_size: 1}
+strategy: {mixed_precision: null}
+optimizer: {learning_rate: 2.0e-3}
+"""
+OFFLOAD = ["strategy.cpu_offload={pin_memory: true}", "activation_checkpointing={mode: full}"]
+STRATEGIES = {"ddp": ["strategy.kind=ddp"], "fsdp": [], "offload": OFFLOAD, "hybrid": ["strategy.replicate=2"]}
+RUNS = [("ddp", 4), ("fsdp", 4), ("hybrid", 4), ("fsdp", 3), ("offload", 2), ("ddp", 1)]
+LORA = ["lora={rank: 2}"]  # less than four ranks: two of them hold nothing
+
+
+def whole(tensors):
+    return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone() for name, tensor in tensors.items()}
+
+
+class Run:
+    """A model on some of the ranks, and its checkpointer."""
+
+    def __init__(self, worker, strategy, size, *, overrides=(), asynchronous=True, folder=None):
+        self.name, self.size, self.takes_part = f"{strategy}@{size}", size, worker.rank < size
+        self.folder = worker.folder / (folder or f"{self.name}{''.join(overrides)[:4]}")
+        if not self.takes_part:
+            return
+        file = worker.folder / f"recipe_{worker.rank}.yaml"
+        file.write_text(RECIPE.replace("FOLDER", str(worker.folder)))
+        arguments = [f"recipe={file}", f"batch.global_batch_size={size}", *STRATEGIES[strategy], *overrides]
+        recipe = load_recipe(arguments, ranks=size).recipe
+        self.ranks = DataParallel(rank=worker.rank, size=size, group=worker.groups[size], device=CPU)
+        self.group = worker.checkpoint_groups[size]
+        model = build_model(recipe.model, sequence_length=32, labels=None, say=lambda text: None)
+        blocks = find_blocks(model)
+        fill, _ = starting_weights(recipe.model, model, blocks=blocks, seed=size, group=self.ranks.group, say=lambda text: None)
+        if recipe.lora is not None:
+            add_adapters(model, recipe.lora, blocks=blocks, base_dtype=torch.float32)
+        self.wrapped = wrap(
+            model,
+            strategy=recipe.strategy,
+            checkpointing=recipe.activation_checkpointing,
+            compile=False,
+            blocks=blocks,
+            ranks=self.ranks,
+            fill=fill,
+        )
+        self.optimizer = make_optimizer(self.wrapped.module, recipe.optimizer)
+        self.checkpointer = Checkpointer(
+            self.folder, group=self.group, device=CPU, optimizer=self.optimizer, asynchronous=asynchronous, keep_last=2
+        )
+
+    def step(self):
+        ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(self.ranks.rank))
+        with self.wrapped.micro_batch(last=True):
+            self.wrapped.model(input_ids=ids, labels=ids).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def tensors(self):
+        return model_and_optimizer(self.wrapped.module, self.optimizer)
+
+    def save(self, step):
+        self.checkpointer.save(step, self.tensors(), state={"step": step}, local=rank_state(self.wrapped.module, CPU))
+
+    def finish(self):
+        (outcome,) = self.checkpointer.finish()
+        return outcome
+
+
+class Worker:
+    def __init__(self, folder):
+        dist.init_process_group("gloo")
+        self.folder, self.rank = folder, dist.get_rank()
+        self.groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3, 4)}
+        self.checkpoint_groups = {size: dist.new_group(list(range(size)), backend="gloo") for size in (1, 2, 3)}
+        self.checkpoint_groups[4] = checkpoint_group(DataParallel(rank=self.rank, size=4, group=self.groups[4], device=CPU))
+        self.results = {}
+        if self.rank == 0:
+            (folder / "rows.jsonl").write_text('{"input_ids": [1, 2]}\n')
+        dist.barrier()
+
+    def note(self, **more):
+        """What is the same on all ranks, or each rank's in a list."""
+        for name, value in more.items():
+            found = [None] * 4
+            dist.all_gather_object(found, value)
+            self.results[name] = found
+
+
+def deviation(found, expected):
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return max((found[name].double() - expected[name].double()).abs().max().item() for name in found)
+
+
+def every_pair(worker):
+    """Loads what each run saved into each other one."""
+    for index, overrides in enumerate(((), LORA)):
+        chosen = RUNS if index == 0 else [("fsdp", 4), ("ddp", 2), ("fsdp", 3)]
+        runs = [Run(worker, *which, overrides=overrides, asynchronous=number % 3 != 2) for number, which in enumerate(chosen)]
+        deviations, names = {}, []
+        for source in runs:
+            shared = [None]
+            if source.takes_part:
+                for _ in range(2):
+                    source.step()
+                source.save(7)
+                outcome = source.finish()
+                assert outcome.error is None, outcome
+                expected, names = whole(source.tensors()), sorted(source.tensors())
+                assert expected[names[-1]] >= 2, names[-1]
+                shared = [(expected, str(outcome.path))]
+            dist.broadcast_object_list(shared, src=0)
+            expected, path = shared[0]
+            for target in runs:
+                if target.takes_part and target is not source:
+                    tensors = target.tensors()
+                    before = deviation(whole(tensors), expected)
+                    assert find_checkpoint(source.folder, group=target.group) == Path(path)
+                    load(Path(path), tensors, group=target.group)
+                    deviations[f"{source.name} -> {target.name}"] = deviation(whole(tensors), expected)
+                    assert before > 0
+                    target.optimizer.state.clear()  # made anew by the next load
+                    with torch.no_grad():
+                        for tensor in target.tensors().values():
+                            tensor.mul_(1.5).add_(0.01)
+            if source.takes_part:  # others have loaded into it, and will again
+                load(Path(path), source.tensors(), group=source.group)
+                source.step()
+            dist.barrier()
+        worker.note(**{f"deviations{index}": deviations, f"names{index}": names})
+
+
+def goes_on(worker):
+    """Asynchronous: what is in it is what was when it was called, however slow the copy; one after the other; random numbers."""
+    run = Run(worker, "fsdp", 4, folder="goes_on")
+    plans, stage = [], Checkpointer._stage
+    planned = save.plan
+    save.plan = lambda *arguments: (plans.append(1), planned(*arguments))[1]
+
+    def slow(self, work):
+        time.sleep(0.3)
+        stage(self, work)
+
+    run.step()
+    expected = whole(run.tensors())
+    torch.manual_seed(worker.rank)
+    Checkpointer._stage = slow
+    run.save(1)
+    early = run.checkpointer.poll()
+    drawn = torch.rand(3)
+    run.step()
+    Checkpointer._stage = stage
+    changed = deviation(whole(run.tensors()), expected)
+    run.save(2)  # waits for the first
+    first = run.checkpointer.poll()
+    second = run.finish()
+    load(first[0].path, run.tensors(), group=run.group)
+    snapshot = deviation(whole(run.tensors()), expected)
+    restore_rank_state(read_local(first[0].path, worker.rank), run.wrapped.module, CPU)
+    worker.note(
+        snapshot=snapshot,
+        changed=changed,
+        early=len(early),
+        blocked=first[0].blocked,
+        ended=[first[0].step, first[0].error, second.step, second.error],
+        plans=len(plans),
+        random=torch.equal(torch.rand(3), drawn),
+    )
+    save.plan = planned
+    # A synchronous save writes the same bytes
+    run.save(3)
+    third = run.finish().path
+    other = Checkpointer(run.folder, group=run.group, device=CPU, optimizer=run.optimizer, asynchronous=False, keep_last=2)
+    other.save(4, run.tensors(), state={}, local=rank_state(run.wrapped.module, CPU))
+    (fourth,) = other.finish()
+    name = files.rank_file(worker.rank)
+    worker.note(same_bytes=(third / name).read_bytes() == (fourth.path / name).read_bytes(), staging=run.checkpointer.staging_bytes())
+    dist.barrier()
+    worker.note(listed=sorted(os.listdir(run.folder)))
+    return run
+
+
+def goes_wrong(worker, run):
+    """The disk of rank 2 is full; the folder cannot be written to by rank 0; rank 0 may no longer write."""
+    pwrite, notes = os.pwrite, []
+
+    def full(descriptor, data, at):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def attempt(step):
+        run.save(step)
+        outcome = run.finish()
+        dist.barrier()
+        found = find_checkpoint(run.folder, group=run.group)
+        notes.append([outcome.error, outcome.path is None, run.checkpointer.failures, found.name, sorted(os.listdir(run.folder))])
+        dist.barrier()  # before the next save makes its scratch folder
+
+    os.pwrite = full if worker.rank == 2 else pwrite
+    attempt(10)
+    attempt(11)
+    os.pwrite = pwrite
+    run.checkpointer.folder = run.folder / "step_00000004" / "commit.json" / "x"
+    attempt(12)
+    run.checkpointer.folder = run.folder
+    calls = []
+
+    def not_allowed():
+        calls.append(1)
+        if len(calls) == 2:  # before it becomes a checkpoint
+            raise PermissionError("another job owns this folder")
+
+    run.checkpointer._before_write = not_allowed
+    attempt(13)
+    attempt(14)
+    worker.note(wrong=notes, threads=[thread.name for thread in threading.enumerate() if thread.name.startswith("save step")])
+
+
+def damaged(worker, run):
+    """A flipped bit in the file that one rank wrote: all turn to the older checkpoint; then none is left."""
+    said, found = [], []
+    for step in (14, 4):
+        if worker.rank == 0:
+            file = run.folder / files.checkpoint_name(step) / files.rank_file(3)
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        dist.barrier()
+        try:
+            found.append(find_checkpoint(run.folder, said.append, group=run.group).name)
+        except files.NoneLeftError as error:
+            found.append(str(error))
+    worker.note(said=said, found=found)
+
+
+def main(folder):
+    faulthandler.dump_traceback_later(60, exit=True)  # all ranks wait for each other: who waits where
+    worker = Worker(folder)
+    for name, part in (("every pair", every_pair), ("goes on", goes_on)):
+        started = time.monotonic()
+        run = part(worker)
+        print(f"{time.monotonic() - started:.2f} s  {name}")
+    goes_wrong(worker, run)
+    damaged(worker, run)
+    if worker.rank == 0:
+        (folder / "results.json").write_text(json.dumps(worker.results))
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

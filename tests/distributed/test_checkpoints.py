@@ -1,0 +1,71 @@
+"""What any strategy saved on any number of ranks, any other loads, exactly; and what happens when a save fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.checkpoint_worker import RUNS
+from tests.distributed.launching import torchrun
+
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torchrun(WORKER, folder, ranks=4, timeout=240).check()
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_every_strategy_and_number_of_ranks_to_every_other(results):
+    found = results["deviations0"][0]
+    assert len(found) == len(RUNS) * (len(RUNS) - 1)
+    assert {name: value for by_rank in results["deviations0"] for name, value in by_rank.items() if value != 0.0} == {}
+
+
+def test_tied_weights_are_saved_once(results):
+    names = results["names0"][0]
+    assert "model.model.embed_tokens.weight" in names
+    assert not any("lm_head" in name or "_checkpoint_wrapped" in name for name in names)
+    assert "optimizer.model.layers.0.mlp.up_proj.weight.exp_avg_sq" in names
+
+
+def test_of_adapters_only_the_adapters_are_saved(results):
+    found = results["deviations1"][0]
+    assert len(found) == 6
+    assert set(found.values()) == {0.0}
+    assert all(".lora_" in name for name in results["names1"][0])
+
+
+def test_asynchronous_saves_hold_what_was_there_when_they_began(results):
+    assert results["changed"][0] > 0
+    assert results["snapshot"] == [0.0] * 4, "training changed what was still to be copied"
+    assert min(results["blocked"]) > 0, "the optimizer's step waited"
+    assert results["early"] == [0] * 4
+    assert results["ended"] == [[1, None, 2, None]] * 4
+    assert results["plans"] == [1] * 4, "the second save asked the other ranks again"
+    assert results["random"] == [True] * 4
+    assert results["same_bytes"] == [True] * 4
+    assert results["listed"][0] == ["step_00000003", "step_00000004"], "keep_last: 2"
+
+
+def test_a_failed_save_is_failed_on_all_ranks_and_nothing_is_lost(results):
+    assert all(notes == results["wrong"][0] for notes in results["wrong"])
+    before = ["step_00000003", "step_00000004"]
+    full, again, no_folder, not_allowed, good = results["wrong"][0]
+    assert full == ["rank 2: [Errno 28] No space left on device", True, 1, "step_00000004", before]
+    assert again == [full[0], True, 2, "step_00000004", before]
+    assert "rank 0: [Errno 20] Not a directory" in no_folder[0]
+    assert no_folder[1:] == [True, 3, "step_00000004", before]
+    assert not_allowed == ["rank 0: another job owns this folder", True, 4, "step_00000004", before]
+    assert good == [None, False, 0, "step_00000014", ["step_00000004", "step_00000014"]]
+    assert results["threads"] == [[]] * 4
+
+
+def test_damage_is_seen_by_all_ranks(results):
+    for said, (first, then) in zip(results["said"], results["found"], strict=True):
+        assert first == "step_00000004"
+        assert "none of the 2 checkpoints" in then
+        assert len(said) == (3 if said is results["said"][0] else 0)
+    assert "rank_00003.safetensors has changed since it was written" in results["said"][0][0]
