@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,7 @@ from launcher.errors import RecipeError, TrainingError
 from launcher.optimizer import LossScale
 from launcher.processes import DataParallel
 from launcher.recipe import schema
-from launcher.resume import check_changes
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What a checkpoint brought back, beside model and optimizer."""
-
-    path: Path
-    step: int
-    left_out: int
-    ranks: int
-    observed: dict[str, Any]
-    changes: list[str]
-    """Of the recipe since, a line each."""
+from launcher.resume import Resumed, check_changes
 
 
 class Keeper:
@@ -111,6 +97,7 @@ class Keeper:
             digest = hashlib.sha256(f"{self._seed}/{state['step']}/{self._ranks.rank}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         self.saved_step = state["step"]
+        self._drop_after(state["step"])  # damaged ones, or those of a way that is not gone any further
         return Resumed(path, state["step"], state["left_out"], state["ranks"], state["observed"], changes)
 
     def due(self, step: int) -> bool:
@@ -149,12 +136,9 @@ class Keeper:
         self._tell(self._checkpointer.finish())
         self._give_up_after_failures()
 
-    def drop_after(self, step: int) -> None:
-        """Deletes the checkpoints of later steps: of a training that went wrong."""
+    def _drop_after(self, step: int) -> None:
         if self._ranks.rank == 0:
-            for path in files.list_checkpoints(self._folder):
-                if files.step_of(path) > step:
-                    files.discard(path)
+            files.discard_newer(self._folder, step)
         dist.barrier(group=self._group)
 
     def _tell(self, outcomes: list[Any]) -> None:

@@ -20,7 +20,7 @@ from launcher.environment import Environment
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
 from launcher.evaluation import Evaluator
 from launcher.failures import Progress, failing_together
-from launcher.keeper import Keeper, Resumed
+from launcher.keeper import Keeper
 from launcher.loop import Step, train_steps
 from launcher.model.attention import check_isolation, isolate_documents
 from launcher.model.build import build_model, class_count, find_blocks, flops_per_token, padding_id, vocabulary_size
@@ -34,6 +34,7 @@ from launcher.recipe.check import resumes
 from launcher.recipe.load import LoadedRecipe, to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.reporting import Reporter, describe_batch, describe_data, describe_model
+from launcher.resume import Resumed
 from launcher.run_folder import RunFolder, rank_log
 from launcher.stopping import StopRequest
 from launcher.strategies import WrappedModel, wrap
@@ -382,9 +383,7 @@ def rewind(error: DivergedError, point: Point, keeper: Keeper, reporter: Reporte
     Raises the error again where there is no such checkpoint.
     """
     keeper.finish()
-    before = error.first_step - 1
-    keeper.drop_after(before)
-    resumed = keeper.restore("auto", at_most=before)
+    resumed = keeper.restore("auto", at_most=error.first_step - 1)
     if resumed is None:
         raise error
     reporter.rewound(resumed, error)

@@ -21,13 +21,13 @@ from launcher.data.dataset import TrainingData
 from launcher.errors import DivergedError
 from launcher.evaluation import Evaluated, over_all
 from launcher.hardware import peak_flops
-from launcher.keeper import Resumed
 from launcher.loop import Step
 from launcher.metrics.console import Console, bytes_as_text, seconds_as_text
 from launcher.metrics.record import StepRecorder
 from launcher.metrics.sinks import JsonLines, Sink, open_sinks
 from launcher.processes import DataParallel
 from launcher.recipe.schema import Batch, Recipe
+from launcher.resume import Resumed
 from launcher.run_folder import RunFolder, State
 from launcher.strategies import WrappedModel
 from launcher.strategies.activation_checkpointing import is_checkpointed, recomputation_changes_state

@@ -1,10 +1,11 @@
-"""Going on where a run stopped: which changes of the recipe may be made meanwhile, and what its record keeps."""
+"""Going on where a run stopped: whether it does, and which changes of the recipe may be made meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,19 @@ _HARMLESS = (
 """Exceptions among them."""
 _UNTOLD = ("run.name", "run.dir", "checkpoint.resume", "checkpoint.allow_changes")
 """Not worth a word."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a checkpoint brought back, beside model and optimizer."""
+
+    path: Path
+    step: int
+    left_out: int
+    ranks: int
+    observed: dict[str, Any]
+    changes: list[str]
+    """Of the recipe since, a line each."""
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -90,26 +104,3 @@ def starts_anew(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: 
     if isinstance(before, str):
         check_changes(yaml.safe_load(before), yaml.safe_load(recipe_yaml), allow=settings.allow_changes, checkpoint=source)
     return False
-
-
-def keep_until(metrics: Path, step: int) -> int:
-    """Removes the lines after `step` from metrics.jsonl, and a last one that was cut off; returns how many.
-
-    The file is replaced at once: a reader sees the old lines or the new ones.
-    """
-    if not metrics.exists():
-        metrics.write_text("")
-        return 0
-    kept, removed = [], 0
-    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            keep = line.endswith("\n") and json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError):
-            keep = False
-        kept += [line] if keep else []
-        removed += not keep
-    if removed:
-        scratch = metrics.with_name(".metrics.jsonl")
-        scratch.write_text("".join(kept), encoding="utf-8")
-        scratch.replace(metrics)
-    return removed

@@ -69,7 +69,7 @@ class RunFolder:
             f"give another folder, such as run.dir={self.path}-2, or remove it"
         )
 
-    def create(self, recipe_yaml: str, *, anew: bool) -> None:
+    def create(self, recipe_yaml: str, *, anew: bool = True) -> None:
         """Makes the folder and writes the recipe. anew: nothing is gone on from, so the record begins empty.
 
         Raises RecipeError where that is not possible.

@@ -10,7 +10,6 @@ import torch
 import yaml
 
 from launcher.checkpoints.load import open_tensors, read_state
-from launcher.data.run_data import tokenizer_to_keep
 from launcher.errors import RecipeError
 from launcher.model.build import build_model, checkpoint_folder, find_blocks, is_pretrained
 from launcher.model.checkpoint import open_checkpoint
@@ -28,11 +27,13 @@ def recipe_of(checkpoint: Path) -> Recipe:
     return recipe
 
 
-def export_checkpoint(checkpoint: Path, out: Path, *, dtype: str | None, merged: bool) -> bool:
+def export_checkpoint(
+    checkpoint: Path, out: Path, *, dtype: str | None, merged: bool, save_tokenizer: Callable[[Recipe, Path], None]
+) -> bool:
     """Writes `out`, whole or not at all; returns whether it is an adapter.
 
     dtype: None: as the run itself would export. merged: an adapter is added into the model it belongs to.
-    Raises RecipeError where the weights are not all to be had.
+    save_tokenizer: into a folder. Raises RecipeError where the weights are not all to be had.
     """
     recipe = recipe_of(checkpoint)
     if recipe.model.builder is not None:
@@ -65,7 +66,5 @@ def export_checkpoint(checkpoint: Path, out: Path, *, dtype: str | None, merged:
         assert scratch is not None
         chosen = getattr(torch, dtype) if dtype is not None else natural if whole else torch.float32
         write_weights(model, scratch, read, dtype=chosen, merged=merged)
-        tokenizer = tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(scratch)
+        save_tokenizer(recipe, scratch)
     return not whole

@@ -11,6 +11,7 @@ from pathlib import Path
 from launcher.checkpoints.files import MARKER, NoneLeftError, newest_valid, verify
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.decode import suggestion
+from launcher.recipe.schema import Recipe
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _OPTIONS = ("dtype", "merged")
@@ -30,7 +31,8 @@ def main(arguments: Sequence[str]) -> int:
         _refuse_if_used(out)
         from launcher.checkpoints.export import export_checkpoint
 
-        _tell(out, adapter=export_checkpoint(checkpoint, out, dtype=options["dtype"], merged=options["merged"] == "true"))
+        merged = options["merged"] == "true"
+        _tell(out, adapter=export_checkpoint(checkpoint, out, dtype=options["dtype"], merged=merged, save_tokenizer=_save_tokenizer))
         print(f"from {checkpoint}")
         return EXIT_DONE
     source = _weights(run)
@@ -43,6 +45,14 @@ def main(arguments: Sequence[str]) -> int:
     export_folder(source, out, dtype=options["dtype"], merged=options["merged"] == "true")
     _tell(out, adapter=adapter and options["merged"] != "true")
     return EXIT_DONE
+
+
+def _save_tokenizer(recipe: Recipe, folder: Path) -> None:
+    from launcher.data.run_data import tokenizer_to_keep
+
+    tokenizer = tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def _tell(out: Path, *, adapter: bool) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launcher.recipe import schema
-from launcher.resume import keep_until
 
 
 class Sink(Protocol):
@@ -20,6 +19,29 @@ class Sink(Protocol):
 
     def close(self, state: str) -> None:
         """The run ended in this state."""
+
+
+def keep_until(metrics: Path, step: int) -> int:
+    """Removes the lines after `step` from metrics.jsonl, and a last one that was cut off; returns how many.
+
+    The file is replaced at once: a reader sees the old lines or the new ones.
+    """
+    if not metrics.exists():
+        metrics.write_text("")
+        return 0
+    kept, removed = [], 0
+    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            keep = line.endswith("\n") and json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError):
+            keep = False
+        kept += [line] if keep else []
+        removed += not keep
+    if removed:
+        scratch = metrics.with_name(".metrics.jsonl")
+        scratch.write_text("".join(kept), encoding="utf-8")
+        scratch.replace(metrics)
+    return removed
 
 
 class JsonLines:

@@ -1,5 +1,6 @@
 """What README and the recipes' headers tell a user to type."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -12,8 +13,9 @@ import pytest
 
 from launcher.cli import TAKES, VERBS
 from launcher.recipe.load import load_recipe
+from launcher.recipe.schema import Recipe
 from tests.distributed.launching import torchrun
-from tests.unit.test_recipe import MADE
+from tests.unit.test_recipe import MADE, sections
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -102,6 +104,16 @@ def test_what_the_readme_says_to_type():
         elif "my/data" not in command and "fast" not in command:
             words, ranks = arguments(command)
             load_recipe(words, ranks=ranks)
+
+
+def test_the_readme_names_keys_that_there_are():
+    keys = {".".join((*path, field.name)) for path, kind in sections() for field in dataclasses.fields(kind)}
+    readme = (REPOSITORY / "README.md").read_text()
+    first = "|".join(field.name for field in dataclasses.fields(Recipe))
+    modules = {file.name for file in REPOSITORY.glob("launcher/*.py")}
+    named = set(re.findall(rf"`((?:{first})\.\w+(?:\.\w+)*)(?=[`:=])", readme)) - modules
+    assert len(named) > 20
+    assert named - keys == set()
 
 
 @pytest.mark.long

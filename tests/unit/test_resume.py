@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from launcher.errors import RecipeError
+from launcher.metrics.sinks import keep_until
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.resume import check_changes, keep_until
+from launcher.resume import check_changes
 
 
 def recipe(*overrides):
