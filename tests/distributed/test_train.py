@@ -158,7 +158,11 @@ def test_recipe_yaml_repeats_the_run_and_a_used_folder_is_refused(alone, tmp_pat
     for a, b in zip(training(alone), training(tmp_path / "second"), strict=True):
         assert (a["loss"], a["grad_norm"], a["learning_rate"]) == (b["loss"], b["grad_norm"], b["learning_rate"])
     before = (tmp_path / "second/metrics.jsonl").read_bytes()
-    refused = python(*again).check(2)
+    finished = python(*again).check()
+    assert "resumed from" in finished.output
+    assert "finished after 3 of 3 steps" in finished.output
+    assert (tmp_path / "second/metrics.jsonl").read_bytes() == before, "nothing was left to train"
+    refused = python(*again, "checkpoint.resume=never").check(2)
     assert f"{tmp_path}/second holds a run already (finished, step 3)" in refused.output
     assert "Traceback" not in refused.output
     assert (tmp_path / "second/metrics.jsonl").read_bytes() == before
