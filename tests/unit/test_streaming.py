@@ -1,5 +1,6 @@
 """A stream gives each lane its own documents, every row to one of them in each pass, whatever reads it."""
 
+import functools
 import itertools
 import json
 
@@ -174,8 +175,7 @@ def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch, lanes):
         asked.append((repository, config, split, streaming))
         return real("json", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "cache"))
 
-    hub = load_data_set.__wrapped__
-    monkeypatch.setattr("launcher.data.streaming.load_data_set", hub)
+    monkeypatch.setattr("launcher.data.streaming.load_data_set", functools.cache(load_data_set.__wrapped__))
     real = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     stream = make_stream("owner/set", lanes=lanes, micro=1, steps=30, folder=tmp_path)
