@@ -28,11 +28,7 @@ MAY_IMPORT = {
     "stopping": {"errors", "failures"},
     "profiling": {"recipe"},
     "model": {"errors", "functions", "hub", "recipe"},
-<<<<<<< HEAD
-    "checkpoints": {"data", "errors", "model", "processes", "recipe"},
-=======
     "checkpoints": {"errors", "model", "processes", "recipe"},
->>>>>>> resume
     "resume": {"checkpoints", "errors", "recipe", "run_folder"},
     "keeper": {"checkpoints", "errors", "optimizer", "processes", "recipe", "resume"},
     "strategies": {"processes", "recipe"},
@@ -40,14 +36,13 @@ MAY_IMPORT = {
     "data": {"batching", "errors", "functions", "hub", "loss", "processes", "recipe"},
     "evaluation": {"batching", "data", "loss", "processes", "recipe", "strategies"},
     "loop": {"data", "loss", "optimizer", "strategies"},
-    "metrics": {"loop", "processes", "recipe", "resume"},
+    "metrics": {"loop", "processes", "recipe"},
     "reporting": {
         "batching",
         "data",
         "errors",
         "evaluation",
         "hardware",
-        "keeper",
         "loop",
         "metrics",
         "processes",
@@ -57,13 +52,8 @@ MAY_IMPORT = {
         "strategies",
     },
     "pipeline": {
-<<<<<<< HEAD
-        *("batching", "data", "environment", "errors", "evaluation", "failures", "keeper", "loop", "model"),
-        *("optimizer", "processes", "profiling", "recipe", "reporting", "run_folder", "stopping", "strategies", "watchdog"),
-=======
         *("batching", "data", "environment", "errors", "evaluation", "failures", "keeper", "loop", "model", "optimizer"),
         *("processes", "profiling", "recipe", "reporting", "resume", "run_folder", "stopping", "strategies", "watchdog"),
->>>>>>> resume
     },
     "selftest": {"environment", "errors", "failures", "hub", "pipeline", "processes", "recipe"},
     "train": {"environment", "errors", "failures", "pipeline", "recipe", "resume", "run_folder"},
