@@ -98,14 +98,15 @@ class Keeper:
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         self.saved_step = state["step"]
         self._drop_after(state["step"])  # damaged ones, or those of a way that is not gone any further
-        return Resumed(path, state["step"], state["left_out"], state["ranks"], state["observed"], changes)
+        return Resumed(path, state["step"], state["left_out"], state["ranks"], state["observed"], changes, state["evaluation_due"])
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is written after this step in any case."""
         return self._settings.every_steps is not None and step % self._settings.every_steps == 0
 
-    def save(self, step: int, *, left_out: int, observed: Mapping[str, Any], eval_loss: float | None) -> None:
-        """Begins to save; what comes of it, `report` tells. eval_loss: where this step was evaluated.
+    def save(self, step: int, *, left_out: int, observed: Mapping[str, Any], eval_loss: float | None, evaluated: bool = True) -> None:
+        """Begins to save; what comes of it, `report` tells. eval_loss: where this step was evaluated; evaluated: false where
+        that was due and was cut short.
 
         Raises TrainingError after too many failures in a row.
         """
@@ -119,6 +120,7 @@ class Keeper:
             "recipe": self._recipe_yaml,
             "loss_scale": self._loss_scale.state(),
             "observed": dict(observed),
+            "evaluation_due": not evaluated,
             "best": self._best,
             "torch": torch.__version__,
             "time": time.time(),

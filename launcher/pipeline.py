@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from launcher import processes
@@ -277,12 +279,12 @@ def pipeline(
 
     saved_after = point.step
 
-    def save(step: int, eval_loss: float | None) -> None:
+    def save(step: int, eval_loss: float | None, *, evaluated: bool) -> None:
         nonlocal saved_after
         saved_after = step
         if keeper is not None:
             with reporter.excluded(), progress.slow("checkpoint"):
-                keeper.save(step, left_out=point.left_out, observed=reporter.state(), eval_loss=eval_loss)
+                keeper.save(step, left_out=point.left_out, observed=reporter.state(), eval_loss=eval_loss, evaluated=evaluated)
             reporter.trouble(keeper.trouble)
 
     def train() -> bool:
@@ -304,15 +306,15 @@ def pipeline(
                 # The request of one file is in two counts: the next batch's was taken before this one was read
                 asked = saving and step.number > saved_after + 1
                 if last or stopping or asked or keeper.due(step.number):
-                    save(step.number, eval_loss)
+                    save(step.number, eval_loss, evaluated=whole)
                 if saving:
                     watch.save_done()
             if stopping and not last:
                 return False
         return True
 
-    if evaluation.at_start and point.step == 0:
-        evaluate(0)
+    if (evaluation.at_start and point.step == 0) or (resumed is not None and resumed.evaluation_due):
+        evaluate(point.step)
     rewinds = 0
     with profiled(recipe.profile, folder=run.path, rank=ranks.rank, device=ranks.device) as profile_step:
         while True:
@@ -351,10 +353,12 @@ def open_keeper(
 ) -> tuple[Keeper | None, Resumed | None]:
     """What keeps the run's checkpoints, and the one it goes on from. None where the recipe wants none, or there is none."""
     recipe = loaded.recipe
-    # A restart goes on whatever the recipe says about runs of the past
-    resume = "auto" if environment.restarted and recipe.checkpoint.resume == "never" else recipe.checkpoint.resume
     if recipe.checkpoint.every_steps is None and not resumes(recipe):
         return None, None
+    # A restart goes on whatever the recipe says about runs of the past; rank 0 knows whether it is one
+    goes_on: list[Any] = [run.goes_on]
+    dist.broadcast_object_list(goes_on, group=ranks.group, group_src=0)
+    resume = "auto" if goes_on[0] and recipe.checkpoint.resume == "never" else recipe.checkpoint.resume
     keeper = Keeper(
         run.path / "checkpoints",
         recipe.checkpoint,

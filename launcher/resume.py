@@ -38,6 +38,8 @@ class Resumed:
     observed: dict[str, Any]
     changes: list[str]
     """Of the recipe since, a line each."""
+    evaluation_due: bool = False
+    """The evaluation after this step was cut short by what stopped the run."""
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:

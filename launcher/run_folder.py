@@ -37,6 +37,8 @@ class RunFolder:
         self._status = path / "status.json"
         self._written = 0.0
         self._attempt: int | None = None
+        self.goes_on = False
+        """Rank 0: this start is a restart of the job that the folder's content comes from."""
         self._ranks: int | None = None
 
     def take(self, environment: Environment) -> None:
@@ -52,6 +54,31 @@ class RunFolder:
         """This process writes no more."""
         if self.ownership is not None:
             self.ownership.release()
+
+    def was_begun_by(self, environment: Environment) -> bool:
+        """Whether what is in the folder comes from an earlier start of this very job: before torchrun's agent, or Slurm, started
+        it once more. A restart alone does not tell: what was refused is restarted too. To be asked before `note("started")`."""
+        if not environment.restarted:
+            return False
+        try:
+            events = read_lines(self.events.read_text(encoding="utf-8"))
+        except OSError:
+            return False
+        mine = _identity(environment)
+        return any(
+            event["event"] == "started" and any(value is not None and event.get(key) == value for key, value in mine.items())
+            for event in events
+        )
+
+    def note_start(self, environment: Environment) -> None:
+        """A start, and whose it is."""
+        self.note(
+            "started",
+            ranks=environment.world_size,
+            job_restart_count=environment.job_restart_count,
+            restart_count=environment.restart_count,
+            **_identity(environment),
+        )
 
     def refuse_if_used(self) -> None:
         """Raises RecipeError where an earlier run trained into this folder: its record would be lost.
@@ -131,6 +158,13 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
         return status if isinstance(status, dict) else {}
+
+
+def _identity(environment: Environment) -> dict[str, str | None]:
+    """What stays the same when a job is started again: Slurm's id, torchrun's, the agent's."""
+    agent = f"{socket.gethostname()}:{environment.parent}" if environment.torchrun else None
+    run_id = environment.run_id if environment.run_id not in (None, "", "none") else None
+    return {"job": environment.job, "run_id": run_id, "agent": agent}
 
 
 def read_lines(text: str) -> list[dict[str, Any]]:

@@ -31,15 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = RunFolder(Path(loaded.recipe.run.dir))
         if environment.main:
             run.take(environment)
+            run.goes_on = run.was_begun_by(environment)
             recipe_yaml = to_yaml(loaded.recipe)
-            anew = starts_anew(run, loaded.recipe, recipe_yaml, restarted=environment.restarted)
-            run.note(
-                "started",
-                ranks=environment.world_size,
-                job=environment.job,
-                job_restart_count=environment.job_restart_count,
-                restart_count=environment.restart_count,
-            )
+            anew = starts_anew(run, loaded.recipe, recipe_yaml, restarted=run.goes_on)
+            run.note_start(environment)
             run.create(recipe_yaml, anew=anew)
     except RecipeError as error:
         if run is not None:

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.environment import Environment
 from launcher.errors import RecipeError
 from launcher.metrics.sinks import keep_until
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.resume import check_changes
+from launcher.resume import check_changes, starts_anew
+from launcher.run_folder import RunFolder
 
 
 def recipe(*overrides):
@@ -70,3 +72,40 @@ def test_the_record_ends_with_the_checkpoint(tmp_path):
     assert keep_until(tmp_path / "none.jsonl", 2) == 0
     assert keep_until(metrics, 0) == 3
     assert metrics.read_text() == ""
+
+
+def environment(**more):
+    standard = {"rank": 0, "world_size": 2, "local_rank": 0, "local_world_size": 2, "torchrun": True, "restart_count": 0, "parent": 77}
+    return Environment(**standard | more)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ({}, {"restart_count": 1}, True),
+        ({}, {}, False),
+        ({}, {"restart_count": 1, "parent": 78}, False),
+        ({"run_id": "a", "parent": 5}, {"run_id": "a", "restart_count": 1}, True),
+        ({"run_id": "none", "parent": 5}, {"run_id": "none", "restart_count": 1}, False),
+        ({"job": "9", "parent": 5}, {"job": "9", "job_restart_count": 1}, True),
+        ({"job": "8", "parent": 5}, {"job": "9", "job_restart_count": 1}, False),
+    ],
+)
+def test_a_restart_goes_on_in_its_own_folder_alone(tmp_path, first, second, same):
+    """A job that was refused is restarted by torchrun as well: the folder is still another's."""
+    run = RunFolder(tmp_path)
+    run.note_start(environment(**first))
+    assert RunFolder(tmp_path).was_begun_by(environment(**second)) is same
+
+
+def test_a_restart_that_was_refused_before_is_refused_again(tmp_path):
+    loaded = load_recipe(["recipe=fsdp", f"run.dir={tmp_path}"], ranks=None)
+    run = RunFolder(tmp_path)
+    run.note_start(environment(parent=5))
+    run.create("", anew=True)
+    run.metrics.write_text('{"step": 1, "loss": 2.0}\n')
+    again = RunFolder(tmp_path)
+    with pytest.raises(RecipeError, match=r"holds a run already"):
+        starts_anew(again, loaded.recipe, to_yaml(loaded.recipe), restarted=again.was_begun_by(environment(restart_count=1)))
+    assert run.metrics.read_text()
+    assert starts_anew(again, loaded.recipe, to_yaml(loaded.recipe), restarted=again.was_begun_by(environment(restart_count=1, parent=5)))
