@@ -437,13 +437,13 @@ def report(results: dict[str, Result], *, bench: Bench, size: str, skip: int, ma
         if result.pairs:
             lines += [m.row(name) for m in measures(result, bench=bench, mode=MODES[name], skip=skip, gpu=machine["gpu"])]
     waits = {
-        name: max(line["data_seconds"] / line["step_seconds"] for _, run in result.pairs for line in run.lines[skip:])
+        name: [line["data_seconds"] / line["step_seconds"] for _, run in result.pairs for line in run.lines[skip:]]
         for name, result in results.items()
         if result.pairs
     }
     if waits:
-        text = ", ".join(f"{name} {share:.2%}" for name, share in waits.items())
-        lines += ["", f"Largest share of a step that the launcher waited for data: {text}."]
+        text = ", ".join(f"{name} {statistics.median(shares):.2%} ({max(shares):.2%})" for name, shares in waits.items())
+        lines += ["", f"Share of a step that the launcher waited for data, median (largest): {text}."]
     compared = {name: differences for name, result in results.items() if (differences := result.loss_differences())}
     if compared:
         lines += ["", "Losses from the same weights, launcher against raw loop, relative difference:", ""]
