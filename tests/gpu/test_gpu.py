@@ -132,3 +132,16 @@ def test_a_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapter
     assert "kept apart by variable-length attention" in output
     written = {file.name for file in (run_dir / "hf").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= written if adapters else "config.json" in written
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+@pytest.mark.parametrize("recipe", ["ddp", "fsdp", "fsdp_offload"])
+def test_a_resumed_run_is_bit_identical(recipe, asynchronous, tmp_path):
+    """Saved from the GPU through pinned memory beside the steps, or waited for; dropout drawn on the GPU."""
+    settings = ["run.deterministic=true", "schedule.kind=constant", "schedule.warmup_steps=2", "model.config.attention_dropout=0.1"]
+    settings += ["checkpoint.every_steps=3", f"checkpoint.asynchronous={asynchronous}", "model.attention=eager"]
+    whole = train(recipe, tmp_path / "whole", *settings, ranks=GPUS)[0]
+    train(recipe, tmp_path / "parts", *settings, "run.max_steps=7", ranks=GPUS)
+    parts, output = train(recipe, tmp_path / "parts", *settings, ranks=GPUS)
+    assert "step_00000007, step 7" in output
+    assert [(r["step"], r["loss"], r["grad_norm"]) for r in parts] == [(r["step"], r["loss"], r["grad_norm"]) for r in whole]
