@@ -132,7 +132,7 @@ def undisturbed(folder):
 
 @pytest.mark.parametrize(
     ("times", "asynchronous"),
-    [(5, "true"), pytest.param(15, "true", marks=pytest.mark.long), pytest.param(15, "false", marks=pytest.mark.long)],
+    [(5, "true"), pytest.param(30, "true", marks=pytest.mark.long), pytest.param(9, "false", marks=pytest.mark.long)],
 )
 def test_killed_at_random_the_run_ends_bit_identical(folder, undisturbed, times, asynchronous):
     """Dropout, order of samples, optimizer, metrics: as if nothing had happened."""
