@@ -145,6 +145,8 @@ class FailureWatch:
         """Ends this rank, and with it all others, as stopped: nothing was trained, nothing is to be saved."""
         first = True
         with contextlib.suppress(Exception):
+            if self._store.check([f"{_KEY}/claims"]):  # a rank failed, and torchrun ends the others with this signal
+                self.end(EXIT_FAILED)
             first = self._store.add(_STOPPED, 1) == 1
         if first:
             with contextlib.suppress(OSError):
