@@ -11,7 +11,7 @@ from tests.distributed.launching import run
 from tests.distributed.namespaces import two_nodes, unavailable
 from tests.distributed.test_resume import KILL_TRAIN, RECIPE, events, records, status
 
-STEPS = 24
+STEPS = 14
 PORT = 29417
 
 
@@ -37,7 +37,7 @@ def alone(folder):
 def start(nodes, host, folder, run_dir):
     """torchrun on both nodes; the rendezvous is hosted by one of them."""
     for node in nodes:
-        timeouts = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=8,join_timeout=60,close_timeout=5"
+        timeouts = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=6,join_timeout=60,close_timeout=5"
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", 1, "--max-restarts", 5),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host.address}:{PORT}", "--rdzv-id", run_dir.name),
@@ -82,7 +82,7 @@ def test_a_node_is_lost_for_good(folder, alone):
 
 
 def test_a_node_is_cut_off(folder, alone):
-    """The one with rank 0, which owns the run's folder, and can still write there."""
+    """The one with rank 0, which hosts the store of the ranks, owns the run's folder, and can still write there."""
     run_dir = folder / "cut"
     with two_nodes() as (other, host):
         start((other, host), host, folder, run_dir)
@@ -91,4 +91,5 @@ def test_a_node_is_cut_off(folder, alone):
         other.cut()
         assert host.wait(120) == 0, host.output()[-8000:]
         assert other.wait(60) != 0
+        assert [(line["host"], line["reason"]) for line in events(run_dir, "failed")][-1] == (host.name, "rank_lost")
         check_it_went_on_alone(run_dir, host, alone, host.output()[-8000:] + other.output()[-8000:])
