@@ -71,16 +71,21 @@ def check_it_went_on_alone(run_dir, survivor, alone, output):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
-def test_a_node_is_lost_for_good(folder, alone):
-    run_dir = folder / "lost"
-    with two_nodes() as (host, other):
-        start((host, other), host, folder, run_dir)
-        wait_until_both_train((host, other), run_dir, step=6)
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_node_is_lost_for_good(folder, alone, rank):
+    """With rank 0 it is the one that owned the run's folder: the other watches for a sign of life, for two minutes."""
+    run_dir = folder / f"lost-{rank}"
+    with two_nodes() as nodes:
+        other, host = nodes[rank], nodes[1 - rank]
+        start(nodes, host, folder, run_dir)
+        wait_until_both_train(nodes, run_dir, step=6)
+        assert events(run_dir, "started")[-1]["host"] == nodes[0].name, "rank 0 is on the node with the lower address"
         other.kill()
-        assert host.wait(90) == 0, host.output()[-8000:]
+        assert host.wait(240 if rank == 0 else 120) == 0, host.output()[-8000:]
         check_it_went_on_alone(run_dir, host, alone, host.output()[-8000:])
 
 
+@pytest.mark.long
 def test_a_node_is_cut_off(folder, alone):
     """The one with rank 0, which hosts the store of the ranks, owns the run's folder, and can still write there."""
     run_dir = folder / "cut"
