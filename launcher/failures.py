@@ -116,8 +116,9 @@ class FailureWatch:
             with contextlib.suppress(Exception):
                 self._store.set(f"{_KEY}/rank_{self.rank}", "")
 
-    def silent_ranks(self) -> list[int]:
-        """Ranks that have not said that they failed too, after a moment to do so: killed, most likely."""
+    def silent_ranks(self) -> list[int] | None:
+        """Ranks that have not said that they failed too, after a moment to do so: killed, most likely. None: the store does
+        not answer either."""
         with contextlib.suppress(Exception):
             deadline = time.monotonic() + 2.0
             while True:
@@ -125,7 +126,7 @@ class FailureWatch:
                 if not silent or time.monotonic() > deadline:
                     return silent
                 time.sleep(0.1)
-        return []
+        return None
 
     def fail(self, told: str, *, reason: str) -> None:
         """Tells the cause, for all ranks: to the console, status.json, events.jsonl and torchrun's agent. After `claim`."""
@@ -182,7 +183,11 @@ class FailureWatch:
             reason, told = error.reason, f"failed after step {step}: {error}"
         elif user:
             reason, told = "recipe", str(error)
-        elif lost_a_peer(error) and (silent := self.silent_ranks()):
+        elif lost_a_peer(error) and (silent := self.silent_ranks()) is None:
+            reason = "rank_lost"
+            what = f"lost the others in step {step + 1}: neither they answer nor the store where ranks meet"
+            told = f"rank {rank} of {ranks} {what}. Is the network down, or the node of rank 0?\nHow it noticed is in {log_file}"
+        elif lost_a_peer(error) and silent:
             who = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(str(r) for r in silent)
             if any(sign in str(error).lower() for sign in _TIMEOUT_SIGNS):
                 reason = "timeout"

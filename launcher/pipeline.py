@@ -61,6 +61,8 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
         failing_together(store, environment=environment, run=run, console=console, progress=progress) as failures,
         watching(failures, stop=stop, hang_timeout=recipe.run.hang_timeout) as watch,
     ):
+        if environment.world_size > 1:
+            processes.notice_silence(environment)
         finished = pipeline(loaded, environment, run, ranks, stop, watch, progress)
     # torchrun's agent takes any other status for a failure, and restarts; there status.json tells
     return EXIT_DONE if finished or environment.torchrun else EXIT_STOPPED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -153,6 +154,35 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
             raise TimeoutError(f"missing are {', '.join(map(str, sorted(waiting)[:8]))}" + (" ..." if len(waiting) > 8 else ""))
         time.sleep(0.01 if waiting else 0)
     return generation
+
+
+SILENT_SECONDS = 30
+"""That the node of the store may leave what it was sent without an acknowledgement before its connections fail."""
+
+
+def notice_silence(environment: Environment) -> None:
+    """Makes the connections to the store that there are fail where its node was cut off.
+
+    A timeout of the store is one of its answer to `get` and `wait`: a `check` or an `add` that finds the link dead waits
+    for as long as the kernel sends again, some 15 minutes (seen with torch 2.13), and a rank that only wants to ask
+    whether another one failed before it ends would hang there. tcp(7): TCP_USER_TIMEOUT.
+    """
+    port = int((environment.meeting_point or ":0").rsplit(":", 1)[1])
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        try:
+            connection = socket.socket(fileno=descriptor)
+        except OSError:  # a file
+            continue
+        try:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 3)
+        except OSError:  # it listens, or was closed meanwhile
+            pass
+        finally:
+            connection.detach()
 
 
 def set_timeout(seconds: int) -> None:

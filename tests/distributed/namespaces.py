@@ -1,0 +1,113 @@
+"""Two machines on one: namespaces for network, processes and host name, joined by a cable that can be cut. Needs root."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from tests.distributed.launching import REPOSITORY
+
+DEVICE = "eth0"
+_NETWORK = "10.213.77"
+_START = 'echo {name} > /proc/sys/kernel/hostname; "$@"; exit $?'
+"""Of a node's first process, which stays: ended, the kernel ends all others of the node with it."""
+
+
+def unavailable():
+    """Why there can be no nodes here; None where there can."""
+    missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} not found (Debian: apt-get install iproute2 util-linux)"
+    name = f"launcher-probe-{os.getpid()}"
+    try:
+        _ip("netns", "add", name)
+        probe = ["ip", "netns", "exec", name, "unshare", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
+        subprocess.run([*probe, _START.format(name="probe"), "sh", "true"], check=True, capture_output=True, text=True, timeout=10)
+        _ip("link", "add", f"lp{os.getpid()}", "type", "veth", "peer", "name", DEVICE, "netns", name)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"namespaces cannot be made here, which takes root and CAP_SYS_ADMIN: {getattr(error, 'stderr', None) or error}".strip()
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return None
+
+
+class Node:
+    def __init__(self, name, address):
+        self.name, self.address = name, address
+        self.process = self.log = None
+
+    def start(self, command, *, log, **variables):
+        """Runs a command on the node; what it prints goes to a file."""
+        unshare = ["unshare", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _START.format(name=self.name), "sh"]
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": DEVICE, **variables}
+        self.log = Path(log)
+        with self.log.open("w") as stream:
+            self.process = subprocess.Popen(
+                ["ip", "netns", "exec", self.name, *unshare, *map(str, command)],
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def cut(self):
+        """Takes the cable out. The node's connections end after 13 s without an answer, not after 15 minutes: torchrun's agent has
+        no other limit, and the test would have to wait for it."""
+        limit = ["sh", "-c", "echo 5 > /proc/sys/net/ipv4/tcp_retries2"]
+        subprocess.run(["ip", "netns", "exec", self.name, *limit], check=True, capture_output=True, timeout=10)
+        _ip("-n", self.name, "link", "set", DEVICE, "down")
+
+    def kill(self):
+        """Ends all processes of the node at once, as a crash of the machine does."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(timeout=10)
+
+    def wait(self, seconds):
+        """Exit status of the command. Raises AssertionError, with what was printed, where it does not end in time."""
+        try:
+            return self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} has not ended within {seconds} s:\n{self.output()[-8000:]}") from None
+
+    def output(self):
+        return self.log.read_text() if self.log is not None else ""
+
+
+@contextlib.contextmanager
+def two_nodes():
+    """Two nodes, the one with the lower address first: torchrun gives that one rank 0. Nothing is left of them."""
+    nodes = [Node(f"launcher-{os.getpid()}-{number}", f"{_NETWORK}.{number}") for number in (1, 2)]
+    try:
+        for node in nodes:
+            _ip("netns", "add", node.name)
+        _ip("-n", nodes[0].name, "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", nodes[1].name)
+        for node in nodes:
+            _ip("-n", node.name, "addr", "add", f"{node.address}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
+                _ip("-n", node.name, "link", "set", device, "up")
+        yield nodes
+    finally:
+        for node in nodes:
+            node.kill()
+            for pid in _processes(node.name):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + 10
+            while _processes(node.name) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            subprocess.run(["ip", "netns", "del", node.name], capture_output=True, check=False)
+
+
+def _processes(name):
+    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def _ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=10)
