@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from launcher import __version__
 from launcher.errors import EXIT_DONE, EXIT_USAGE, RecipeError
 from launcher.recipe.decode import suggestion
+from launcher.recipe.find import recipe_folders
 
 VERBS = {
     "inspect": "decoded samples as the model will see them: what carries loss, what is cut, how long documents are",
@@ -27,13 +28,14 @@ TAKES = {"export": "RUN_DIR OUT [dtype=] [merged=]", "status": "RUN_DIR"}
 def usage() -> str:
     """What the command can do."""
     width = max(map(len, VERBS))
+    shipped = ", ".join(sorted({file.stem for folder in recipe_folders() for file in folder.glob("*.yaml")}))
     verbs = "\n".join(
         f"  launcher {verb:<{width}} {TAKES.get(verb, 'recipe=NAME [key=value ...]'):<31} {what}" for verb, what in VERBS.items()
     )
     return (
         f"launcher {__version__}\n\n"
         f"  torchrun --nproc-per-node GPUS launcher/train.py recipe=NAME [key=value ...]   train\n{verbs}\n\n"
-        "recipe= takes the name of a shipped recipe (quickstart, ddp, fsdp, fsdp_offload) or the path of a .yaml file."
+        f"recipe= takes the path of a .yaml file, or the name of a shipped recipe: {shipped}."
     )
 
 
