@@ -18,6 +18,7 @@ from launcher.checkpoints.load import find_checkpoint, load, read_local, read_st
 from launcher.checkpoints.save import Checkpointer, checkpoint_group
 from launcher.checkpoints.state import model_and_optimizer, rank_state, restore_rank_state, total_bytes
 from launcher.errors import RecipeError, TrainingError
+from launcher.metrics.console import bytes_as_text
 from launcher.optimizer import LossScale
 from launcher.processes import DataParallel
 from launcher.recipe import schema
@@ -147,9 +148,8 @@ class Keeper:
         for outcome in outcomes:
             if outcome.error is None:
                 self.saved_step, self.trouble = outcome.step, None
-                size = f"{outcome.bytes / 2**30:.2f} GiB" if outcome.bytes >= 2**30 else f"{outcome.bytes / 2**20:.1f} MiB"
                 waited = f"{outcome.blocked:.2f} s of them waited for"
-                self._say(f"checkpoint of step {outcome.step}: {size} in {outcome.seconds:.1f} s, {waited}")
+                self._say(f"checkpoint of step {outcome.step}: {bytes_as_text(outcome.bytes)} in {outcome.seconds:.1f} s, {waited}")
                 self._saved(outcome.step, outcome.bytes, outcome.seconds)
             else:
                 self.trouble = f"checkpoint of step {outcome.step} failed: {outcome.error}"

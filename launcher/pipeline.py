@@ -232,11 +232,12 @@ def pipeline(
     except ValueError as error:
         raise loaded.refuse(("strategy", "mixed_precision", "param_dtype"), str(error)) from None
     skipped_rows = run.path / "skipped_rows.jsonl"
+    say: Callable[[str], None] = partial(print, flush=True) if environment.main else lambda text: None
     training = assemble(
         recipe,
         ranks=ranks,
         build_data=environment.local_rank == 0,
-        say=partial(print, flush=True) if environment.main else _say_nothing,
+        say=say,
         stop_requested=stop.requested,
         save_requested=watch.save_requested,
         skipped_rows=skipped_rows,
@@ -244,7 +245,7 @@ def pipeline(
     )
     wrapped, run_data, evaluator = training.wrapped, training.data, training.evaluator
     steps = run_data.steps
-    keeper, resumed = open_keeper(loaded, environment, run, training, ranks=ranks)
+    keeper, resumed = open_keeper(recipe, run, training, ranks=ranks, say=say)
     point = Point() if resumed is None else Point(resumed.step, resumed.left_out)
     progress.step = point.step
     reporter = Reporter(ranks, run, recipe=recipe, steps=steps, first_step=point.step, flops_per_token=training.flops_per_token)
@@ -328,6 +329,7 @@ def pipeline(
                 if recipe.run.on_divergence == "stop" or keeper is None or rewinds > MAX_REWINDS:
                     raise
                 point = rewind(error, point, keeper, reporter)
+                saved_after = point.step
     if keeper is not None:
         with progress.slow("checkpoint"):
             keeper.finish()
@@ -351,10 +353,9 @@ MAX_REWINDS = 5
 
 
 def open_keeper(
-    loaded: LoadedRecipe, environment: Environment, run: RunFolder, training: Training, *, ranks: DataParallel
+    recipe: Recipe, run: RunFolder, training: Training, *, ranks: DataParallel, say: Callable[[str], None]
 ) -> tuple[Keeper | None, Resumed | None]:
     """What keeps the run's checkpoints, and the one it goes on from. None where the recipe wants none, or there is none."""
-    recipe = loaded.recipe
     if recipe.checkpoint.every_steps is None and not resumes(recipe):
         return None, None
     # A restart goes on whatever the recipe says about runs of the past; rank 0 knows whether it is one
@@ -370,7 +371,7 @@ def open_keeper(
         optimizer=training.optimizer,
         loss_scale=training.loss_scale,
         ranks=ranks,
-        say=partial(print, flush=True) if environment.main else _say_nothing,
+        say=say,
         before_write=run.check,
         saved=partial(note_saved, run, ranks=ranks),
     )
@@ -394,7 +395,3 @@ def rewind(error: DivergedError, point: Point, keeper: Keeper, reporter: Reporte
         raise error
     reporter.rewound(resumed, error)
     return Point(resumed.step, point.left_out + error.last_step - resumed.step)
-
-
-def _say_nothing(text: str) -> None:
-    pass

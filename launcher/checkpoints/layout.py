@@ -17,23 +17,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 
 from launcher.checkpoints.files import rank_file
+from launcher.model.stored import DTYPE_NAMES, DTYPES
 
 ALIGNMENT = 4096
 """Of the data in a file, for writing past the page cache."""
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
 LOCAL = "local."
 """Before the names of what is a rank's own."""
 
@@ -105,7 +92,7 @@ def _safetensors(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, 
     for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
         tensor = tensors[name]
         end = at + tensor.numel() * tensor.dtype.itemsize
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
@@ -121,7 +108,7 @@ def _index(metadata: Metadata, gathered: Sequence[Sequence[tuple[str, list[int],
     tensors: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
-        tensors[name] = {"dtype": _NAMES[entry.properties.dtype], "shape": list(entry.size), "parts": []}
+        tensors[name] = {"dtype": DTYPE_NAMES[entry.properties.dtype], "shape": list(entry.size), "parts": []}
     for rank, parts in enumerate(gathered):
         for name, offsets, sizes, at in parts:
             tensors[name]["parts"].append([rank_file(rank), at, offsets, sizes])
@@ -147,7 +134,7 @@ def read_index(text: bytes) -> Metadata:
             storage[MetadataIndex(name, chunk.offsets)] = (str(file), int(at))
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
             raise ValueError(f"{name} is not whole")
-        described[name] = TensorStorageMetadata(TensorProperties(dtype=_DTYPES[entry["dtype"]]), shape, chunks)
+        described[name] = TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry["dtype"]]), shape, chunks)
     return Metadata(state_dict_metadata=described, storage_data=storage)
 
 

@@ -40,7 +40,7 @@ def find_checkpoint(
     # Rank 0's list: another node may see the folder a little later
     shared: list[Any] = [files.list_checkpoints(folder) if rank == 0 else None]
     dist.broadcast_object_list(shared, group=group, group_src=0)
-    return files.newest_of(shared[0], folder, say if rank == 0 else _say_nothing, at_most=at_most, check=check)
+    return files.newest_of(shared[0], folder, say if rank == 0 else lambda text: None, at_most=at_most, check=check)
 
 
 def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:
@@ -49,10 +49,6 @@ def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:
     found: list[str | None] = [None] * ranks
     dist.all_gather_object(found, files.verify(path, rank=dist.get_rank(group), ranks=ranks), group=group)
     return next((problem for problem in found if problem is not None), None)
-
-
-def _say_nothing(text: str) -> None:
-    pass
 
 
 def load(path: Path, tensors: Mapping[str, torch.Tensor], *, group: dist.ProcessGroup) -> None:

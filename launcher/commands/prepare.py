@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from launcher.metrics.console import bytes_as_text
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Data, DataKind
 
@@ -74,5 +75,4 @@ def _sets(data: Data) -> Iterator[tuple[str, DataKind, tuple[str, ...], bool]]:
 
 
 def _size(folder: Path) -> str:
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    return bytes_as_text(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))

@@ -14,7 +14,7 @@ from torch import nn
 
 from launcher import loss
 from launcher.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
-from launcher.data import packing
+from launcher.data.packing import Sequences, pack
 from launcher.data.store import TokenStore, open_store
 from launcher.loss import IGNORED
 from launcher.recipe import schema
@@ -30,9 +30,6 @@ handed the documents' bounds."""
 
 class TrainingData(Protocol):
     """What torch's DataLoader loads: map-style (`MapData`), or a stream of micro-batches (data.streaming)."""
-
-    def collate(self, rows: list[Any]) -> Collated:
-        """A micro-batch."""
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """Sum of the losses of a micro-batch's targets; a float32 scalar."""
@@ -62,13 +59,16 @@ class MapData(TrainingData, Protocol):
     def __getitem__(self, index: int) -> Any:
         """A sample; NO_SAMPLE gives an empty one."""
 
+    def collate(self, rows: list[Any]) -> Collated:
+        """A micro-batch."""
+
 
 @dataclass(frozen=True)
 class SequenceDataset:
     """A store's documents as training sequences, for next-token training."""
 
     store: TokenStore
-    sequences: packing.Sequences
+    sequences: Sequences
     length: int
     packed: bool
     isolation: Isolation = "mask"
@@ -131,7 +131,7 @@ class SequenceDataset:
         return lines
 
 
-def _what_did_not_fit(store: TokenStore, sequences: packing.Sequences, length: int) -> list[str]:
+def _what_did_not_fit(store: TokenStore, sequences: Sequences, length: int) -> list[str]:
     lines = []
     if sequences.split_documents:
         lines.append(f"{sequences.split_documents:,} documents are longer than {length} tokens and go on in another sequence")
@@ -198,7 +198,7 @@ class ClassificationDataset:
     """A store's documents, each with a class."""
 
     store: TokenStore
-    sequences: packing.Sequences
+    sequences: Sequences
     length: int
     padding: int
     """The id that the model knows as padding: it looks for the last token before it."""
@@ -336,58 +336,28 @@ def open_dataset(
     tokenizer: data.tokenizer, or the model's. vocabulary: rows of the model's embedding; an id beyond is refused here, not
     on the GPU. classes: of a sequence classifier. padding: the model's padding id.
     """
-    common: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "vocabulary": vocabulary,
-        "build": build,
-        "report": report,
-        "isolation": isolation,
-        "classes": classes,
-        "padding": padding,
-        "validation": validation,
-    }
+
+    def open_one(patterns: tuple[str, ...], kind: schema.DataKind) -> SequenceDataset | ClassificationDataset:
+        store = open_store(
+            kind=kind,
+            patterns=patterns,
+            data=data,
+            tokenizer=tokenizer,
+            validation=validation,
+            num_labels=classes,
+            vocabulary=vocabulary,
+            build=build,
+            report=report,
+        )
+        sequences = pack(store.offsets, kind, packing=data.packing, sequence_length=data.sequence_length)
+        if kind == "classification":
+            return ClassificationDataset(store, sequences, data.sequence_length, padding)
+        return SequenceDataset(store, sequences, data.sequence_length, data.packing, isolation)
+
     if not isinstance(source, dict):
-        return _open_one(data, source, data.kind, **common)
-    parts = {name: _open_one(data, part.files, part.kind or data.kind, **common) for name, part in source.items()}
+        return open_one(source, data.kind)
+    parts = {name: open_one(part.files, part.kind or data.kind) for name, part in source.items()}
     return MixtureDataset(parts, tuple(part.weight for part in source.values()))
-
-
-def _open_one(
-    data: schema.Data,
-    patterns: tuple[str, ...],
-    kind: schema.DataKind,
-    *,
-    tokenizer: str | None,
-    vocabulary: int | None,
-    build: bool,
-    report: Callable[[str], None],
-    isolation: Isolation,
-    classes: int | None,
-    padding: int,
-    validation: bool,
-) -> SequenceDataset | ClassificationDataset:
-    store = open_store(
-        kind=kind,
-        patterns=patterns,
-        data=data,
-        tokenizer=tokenizer,
-        validation=validation,
-        num_labels=classes,
-        vocabulary=vocabulary,
-        build=build,
-        report=report,
-    )
-    length = data.sequence_length
-    if kind == "classification":
-        return ClassificationDataset(store, packing.separate(store.offsets, length, cut=True), length, padding)
-    cut = kind in ("chat", "instruct")  # the end of an answer without its beginning teaches nothing
-    if not data.packing:
-        sequences = packing.separate(store.offsets, length, cut=cut)
-    elif kind == "text":
-        sequences = packing.stream(store.offsets, length)
-    else:
-        sequences = packing.best_fit(store.offsets, length, cut=cut)
-    return SequenceDataset(store, sequences, length, data.packing, isolation)
 
 
 def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from launcher.batching import NO_SAMPLE, Order, RankSlots, Slots, TokenSlots
-from launcher.data.dataset import Collated, TrainingData
+from launcher.data.dataset import Collated, MapData, TrainingData
 from launcher.data.streaming import StreamingDataset
 from launcher.errors import RecipeError
 from launcher.processes import DataParallel
@@ -85,7 +85,7 @@ class GlobalBatch:
 
 
 def make_loader(
-    dataset: TrainingData,
+    dataset: MapData | StreamingDataset,
     slots: Slots,
     *,
     workers: int,
@@ -95,14 +95,14 @@ def make_loader(
     device: torch.device,
 ) -> DataLoader[Any]:
     """Collated micro-batches in the order of `slots` (an iterable of lists of indices); a stream has an order of its own."""
+    how: dict[str, Any]
     if isinstance(dataset, StreamingDataset):
         workers = dataset.workers(workers)
-    streams = isinstance(dataset, StreamingDataset)
+        how = {"batch_size": None, "collate_fn": _as_it_is}
+    else:
+        how = {"batch_sampler": slots, "collate_fn": dataset.collate}
     return DataLoader(
         dataset,  # type: ignore[arg-type]
-        batch_sampler=None if streams else slots,
-        batch_size=None if streams else 1,
-        collate_fn=_as_it_is if streams else dataset.collate,
         num_workers=workers,
         prefetch_factor=prefetch_factor if workers else None,
         persistent_workers=persistent_workers if workers else False,
@@ -110,6 +110,7 @@ def make_loader(
         worker_init_fn=_ignore_interrupts if workers else None,
         # Else each pass draws from the generator that dropout draws from, and a resumed run would have drawn once more
         generator=torch.Generator(),
+        **how,
     )
 
 
@@ -205,7 +206,7 @@ def expected_padding(dataset: TrainingData, slots: Slots, *, micro_batches: int 
 
 
 def training_batches(
-    dataset: TrainingData,
+    dataset: MapData | StreamingDataset,
     *,
     data: schema.Data,
     slots: Slots,

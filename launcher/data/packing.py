@@ -37,6 +37,18 @@ class Sequences:
         return len(self.bounds) - 1
 
 
+def pack(offsets: Integers, kind: str, *, packing: bool, sequence_length: int) -> Sequences:
+    """Documents of a kind (data.kind) as it is trained on: text behind one another, rows whole where they fit.
+
+    Where one does not fit, text and tokens go on in another sequence; of the other kinds the end is cut off: the end of an
+    answer without its beginning teaches nothing.
+    """
+    cut = kind in ("chat", "instruct", "classification")
+    if not packing or kind == "classification":
+        return separate(offsets, sequence_length, cut=cut)
+    return stream(offsets, sequence_length) if kind == "text" else best_fit(offsets, sequence_length, cut=cut)
+
+
 def stream(offsets: Integers, length: int) -> Sequences:
     """All documents behind one another, cut every `length` tokens: no padding but in the last sequence."""
     total = int(offsets[-1])

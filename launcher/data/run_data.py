@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.batching import Order, RankSlots, Slots, total_steps
 from launcher.data.custom import CustomDataset, build_custom_data
-from launcher.data.dataset import Isolation, MapData, TrainingData, make_order, open_dataset
+from launcher.data.dataset import Isolation, MapData, make_order, open_dataset
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import make_slots
 from launcher.data.sources import find_parts
@@ -25,7 +25,7 @@ from launcher.recipe import schema
 class RunData:
     """A run's samples and their order."""
 
-    training: TrainingData
+    training: MapData | StreamingDataset
     validation: dict[str, MapData]
     """By name."""
     order: Order
@@ -34,7 +34,7 @@ class RunData:
     steps: int
     batch: schema.Batch
 
-    def starting(self, first_step: int, left_out: int, ranks: DataParallel) -> tuple[TrainingData, Slots]:
+    def starting(self, first_step: int, left_out: int, ranks: DataParallel) -> tuple[MapData | StreamingDataset, Slots]:
         """What is trained on from step `first_step` + 1 on, where `left_out` batches before it were left out."""
         first, steps = first_step + left_out, self.steps + left_out
         slots = make_slots(self.batch, order=self.order, lengths=self.training.lengths, steps=steps, ranks=ranks, first_step=first)

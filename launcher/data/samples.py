@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from launcher.data import packing
 from launcher.data.dataset import SequenceDataset
 from launcher.data.encoder import make_encoder
-from launcher.data.packing import Sequences
+from launcher.data.packing import Sequences, pack
 from launcher.data.sources import find_parts
 from launcher.data.store import TokenStore
 from launcher.data.streaming import deal
@@ -145,13 +144,7 @@ def first_documents(data: schema.Data, files: tuple[str, ...], *, tokenizer: str
         kind=data.kind,
         skipped=skipped,
     )
-    cut = data.kind in ("chat", "instruct")
-    if not data.packing:
-        sequences = packing.separate(store.offsets, data.sequence_length, cut=cut)
-    elif data.kind == "text":
-        sequences = packing.stream(store.offsets, data.sequence_length)
-    else:
-        sequences = packing.best_fit(store.offsets, data.sequence_length, cut=cut)
+    sequences = pack(store.offsets, data.kind, packing=data.packing, sequence_length=data.sequence_length)
     return SequenceDataset(store, sequences, data.sequence_length, data.packing)
 
 

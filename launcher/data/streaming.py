@@ -237,10 +237,6 @@ class StreamingDataset(IterableDataset[Collated]):
         if pieces:
             yield _joined(pieces)
 
-    def collate(self, rows: list[Any]) -> Collated:
-        """Micro-batches come collated."""
-        raise NotImplementedError
-
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """Next-token cross-entropy."""
         return loss.summed_loss(model, tensors)

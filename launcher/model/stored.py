@@ -14,7 +14,7 @@ from launcher.errors import RecipeError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -28,7 +28,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""By their names in safetensors."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _header(file: Path) -> dict[str, Shape]:
             entries: dict[str, Any] = json.loads(stream.read(length)) if 0 < length <= size - 8 else {}
         entries.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        found = {name: Shape(tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+        found = {name: Shape(tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in entries.items()}
     except OSError as error:
         raise RecipeError(f"model.path: {file} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, LookupError):
@@ -141,7 +142,7 @@ class Writer:
         offset = 0
         for name, tensor in tensors.items():
             end = offset + tensor.bytes
-            entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+            entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
             offset = end
         header = json.dumps(entries).encode()
         header += b" " * (-len(header) % 8)  # tensors are aligned

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "model": {"errors", "functions", "hub", "recipe"},
     "checkpoints": {"errors", "model", "processes", "recipe"},
     "resume": {"checkpoints", "errors", "recipe", "run_folder"},
-    "keeper": {"checkpoints", "errors", "optimizer", "processes", "recipe", "resume"},
+    "keeper": {"checkpoints", "errors", "metrics", "optimizer", "processes", "recipe", "resume"},
     "strategies": {"processes", "recipe"},
     "optimizer": {"recipe"},
     "data": {"batching", "errors", "functions", "hub", "loss", "processes", "recipe"},
