@@ -51,6 +51,7 @@ MAY_IMPORT = {
         "run_folder",
         "strategies",
     },
+    "memory": {"data", "errors", "loop", "loss", "model", "optimizer", "processes", "recipe", "strategies", "assembly", "hub"},
     "pipeline": {
         *("batching", "data", "environment", "errors", "evaluation", "failures", "keeper", "loop", "model", "optimizer"),
         *("processes", "profiling", "recipe", "reporting", "resume", "run_folder", "stopping", "strategies", "watchdog"),
