@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher import processes
+from launcher.assembly import assemble
 from launcher.environment import read_environment
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.failures import end_process
 from launcher.hub import model_folder
-from launcher.pipeline import assemble
 from launcher.processes import DataParallel
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe

@@ -64,12 +64,14 @@ def _has_kernel(model: nn.Module, device: torch.device, compute_dtype: torch.dty
         from torch.nn.attention.varlen import varlen_attn  # noqa: F401
     except ImportError:
         return False
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return False  # where there is no GPU a plan is made for one, a recent one
     config: Any = model.config
     heads = getattr(config, "num_attention_heads", 0)
     size = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
     dropout = max((float(getattr(config, key, 0) or 0) for key in ("attention_dropout", "attn_pdrop")), default=0.0)
     half = compute_dtype in (torch.bfloat16, torch.float16)
-    return half and 0 < size <= 256 and size % 8 == 0 and dropout == 0 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return half and 0 < size <= 256 and size % 8 == 0 and dropout == 0
 
 
 class _Reached(Exception):  # noqa: N818

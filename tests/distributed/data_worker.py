@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from launcher.assembly import assemble
 from launcher.evaluation import over_all
-from launcher.pipeline import assemble
 from launcher.processes import DataParallel
 from launcher.recipe.load import load_recipe
 

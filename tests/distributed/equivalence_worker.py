@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import plain_loop
 
 from launcher import loss
+from launcher.assembly import assemble
 from launcher.data.loader import Counts
 from launcher.evaluation import over_all
 from launcher.model.weights import clean_name
-from launcher.pipeline import assemble
 from launcher.processes import DataParallel
 from launcher.recipe.load import load_recipe
 

@@ -1,0 +1,75 @@
+"""Micro-batches of random tokens, as full as the recipe's data can make them: for who plans or measures without the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from launcher import loss
+from launcher.data.custom import CustomDataset, build_custom_data
+from launcher.data.dataset import Isolation, collate_sequences
+from launcher.data.loader import Counts, GlobalBatch, Tensors, to_device
+from launcher.processes import DataParallel
+from launcher.recipe import schema
+
+PACKED_DOCUMENTS = 2
+"""That a packed row is made of."""
+
+
+@dataclass(frozen=True)
+class SyntheticData:
+    """One micro-batch, in host memory, and the loss that belongs to it."""
+
+    tensors: Tensors
+    loss: loss.Loss
+    tokens: int
+    loss_tokens: int
+
+    def batches(self, ranks: DataParallel, *, micro_batches: int, steps: int) -> Iterator[GlobalBatch]:
+        """The same global batch at every step."""
+        values = [self.loss_tokens * micro_batches, self.tokens * micro_batches, 0, 0]
+        for step in range(1, steps + 1):
+            moved = [to_device(self.tensors, ranks.device) for _ in range(micro_batches)]
+            yield GlobalBatch(step, moved, Counts(values, ranks, None), step, 0.0)
+
+
+def rows_of(batch: schema.Batch, *, sequence_length: int) -> int:
+    """Full sequences in a micro-batch."""
+    if isinstance(batch.micro_batch_size, int):
+        return batch.micro_batch_size
+    return max(1, (batch.micro_batch_tokens or sequence_length) // sequence_length)
+
+
+def synthetic_data(
+    data: schema.Data, batch: schema.Batch, *, vocabulary: int | None, classes: int | None, packed: bool, isolation: Isolation
+) -> SyntheticData:
+    """A micro-batch of sequences that are all as long as data.sequence_length; with a data.builder its first samples.
+
+    vocabulary: ids are drawn below it. classes: of a sequence classifier. packed: rows of several documents.
+    """
+    rows = rows_of(batch, sequence_length=data.sequence_length)
+    if data.builder is not None:
+        custom = build_custom_data(data.builder, data.arguments)
+        samples = CustomDataset(custom.train, custom, data.builder)
+        collated = samples.collate([samples[index % len(samples)] for index in range(rows)])
+        return SyntheticData(collated["tensors"], samples.loss, collated["tokens"], collated["loss_tokens"])
+    drawn = np.random.default_rng(0)
+    length = data.sequence_length
+    ids = [drawn.integers(0, vocabulary or 2, length, dtype=np.int64) for _ in range(rows)]
+    if data.kind == "classification":
+        tensors: dict[str, Any] = {
+            "input_ids": torch.from_numpy(np.stack(ids)),
+            "attention_mask": torch.ones(rows, length, dtype=torch.int64),
+            "targets": torch.from_numpy(drawn.integers(0, classes or 2, rows, dtype=np.int64)),
+        }
+        return SyntheticData(tensors, loss.summed_classification_loss, rows * length, rows)
+    pieces = PACKED_DOCUMENTS if packed and length >= PACKED_DOCUMENTS else 1
+    positions = np.concatenate([np.arange(len(part), dtype=np.int64) for part in np.array_split(np.arange(length), pieces)])
+    collated = collate_sequences(
+        [{"input_ids": row, "targets": row, "position_ids": positions} for row in ids], length=length, packed=packed, isolation=isolation
+    )
+    return SyntheticData(collated["tensors"], loss.summed_loss, collated["tokens"], collated["loss_tokens"])
