@@ -61,9 +61,11 @@ def synthetic_data(
     length = data.sequence_length
     ids = [drawn.integers(0, vocabulary or 2, length, dtype=np.int64) for _ in range(rows)]
     if data.kind == "classification":
+        attended = torch.ones(rows, length, dtype=torch.int64)
+        attended[0, -1] = 0  # with padding: without it some models make no mask
         tensors: dict[str, Any] = {
             "input_ids": torch.from_numpy(np.stack(ids)),
-            "attention_mask": torch.ones(rows, length, dtype=torch.int64),
+            "attention_mask": attended,
             "targets": torch.from_numpy(drawn.integers(0, classes or 2, rows, dtype=np.int64)),
         }
         return SyntheticData(tensors, loss.summed_classification_loss, rows * length, rows)

@@ -118,6 +118,17 @@ def _register() -> None:
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
 
 
+def has_varlen_kernel(tensor: torch.Tensor) -> bool:
+    """Whether its device computes attention of documents by their bounds. The memory plan answers for a device of its own."""
+    return tensor.device.type == "cuda"
+
+
+def document_lengths(bounds: torch.Tensor) -> list[int]:
+    """Tokens of each document, for who goes through them one by one; waits for the device."""
+    lengths: list[int] = bounds.diff().tolist()
+    return lengths
+
+
 def varlen_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -143,14 +154,14 @@ def varlen_attention(
     batch, _, tokens, _ = query.shape
     # (batch x tokens, heads, head size): rows behind one another, documents as bounds
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    if query.device.type == "cuda":
+    if has_varlen_kernel(query):
         assert max_length_q is not None
-        if torch.is_autocast_enabled("cuda"):
-            query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
+        if torch.is_autocast_enabled(query.device.type):
+            query, key, value = (tensor.to(torch.get_autocast_dtype(tensor.device.type)) for tensor in (query, key, value))
         out = _kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
         # split, not slices: the backward pass of split is one concatenation
-        sizes = cu_seq_lens_q.diff().tolist()
+        sizes = document_lengths(cu_seq_lens_q)
         documents = zip(*(torch.split(tensor, sizes) for tensor in (query, key, value)), strict=True)
         parts = []
         for document in documents:
