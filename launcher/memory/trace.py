@@ -263,8 +263,11 @@ class _Driver:
                 self._after_forward = tracker.events
             tracker.go(tracker.place.where, phase="backward")
         elif phase == "optimizer":
-            tracker.mark((parameter.grad for parameter in self._trained if parameter.grad is not None), self._shard_label["gradients"])
+            self._mark_gradients()
             tracker.go("", phase="optimizer")
+
+    def _mark_gradients(self) -> None:
+        self._tracker.mark((parameter.grad for parameter in self._trained if parameter.grad is not None), self._shard_label["gradients"])
 
     def watch(self, modules: dict[str, nn.Module]) -> None:
         """Follows these through forward, backward and recomputation."""
