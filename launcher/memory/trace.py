@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -314,6 +313,16 @@ def _faked(value: Any) -> Any:
 
 
 @contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
 def _standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Iterator[None]:
     """What fake tensors cannot do, or would do otherwise than the device, done in its place."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -333,19 +342,19 @@ def _standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Itera
         return post_backward(self, *unused)
 
     with (
-        mock.patch.object(group, "post_backward", marking),
-        mock.patch.object(ddp, "DistributedDataParallel", _Reducer),
+        _replaced(group, "post_backward", marking),
+        _replaced(ddp, "DistributedDataParallel", _Reducer),
         resizing_watched(tracker),
         ExitStack() as stack,
     ):
         if "position_ids" not in data.tensors:  # else asked of the positions: no number can be asked of a fake tensor
-            stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None))
+            stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", lambda positions: None))
         if "cu_seq_lens_q" in data.tensors:
             lengths = attention.document_lengths(data.tensors["cu_seq_lens_q"])
-            stack.enter_context(mock.patch.object(attention, "document_lengths", return_value=lengths))
+            stack.enter_context(_replaced(attention, "document_lengths", lambda bounds: lengths))
         if device == "cuda":
-            stack.enter_context(mock.patch.object(attention, "has_varlen_kernel", return_value=True))
-            stack.enter_context(mock.patch.object(activation_checkpointing, "save_on_cpu", partial(_saving_on_host, tracker)))
+            stack.enter_context(_replaced(attention, "has_varlen_kernel", lambda tensor: True))
+            stack.enter_context(_replaced(activation_checkpointing, "save_on_cpu", partial(_saving_on_host, tracker)))
             stack.enter_context(_CudaAttention())
         yield
 
