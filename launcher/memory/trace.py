@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -133,7 +135,7 @@ class _Reducer(nn.Module):
             if parameter.requires_grad:
                 bucket = torch.empty_like(parameter.detach())
                 self.buckets.append(bucket)
-                parameter.register_post_accumulate_grad_hook(partial(self._reduce, bucket))
+                parameter.register_post_accumulate_grad_hook(partial(self._reduce, bucket))  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -216,7 +218,26 @@ def _run(prepared: PreparedModel, recipe: Recipe, ranks: DataParallel, *, device
                     pass
             except Exception as error:
                 raise UntraceableError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
-    return driver.traced()
+    traced = driver.traced()
+    return _with_transfers(traced, wrapped.module) if offloads else traced
+
+
+def _with_transfers(traced: _Traced, model: nn.Module) -> _Traced:
+    """Offload's buffers on the device, by arithmetic: a fake tensor does not tell host from device.
+
+    While a group is gathered, the shard of one parameter at a time lies on the device in float32, before it is cast and
+    packed; while one is reduced, the group's gradient shard does, before it is copied to host memory.
+    """
+    owners = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    groups, one = dict.fromkeys(owners, 0), 0
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        shard = parameter._local_tensor.untyped_storage().nbytes()
+        one = max(one, shard)
+        groups[max((owner for owner in owners if not owner or name.startswith(f"{owner}.")), key=len)] += shard
+    extra = {"forward": one, "backward": max(groups.values()), "optimizer": 0}
+    moments = [(place, held | {"communication": held["communication"] + extra[place.phase]}) for place, held in traced.moments]
+    return dataclasses.replace(traced, moments=moments)
 
 
 def _head(model: Any) -> dict[str, nn.Module]:
@@ -271,7 +292,7 @@ class _Driver:
     def watch(self, modules: dict[str, nn.Module]) -> None:
         """Follows these through forward, backward and recomputation."""
         for name, module in modules.items():
-            module.forward = partial(self._forward, name, module.forward)  # type: ignore[method-assign]
+            module.forward = partial(self._forward, name, module.forward)
 
     def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tracker = self._tracker
@@ -285,7 +306,7 @@ class _Driver:
         out = forward(*args, **kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda gradient: tracker.go(name))
+                tensor.register_hook(lambda gradient: tracker.go(name))  # type: ignore[no-untyped-call]
                 break
         return out
 

@@ -53,11 +53,11 @@ class _Event:
     delta: int
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode, to be entered inside of a fake-tensor mode."""
 
     def __init__(self, label_of: Callable[[torch.Tensor], str | None] = lambda tensor: None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._label_of = label_of
         self.place = Place("forward", 0, "")
         self._places: list[Place] = [self.place]
@@ -96,7 +96,8 @@ class Tracker(TorchDispatchMode):
             label = (self._label_of_cast(source) if source is not None else None) or self._label_of(tensor) or _label_of_caller()
         record = Record(storage.nbytes(), label, len(self._events))
         self._live[storage._cdata] = record
-        record.weak = weakref.ref(storage, lambda _, key=storage._cdata: self._gone(key))
+        key = storage._cdata
+        record.weak = weakref.ref(storage, lambda _: self._gone(key))
         self._note(record, record.size)
         return record
 
