@@ -8,6 +8,7 @@ at two small depths and drawn out in a straight line.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from launcher.assembly import PreparedModel, prepare_model
@@ -52,6 +52,7 @@ def trace_step(recipe: Recipe, *, ranks: int, device: Literal["cpu", "cuda"], mi
     device: that the step is planned for; nothing here needs it. micro_batches: of a step; more than two change nothing.
     The default process group must not be there. Raises RecipeError as `prepare_model`, UntraceableError.
     """
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # tells of each refusal in 40 lines
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, init="random", compile=False))
     micro_batches = min(micro_batches, 2)
     with _fake_process_group(ranks) as group:
@@ -216,7 +217,7 @@ def _run(prepared: PreparedModel, recipe: Recipe, ranks: DataParallel, *, device
                     beat=driver.beat,
                 ):
                     pass
-            except Exception as error:
+            except Exception as error:  # whatever a model's code does with a tensor that has no values
                 raise UntraceableError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     traced = driver.traced()
     return _with_transfers(traced, wrapped.module) if offloads else traced
@@ -348,6 +349,7 @@ def _standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Itera
     """What fake tensors cannot do, or would do otherwise than the device, done in its place."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from transformers import masking_utils
+    from transformers.integrations import moe
 
     from launcher.model import attention
     from launcher.strategies import activation_checkpointing, ddp
@@ -368,6 +370,8 @@ def _standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Itera
         resizing_watched(tracker),
         ExitStack() as stack,
     ):
+        # A kernel of experts whose shapes are known for bfloat16 alone; what stands in for it makes as much
+        stack.enter_context(_replaced(moe, "_can_use_grouped_mm", lambda tokens, weight, offsets: weight.dtype == torch.bfloat16))
         if "position_ids" not in data.tensors:  # else asked of the positions: no number can be asked of a fake tensor
             stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", lambda positions: None))
         if "cu_seq_lens_q" in data.tensors:
@@ -376,7 +380,7 @@ def _standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Itera
         if device == "cuda":
             stack.enter_context(_replaced(attention, "has_varlen_kernel", lambda tensor: True))
             stack.enter_context(_replaced(activation_checkpointing, "save_on_cpu", partial(_saving_on_host, tracker)))
-            stack.enter_context(_CudaAttention())
+            stack.enter_context(_replaced(nn.functional, "scaled_dot_product_attention", _cuda_attention))
         yield
 
 
@@ -398,44 +402,35 @@ def _saving_on_host(tracker: Tracker, pin_memory: bool = False) -> Iterator[None
         yield
 
 
-class _CudaAttention(TorchFunctionMode):
+def _cuda_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
     """scaled_dot_product_attention as CUDA does it: the flash kernel where it can, else the memory-efficient one, which wants a
     mask as numbers, else plain products."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not nn.functional.scaled_dot_product_attention:
-            return function(*args, **(kwargs or {}))
-        return self._attend(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        if torch.is_autocast_enabled("cpu"):
-            query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
-        half = query.dtype in (torch.bfloat16, torch.float16)
-        if attn_mask is None and half and query.shape[-1] <= 256:
-            out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
-            return out
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
-        if not enable_gqa:
-            bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
-            out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, True, dropout_p, is_causal, scale=scale
-            )
-            return out
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
+    out: torch.Tensor
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if attn_mask is None and half and query.shape[-1] <= 256:
+        out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+        return out
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
+    if enable_gqa:
         out, _ = torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=True
         )
         return out
+    bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal, scale=scale)
+    return out
 
 
 def _as_step(moments: list[tuple[Place, Held]], held: Held, after_forward: Held) -> StepMemory:

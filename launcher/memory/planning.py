@@ -1,0 +1,110 @@
+"""From a recipe and a machine to its plan: the step traced, and by arithmetic what is outside of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from launcher.data.synthetic import rows_of
+from launcher.memory.arithmetic import ModelProfile, profile_model, step_memory
+from launcher.memory.components import HostMemory, StepMemory
+from launcher.memory.machine import Machine
+from launcher.memory.plan import Plan
+from launcher.memory.trace import UntraceableError, trace_step
+from launcher.recipe.schema import Recipe
+
+MiB, GiB = 2**20, 2**30
+
+CUDA_CONTEXT = 600 * MiB
+"""Driver, kernels of torch and cuBLAS' working space. An estimate: nvidia-smi shows 450 to 600 MiB for a process that has done
+one product on an A100 or H100."""
+COMMUNICATOR = 400 * MiB
+"""An NCCL communicator's buffers. An estimate: two to a channel and peer, 4 MiB each."""
+MARGIN = 0.04
+"""Of the peak: what the allocator holds and cannot use. An estimate, with expandable segments, which the launcher switches on."""
+CUDA_PROCESS, CPU_PROCESS = 3 * GiB, GiB // 2
+"""Resident memory of a rank beside tensors. On a CPU measured (0.4 GiB with torch 2.13 and transformers 5.23), on a GPU an
+estimate: its libraries are mapped too."""
+LOADER_PROCESS = 160 * MiB
+"""An estimate: most of a loader process is shared with its rank."""
+
+
+def accumulation(recipe: Recipe, ranks: int) -> int:
+    """Micro-batches a step on the rank that has most."""
+    rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
+    return max(1, math.ceil(recipe.batch.global_batch_size / (rows * ranks)))
+
+
+def make_plan(recipe: Recipe, machine: Machine, *, method: Literal["traced", "arithmetic"] = "traced") -> Plan:
+    """What a recipe needs on a machine. Seconds of work; there must be no default process group (it makes one that is not real).
+
+    method: arithmetic costs a second for the first plan of a model, and is less exact.
+    Raises RecipeError where the model cannot be built.
+    """
+    profile = profile_model(recipe, device=machine.device)
+    arithmetic = step_memory(profile, recipe, ranks=machine.ranks, device=machine.device)
+    notes: list[str] = []
+    step: StepMemory = arithmetic
+    if method == "traced":
+        try:
+            step = trace_step(recipe, ranks=machine.ranks, device=machine.device, micro_batches=accumulation(recipe, machine.ranks))
+        except UntraceableError as error:
+            notes.append(f"by arithmetic: the model does not run on tensors without values ({error})")
+    return Plan(
+        machine=machine,
+        step=step,
+        arithmetic=arithmetic if step is not arithmetic else None,
+        context=_context(recipe, machine),
+        margin=round(MARGIN * step.peak.components.total) if machine.device == "cuda" else 0,
+        host=_host(recipe, machine, profile, step),
+        checkpoint_bytes=_checkpoint_bytes(profile),
+        checkpoints=_checkpoints(recipe),
+        notes=(*notes, *_notes(recipe, machine)),
+    )
+
+
+def _context(recipe: Recipe, machine: Machine) -> int:
+    """Of the device's memory: on a CPU the process itself."""
+    if machine.device == "cpu":
+        return CPU_PROCESS
+    communicators = 0 if machine.ranks == 1 else 1 if recipe.strategy.replicate == 1 else 3
+    return CUDA_CONTEXT + communicators * COMMUNICATOR
+
+
+def _checkpoint_bytes(profile: ModelProfile) -> int:
+    """Float32 weights and the two moments of what is trained; frozen weights are not kept."""
+    return 12 * profile.trained
+
+
+def _checkpoints(recipe: Recipe) -> int:
+    """On disk at once: those kept, and the one being written."""
+    kept = recipe.checkpoint
+    return 0 if kept.every_steps is None else kept.keep_last + (kept.keep_best is not None) + 1
+
+
+def _host(recipe: Recipe, machine: Machine, profile: ModelProfile, step: StepMemory) -> HostMemory:
+    """One node's."""
+    per_node, data = machine.gpus_per_node, recipe.data
+    rows = rows_of(recipe.batch, sequence_length=data.sequence_length)
+    batch = rows * data.sequence_length * 8 * 3  # ids, targets and positions, 8 bytes each
+    staged = recipe.checkpoint.asynchronous and recipe.checkpoint.every_steps is not None
+    return HostMemory(
+        # On a CPU the ranks' tensors are host memory too
+        processes=per_node * (CUDA_PROCESS if machine.device == "cuda" else CPU_PROCESS + step.peak.components.total),
+        offload=per_node * step.host,
+        workers=per_node * data.workers * (LOADER_PROCESS + data.prefetch_factor * batch),
+        staging=per_node * (_checkpoint_bytes(profile) // machine.ranks) if staged else 0,
+    )
+
+
+def _notes(recipe: Recipe, machine: Machine) -> list[str]:
+    notes = []
+    if recipe.model.compile:
+        notes.append("model.compile is not in the plan: compiled blocks keep fewer activations, and take memory while they compile")
+    if machine.device == "cuda":
+        notes.append("context, communicators and the margin are estimates; all else is counted")
+    if recipe.data.builder is not None:
+        notes.append("the batch is the data.builder's first samples: larger ones need more")
+    if recipe.strategy.cpu_offload is not None and recipe.strategy.cpu_offload.pin_memory and machine.device == "cuda":
+        notes.append("page-locked memory is handed out in powers of two: host memory for offload may be up to twice as much")
+    return notes

@@ -1,0 +1,142 @@
+"""The traced plan: what is known by hand, and that drawing out two depths gives what a whole trace gives."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from launcher.memory import trace
+from launcher.memory.trace import UntraceableError, trace_step
+from launcher.recipe.schema import (
+    ActivationCheckpointing,
+    Batch,
+    CpuOffload,
+    Data,
+    MixedPrecision,
+    Model,
+    Recipe,
+    Run,
+    Strategy,
+)
+
+LAYERS, HIDDEN, VOCABULARY, LENGTH = 8, 64, 512, 64
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+BLOCK = HIDDEN * HIDDEN * 2 + HIDDEN * HIDDEN // 2 * 2 + 3 * HIDDEN * 128 + 2 * HIDDEN
+PARAMETERS = LAYERS * BLOCK + 2 * VOCABULARY * HIDDEN + HIDDEN
+LOGITS = LENGTH * VOCABULARY * 4
+"""Bytes of one row's logits in float32."""
+
+
+def recipe(*, checkpointing=None, micro_batch_size=2, packing=False, **strategy):
+    strategy = {"kind": "fsdp", "mixed_precision": None} | strategy
+    return Recipe(
+        run=Run(name="small", max_steps=3),
+        model=Model(config=CONFIG),
+        data=Data(train=("README.md",), tokenizer="bytes", sequence_length=LENGTH, packing=packing),
+        batch=Batch(global_batch_size=8, micro_batch_size=micro_batch_size),
+        strategy=Strategy(**strategy),
+        activation_checkpointing=None if checkpointing is None else ActivationCheckpointing(mode=checkpointing),
+    )
+
+
+def step(changed=None, *, ranks=2, device="cpu", micro_batches=1, **settings):
+    return trace_step(changed or recipe(**settings), ranks=ranks, device=device, micro_batches=micro_batches)
+
+
+def near(value, expected, *, by=0.005):
+    assert value == pytest.approx(expected, rel=by)
+
+
+def test_states_are_sharded_and_the_logits_are_counted():
+    found = step()
+    near(found.held.parameters, PARAMETERS * 4 / 2)  # and the rotary frequencies
+    near(found.held.optimizer, PARAMETERS * 8 / 2)
+    assert found.held.gradients == 0
+    # In float32 the loss keeps logarithms alone; their gradient and that of the logits come on top
+    near(found.after_forward.logits, 2 * LOGITS)
+    near(found.peak.components.logits, 3 * 2 * LOGITS)
+    near(found.phases["optimizer"].components.gradients, PARAMETERS * 4 / 2)
+    assert found.peak.phase == "backward"
+    assert found.peak.where == "lm_head"
+    assert not dist.is_initialized()
+
+
+def test_ddp_keeps_everything_and_held_back_gradients_beside_its_buffers():
+    found = step(kind="ddp", micro_batches=2)
+    near(found.held.parameters, PARAMETERS * 4)
+    near(found.held.gradients, PARAMETERS * 4)
+    near(found.peak.components.gradients, 2 * PARAMETERS * 4)
+    synced = step(kind="ddp", micro_batches=2, sync_every_micro_batch=True)
+    near(synced.peak.components.gradients, PARAMETERS * 4)
+
+
+def test_checkpointing_keeps_the_inputs_of_blocks():
+    none, selective, full = (step(checkpointing=mode).after_forward.activations for mode in (None, "selective", "full"))
+    assert full < selective < none
+    # A block's input, and the last block's output and norm, each (2, tokens, hidden) in float32, and what the rotation takes
+    near(full, (LAYERS + 4) * 2 * LENGTH * HIDDEN * 4, by=0.15)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"checkpointing": "selective", "sync_every_micro_batch": False},
+        {"kind": "ddp", "mixed_precision": MixedPrecision()},
+        {"reshard_after_backward": False, "mixed_precision": MixedPrecision(), "packing": True},
+    ],
+    ids=["selective, held back", "ddp bf16", "packed, kept gathered"],
+)
+def test_a_deep_model_is_drawn_out_from_two_shallow_ones(settings, monkeypatch):
+    drawn = step(device="cuda", micro_batches=2, **settings)
+    monkeypatch.setattr(trace, "DEPTHS", (100, 200))
+    whole = step(device="cuda", micro_batches=2, **settings)
+    near(drawn.peak.components.total, whole.peak.components.total, by=0.001)
+    assert (drawn.peak.phase, drawn.peak.where) == (whole.peak.phase, whole.peak.where)
+    assert [(moment.phase, moment.where) for moment in drawn.timeline] == [(moment.phase, moment.where) for moment in whole.timeline]
+    assert drawn.held == whole.held
+
+
+def test_offload_leaves_the_device_to_what_is_computed():
+    found = step(device="cuda", cpu_offload=CpuOffload(), checkpointing="full")
+    assert found.held.total < PARAMETERS * 4 * 0.05
+    near(found.host, PARAMETERS * 16 / 2)
+    away = recipe(cpu_offload=CpuOffload(), checkpointing="full")
+    away = dataclasses.replace(away, activation_checkpointing=ActivationCheckpointing(mode="full", offload_to_cpu=True))
+    further = step(away, device="cuda")
+    assert further.after_forward.activations < found.after_forward.activations
+    assert further.host + further.after_forward.activations >= found.host
+
+
+class Asking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+
+    def forward(self, input_ids, **kwargs):
+        if self.weight.sum().item() > 0:
+            raise AssertionError
+        return input_ids
+
+
+def asking_model():
+    return Asking()
+
+
+def test_a_model_that_asks_for_a_number_cannot_be_traced():
+    plain = recipe()
+    asks = dataclasses.replace(plain, model=Model(builder=f"{__name__}:asking_model"))
+    with pytest.raises(UntraceableError, match="DataDependent"):
+        step(asks)
+    assert not dist.is_initialized()
