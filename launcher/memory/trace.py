@@ -319,8 +319,8 @@ class _Driver:
 
 
 def _batches(data: SyntheticData, micro_batches: int) -> Iterator[GlobalBatch]:
-    for step in (1, 2):
-        moved = [_faked(data.tensors) for _ in range(micro_batches)]
+    for step, count in ((1, 1), (2, micro_batches)):  # the first is there for the optimizer's state alone
+        moved = [_faked(data.tensors) for _ in range(count)]
         yield GlobalBatch(step, moved, _TracedCounts(), step, 0.0)  # type: ignore[arg-type]
 
 

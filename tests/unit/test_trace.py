@@ -21,7 +21,7 @@ from launcher.recipe.schema import (
     Strategy,
 )
 
-LAYERS, HIDDEN, VOCABULARY, LENGTH = 8, 64, 512, 64
+LAYERS, HIDDEN, VOCABULARY, LENGTH = 7, 64, 512, 64
 CONFIG = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,
