@@ -47,7 +47,19 @@ from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
 from launcher.memory.components import COMPONENTS, Components, Moment
 from launcher.memory.machine import Machine
 from launcher.memory.plan import Plan
-from launcher.memory.words import NAMES, batch_in_words, disagreement, micro_batches, parts, strategy_in_words, where
+from launcher.memory.words import (
+    NAMES,
+    as_written,
+    batch_in_words,
+    disagreement,
+    is_best,
+    machine_in_words,
+    micro_batches,
+    parts,
+    rungs_of,
+    strategy_in_words,
+    where,
+)
 from launcher.metrics.console import bytes_as_text
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
@@ -199,14 +211,6 @@ def _paragraph(kind: str, style: str, text: str, *, width: int = 100) -> Iterato
         yield [(f"{kind}: " if index == 0 else " " * (len(kind) + 2), style), (row, "")]
 
 
-def machine_in_words(machine: Machine) -> str:
-    """`2 nodes x 8 H100 of 80.0 GiB = 16 ranks`."""
-    nodes = "1 node" if machine.nodes == 1 else f"{machine.nodes} nodes"
-    memory = "" if machine.memory is None else f" of {bytes_as_text(machine.memory)}"
-    host = "" if machine.host_memory is None else f", {bytes_as_text(machine.host_memory)} host memory a node"
-    return f"{nodes} x {machine.gpus_per_node} {machine.name}{memory}{host}"
-
-
 def _head(recipe: Recipe, machine: Machine) -> Iterator[Line]:
     yield [(recipe.run.name, "bold"), (" on ", ""), (machine_in_words(machine), "bold")]
     yield [(strategy_in_words(recipe), "")]
@@ -272,27 +276,8 @@ def _around(recipe: Recipe, plan: Plan) -> Iterator[Line]:
 HOST_NAMES = {"processes": "processes", "offload": "offload", "workers": "data workers", "staging": "checkpoint staging"}
 
 
-def rungs_of(recipe: Recipe, ladder: Any) -> list[Any]:
-    """The ladder's rungs, fastest first, and among them the recipe as written, whether or not the ladder keeps it."""
-    rungs = list(ladder.rungs)
-    if not any(as_written(rung, ladder) for rung in rungs):
-        rungs.append(ladder.asked)
-        rungs.sort(key=lambda rung: -rung.tokens_per_second)
-    return rungs
-
-
-def as_written(rung: Any, ladder: Any) -> bool:
-    """Whether the rung is the recipe that was asked about."""
-    return bool(rung is ladder.asked or not rung.overrides or rung.recipe == ladder.asked.recipe)
-
-
-def is_best(rung: Any, ladder: Any) -> bool:
-    """Whether the rung is the fastest that fits."""
-    return ladder.best is not None and (rung is ladder.best or rung.overrides == ladder.best.overrides)
-
-
 def _ladder(recipe: Recipe, plan: Plan, ladder: Any) -> Iterator[Line]:
-    rungs = rungs_of(recipe, ladder)
+    rungs = rungs_of(ladder)
     fastest = ladder.best.tokens_per_second if ladder.best is not None else max(rung.tokens_per_second for rung in rungs)
     measured = plan.machine.rates.source
     yield [("The ladder", "bold"), (f": {ladder.considered:,} ways considered; speed is predicted ({measured})", "")]
@@ -373,7 +358,7 @@ def _moment(moment: Moment) -> dict[str, Any]:
 def as_json(recipe: Recipe, plan: Plan, ladder: Any) -> dict[str, Any]:
     """What `--json` prints; the head of this file names the keys."""
     machine, step = plan.machine, plan.step
-    rungs = [] if ladder is None else rungs_of(recipe, ladder)
+    rungs = [] if ladder is None else rungs_of(ladder)
     return {
         "recipe": recipe.run.name,
         "strategy": strategy_in_words(recipe),

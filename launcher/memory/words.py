@@ -1,9 +1,13 @@
-"""The plan in words: what its components, moments and rungs are called wherever people read them. Standard library only."""
+"""The plan in words: what its components, moments and rungs are called wherever people read them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from launcher.memory.components import COMPONENTS, Components, Moment
+from launcher.memory.machine import Machine
 from launcher.memory.plan import Plan
+from launcher.metrics.console import bytes_as_text
 from launcher.recipe.schema import Recipe
 
 NAMES = {
@@ -105,3 +109,30 @@ def disagreement(plan: Plan) -> float | None:
     traced, formula = plan.step.peak.components.total, plan.arithmetic.peak.components.total
     difference = (traced - formula) / max(formula, 1)
     return difference if abs(difference) > _TOO_FAR else None
+
+
+def machine_in_words(machine: Machine) -> str:
+    """`2 nodes x 8 H100 of 80.0 GiB = 16 ranks`."""
+    nodes = "1 node" if machine.nodes == 1 else f"{machine.nodes} nodes"
+    memory = "" if machine.memory is None else f" of {bytes_as_text(machine.memory)}"
+    host = "" if machine.host_memory is None else f", {bytes_as_text(machine.host_memory)} host memory a node"
+    return f"{nodes} x {machine.gpus_per_node} {machine.name}{memory}{host}"
+
+
+def rungs_of(ladder: Any) -> list[Any]:
+    """The ladder's rungs, fastest first, and among them the recipe as written, whether or not the ladder keeps it."""
+    rungs = list(ladder.rungs)
+    if not any(as_written(rung, ladder) for rung in rungs):
+        rungs.append(ladder.asked)
+        rungs.sort(key=lambda rung: -rung.tokens_per_second)
+    return rungs
+
+
+def as_written(rung: Any, ladder: Any) -> bool:
+    """Whether the rung is the recipe that was asked about."""
+    return bool(rung is ladder.asked or not rung.overrides or rung.recipe == ladder.asked.recipe)
+
+
+def is_best(rung: Any, ladder: Any) -> bool:
+    """Whether the rung is the fastest that fits."""
+    return ladder.best is not None and (rung is ladder.best or rung.overrides == ladder.best.overrides)

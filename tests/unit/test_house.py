@@ -52,7 +52,10 @@ MAY_IMPORT = {
         "strategies",
     },
     "assembly": {"data", "evaluation", "loop", "model", "optimizer", "processes", "recipe", "strategies"},
-    "memory": {"assembly", "data", "errors", "hardware", "loop", "loss", "model", "optimizer", "processes", "recipe", "strategies"},
+    "memory": {
+        *("assembly", "data", "errors", "hardware", "hub", "loop", "loss", "metrics", "model", "optimizer", "processes", "recipe"),
+        "strategies",
+    },
     "measuring": {"assembly", "data", "environment", "errors", "loop", "model", "optimizer", "processes", "recipe", "strategies"},
     "pipeline": {
         *("assembly", "data", "environment", "errors", "failures", "keeper", "processes", "profiling", "recipe", "reporting"),
