@@ -106,8 +106,10 @@ def collective_rates(ranks: DataParallel, group: dist.ProcessGroup) -> dict[str,
     part = torch.zeros(size // count, device=device)
     sent = 4 * size * (count - 1) / count
 
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+
     def gather() -> None:
-        dist.all_gather_into_tensor(whole, part, group=group)
+        all_gather(whole, part, group=group)
 
     def reduce() -> None:
         dist.all_reduce(whole, group=group)

@@ -183,19 +183,20 @@ def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
 
 
 def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
-    hosts = {finding.host for finding in findings}
-    same: dict[tuple[str, str, str], set[str]] = {}
+    """What several nodes say is said once: word for word, or where all is well with them, by one for all."""
+    everywhere = {finding.host for finding in findings}
+    groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        same.setdefault((finding.name, finding.state, finding.text), set()).add(finding.host)
-    seen = set()
-    for finding in findings:
-        key = (finding.name, finding.state, finding.text)
-        if len(same[key]) == 1:
-            yield finding
-        elif key not in seen:
-            seen.add(key)
-            everywhere = len(same[key]) >= len(hosts - {"all nodes"})
-            yield dataclasses.replace(finding, host="all nodes" if everywhere else f"{len(same[key])} nodes")
+        alike = (finding.name, finding.state) if finding.state in ("good", "note") else (finding.name, finding.state, finding.text)
+        groups.setdefault(alike, []).append(finding)
+    for group in groups.values():
+        hosts = {finding.host for finding in group}
+        if len(hosts) == 1:
+            yield group[0]
+            continue
+        differ = len({finding.text for finding in group}) > 1
+        text = f"{group[0].host}: {group[0].text}" if differ else group[0].text
+        yield dataclasses.replace(group[0], host="all nodes" if hosts == everywhere else f"{len(hosts)} nodes", text=text)
 
 
 def rate_in_words(rate: float, unit: str) -> str:

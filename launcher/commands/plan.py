@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     quiet = options.get("json", False)
     with _progress("tracing a step", shown=not quiet):
-        make_plan = importlib.import_module("launcher.memory.trace").make_plan
+        make_plan = importlib.import_module("launcher.memory.planning").make_plan
         plan = make_plan(recipe, machine)
     ladder = None
     if options.get("ladder", True):

@@ -269,10 +269,13 @@ def test_ranks_that_fail_or_hang_are_a_finding(monkeypatch):
 
 def test_nodes_that_say_the_same_say_it_once(capsys):
     findings = [finding("good", "2.13", name="torch", host=f"n{i}") for i in range(4)]
-    findings += [finding("good", "driver 570", host=f"n{i}") for i in range(3)] + [finding("bad", "driver 550", host="n3")]
+    findings += [finding("good", f"{i}0 GiB", name="disk", host=f"n{i}") for i in range(4)]
+    findings += [finding("warning", "slow", host=f"n{i}") for i in range(2)] + [finding("bad", f"{i} in use", host=f"n{i}") for i in (2, 3)]
     command.print_findings(findings, hosts=True)
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["ok", "all", "nodes", "torch", "2.13"],
-        ["ok", "3", "nodes", "GPU", "3", "driver", "570"],
-        ["BAD", "n3", "GPU", "3", "driver", "550"],
+        ["ok", "all", "nodes", "disk", "n0:", "00", "GiB"],
+        ["warn", "2", "nodes", "GPU", "3", "slow"],
+        ["BAD", "n2", "GPU", "3", "2", "in", "use"],
+        ["BAD", "n3", "GPU", "3", "3", "in", "use"],
     ]

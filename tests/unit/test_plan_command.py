@@ -163,7 +163,7 @@ def faked(monkeypatch, folder):
     real = command.importlib.import_module
     made = {
         "launcher.memory.rates": types.SimpleNamespace(known_machine=known_machine, read_rates=lambda file: f"rates of {file}"),
-        "launcher.memory.trace": types.SimpleNamespace(make_plan=make_plan),
+        "launcher.memory.planning": types.SimpleNamespace(make_plan=make_plan),
         "launcher.memory.ladder": types.SimpleNamespace(make_ladder=make_ladder),
     }
     monkeypatch.setattr(command, "importlib", types.SimpleNamespace(import_module=lambda name: made.get(name) or real(name)))
