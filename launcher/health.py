@@ -267,16 +267,22 @@ def read_gpus(visible: str | None) -> list[Gpu]:
     gpus = [Gpu(index=i, processes=tuple(running.get(known["uuid"], ())), **known) for i, known in sorted(by_index.items())]
     if visible is None:
         return gpus
+    # A part of a GPU (MIG-...) matches none: what is said of the whole GPU would be of others' parts too
     wanted = [word.strip() for word in visible.split(",") if word.strip()]
     return [
         gpu for gpu in gpus if any(word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word)) for word in wanted)
     ]
 
 
-def gpu_findings(gpus: Sequence[Gpu], *, expected: int | None) -> Iterator[Finding]:
-    """Whether they are all there, free and healthy."""
-    if expected is not None and len(gpus) < expected:
-        yield Finding(name="GPUs", state="bad", text=f"{len(gpus)} of {expected} are there")
+def gpu_findings(gpus: Sequence[Gpu], *, expected: int | None, seen: Sequence[str] = ()) -> Iterator[Finding]:
+    """Whether they are all there, free and healthy. seen: names of those that torch sees, which is all there is to go by
+    where nvidia-smi is missing (a container without it), or where a rank has a part of a GPU (MIG)."""
+    there = len(gpus) or len(seen)
+    if expected is not None and there < expected:
+        yield Finding(name="GPUs", state="bad", text=f"{there} of {expected} are there")
+    elif seen and not gpus:
+        text = f"{there} x {', '.join(sorted(set(seen)))}; nvidia-smi says nothing of them: whether they are free and healthy is not known"
+        yield Finding(name="GPUs", state="note", text=text)
     elif not gpus:
         yield Finding(name="GPUs", state="note", text="none: training computes on the CPU")
     if gpus:
@@ -375,13 +381,13 @@ def examine(
     """All findings of this node, and its versions: python, torch, cuda, nccl, driver (None: there is none)."""
     findings: list[Finding] = []
     gpus: list[Gpu] = []
+    torch = torch_sees()
     try:
         gpus = read_gpus(visible)
     except TimeoutError as error:
         findings.append(Finding(name="GPUs", state="bad", text=f"{error}: the driver hangs, reboot the node"))
     else:
-        findings += gpu_findings(gpus, expected=expected_gpus)
-    torch = torch_sees()
+        findings += gpu_findings(gpus, expected=expected_gpus, seen=torch["gpus"])
     findings += software_findings(torch, gpus)
     findings += host_findings(ranks=ranks)
     findings += place_findings(runs=runs, shared=shared, port=port)

@@ -55,6 +55,7 @@ from launcher.memory.words import (
     is_best,
     machine_in_words,
     micro_batches,
+    nothing_fits,
     parts,
     rungs_of,
     strategy_in_words,
@@ -308,14 +309,14 @@ def _ladder(recipe: Recipe, plan: Plan, ladder: Any) -> Iterator[Line]:
             yield [(f"{'*' if is_best(rung, ladder) else ' '}{number:>3}  ", "bold green"), (text, "cyan")]
     yield []
     yield from _paragraph("step", "dim", seconds_in_words(ladder.asked.seconds))
-    if ladder.best is None and plan.fits is False:
-        yield []
-        yield [("Nothing fits.", "bold red"), (" What would:" if ladder.remedies else "", "")]
-    if ladder.best is None or plan.fits is False:
-        for remedy in ladder.remedies:
-            rows = textwrap.wrap(remedy, 96, break_long_words=False, break_on_hyphens=False)
-            for index, row in enumerate(rows):
-                yield [("  - " if index == 0 else "    ", ""), (row, "")]
+    if not nothing_fits(ladder):
+        return
+    yield []
+    yield [("Nothing fits.", "bold red"), (" What would:" if ladder.remedies else "", "")]
+    for remedy in ladder.remedies:
+        rows = textwrap.wrap(remedy, 96, break_long_words=False, break_on_hyphens=False)
+        for index, row in enumerate(rows):
+            yield [("  - " if index == 0 else "    ", ""), (row, "")]
 
 
 def _why_not(plan: Plan) -> str:

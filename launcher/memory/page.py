@@ -25,6 +25,7 @@ from launcher.memory.words import (
     is_best,
     machine_in_words,
     micro_batches,
+    nothing_fits,
     parts,
     rungs_of,
     strategy_in_words,
@@ -230,9 +231,8 @@ def _ladder(ladder: Any, rungs: Sequence[Any]) -> Iterator[str]:
     fastest = ladder.best.tokens_per_second if ladder.best is not None else max(rung.tokens_per_second for rung in rungs)
     yield "<section><h2>The ladder</h2>"
     yield f'<p class="dim">{ladder.considered:,} ways considered; these are worth a look. Speed is predicted.</p>'
-    if ladder.best is None:
-        yield '<p class="nothing">Nothing fits.</p>'
-    if ladder.remedies:
+    if nothing_fits(ladder):
+        yield '<p class="nothing">Nothing fits.' + (" What would:" if ladder.remedies else "") + "</p>"
         yield "<ul>" + "".join(f"<li>{escape(remedy)}</li>" for remedy in ladder.remedies) + "</ul>"
     yield '<div class="scroll"><table><tr><th></th><th>strategy</th><th>micro-batch</th><th>peak</th><th>host</th><th>tokens/s</th>'
     yield "<th>speed</th><th>overrides</th></tr>"
@@ -391,6 +391,8 @@ tr.best td{font-weight:600}tr.bad td{color:var(--dim)}
 code{font:12.5px/1.5 ui-monospace,"SF Mono",Menlo,"DejaVu Sans Mono",monospace;font-weight:400;overflow-wrap:anywhere}
 button{font:12px system-ui,sans-serif;color:var(--own);background:none;border:1px solid var(--line);border-radius:5px;padding:1px 8px;
 cursor:pointer}button:hover{border-color:var(--own)}
+@media(max-width:700px){.bars{grid-template-columns:1fr 84px}.label{grid-column:1/3;margin-bottom:-6px}.bars>div:empty{display:none}
+table{min-width:880px}}
 .nothing{color:var(--bad);font-weight:600;margin:0}
 ul{margin:4px 0 12px;padding-left:20px}
 #tip{position:fixed;z-index:2;pointer-events:none;background:var(--panel);border:1px solid var(--line);border-radius:7px;padding:8px 11px;

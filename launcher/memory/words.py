@@ -136,3 +136,8 @@ def as_written(rung: Any, ladder: Any) -> bool:
 def is_best(rung: Any, ladder: Any) -> bool:
     """Whether the rung is the fastest that fits."""
     return ladder.best is not None and (rung is ladder.best or rung.overrides == ladder.best.overrides)
+
+
+def nothing_fits(ladder: Any) -> bool:
+    """Whether the ladder was looked through for a device, and nothing in it fits; where no memory is known, nothing is said."""
+    return ladder.best is None and ladder.asked.plan.fits is False

@@ -86,6 +86,28 @@ def test_without_gpus_it_is_only_noted(monkeypatch):
     assert bad(gpu_findings([], expected=4)) == ["GPUs: 0 of 4 are there"]
 
 
+def test_without_nvidia_smi_or_with_parts_of_gpus_torch_is_believed(smi):
+    assert read_gpus("MIG-7a3b") == []
+    (found,) = gpu_findings([], expected=1, seen=["NVIDIA H100 MIG 3g.40gb"])
+    assert found.state == "note"
+    assert "is not known" in found.text
+    assert bad(gpu_findings([], expected=8, seen=["H100"] * 7)) == ["GPUs: 7 of 8 are there"]
+
+
+def test_a_whole_examination_of_this_node(monkeypatch, tmp_path):
+    monkeypatch.setattr(health, "torch_sees", lambda: {"torch": "2.13.0", "cuda": None, "nccl": None, "gpus": [], "error": None})
+    findings, versions = health.examine(expected_gpus=None, ranks=2, runs=tmp_path, shared=tmp_path, port=0, visible=None)
+    assert [finding.name for finding in findings if finding.name in ("GPUs", "torch", "host memory", "cores", "network")]
+    assert versions["torch"] == "2.13.0"
+
+    def hangs(*arguments):
+        raise TimeoutError("nvidia-smi did not answer within 30 s")
+
+    monkeypatch.setattr(health, "nvidia_smi", hangs)
+    findings, _ = health.examine(expected_gpus=None, ranks=2, runs=tmp_path, shared=None, port=0, visible=None)
+    assert "GPUs: nvidia-smi did not answer within 30 s: the driver hangs, reboot the node" in bad(findings)
+
+
 def test_software(smi):
     gpus = read_gpus(None)
     sees = {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.28.9", "gpus": ["H100"] * 8, "error": None}
