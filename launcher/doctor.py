@@ -151,25 +151,26 @@ def clock_offsets(ranks: DataParallel, *, now: Callable[[], float] = time.time) 
     return [statistics.median(read[rank] for read in reads) for rank in range(ranks.size)]
 
 
-def sees_shared(folder: Path, ranks: DataParallel, *, first_of_node: bool) -> str | None:
-    """None: a file that rank 0 writes is there for this node within some seconds; else what is wrong."""
-    name: list[Any] = [f".launcher-doctor-{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(name, src=0, group=ranks.group)
-    file, problem = folder / name[0], None
+def sees_shared(folder: Path, ranks: DataParallel, *, first_of_node: bool, seconds: float = 10.0) -> str | None:
+    """None: a file that rank 0 writes is seen by this node within some seconds; else what is wrong."""
+    told: list[Any] = [f".launcher-doctor-{uuid.uuid4().hex}", None]
     if ranks.rank == 0:
         try:
-            file.write_text("seen")
+            (folder / told[0]).write_text("seen")
         except OSError as error:
-            problem = f"{folder} cannot be written to: {error.strerror}"
-    dist.barrier(group=ranks.group)
-    if first_of_node and problem is None:
-        deadline = time.monotonic() + 10
+            told[1] = f"{folder} cannot be written to: {error.strerror}"
+    dist.broadcast_object_list(told, src=0, group=ranks.group)
+    file, problem = folder / told[0], None
+    if told[1] is not None:
+        return told[1] if ranks.rank == 0 else None
+    if first_of_node:
+        deadline = time.monotonic() + seconds
         while not file.exists() and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 os.listdir(folder)  # a network file system may know from before that there is no such file
             time.sleep(0.1)
         if not file.exists():
-            problem = f"{folder}: what another node writes there is not seen within 10 s; is it a local disk?"
+            problem = f"{folder}: what another node writes there is not seen within {seconds:.0f} s; is it a local disk?"
     dist.barrier(group=ranks.group)
     if ranks.rank == 0:
         file.unlink(missing_ok=True)

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     with contextlib.suppress(RecipeError):  # started by srun without torchrun: each looks at its own machine
         environment = read_environment()
     if environment is not None and environment.torchrun:
-        report: Report = importlib.import_module("launcher.doctor").run(node=node, shared=shared)
+        report: Report = importlib.import_module("launcher.doctor").run(node=node | {"ranks": environment.local_world_size}, shared=shared)
         if environment.main:
             print_findings(report.findings, hosts=report.nodes > 1)
             print_rates(report)

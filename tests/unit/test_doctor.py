@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,22 @@ def test_ranks_that_are_alike_are_fit():
     assert [f.state for f in doctor.judge(told(rank4={"offset": 1.0}), cpu=False)] == ["warning"]
     slow_core = told(rank5={"figures": {"half_flops": 1e12}})
     assert {f.state for f in doctor.judge(slow_core, cpu=True)} == {"warning", "good"}
+
+
+def test_a_shared_folder_that_is_not_shared_is_seen(monkeypatch, tmp_path):
+    name = [".launcher-doctor-1", None]
+    monkeypatch.setattr(doctor.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(doctor.dist, "broadcast_object_list", lambda told, src, group: told.__setitem__(slice(None), name))
+    other = types.SimpleNamespace(rank=1, group=None)
+    assert "is it a local disk?" in doctor.sees_shared(tmp_path, other, first_of_node=True, seconds=0.1)
+    assert doctor.sees_shared(tmp_path, other, first_of_node=False, seconds=0.1) is None
+    (tmp_path / name[0]).write_text("seen")
+    assert doctor.sees_shared(tmp_path, other, first_of_node=True, seconds=0.1) is None
+    monkeypatch.setattr(doctor.dist, "broadcast_object_list", lambda told, src, group: None)
+    main = types.SimpleNamespace(rank=0, group=None)
+    assert "cannot be written to: No such file" in doctor.sees_shared(tmp_path / "none", main, first_of_node=True)
+    assert doctor.sees_shared(tmp_path, main, first_of_node=True) is None
+    assert [file.name for file in tmp_path.iterdir()] == [name[0]]  # its own is taken away
 
 
 def test_rates_are_those_of_the_slowest_rank():
