@@ -391,7 +391,8 @@ tr.best td{font-weight:600}tr.bad td{color:var(--dim)}
 code{font:12.5px/1.5 ui-monospace,"SF Mono",Menlo,"DejaVu Sans Mono",monospace;font-weight:400;overflow-wrap:anywhere}
 button{font:12px system-ui,sans-serif;color:var(--own);background:none;border:1px solid var(--line);border-radius:5px;padding:1px 8px;
 cursor:pointer}button:hover{border-color:var(--own)}
-@media(max-width:700px){.bars{grid-template-columns:1fr 84px}.label{grid-column:1/3;margin-bottom:-6px}.bar u{top:0;bottom:0}.bars>div:empty{display:none}
+@media(max-width:700px){.bars{grid-template-columns:1fr 84px}.label{grid-column:1/3;margin-bottom:-6px}.bar u{top:0;bottom:0}
+.bars>div:empty{display:none}
 table{min-width:880px}}
 .nothing{color:var(--bad);font-weight:600;margin:0}
 ul{margin:4px 0 12px;padding-left:20px}
