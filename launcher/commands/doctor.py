@@ -23,7 +23,6 @@ import dataclasses
 import importlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -117,7 +116,6 @@ def measured(ranks: int, report: Report) -> Report:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
         )
         hung = False
         try:
@@ -126,8 +124,10 @@ def measured(ranks: int, report: Report) -> Report:
             hung, printed = True, ""
         finally:
             if process.poll() is None:  # too late, or the user has had enough
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                process.terminate()  # the agent ends its workers, which stand in sessions of their own, within 30 s
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(45)
+                process.kill()
                 process.wait()
         if told.exists() and not hung:
             found = json.loads(told.read_text())

@@ -22,10 +22,13 @@ Needs no GPU and no weights. Options, besides overrides of the recipe:
         host                      of one node: processes, offload, workers, staging, total, spare
         checkpoint                bytes, kept (at once)
         notes                     [text]
+        verified                  null, or true (whether the plan held), and compared [{what, planned, measured}]
         ladder                    null, or considered, best (index into rungs; null: nothing fits), remedies [text], and
                                   rungs, fastest first: [{overrides [text], strategy, micro_batch_size, fits, as_written, needed,
                                   host, seconds {forward, ..., total}, tokens_per_second}]
     html                   a file: the same as a page to look at
+    verify                 train three steps here, with random weights and made-up data, and print what was measured beside the
+                           plan; without the ladder. Exit status 3 where the peak is off by over 10 %
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.commands.options import count, read_options, size, truth, word
-from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
+from launcher.commands.verifying import TOLERANCE, compared, is_true
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, RecipeError, TrainingError
 from launcher.memory.components import COMPONENTS, Components, Moment
 from launcher.memory.machine import Machine
 from launcher.memory.plan import Plan
@@ -75,6 +79,7 @@ OPTIONS = {
     "ladder": truth,
     "json": truth,
     "html": word,
+    "verify": truth,
 }
 
 COLOURS = {
@@ -114,27 +119,66 @@ def main(arguments: Sequence[str]) -> int:
     recipe = loaded.recipe
     rates = importlib.import_module("launcher.memory.rates")
     overrides = None if options.get("rates") is None else rates.read_rates(Path(options["rates"]))
+    verify = options.get("verify", False)
     machine = rates.known_machine(
         gpu, nodes=nodes, gpus_per_node=gpus, memory=memory, host_memory=options.get("host_memory"), overrides=overrides
     )
+    if verify:
+        _can_verify(machine)
     quiet = options.get("json", False)
     with _progress("tracing a step", shown=not quiet):
         make_plan = importlib.import_module("launcher.memory.planning").make_plan
         plan = make_plan(recipe, machine)
     ladder = None
-    if options.get("ladder", True):
+    if options.get("ladder", not verify):
         with _progress("looking for what is faster", shown=not quiet):
             ladder = importlib.import_module("launcher.memory.ladder").make_ladder(recipe, machine, plan_of=make_plan)
     plan = dataclasses.replace(plan, notes=(*notes, *plan.notes))
     if page is not None:
         page.write_text(importlib.import_module("launcher.memory.page").render_page(recipe, plan, ladder), encoding="utf-8")
-    if quiet:
-        print(json.dumps(as_json(recipe, plan, ladder), indent=1))
-    else:
+    measured = None
+    if not quiet:
         show(lines(recipe, plan, ladder))
         if page is not None:
             print(f"\nwritten: {page}")
-    return EXIT_NO if plan.fits is False else EXIT_DONE
+    if verify:
+        try:
+            with _progress("training three steps", shown=not quiet):
+                (measured,) = importlib.import_module("launcher.measuring").measure([rest], ranks=machine.ranks)
+        except TrainingError as error:
+            print(error, file=sys.stderr)
+            return EXIT_FAILED
+        if not quiet:
+            show([[], *verdict(plan, measured)])
+    if quiet:
+        print(json.dumps(as_json(recipe, plan, ladder, measured), indent=1))
+    return EXIT_NO if plan.fits is False or (measured is not None and not is_true(plan, measured)) else EXIT_DONE
+
+
+def _can_verify(machine: Machine) -> None:
+    here = gpus_here()
+    if machine.nodes > 1:
+        raise RecipeError("command line: verify: trains on this node alone; leave out nodes")
+    if machine.device == "cuda" and (here is None or here[2] < machine.gpus_per_node):
+        there = "no GPU" if here is None else f"{here[2]} GPUs"
+        ranks = machine.gpus_per_node
+        raise RecipeError(f"command line: verify: there is {there} here for {ranks} ranks; give gpus_per_node, or gpu=cpu")
+
+
+def verdict(plan: Plan, measured: Any) -> Iterator[Line]:
+    """What was planned beside what was measured."""
+    yield [("Planned and measured", "bold"), (": one rank, in a step once training is under way", "")]
+    yield [(f"  {'':<22}{'planned':>11}{'measured':>12}{'plan is':>13}", "dim")]
+    for what, planned, found in compared(plan, measured):
+        off = (planned - found) / found if found else float(planned > 0)
+        words = "the same" if abs(off) < 0.0005 else f"{abs(off):.1%} {'over' if off > 0 else 'under'}"
+        style = "yellow" if abs(off) > TOLERANCE else ""
+        line = f"  {what:<22}{bytes_as_text(planned):>11}{bytes_as_text(found):>12}"
+        yield [(line, "bold" if what == "peak" else ""), (f"{words:>13}", style)]
+    if is_true(plan, measured):
+        yield [("The plan holds", "bold green"), (f": its peak is within {TOLERANCE:.0%} of what was measured", "")]
+    else:
+        yield [("The plan does not hold", "bold red"), (": please report the recipe and this table", "")]
 
 
 def gpus_here() -> tuple[str, int, int] | None:
@@ -356,7 +400,7 @@ def _moment(moment: Moment) -> dict[str, Any]:
     }
 
 
-def as_json(recipe: Recipe, plan: Plan, ladder: Any) -> dict[str, Any]:
+def as_json(recipe: Recipe, plan: Plan, ladder: Any, measured: Any = None) -> dict[str, Any]:
     """What `--json` prints; the head of this file names the keys."""
     machine, step = plan.machine, plan.step
     rungs = [] if ladder is None else rungs_of(ladder)
@@ -380,6 +424,12 @@ def as_json(recipe: Recipe, plan: Plan, ladder: Any) -> dict[str, Any]:
         "host": dataclasses.asdict(plan.host) | {"total": plan.host.total, "spare": plan.host_spare},
         "checkpoint": {"bytes": plan.checkpoint_bytes, "kept": plan.checkpoints},
         "notes": list(plan.notes),
+        "verified": None
+        if measured is None
+        else {
+            "true": is_true(plan, measured),
+            "compared": [{"what": what, "planned": planned, "measured": found} for what, planned, found in compared(plan, measured)],
+        },
         "ladder": None
         if ladder is None
         else {

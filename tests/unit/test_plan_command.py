@@ -216,3 +216,65 @@ def test_the_gpus_that_are_here_are_planned_for(faked, monkeypatch, capsys):
     assert settings["memory"] == 140 * GIB
     assert settings["host_memory"] == 1024**4
     assert settings["overrides"] == "rates of r.json"
+
+
+def measured_like(plan, scale=1.0, **changes):
+    step = plan.step
+    found = {
+        "peak": step.peak.components.total,
+        "phases": {phase: moment.components.total for phase, moment in step.phases.items()},
+        "parameters": step.held.parameters,
+        "gradients": step.phases["optimizer"].components.gradients,
+        "optimizer": step.held.optimizer,
+        "gathered": step.after_forward.gathered,
+        "activations": step.after_forward.activations,
+        "logits": step.after_forward.logits,
+        "reserved": None,
+        "context": None,
+    } | changes
+    return types.SimpleNamespace(**found | {"peak": int(found["peak"] * scale)})
+
+
+def test_what_was_measured_stands_beside_the_plan():
+    plan = made_plan()
+    text = ["".join(piece for piece, _ in line) for line in command.verdict(plan, measured_like(plan))]
+    assert sum(line.endswith("the same") for line in text) == 10
+    assert text[-1].startswith("The plan holds")
+    off = command.verdict(plan, measured_like(plan, scale=1.2, activations=10 * GIB))
+    text = ["".join(piece for piece, _ in line) for line in off]
+    assert any(line.split() == ["activations", "18.0", "GiB", "10.0", "GiB", "80.0%", "over"] for line in text)
+    assert any(line.split() == ["peak", "43.6", "GiB", "52.3", "GiB", "16.7%", "under"] for line in text)
+    assert text[-1].startswith("The plan does not hold")
+    more_than_margin = measured_like(plan, reserved=plan.step.peak.components.total + plan.margin + 1)
+    assert not command.is_true(plan, more_than_margin)
+    # What cannot be told from activations is compared with them
+    rows = {what: said for what, said, _ in command.compared(plan, measured_like(plan, gathered=None, logits=None))}
+    after = plan.step.after_forward
+    assert rows["activations"] == after.activations + after.gathered + after.logits
+    assert "gathered weights" not in rows
+
+
+def test_verify_trains_here_and_judges(faked, monkeypatch, capsys):
+    asked = []
+
+    def measure(recipes, *, ranks):
+        asked.append((recipes, ranks))
+        return [measured_like(faked.plan, scale=faked.scale)]
+
+    real = command.importlib.import_module
+    measuring = types.SimpleNamespace(measure=measure)
+    stand_in = types.SimpleNamespace(import_module=lambda name: measuring if name == "launcher.measuring" else real(name))
+    monkeypatch.setattr(command, "importlib", stand_in)
+    words = ["recipe=x.yaml", "gpu=h100", "gpus_per_node=8", "--verify"]
+    assert cli.main(["plan", *words]) == 2
+    assert "verify: there is no GPU here for 8 ranks" in capsys.readouterr().err
+    monkeypatch.setattr(command, "gpus_here", lambda: ("NVIDIA H100", 80 * GIB, 8))
+    for faked.scale, status in ((1.05, 0), (1.2, 3)):
+        assert cli.main(["plan", *words]) == status
+    assert asked[0] == ([["recipe=x.yaml"]], 8)
+    assert faked.ladder == 0
+    capsys.readouterr()
+    assert cli.main(["plan", *words, "--json"]) == 3
+    verified = json.loads(capsys.readouterr().out)["verified"]
+    assert verified["true"] is False
+    assert verified["compared"][-1]["what"] == "peak"
