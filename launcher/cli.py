@@ -14,14 +14,21 @@ from launcher.recipe.find import recipe_folders
 VERBS = {
     "inspect": "decoded samples as the model will see them: what carries loss, what is cut, how long documents are",
     "show": "the resolved recipe, each value with where it came from",
+    "plan": "will it fit: memory of a rank by component, and the ladder of strategies with the fastest that fits",
     "prepare": "on a node with network: fetch model and data, tokenize into the cache",
     "export": "the weights of a run as a Hugging Face folder, in another dtype, an adapter merged",
     "status": "how a run stands: step, loss, checkpoint, restarts and why, time lost; a folder of runs gives a table",
+    "doctor": "is this machine, node or allocation fit to train, and how fast: GPUs, limits, disks, clocks, links",
     "selftest": "the same losses over strategies, accumulation and ranks, on your recipe and machine",
 }
 
 
-TAKES = {"export": "RUN_DIR OUT [dtype=] [merged=]", "status": "RUN_DIR"}
+TAKES = {
+    "doctor": "[ranks=] [json=] [shared=] [--node]",
+    "export": "RUN_DIR OUT [dtype=] [merged=]",
+    "plan": "recipe=NAME gpu=h100 [nodes= ...]",
+    "status": "RUN_DIR",
+}
 """What a verb takes where it is not a recipe."""
 
 
@@ -30,7 +37,7 @@ def usage() -> str:
     width = max(map(len, VERBS))
     shipped = ", ".join(sorted({file.stem for folder in recipe_folders() for file in folder.glob("*.yaml")}))
     verbs = "\n".join(
-        f"  launcher {verb:<{width}} {TAKES.get(verb, 'recipe=NAME [key=value ...]'):<31} {what}" for verb, what in VERBS.items()
+        f"  launcher {verb:<{width}} {TAKES.get(verb, 'recipe=NAME [key=value ...]'):<35} {what}" for verb, what in VERBS.items()
     )
     return (
         f"launcher {__version__}\n\n"

@@ -52,7 +52,10 @@ MAY_IMPORT = {
         "strategies",
     },
     "assembly": {"data", "evaluation", "loop", "model", "optimizer", "processes", "recipe", "strategies"},
-    "memory": {"assembly", "data", "errors", "hardware", "loop", "loss", "model", "optimizer", "processes", "recipe", "strategies"},
+    "memory": {
+        *("assembly", "data", "errors", "hardware", "hub", "loop", "loss", "metrics", "model", "optimizer", "processes", "recipe"),
+        "strategies",
+    },
     "measuring": {"assembly", "data", "environment", "errors", "loop", "model", "optimizer", "processes", "recipe", "strategies"},
     "pipeline": {
         *("assembly", "data", "environment", "errors", "failures", "keeper", "processes", "profiling", "recipe", "reporting"),
@@ -60,7 +63,12 @@ MAY_IMPORT = {
     },
     "selftest": {"assembly", "environment", "errors", "failures", "hub", "processes", "recipe"},
     "train": {"environment", "errors", "failures", "pipeline", "recipe", "resume", "run_folder"},
-    "commands": {"batching", "checkpoints", "data", "errors", "hub", "metrics", "model", "ownership", "recipe", "run_folder"},
+    "health": {"metrics"},
+    "doctor": {"environment", "errors", "failures", "health", "processes"},
+    "commands": {
+        *("batching", "checkpoints", "data", "environment", "errors", "health", "hub", "memory", "metrics", "model", "ownership"),
+        *("recipe", "run_folder"),
+    },
     "cli": {"__version__", "errors", "recipe"},
 }
 
@@ -107,7 +115,7 @@ def test_no_module_shadows_the_standard_library_where_torchrun_could_see_it():
 def test_what_checks_a_recipe_imports_nothing_heavy():
     code = (
         "import sys, json, launcher.train, launcher.cli, launcher.commands.show, launcher.commands.selftest, launcher.commands.export,"
-        "launcher.commands.prepare, launcher.commands.status;"
+        "launcher.commands.prepare, launcher.commands.status, launcher.commands.plan, launcher.commands.doctor;"
         "print(json.dumps([m for m in ('torch', 'transformers', 'numpy', 'wandb', 'rich') if m in sys.modules]))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=60).stdout

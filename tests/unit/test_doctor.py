@@ -1,0 +1,320 @@
+"""`launcher doctor`: what it makes of machines that are not there. `tests/distributed/test_doctor.py` measures a real one."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from launcher import cli, doctor, health
+from launcher.commands import doctor as command
+from launcher.health import GIB, Finding, Report, gpu_findings, host_findings, place_findings, read_gpus, software_findings, unlike
+
+BASIC = "--query-gpu=index,uuid,name,driver_version,memory.total,memory.used"
+EIGHT = "\n".join(f"{i}, GPU-{i}abc, NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4" for i in range(8))
+HEALTHY = {
+    BASIC: EIGHT,
+    "--query-gpu=index,ecc.errors.uncorrected.volatile.total": "\n".join(f"{i}, 0" for i in range(8)),
+    "--query-gpu=index,remapped_rows.pending": "\n".join(f"{i}, No" for i in range(8)),
+    "--query-gpu=index,remapped_rows.failure": "\n".join(f"{i}, No" for i in range(8)),
+    "--query-gpu=index,clocks_throttle_reasons.hw_thermal_slowdown": "\n".join(f"{i}, Not Active" for i in range(8)),
+    "--query-gpu=index,temperature.gpu": "\n".join(f"{i}, {30 + i}" for i in range(8)),
+    "--query-compute-apps=gpu_uuid,pid,process_name": "",
+}
+
+
+@pytest.fixture
+def smi(monkeypatch):
+    """nvidia-smi, saying what `answers` holds; what it does not know it does not answer."""
+    answers = dict(HEALTHY)
+    monkeypatch.setattr(health, "nvidia_smi", lambda *arguments: answers.get(arguments[0]))
+    return answers
+
+
+def bad(findings):
+    return [f"{finding.name}: {finding.text}" for finding in findings if finding.state == "bad"]
+
+
+def test_healthy_gpus(smi):
+    gpus = read_gpus(None)
+    assert [gpu.index for gpu in gpus] == list(range(8))
+    assert gpus[0].memory == 81559 * 1024**2
+    assert gpus[0].thermal_slowdown is False  # by the older of its two names
+    assert gpus[0].power_brake is None
+    findings = list(gpu_findings(gpus, expected=8))
+    assert [finding.state for finding in findings] == ["good", "good"]
+    assert findings[0].text == "8 x NVIDIA H100 80GB HBM3 of 79.6 GiB, driver 570.86.15"
+    assert "at most 37 C" in findings[1].text
+
+
+@pytest.mark.parametrize(
+    ("query", "answer", "said"),
+    [
+        (BASIC, EIGHT.replace("81559, 4", "81559, 41000", 1), "GPU 0: not free: 40.0 GiB of 79.6 GiB in use, by no process that can"),
+        ("--query-compute-apps=gpu_uuid,pid,process_name", "GPU-3abc, 4242, /usr/bin/python3", "GPU 3: not free: 4.0 MiB of 79.6 GiB"),
+        ("--query-gpu=index,ecc.errors.uncorrected.volatile.total", "5, 2", "GPU 5: 2 uncorrected memory errors"),
+        ("--query-gpu=index,remapped_rows.pending", "6, Yes", "GPU 6: a broken row of its memory waits to be remapped"),
+        ("--query-gpu=index,remapped_rows.failure", "6, Yes", "GPU 6: a broken row of its memory could not be remapped"),
+        ("--query-gpu=index,clocks_event_reasons.hw_thermal_slowdown", "1, Active", "GPU 1: slowed down by heat at 31 C"),
+        (BASIC, "\n".join(EIGHT.splitlines()[:7]), "GPUs: 7 of 8 are there"),
+    ],
+)
+def test_a_gpu_that_is_not_fit_is_named(smi, query, answer, said):
+    smi[query] = answer
+    found = bad(gpu_findings(read_gpus(None), expected=8))
+    assert len(found) == 1
+    assert found[0].startswith(said)
+
+
+def test_what_a_gpu_does_not_know_is_not_held_against_it(smi):
+    for query in smi:
+        if query != BASIC:
+            smi[query] = "\n".join(f"{i}, [N/A]" for i in range(8))
+    assert bad(gpu_findings(read_gpus(None), expected=8)) == []
+
+
+def test_only_gpus_that_were_given_count(smi):
+    smi[BASIC] = EIGHT.replace("81559, 4", "81559, 70000", 1)
+    assert [gpu.index for gpu in read_gpus("2,GPU-5abc")] == [2, 5]
+    assert bad(gpu_findings(read_gpus("2,5"), expected=2)) == []
+    assert read_gpus("") == []
+
+
+def test_without_gpus_it_is_only_noted(monkeypatch):
+    monkeypatch.setattr(health, "nvidia_smi", lambda *arguments: None)
+    assert [finding.state for finding in gpu_findings(read_gpus(None), expected=None)] == ["note"]
+    assert bad(gpu_findings([], expected=4)) == ["GPUs: 0 of 4 are there"]
+
+
+def test_without_nvidia_smi_or_with_parts_of_gpus_torch_is_believed(smi):
+    assert read_gpus("MIG-7a3b") == []
+    (found,) = gpu_findings([], expected=1, seen=["NVIDIA H100 MIG 3g.40gb"])
+    assert found.state == "note"
+    assert "is not known" in found.text
+    assert bad(gpu_findings([], expected=8, seen=["H100"] * 7)) == ["GPUs: 7 of 8 are there"]
+
+
+def test_a_whole_examination_of_this_node(monkeypatch, tmp_path):
+    monkeypatch.setattr(health, "torch_sees", lambda: {"torch": "2.13.0", "cuda": None, "nccl": None, "gpus": [], "error": None})
+    findings, versions = health.examine(expected_gpus=None, ranks=2, runs=tmp_path, shared=tmp_path, port=0, visible=None)
+    assert [finding.name for finding in findings if finding.name in ("GPUs", "torch", "host memory", "cores", "network")]
+    assert versions["torch"] == "2.13.0"
+
+    def hangs(*arguments):
+        raise TimeoutError("nvidia-smi did not answer within 30 s")
+
+    monkeypatch.setattr(health, "nvidia_smi", hangs)
+    findings, _ = health.examine(expected_gpus=None, ranks=2, runs=tmp_path, shared=None, port=0, visible=None)
+    assert "GPUs: nvidia-smi did not answer within 30 s: the driver hangs, reboot the node" in bad(findings)
+
+
+def test_software(smi):
+    gpus = read_gpus(None)
+    sees = {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.28.9", "gpus": ["H100"] * 8, "error": None}
+    (finding,) = software_findings(sees, gpus)
+    assert finding.state == "good"
+    assert "2.13.0, CUDA 13.0, NCCL 2.28.9, Python 3." in finding.text
+    assert bad(software_findings(sees | {"gpus": ["H100"] * 7}, gpus))[0].startswith("torch: 2.13.0 computes on 7 of 8 GPUs")
+    assert "built without CUDA" in bad(software_findings(sees | {"gpus": [], "cuda": None}, gpus))[0]
+    assert bad(software_findings({"torch": None, "gpus": [], "error": "torch cannot be imported"}, [])) == [
+        "torch: torch cannot be imported"
+    ]
+
+
+def test_what_hangs_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(health, "TORCH_SECONDS", 0.2)
+    monkeypatch.setattr(health, "_TORCH", "import time; time.sleep(30)")
+    assert health.torch_sees()["error"].startswith("torch did not start within")
+    with pytest.raises(TimeoutError, match=r"did not answer within 0 s"):
+        health.ask([sys.executable, "-c", "import time; time.sleep(30)"], seconds=0.2)
+
+
+@pytest.mark.parametrize(
+    ("probe", "answer", "state", "said"),
+    [
+        ("host_memory", (100 * GIB, 90 * GIB), "good", "90.0 GiB of 100.0 GiB available"),
+        ("host_memory", (100 * GIB, 20 * GIB), "warning", "20.0 GiB of 100.0 GiB"),
+        ("host_memory", (100 * GIB, GIB // 2), "bad", "512.0 MiB of 100.0 GiB"),
+        ("cores", 4, "warning", "4, fewer than 8 ranks"),
+        ("free_bytes", 40 * 1024**2, "bad", "--shm-size=8g"),
+        ("open_files", 1024, "warning", "ulimit -n"),
+        ("open_files", 128, "bad", "ulimit -n"),
+        ("locked_memory", 8 * 1024**2, "bad", "ulimit -l unlimited"),
+    ],
+)
+def test_the_host(monkeypatch, probe, answer, state, said):
+    monkeypatch.setattr(health, "has_infiniband", lambda: True)
+    for name, good in (("host_memory", (100 * GIB, 90 * GIB)), ("cores", 64), ("free_bytes", 50 * GIB), ("open_files", 65536)):
+        monkeypatch.setattr(health, name, lambda *_, good=good: good)
+    monkeypatch.setattr(health, "locked_memory", lambda: None)
+    monkeypatch.setattr(health, probe, lambda *_: answer)
+    findings = list(host_findings(ranks=8))
+    odd = [finding for finding in findings if finding.state != "good"] or findings
+    assert odd[0].state == state
+    assert said in odd[0].text
+    assert len(odd) == (len(findings) if state == "good" else 1)
+
+
+def test_disks_and_ports(monkeypatch, tmp_path):
+    assert bad(place_findings(runs=tmp_path / "not/there/yet", shared=tmp_path, port=0)) == []
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(health, "can_listen", lambda port: f"port {port} cannot be listened on: Address already in use")
+    monkeypatch.setattr(health, "free_bytes", lambda folder: 1000)
+    found = bad(place_findings(runs=Path("runs"), shared=tmp_path / "none", port=29500))
+    assert found[0] == "disk of runs: 1000 bytes free for runs"
+    assert found[1].endswith("none: No such file or directory")
+    assert found[2] == "network: port 29500 cannot be listened on: Address already in use"
+
+
+def test_a_taken_port_is_seen():
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        assert "cannot be listened on" in health.can_listen(taken.getsockname()[1])
+
+
+def test_nodes_with_other_versions_are_named():
+    hosts = {f"n{i}": {"torch": "2.13.0", "driver": "570"} for i in range(3)} | {"n3": {"torch": "2.13.0", "driver": "550"}}
+    (finding,) = unlike(hosts)
+    assert (finding.host, finding.text) == ("n3", "driver 550, but 570 on 3 of 4 nodes")
+
+
+def told(**changes):
+    """What eight ranks on four hosts found; changes by rank: `rank2={...}`."""
+    found = []
+    for rank in range(8):
+        figures = {"half_flops": 600e12, "float32_flops": 3e14, "memory_bandwidth": 2.6e12, "host_bandwidth": 5e10, "host_adamw": 1e9}
+        figures |= {
+            "within_node": {"all_gather": 3e11, "all_reduce": 2.8e11},
+            "across_nodes": {"all_gather": 4e10, "all_reduce": 5e10},
+            "link": 4e10,
+        }
+        mine = {"host": f"n{rank // 2}", "gpu": rank % 2, "offset": 0.0, "shared": None, "right": True, "figures": figures}
+        change = changes.get(f"rank{rank}", {})
+        figures |= change.pop("figures", {})
+        found.append(mine | change)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "host", "said"),
+    [
+        ({"rank5": {"figures": {"half_flops": 300e12}}}, "n2", "GPU 1 (rank 5) computes at 50% of the median rank"),
+        ({"rank2": {"figures": {"host_bandwidth": 1e10}}}, "n1", "GPU 0 (rank 2) copies to and from the host at 20%"),
+        ({"rank6": {"figures": {"link": 1e10}}}, "n3", "its links to other nodes run at 25% of the median node's 40 GB/s"),
+        ({"rank1": {"figures": {"within_node": {"all_gather": 1e10, "all_reduce": 3e11}}}}, "n0", "collectives among its ranks run at 3%"),
+        ({"rank4": {"offset": -9.0}, "rank5": {"offset": -9.0}}, "n2", "9 s behind n0's"),
+        ({"rank4": {"shared": "/x: is not seen"}}, "n2", "/x: is not seen"),
+        ({"rank3": {"right": False}}, "n1", "gives a wrong sum"),
+    ],
+)
+def test_the_node_that_holds_others_up_is_named(changes, host, said):
+    found = [finding for finding in doctor.judge(told(**changes), cpu=False) if finding.state == "bad"]
+    assert [finding.host for finding in found] == [host]
+    assert found[0].text.startswith(said)
+
+
+def test_ranks_that_are_alike_are_fit():
+    assert [finding.state for finding in doctor.judge(told(), cpu=False)] == ["good"]
+    assert [f.state for f in doctor.judge(told(rank4={"offset": 1.0}), cpu=False)] == ["warning"]
+    slow_core = told(rank5={"figures": {"half_flops": 1e12}})
+    assert {f.state for f in doctor.judge(slow_core, cpu=True)} == {"warning", "good"}
+
+
+def test_a_shared_folder_that_is_not_shared_is_seen(monkeypatch, tmp_path):
+    name = [".launcher-doctor-1", None]
+    monkeypatch.setattr(doctor.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(doctor.dist, "broadcast_object_list", lambda told, src, group: told.__setitem__(slice(None), name))
+    other = types.SimpleNamespace(rank=1, group=None)
+    assert "is it a local disk?" in doctor.sees_shared(tmp_path, other, first_of_node=True, seconds=0.1)
+    assert doctor.sees_shared(tmp_path, other, first_of_node=False, seconds=0.1) is None
+    (tmp_path / name[0]).write_text("seen")
+    assert doctor.sees_shared(tmp_path, other, first_of_node=True, seconds=0.1) is None
+    monkeypatch.setattr(doctor.dist, "broadcast_object_list", lambda told, src, group: None)
+    main = types.SimpleNamespace(rank=0, group=None)
+    assert "cannot be written to: No such file" in doctor.sees_shared(tmp_path / "none", main, first_of_node=True)
+    assert doctor.sees_shared(tmp_path, main, first_of_node=True) is None
+    assert [file.name for file in tmp_path.iterdir()] == [name[0]]  # its own is taken away
+
+
+def test_rates_are_those_of_the_slowest_rank():
+    rates = doctor.rates_of(told(rank5={"figures": {"half_flops": 500e12}}), source="here")
+    assert rates["half_flops"] == 500e12
+    assert rates["intra_node_bandwidth"] == 2.8e11
+    assert rates["inter_node_bandwidth"] == 4e10
+    alone = told()
+    for one in alone:
+        one["figures"] |= {"within_node": None, "across_nodes": None, "link": None}
+    assert doctor.rates_of(alone, source="here")["intra_node_bandwidth"] is None
+
+
+def finding(state, text="x", *, host="n1", name="GPU 3"):
+    return Finding(name=name, state=state, text=text, host=host)
+
+
+@pytest.fixture
+def faked(monkeypatch, tmp_path):
+    """`launcher doctor` on a machine whose findings are in the list."""
+    findings = [finding("good", name="torch")]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(health, "examine", lambda **node: (findings, {"torch": "2.13.0", "gpus": 0}))
+
+    def measured(ranks, report):
+        rates = doctor.rates_of(told(), source="here")
+        return Report(**vars(report) | {"rates": rates, "within_node": {"all_gather": 3e11, "all_reduce": 2.8e11}})
+
+    monkeypatch.setattr(command, "measured", measured)
+    return findings
+
+
+def test_a_node_in_one_line(faked, capsys):
+    assert cli.main(["doctor", "--node"]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+    faked += [finding("warning", "slowed down"), finding("bad", "not free: 40.0 GiB in use")]
+    assert cli.main(["doctor", "--node"]) == 3
+    assert capsys.readouterr().out == "n1 unfit: GPU 3: not free: 40.0 GiB in use\n"
+
+
+def test_the_whole_examination(faked, capsys):
+    assert cli.main(["doctor", "ranks=2", "--json", "d.json"]) == 0
+    printed = capsys.readouterr().out
+    assert "  ok    torch  x" in printed
+    assert "600 TFLOP/s" in printed
+    assert "all-gather within a node" in printed
+    assert "Fit to train." in printed
+    written = json.loads(Path("d.json").read_text())
+    assert written["fit"] is True
+    assert written["rates"]["half_flops"] == 600e12
+    faked.append(finding("bad", "not free"))
+    assert cli.main(["doctor"]) == 3
+    assert "Not fit to train: 1 thing is bad" in capsys.readouterr().out
+    assert cli.main(["doctor", "json=no/folder/d.json"]) == 2
+    assert cli.main(["doctor", "recipe=fsdp"]) == 2
+    assert "recipe=fsdp: no option of launcher doctor; there are ranks, json" in capsys.readouterr().err
+
+
+def test_ranks_that_fail_or_hang_are_a_finding(monkeypatch):
+    report = Report(findings=[], device="CPU", nodes=1, ranks_per_node=2, versions={})
+    stand_in = "import sys; print('[rank1]:RuntimeError: NCCL error: remote process exited'); sys.exit(1)"
+    monkeypatch.setattr(command, "WORKER", ["-c", stand_in])
+    assert bad(command.measured(2, report).findings) == ["measuring: the ranks failed: RuntimeError: NCCL error: remote process exited"]
+    monkeypatch.setattr(command, "WORKER", ["-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(command, "MEASURING_SECONDS", 0.3)
+    assert "one of them hangs" in bad(command.measured(2, report).findings)[0]
+
+
+def test_nodes_that_say_the_same_say_it_once(capsys):
+    findings = [finding("good", "2.13", name="torch", host=f"n{i}") for i in range(4)]
+    findings += [finding("good", f"{i}0 GiB", name="disk", host=f"n{i}") for i in range(4)]
+    findings += [finding("warning", "slow", host=f"n{i}") for i in range(2)] + [finding("bad", f"{i} in use", host=f"n{i}") for i in (2, 3)]
+    command.print_findings(findings, hosts=True)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["ok", "all", "nodes", "torch", "2.13"],
+        ["ok", "all", "nodes", "disk", "n0:", "00", "GiB"],
+        ["warn", "2", "nodes", "GPU", "3", "slow"],
+        ["BAD", "n2", "GPU", "3", "2", "in", "use"],
+        ["BAD", "n3", "GPU", "3", "3", "in", "use"],
+    ]

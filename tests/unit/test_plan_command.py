@@ -1,0 +1,280 @@
+"""`launcher plan`: options, what is printed, the exit status. The numbers are made by hand (`made_plan.py`)."""
+
+import dataclasses
+import itertools
+import json
+import re
+import types
+
+import pytest
+
+from launcher import cli
+from launcher.commands import plan as command
+from launcher.commands.options import count, read_options, size, truth, word
+from launcher.errors import RecipeError
+from launcher.memory.components import COMPONENTS
+from launcher.memory.words import NAMES, batch_in_words, disagreement, strategy_in_words, where
+from tests.unit.made_plan import GIB, RECIPE, machine, made_ladder, made_plan
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("80GiB", 80 * 1024**3),
+        ("81920MiB", 80 * 1024**3),
+        ("80GB", 80 * 1000**3),
+        ("1.5TiB", 3 * 1024**4 // 2),
+        ("80gib", 80 * 1024**3),
+        ("512 KiB", 512 * 1024),
+    ],
+)
+def test_sizes(text, expected):
+    assert size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["80", "80G", "GiB", "-1GiB", "0GiB", "80GiBs", "1e3GiB", "", "80 GiB GiB"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="such as 80GiB"):
+        size(text)
+
+
+KNOWN = {"nodes": count, "html": word, "json": truth, "gpu_memory": size}
+
+
+def test_options_of_both_styles():
+    arguments = ["recipe=x", "nodes=2", "--gpu-memory", "80GiB", "--html=a.html", "--json", "run.name=b", "data.cache=null"]
+    found, rest = read_options("launcher plan", arguments, KNOWN)
+    assert found == {"nodes": 2, "gpu_memory": 80 * GIB, "html": "a.html", "json": True}
+    assert rest == ["recipe=x", "run.name=b", "data.cache=null"]
+    assert read_options("launcher plan", ["json=false", "html=b"], KNOWN) == ({"json": False, "html": "b"}, [])
+
+
+def test_all_that_is_wrong_with_options_is_told_at_once():
+    with pytest.raises(RecipeError) as caught:
+        read_options("launcher plan", ["gpu_memry=80GiB", "--jsn", "nodes=0", "html", "oops", "nodes=1", "nodes=2", "--html"], KNOWN)
+    assert [problem.split("; there are")[0] for problem in caught.value.problems] == [
+        "command line: gpu_memry=80GiB: no option of launcher plan; did you mean gpu_memory?",
+        "command line: --jsn: no option of launcher plan; did you mean json?",
+        "command line: nodes=0: must be a whole number, at least 1",
+        "command line: html: has no value; write html=...",
+        "command line: oops: no option of launcher plan",
+        "command line: nodes=2: was given twice",
+        "command line: --html: has no value; write --html VALUE",
+    ]
+
+
+def printed(plan, ladder=None, recipe=RECIPE):
+    return ["".join(piece for piece, _ in line).rstrip() for line in command.lines(recipe, plan, ladder)]
+
+
+def test_a_plan_in_words():
+    text = printed(made_plan(host_memory=200 * GIB, notes=("the loss is counted by arithmetic",)))
+    assert text[0] == "llama_3_1_8b on 1 node x 8 H100 of 80.0 GiB, 200.0 GiB host memory a node"
+    assert text[1] == "fsdp, bf16"
+    assert text[2] == "4 sequences of 4,096 tokens x 2 micro-batches x 8 ranks = 64 a step"
+    assert "One GPU holds most in the backward pass of model.layers.31, micro-batch 2 of 2" in text
+    for name in NAMES.values():
+        assert any(line.startswith(f"  {name} ") for line in text), name
+    assert any("needed                   46.9 GiB  fits: 33.1 GiB of 80.0 GiB to spare (41%)" in line for line in text)
+    assert any("host memory a node" in line and "104.0 GiB" in line and "96.0 GiB to spare" in line for line in text)
+    assert any("90.0 GiB, 3 at once: 270.0 GiB" in line for line in text)
+    assert "note: the loss is counted by arithmetic" in text
+    assert max(map(len, text)) <= 100
+
+
+def test_bars_follow_one_another_up_to_what_is_needed():
+    plan = made_plan()
+    bars = [line[37:] for line in printed(plan) if re.match(r"  [a-z ]+ +[\d.]+ [MG]iB  ", line) and "needed" not in line]
+    assert len(bars) == len(NAMES)
+    edges = [bar.index("│") for bar in bars]
+    assert set(edges) == {36}
+    filled = [(bar.index("█"), bar.rindex("█") + 1) for bar in bars if "█" in bar]
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(filled))
+    assert filled[-1][1] == round(plan.needed / (80 * GIB / 36))
+
+
+def test_a_plan_that_does_not_fit_says_by_how_much():
+    text = "\n".join(printed(made_plan(memory=40 * GIB)))
+    assert "does not fit: 6.9 GiB too much for 40.0 GiB" in text
+    host = "\n".join(printed(made_plan(host_memory=100 * GIB)))
+    assert "does not fit: 4.0 GiB too much" in host
+
+
+def test_without_a_device_there_is_no_verdict():
+    text = "\n".join(printed(made_plan(memory=None)))
+    assert "fit" not in text
+    assert "needed                   46.9 GiB" in text
+
+
+@pytest.mark.parametrize(("scale", "said"), [(1.2, "17% less"), (0.8, "25% more"), (1.05, None), (0.95, None)])
+def test_a_cross_check_that_disagrees_warns(scale, said):
+    plan = made_plan(arithmetic=scale)
+    text = "\n".join(printed(plan))
+    assert (disagreement(plan) is not None) == (said is not None) == ("warning" in text)
+    assert said is None or said in text
+    assert disagreement(dataclasses.replace(plan, arithmetic=None)) is None
+
+
+def test_the_ladder_marks_the_fastest_that_fits_and_the_recipe_as_written():
+    ladder = made_ladder()
+    text = printed(ladder.asked.plan, ladder)
+    rungs = [line for line in text if re.match(r"^[* ] +\d  fsdp", line)]
+    assert [line[:4].split()[-1] for line in rungs] == ["1", "2", "3", "4"]
+    assert rungs[0].endswith("107%  does not fit")
+    assert rungs[1].startswith("*")
+    assert rungs[1].endswith("100%  fastest that fits")
+    assert rungs[2].endswith("87%  as written")
+    assert "* 2  batch.micro_batch_size=8 'activation_checkpointing={mode: selective}'" in "\n".join(text).replace("*  2", "* 2")
+    assert "Nothing fits" not in "\n".join(text)
+
+
+def test_where_nothing_fits_it_says_what_would():
+    ladder = made_ladder(fits=False)
+    text = printed(ladder.asked.plan, ladder)
+    at = text.index("Nothing fits. What would:")
+    assert text[at + 1 :] == ["  - 16 GPUs instead of 8: gpus_per_node=8 nodes=2", "  - LoRA: lora={rank: 16}"]
+    assert not any("To take one" in line for line in text)
+
+
+def test_words():
+    plan = made_plan()
+    assert where(plan.step.phases["optimizer"], micro_batches=2) == "in the optimizer's step"
+    assert where(plan.step.peak, micro_batches=1) == "in the backward pass of model.layers.31"
+    assert batch_in_words(RECIPE, 16) == "4 sequences of 4,096 tokens x 1 micro-batch x 16 ranks = 64 a step"
+    assert strategy_in_words(made_ladder().rungs[-1].recipe) == "fsdp, bf16, full checkpointing, CPU offload"
+
+
+@pytest.fixture
+def faked(monkeypatch, folder):
+    """`launcher plan` with modules whose answers are made here; `calls` notes what they were asked."""
+    calls = types.SimpleNamespace(machine=None, ladder=0, plan=made_plan(), ladder_answer=made_ladder())
+
+    def known_machine(gpu, **settings):
+        calls.machine = (gpu, settings)
+        return machine(memory=settings["memory"])
+
+    def make_plan(recipe, machine):
+        return calls.plan
+
+    def make_ladder(recipe, machine, *, plan_of):
+        calls.ladder += 1
+        return calls.ladder_answer
+
+    real = command.importlib.import_module
+    made = {
+        "launcher.memory.rates": types.SimpleNamespace(known_machine=known_machine, read_rates=lambda file: f"rates of {file}"),
+        "launcher.memory.planning": types.SimpleNamespace(make_plan=make_plan),
+        "launcher.memory.ladder": types.SimpleNamespace(make_ladder=make_ladder),
+    }
+    monkeypatch.setattr(command, "importlib", types.SimpleNamespace(import_module=lambda name: made.get(name) or real(name)))
+    monkeypatch.setattr(command, "gpus_here", lambda: None)
+    return calls
+
+
+def test_json_is_one_object_with_bytes_as_whole_numbers(faked, capsys):
+    assert command.main(["recipe=x.yaml", "gpus_per_node=8", "gpu=h100", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    documented = set(re.findall(r"[a-z_]+", " ".join(line[:34] for line in command.__doc__.splitlines() if line.startswith(" " * 8))))
+    assert set(told) <= documented
+    assert told["needed"] == faked.plan.needed
+    assert told["spare"] == faked.plan.spare
+    assert set(told["peak"]["components"]) == set(COMPONENTS)
+    assert all(type(amount) is int for amount in told["peak"]["components"].values())
+    assert len(told["timeline"]) == len(faked.plan.step.timeline)
+    assert told["ladder"]["best"] == 1
+    assert told["ladder"]["rungs"][2]["as_written"]
+    assert told["ladder"]["rungs"][1]["overrides"] == list(faked.ladder_answer.best.overrides)
+
+
+def test_exit_statuses(faked, capsys):
+    words = ["recipe=x.yaml", "gpu=h100", "ladder=false"]
+    assert cli.main(["plan", *words]) == 0
+    faked.plan = made_plan(memory=40 * GIB)
+    assert cli.main(["plan", *words]) == 3
+    faked.plan = made_plan(memory=None)
+    assert cli.main(["plan", *words]) == 0
+    assert faked.ladder == 0
+    assert cli.main(["plan", *words, "gpu_memory=80"]) == 2
+    assert "gpu_memory=80: must be a size with a unit" in capsys.readouterr().err
+    assert cli.main(["plan", *words, "html=not/there/a.html"]) == 2
+
+
+def test_without_a_gpu_it_says_what_to_give(faked, capsys):
+    faked.plan = made_plan(memory=None)
+    assert command.main(["recipe=x.yaml", "ladder=false"]) == 0
+    assert "note: No verdict: there is no GPU here to plan for" in capsys.readouterr().out
+    assert faked.machine[1]["gpus_per_node"] == 8
+
+
+def test_the_gpus_that_are_here_are_planned_for(faked, monkeypatch, capsys):
+    monkeypatch.setattr(command, "gpus_here", lambda: ("NVIDIA H200", 140 * GIB, 2))
+    assert command.main(["recipe=x.yaml", "ladder=false", "rates=r.json", "host_memory=1TiB"]) == 0
+    assert "Planned for the GPUs of this machine" in capsys.readouterr().out
+    gpu, settings = faked.machine
+    assert gpu == "NVIDIA H200"
+    assert settings["gpus_per_node"] == 2
+    assert settings["memory"] == 140 * GIB
+    assert settings["host_memory"] == 1024**4
+    assert settings["overrides"] == "rates of r.json"
+
+
+def measured_like(plan, scale=1.0, **changes):
+    step = plan.step
+    found = {
+        "peak": step.peak.components.total,
+        "phases": {phase: moment.components.total for phase, moment in step.phases.items()},
+        "parameters": step.held.parameters,
+        "gradients": step.phases["optimizer"].components.gradients,
+        "optimizer": step.held.optimizer,
+        "gathered": step.after_forward.gathered,
+        "activations": step.after_forward.activations,
+        "logits": step.after_forward.logits,
+        "reserved": None,
+        "context": None,
+    } | changes
+    return types.SimpleNamespace(**found | {"peak": int(found["peak"] * scale)})
+
+
+def test_what_was_measured_stands_beside_the_plan():
+    plan = made_plan()
+    text = ["".join(piece for piece, _ in line) for line in command.verdict(plan, measured_like(plan))]
+    assert sum(line.endswith("the same") for line in text) == 10
+    assert text[-1].startswith("The plan holds")
+    off = command.verdict(plan, measured_like(plan, scale=1.2, activations=10 * GIB))
+    text = ["".join(piece for piece, _ in line) for line in off]
+    assert any(line.split() == ["activations", "18.0", "GiB", "10.0", "GiB", "80.0%", "over"] for line in text)
+    assert any(line.split() == ["peak", "43.6", "GiB", "52.3", "GiB", "16.7%", "under"] for line in text)
+    assert text[-1].startswith("The plan does not hold")
+    more_than_margin = measured_like(plan, reserved=plan.step.peak.components.total + plan.margin + 1)
+    assert not command.is_true(plan, more_than_margin)
+    # What cannot be told from activations is compared with them
+    rows = {what: said for what, said, _ in command.compared(plan, measured_like(plan, gathered=None, logits=None))}
+    after = plan.step.after_forward
+    assert rows["activations"] == after.activations + after.gathered + after.logits
+    assert "gathered weights" not in rows
+
+
+def test_verify_trains_here_and_judges(faked, monkeypatch, capsys):
+    asked = []
+
+    def measure(recipes, *, ranks):
+        asked.append((recipes, ranks))
+        return [measured_like(faked.plan, scale=faked.scale)]
+
+    real = command.importlib.import_module
+    measuring = types.SimpleNamespace(measure=measure)
+    stand_in = types.SimpleNamespace(import_module=lambda name: measuring if name == "launcher.measuring" else real(name))
+    monkeypatch.setattr(command, "importlib", stand_in)
+    words = ["recipe=x.yaml", "gpu=h100", "gpus_per_node=8", "--verify"]
+    assert cli.main(["plan", *words]) == 2
+    assert "verify: there is no GPU here for 8 ranks" in capsys.readouterr().err
+    monkeypatch.setattr(command, "gpus_here", lambda: ("NVIDIA H100", 80 * GIB, 8))
+    for faked.scale, status in ((1.05, 0), (1.2, 3)):
+        assert cli.main(["plan", *words]) == status
+    assert asked[0] == ([["recipe=x.yaml"]], 8)
+    assert faked.ladder == 0
+    capsys.readouterr()
+    assert cli.main(["plan", *words, "--json"]) == 3
+    verified = json.loads(capsys.readouterr().out)["verified"]
+    assert verified["true"] is False
+    assert verified["compared"][-1]["what"] == "peak"
