@@ -6,8 +6,9 @@ import math
 from typing import Literal
 
 from launcher.data.synthetic import rows_of
-from launcher.memory.arithmetic import ModelProfile, profile_model, step_memory
+from launcher.memory.arithmetic import ModelProfile, step_memory
 from launcher.memory.components import HostMemory, StepMemory
+from launcher.memory.footprint import profile_model
 from launcher.memory.machine import Machine
 from launcher.memory.plan import Plan
 from launcher.memory.trace import UntraceableError, trace_step
@@ -42,7 +43,7 @@ def make_plan(recipe: Recipe, machine: Machine, *, method: Literal["traced", "ar
     Raises RecipeError where the model cannot be built.
     """
     profile = profile_model(recipe, device=machine.device)
-    arithmetic = step_memory(profile, recipe, ranks=machine.ranks, device=machine.device)
+    arithmetic = step_memory(profile, recipe, ranks=machine.ranks)
     notes: list[str] = []
     step: StepMemory = arithmetic
     if method == "traced":

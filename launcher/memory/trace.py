@@ -335,7 +335,7 @@ def _faked(value: Any) -> Any:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -365,22 +365,22 @@ def _standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Itera
         return post_backward(self, *unused)
 
     with (
-        _replaced(group, "post_backward", marking),
-        _replaced(ddp, "DistributedDataParallel", _Reducer),
+        replaced(group, "post_backward", marking),
+        replaced(ddp, "DistributedDataParallel", _Reducer),
         resizing_watched(tracker),
         ExitStack() as stack,
     ):
         # A kernel of experts whose shapes are known for bfloat16 alone; what stands in for it makes as much
-        stack.enter_context(_replaced(moe, "_can_use_grouped_mm", lambda tokens, weight, offsets: weight.dtype == torch.bfloat16))
+        stack.enter_context(replaced(moe, "_can_use_grouped_mm", lambda tokens, weight, offsets: weight.dtype == torch.bfloat16))
         if "position_ids" not in data.tensors:  # else asked of the positions: no number can be asked of a fake tensor
-            stack.enter_context(_replaced(masking_utils, "find_packed_sequence_indices", lambda positions: None))
+            stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", lambda positions: None))
         if "cu_seq_lens_q" in data.tensors:
             lengths = attention.document_lengths(data.tensors["cu_seq_lens_q"])
-            stack.enter_context(_replaced(attention, "document_lengths", lambda bounds: lengths))
+            stack.enter_context(replaced(attention, "document_lengths", lambda bounds: lengths))
         if device == "cuda":
-            stack.enter_context(_replaced(attention, "has_varlen_kernel", lambda tensor: True))
-            stack.enter_context(_replaced(activation_checkpointing, "save_on_cpu", partial(_saving_on_host, tracker)))
-            stack.enter_context(_replaced(nn.functional, "scaled_dot_product_attention", _cuda_attention))
+            stack.enter_context(replaced(attention, "has_varlen_kernel", lambda tensor: True))
+            stack.enter_context(replaced(activation_checkpointing, "save_on_cpu", partial(_saving_on_host, tracker)))
+            stack.enter_context(replaced(nn.functional, "scaled_dot_product_attention", cuda_attention))
         yield
 
 
@@ -402,7 +402,7 @@ def _saving_on_host(tracker: Tracker, pin_memory: bool = False) -> Iterator[None
         yield
 
 
-def _cuda_attention(
+def cuda_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

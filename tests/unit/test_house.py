@@ -53,6 +53,7 @@ MAY_IMPORT = {
     },
     "assembly": {"data", "evaluation", "loop", "model", "optimizer", "processes", "recipe", "strategies"},
     "memory": {
+        "batching",
         *("assembly", "data", "errors", "hardware", "hub", "loop", "loss", "metrics", "model", "optimizer", "processes", "recipe"),
         "strategies",
     },
