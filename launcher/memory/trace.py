@@ -38,8 +38,9 @@ from launcher.strategies import WrappedModel
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 
-DEPTHS = (3, 5)
-"""Blocks that a deep model is traced with: the first, the second and the last, and two more of those between."""
+DEPTHS = (4, 6)
+"""Blocks that a deep model is traced with: the first two and the last two, which have neighbours unlike those of the others, and
+two more of those between."""
 
 
 class UntraceableError(Exception):
@@ -456,7 +457,7 @@ def _components(held: Held) -> Components:
 def _drawn_out(traces: list[_Traced], *, depths: tuple[int, int], period: int, names: list[str]) -> _Traced:
     """A straight line through two depths, at the depth of `names`.
 
-    The first two and the last period of blocks stand for themselves; what lies between them lies on a line.
+    The first two and the last two periods of blocks stand for themselves; what lies between them lies on a line.
     """
     depth = len(names)
 
@@ -470,7 +471,7 @@ def _drawn_out(traces: list[_Traced], *, depths: tuple[int, int], period: int, n
             role = place.where
             if place.where in names:
                 index = names.index(place.where)
-                role = f"first {index}" if index < 2 * period else f"last {count - index}" if index >= count - period else "between"
+                role = f"first {index}" if index < 2 * period else f"last {count - index}" if index >= count - 2 * period else "between"
             key = (place.phase, place.micro_batch, role)
             if key not in found or _on_device(held) > _on_device(found[key][1]):
                 found[key] = (place, held)

@@ -21,7 +21,7 @@ from launcher.recipe.schema import (
     Strategy,
 )
 
-LAYERS, HIDDEN, VOCABULARY, LENGTH = 7, 64, 512, 64
+LAYERS, HIDDEN, VOCABULARY, LENGTH = 8, 64, 512, 64
 CONFIG = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,
@@ -92,11 +92,11 @@ def test_checkpointing_keeps_the_inputs_of_blocks():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"checkpointing": "selective", "sync_every_micro_batch": False},
+        {"checkpointing": "full", "sync_every_micro_batch": False},
         {"kind": "ddp", "mixed_precision": MixedPrecision()},
         {"reshard_after_backward": False, "mixed_precision": MixedPrecision(), "packing": True},
     ],
-    ids=["selective, held back", "ddp bf16", "packed, kept gathered"],
+    ids=["full, held back", "ddp bf16", "packed, kept gathered"],
 )
 def test_a_deep_model_is_drawn_out_from_two_shallow_ones(settings, monkeypatch):
     drawn = step(device="cuda", micro_batches=2, **settings)
