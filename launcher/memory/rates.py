@@ -33,7 +33,8 @@ PCIE = 0.75
 PCIE_COLLECTIVE = 0.4
 """Of PCIe one way for collectives without NVLink: each byte goes out and comes in through the host's root complex."""
 INTER_NODE = 0.8
-"""Of the network card."""
+"""Of the network cards. Rings of a collective over all ranks enter and leave a node over all of its cards together, so a rank
+sends as much as they do, up to what its links inside the node carry."""
 NETWORK = 50e9
 """Bytes a second of each GPU's own network card, where nodes are built for it (NVLink): 400 Gb/s InfiniBand, as in NVIDIA's DGX H100."""
 SHARED_NETWORK = 12.5e9
@@ -88,16 +89,16 @@ def known_machine(
 def _rates(gpu: Gpu, *, nodes: int, gpus_per_node: int) -> Rates:
     share = next((share for name, share in PRODUCTS.items() if gpu.name.startswith(name)), OTHER_PRODUCTS)
     network = NETWORK if gpu.nvlink else SHARED_NETWORK / gpus_per_node
-    shares = (
-        f"{share:.0%} of its products, {MEMORY:.0%} of its memory's bandwidth, {NVLINK if gpu.nvlink else PCIE_COLLECTIVE:.0%} of its links"
-    )
+    link_share = NVLINK if gpu.nvlink else PCIE_COLLECTIVE
+    links = link_share * (gpu.nvlink or gpu.pcie)
+    shares = f"{share:.0%} of its products, {MEMORY:.0%} of its memory's bandwidth, {link_share:.0%} of its links"
     each = f"{NETWORK / 1e9:.0f} GB/s a GPU" if gpu.nvlink else f"{SHARED_NETWORK / 1e9:g} GB/s a node"
     return Rates(
         half_flops=share * gpu.half,
         float32_flops=share * gpu.tf32,
         memory_bandwidth=MEMORY * gpu.bandwidth,
-        intra_node_bandwidth=NVLINK * gpu.nvlink if gpu.nvlink else PCIE_COLLECTIVE * gpu.pcie,
-        inter_node_bandwidth=INTER_NODE * network,
+        intra_node_bandwidth=links,
+        inter_node_bandwidth=min(links, INTER_NODE * network * gpus_per_node),
         host_bandwidth=min(PCIE * gpu.pcie, HOST_MEMORY / gpus_per_node),
         host_adamw=HOST_MEMORY / ADAMW_BYTES / gpus_per_node,
         source=f"{gpu.source}, {shares}" + (f"; network assumed: {each}" if nodes > 1 else ""),

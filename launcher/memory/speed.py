@@ -24,6 +24,9 @@ LAUNCH = 5e-6
 """Seconds in which Python issues an operation: the GPU waits where it needs less for one (4 to 5 microseconds in eager PyTorch)."""
 LATENCY = 20e-6
 """Seconds before the first byte of a collective arrives."""
+ATTENTION = 0.5
+"""Rate of attention, as a part of that of matrix products: FlashAttention-2 gets 35 % of an H100's peak (Shah et al., 2024), where
+products get 70 %."""
 COMPILED = 0.4
 """Share of the bytes of pointwise operations that compiled blocks still read and write. An assumption: what is fused is not
 written."""
@@ -59,9 +62,8 @@ def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Ste
       in which its operations are issued, whichever is more. backward: the products twice where weights are trained, once
       where they are frozen; the bytes twice. Recomputation: the forward pass of checkpointed blocks again; with selective
       checkpointing without attention and half of the products.
-    - a collective over n ranks moves (n - 1) / n of its bytes through each of them; over nodes at the network's rate, where the ranks
-      that share a node share nothing else. Weights are gathered once a micro-batch for forward and once more for backward
-      (reshard_after_forward), or once a step (reshard_after_backward false).
+    - a collective over n ranks moves (n - 1) / n of its bytes through each of them. Weights are gathered once a micro-batch for
+      forward and once more for backward (reshard_after_forward), or once a step (reshard_after_backward false).
     - what overlaps costs the longer: max(computing, gathering) in the forward pass, max(computing, gathering +
       reducing) in the backward pass; so only what computing does not hide is counted. Reductions of ddp overlap with the backward
       pass of the last micro-batch only.
@@ -180,7 +182,7 @@ def _compute_seconds(
     def parts(block: BlockFootprint) -> tuple[float, float, float, float]:
         moved = block.traffic.at(rows) * (COMPILED if compiled else 1.0) / rates.memory_bandwidth
         issued = block.operations * LAUNCH * (COMPILED if compiled else 1.0)
-        return block.products.at(rows) / rate, block.attention.at(rows) / rate, moved, issued
+        return block.products.at(rows) / rate, block.attention.at(rows) / (ATTENTION * rate), moved, issued
 
     def forward(block: BlockFootprint) -> float:
         products, attention, moved, issued = parts(block)
@@ -234,9 +236,8 @@ def _collective(moved: float, ranks: int, machine: Machine, *, groups: int, acro
         return 0.0
     over_nodes = across or ranks > machine.gpus_per_node
     rate = machine.rates.inter_node_bandwidth if over_nodes else machine.rates.intra_node_bandwidth
-    if over_nodes and not across:
-        # Rings through all ranks of a node enter it over all of its cards together; inside, links are faster still
-        rate = min(machine.rates.intra_node_bandwidth, rate * machine.gpus_per_node)
+    if across:  # one rank of each node: its share of the node's cards
+        rate /= machine.gpus_per_node
     return moved * _ring(ranks) / rate + groups * LATENCY
 
 
