@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -30,9 +31,11 @@ from torch._C._profiler import _EventType
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_map_only
 
 from launcher import processes
 from launcher.assembly import prepare_model
+from launcher.data.loader import GlobalBatch
 from launcher.data.synthetic import rows_of, synthetic_data
 from launcher.environment import prepare_cuda, read_environment
 from launcher.errors import TrainingError
@@ -83,7 +86,7 @@ class Measured:
     """What the first forward pass has left when it comes to the head; with the head's and the loss's where `logits` is None, with
     the cast copies of weights where `gathered` is None."""
     logits: int | None
-    """What head and loss have left. None: the model has no output embedding."""
+    """What head and loss have left. None: the model has no output embedding, or ddp under autocast (the head's cast copy is there)."""
     spread: int
     """By how much the peaks of the measured steps differ."""
     residue: int
@@ -162,13 +165,15 @@ class CpuMeter:
                 starts.append((node.start_time_ns, self._names[int(node.name.removeprefix("mark "))]))
         sums.sort(key=lambda event: event[0])
         starts.sort()
-        times = [time for time, _ in sums]
         if [name for _, name in starts] != self._names:
             raise TrainingError(f"the profiler recorded {len(starts)} of {len(self._names)} marks")
-        first = [bisect_left(times, time) for time, _ in starts]  # the event of its own byte
-        held = [sums[index][1] - sums[first[0]][1] for index in first]
-        peaks = [max(total for _, total in sums[index : until + 1]) - sums[first[0]][1] for index, until in pairwise([*first, first[-1]])]
-        return [Mark(name, live, peak) for (_, name), live, peak in zip(starts, held, peaks, strict=True)]
+        times = [time for time, _ in sums]
+        first = [bisect_left(times, time) + 1 for time, _ in starts]  # a mark's byte is gone again
+        base = sums[first[0]][1]
+        marks = []
+        for (_, name), since, until in zip(starts, first, [*(index - 1 for index in first[1:]), len(sums)], strict=True):
+            marks.append(Mark(name, sums[since][1] - base, max(total for _, total in sums[since:until]) - base))
+        return marks
 
 
 class CudaMeter:
@@ -299,7 +304,7 @@ def _train(recipe: Recipe, ranks: DataParallel, meter: Meter) -> _Counted:
     for _ in train_steps(
         wrapped,
         optimizer,
-        data.batches(ranks, micro_batches=micro_batches, steps=STEPS),
+        _with_own_tensors(data.batches(ranks, micro_batches=micro_batches, steps=STEPS), device=device),
         loss=data.loss,
         learning_rate=lambda step: 1e-4,
         loss_scale=LossScale(device, enabled=prepared.compute_dtype == torch.float16),
@@ -318,6 +323,15 @@ def _train(recipe: Recipe, ranks: DataParallel, meter: Meter) -> _Counted:
     return counted
 
 
+def _with_own_tensors(batches: Iterator[GlobalBatch], *, device: torch.device) -> Iterator[GlobalBatch]:
+    """On the CPU a synthetic batch stays where numpy made it, the same for all micro-batches; a loader's are tensors, each its own."""
+    for batch in batches:
+        if device.type == "cpu":
+            clone = partial(tree_map_only, torch.Tensor, torch.clone)
+            batch = dataclasses.replace(batch, micro_batches=[clone(micro_batch) for micro_batch in batch.micro_batches])
+        yield batch
+
+
 def evaluate(marks: list[Mark], counted: _Counted, *, device: str) -> Measured:
     """Marks of whole steps, to what they say; of the steps but the first, the maximum."""
     starts = [index for index, mark in enumerate(marks) if mark.name == "data"]
@@ -325,7 +339,7 @@ def evaluate(marks: list[Mark], counted: _Counted, *, device: str) -> Measured:
     steps = [_of_step(marks[first : last + 1], counted, number) for number, (first, last) in enumerate(pairwise(starts))][1:]
     most: dict[str, int] = {key: max(step[key] for step in steps) for key in steps[0]}
     peaks = [max(step[phase] for phase in PHASES) for step in steps]
-    has_head = any(mark.name == "head" for mark in marks)
+    apart = not counted.casts and any(mark.name == "head" for mark in marks)
     return Measured(
         device="cuda" if device == "cuda" else "cpu",
         peak=max(peaks),
@@ -339,8 +353,8 @@ def evaluate(marks: list[Mark], counted: _Counted, *, device: str) -> Measured:
         gradients=counted.gradients,
         optimizer=counted.optimizer,
         gathered=None if counted.casts else most["gathered"],
-        activations=most["activations"],
-        logits=most["logits"] if has_head else None,
+        activations=most["activations"] if apart else most["activations_and_logits"],
+        logits=most["logits"] if apart else None,
         spread=max(peaks) - min(peaks),
         residue=marks[-1].live,
         reserved=counted.reserved,
@@ -359,15 +373,16 @@ def _of_step(marks: list[Mark], counted: _Counted, number: int) -> dict[str, int
         gathering = sum(counted.gathered[until][number]) - sum(counted.gathered[since][number])
         return first[until].live - first[since].live - gathering
 
-    has_head = "head" in first
+    head = "head" if "head" in first else "forward"
     return found | {
         "step_start": marks[0].live,
         "after_forward": first["backward"].live,
         "after_backward": first["optimizer"].live,
         "step_end": marks[-1].live,
         "gathered": counted.gathered["backward"][number][0],
-        "activations": grown("forward", "head" if has_head else "backward"),
-        "logits": grown("head", "backward") if has_head else 0,
+        "activations": grown("forward", head),
+        "logits": grown(head, "backward"),
+        "activations_and_logits": grown("forward", "backward"),
     }
 
 
