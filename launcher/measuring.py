@@ -16,9 +16,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -30,9 +33,11 @@ from torch._C._profiler import _EventType
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_map_only
 
 from launcher import processes
 from launcher.assembly import prepare_model
+from launcher.data.loader import GlobalBatch
 from launcher.data.synthetic import rows_of, synthetic_data
 from launcher.environment import prepare_cuda, read_environment
 from launcher.errors import TrainingError
@@ -46,7 +51,11 @@ from launcher.recipe.schema import Recipe
 PHASES = ("forward", "backward", "optimizer")
 
 STEPS = 3
-"""That are trained. In the first one the optimizer's state does not yet exist; what is measured is the others' maximum."""
+"""That are trained. In the first one the optimizer's state does not yet exist. Of the others the least counts: what gloo's threads
+release late, when they are kept from the processor, comes on top of a step, and is not of it."""
+
+SETTLE_SECONDS = 0.005
+"""That a mark on the CPU waits."""
 
 MICRO_BATCHES = 3
 """Of a step, at most: the first, those between, the last."""
@@ -83,7 +92,7 @@ class Measured:
     """What the first forward pass has left when it comes to the head; with the head's and the loss's where `logits` is None, with
     the cast copies of weights where `gathered` is None."""
     logits: int | None
-    """What head and loss have left. None: the model has no output embedding."""
+    """What head and loss have left. None: the model has no output embedding, or ddp under autocast (the head's cast copy is there)."""
     spread: int
     """By how much the peaks of the measured steps differ."""
     residue: int
@@ -139,7 +148,8 @@ class CpuMeter:
         self.mark("start")
 
     def mark(self, name: str) -> None:
-        """Allocates a byte, for an event."""
+        """Allocates a byte, for an event, once gloo's threads have had the time to release what a collective has done with."""
+        time.sleep(SETTLE_SECONDS)
         with record_function(f"mark {len(self._names)}"):
             self._names.append(name)
             torch.empty(1, dtype=torch.uint8)
@@ -162,13 +172,15 @@ class CpuMeter:
                 starts.append((node.start_time_ns, self._names[int(node.name.removeprefix("mark "))]))
         sums.sort(key=lambda event: event[0])
         starts.sort()
-        times = [time for time, _ in sums]
         if [name for _, name in starts] != self._names:
             raise TrainingError(f"the profiler recorded {len(starts)} of {len(self._names)} marks")
-        first = [bisect_left(times, time) for time, _ in starts]  # the event of its own byte
-        held = [sums[index][1] - sums[first[0]][1] for index in first]
-        peaks = [max(total for _, total in sums[index : until + 1]) - sums[first[0]][1] for index, until in pairwise([*first, first[-1]])]
-        return [Mark(name, live, peak) for (_, name), live, peak in zip(starts, held, peaks, strict=True)]
+        times = [when for when, _ in sums]
+        first = [bisect_left(times, when) + 1 for when, _ in starts]  # a mark's byte is gone again
+        base = sums[first[0]][1]
+        marks = []
+        for (_, name), since, until in zip(starts, first, [*(index - 1 for index in first[1:]), len(sums)], strict=True):
+            marks.append(Mark(name, sums[since][1] - base, max(total for _, total in sums[since:until]) - base))
+        return marks
 
 
 class CudaMeter:
@@ -299,7 +311,7 @@ def _train(recipe: Recipe, ranks: DataParallel, meter: Meter) -> _Counted:
     for _ in train_steps(
         wrapped,
         optimizer,
-        data.batches(ranks, micro_batches=micro_batches, steps=STEPS),
+        _with_own_tensors(data.batches(ranks, micro_batches=micro_batches, steps=STEPS), device=device),
         loss=data.loss,
         learning_rate=lambda step: 1e-4,
         loss_scale=LossScale(device, enabled=prepared.compute_dtype == torch.float16),
@@ -318,29 +330,38 @@ def _train(recipe: Recipe, ranks: DataParallel, meter: Meter) -> _Counted:
     return counted
 
 
+def _with_own_tensors(batches: Iterator[GlobalBatch], *, device: torch.device) -> Iterator[GlobalBatch]:
+    """On the CPU a synthetic batch stays where numpy made it, the same for all micro-batches; a loader's are tensors, each its own."""
+    for batch in batches:
+        if device.type == "cpu":
+            clone = partial(tree_map_only, torch.Tensor, torch.clone)
+            batch = dataclasses.replace(batch, micro_batches=[clone(micro_batch) for micro_batch in batch.micro_batches])
+        yield batch
+
+
 def evaluate(marks: list[Mark], counted: _Counted, *, device: str) -> Measured:
-    """Marks of whole steps, to what they say; of the steps but the first, the maximum."""
+    """Marks of whole steps, to what they say; of the steps but the first, the least."""
     starts = [index for index, mark in enumerate(marks) if mark.name == "data"]
     assert len(starts) == STEPS + 1
     steps = [_of_step(marks[first : last + 1], counted, number) for number, (first, last) in enumerate(pairwise(starts))][1:]
-    most: dict[str, int] = {key: max(step[key] for step in steps) for key in steps[0]}
+    least = {key: min(step[key] for step in steps) for key in steps[0]}
     peaks = [max(step[phase] for phase in PHASES) for step in steps]
-    has_head = any(mark.name == "head" for mark in marks)
+    apart = not counted.casts and any(mark.name == "head" for mark in marks)
     return Measured(
         device="cuda" if device == "cuda" else "cpu",
-        peak=max(peaks),
-        peak_of_ranks=max(peaks),
-        phases={phase: most[phase] for phase in PHASES},
-        step_start=most["step_start"],
-        after_forward=most["after_forward"],
-        after_backward=most["after_backward"],
-        step_end=most["step_end"],
+        peak=min(peaks),
+        peak_of_ranks=min(peaks),
+        phases={phase: least[phase] for phase in PHASES},
+        step_start=least["step_start"],
+        after_forward=least["after_forward"],
+        after_backward=least["after_backward"],
+        step_end=least["step_end"],
         parameters=counted.parameters,
         gradients=counted.gradients,
         optimizer=counted.optimizer,
-        gathered=None if counted.casts else most["gathered"],
-        activations=most["activations"],
-        logits=most["logits"] if has_head else None,
+        gathered=None if counted.casts else least["gathered"],
+        activations=least["activations"] if apart else least["activations_and_logits"],
+        logits=least["logits"] if apart else None,
         spread=max(peaks) - min(peaks),
         residue=marks[-1].live,
         reserved=counted.reserved,
@@ -359,15 +380,16 @@ def _of_step(marks: list[Mark], counted: _Counted, number: int) -> dict[str, int
         gathering = sum(counted.gathered[until][number]) - sum(counted.gathered[since][number])
         return first[until].live - first[since].live - gathering
 
-    has_head = "head" in first
+    head = "head" if "head" in first else "forward"
     return found | {
         "step_start": marks[0].live,
         "after_forward": first["backward"].live,
         "after_backward": first["optimizer"].live,
         "step_end": marks[-1].live,
         "gathered": counted.gathered["backward"][number][0],
-        "activations": grown("forward", "head" if has_head else "backward"),
-        "logits": grown("head", "backward") if has_head else 0,
+        "activations": grown("forward", head),
+        "logits": grown(head, "backward"),
+        "activations_and_logits": grown("forward", "backward"),
     }
 
 
@@ -394,26 +416,34 @@ def measure(recipes: Sequence[Sequence[str]], *, ranks: int, timeout: float = 60
     """
     for arguments in recipes:
         load_recipe(arguments, ranks=ranks)
-    quiet = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"} | dict(os.environ)  # torchrun's own default, without its warning
+    variables = {"OMP_NUM_THREADS": "1"} | dict(os.environ)  # torchrun's own default, without its warning
+    prepare_cuda(variables, deterministic=False)  # as a training run has it
     with tempfile.TemporaryDirectory(prefix="launcher-measuring-") as folder:
         result, log = Path(folder) / "result", Path(folder) / "log"
         setting = json.dumps({"recipes": [list(arguments) for arguments in recipes], "result": str(result)})
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", __name__, setting]
         with log.open("w") as output:
-            process = subprocess.Popen(command, env=quiet, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
             try:
                 status: int | None = process.wait(timeout)
             except subprocess.TimeoutExpired:
                 status = None
-            finally:  # the agent ends its workers, which it has put into sessions of their own: those that it is given 30 s to
+            finally:  # the agent ends its workers, which it has put into sessions of their own
                 process.terminate()
                 process.wait()
         if status != 0 or not result.exists():
             what = f"were not done after {timeout:.0f} s" if status is None else f"ended with status {status}"
-            raise TrainingError(f"the {ranks} processes that measure {what}; the end of what they printed:\n{log.read_text()[-4000:]}")
+            errors = sorted(Path(folder).glob("error_*"), key=lambda file: file.stat().st_mtime_ns)
+            why = errors[0].read_text() if errors else f"the end of what they printed:\n{log.read_text()[-4000:]}"
+            raise TrainingError(f"the {ranks} processes that measure {what}: {why}")
         return [Measured(**measured) for measured in json.loads(result.read_text())]
 
 
 if __name__ == "__main__":
-    prepare_cuda(deterministic=False)
-    run(json.loads(sys.argv[1]))
+    _setting = json.loads(sys.argv[1])
+    try:
+        run(_setting)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        Path(_setting["result"]).with_name(f"error_{os.getpid()}").write_text(text)
+        raise

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from launcher.memory.plan import Plan
+from launcher.memory.verification import compare
 from launcher.memory.words import NAMES
 
 TOLERANCE = 0.10
@@ -13,33 +14,18 @@ TOLERANCE = 0.10
 
 
 def compared(plan: Plan, measured: Any) -> Iterator[tuple[str, int, int]]:
-    """(what, bytes that the plan said, bytes measured). measured: `measuring.Measured`; what it could not tell is left out.
+    """(what, bytes that the plan said, bytes measured), as `memory.verification.compare` has them, and what is outside of tensors.
 
-    Of states what is held between steps, of gradients what the optimizer gets, of what a forward pass makes what is there
-    at the end of the first one; the rest are peaks.
+    measured: `measuring.Measured`; what it could not tell is left out.
     """
-    step = plan.step
-    yield NAMES["parameters"], step.held.parameters, measured.parameters
-    yield NAMES["gradients"], step.phases["optimizer"].components.gradients, measured.gradients
-    yield NAMES["optimizer"], step.held.optimizer, measured.optimizer
-    after = step.after_forward
-    activations = after.activations
-    if measured.gathered is None:
-        activations += after.gathered
-    else:
-        yield NAMES["gathered"], after.gathered, measured.gathered
-    if measured.logits is None:
-        activations += after.logits
-    yield NAMES["activations"], activations, measured.activations
-    if measured.logits is not None:
-        yield NAMES["logits"], after.logits, measured.logits
-    for phase, moment in step.phases.items():
-        yield f"peak in {phase}", moment.components.total, measured.phases[phase]
+    *rows, peak = (row for row in compare(plan.step, measured).rows if not row.by_difference)
+    for row in rows:
+        yield row.what, row.planned, row.measured
     if measured.context is not None:
         yield NAMES["context"], plan.context, measured.context
     if measured.reserved is not None:
-        yield "with margin", step.peak.components.total + plan.margin, measured.reserved
-    yield "peak", step.peak.components.total, measured.peak
+        yield "with margin", plan.step.peak.components.total + plan.margin, measured.reserved
+    yield peak.what, peak.planned, peak.measured
 
 
 def is_true(plan: Plan, measured: Any) -> bool:

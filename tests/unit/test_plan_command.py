@@ -223,6 +223,9 @@ def measured_like(plan, scale=1.0, **changes):
     found = {
         "peak": step.peak.components.total,
         "phases": {phase: moment.components.total for phase, moment in step.phases.items()},
+        "device": "cuda",
+        "step_start": step.held.total,
+        "after_forward": step.after_forward.total,
         "parameters": step.held.parameters,
         "gradients": step.phases["optimizer"].components.gradients,
         "optimizer": step.held.optimizer,
@@ -238,7 +241,7 @@ def measured_like(plan, scale=1.0, **changes):
 def test_what_was_measured_stands_beside_the_plan():
     plan = made_plan()
     text = ["".join(piece for piece, _ in line) for line in command.verdict(plan, measured_like(plan))]
-    assert sum(line.endswith("the same") for line in text) == 10
+    assert sum(line.endswith("the same") for line in text) == 12
     assert text[-1].startswith("The plan holds")
     off = command.verdict(plan, measured_like(plan, scale=1.2, activations=10 * GIB))
     text = ["".join(piece for piece, _ in line) for line in off]

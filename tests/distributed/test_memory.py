@@ -1,0 +1,159 @@
+"""The traced plan against real runs on two ranks, measured by the allocator itself: a few in CI, a grid of all in `long`.
+
+LAUNCHER_MEMORY_TABLE=FILE has the grid's table written, in Markdown, for the docs.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.measuring import measure
+from launcher.memory.planning import accumulation
+from launcher.memory.trace import trace_step
+from launcher.memory.verification import compare
+from launcher.recipe.load import load_recipe
+
+RANKS = 2
+TOLERANCE = 0.05
+
+MODELS = {
+    "llama": "{model_type: llama, vocab_size: 4096, hidden_size: 256, intermediate_size: 704, num_hidden_layers: 4, num_attention_heads: 4,"
+    " num_key_value_heads: 2, max_position_embeddings: 512, tie_word_embeddings: false, bos_token_id: null, eos_token_id: 1}",
+    "gpt2": "{model_type: gpt2, vocab_size: 4096, n_embd: 256, n_layer: 4, n_head: 4, n_positions: 512, bos_token_id: null,"
+    " eos_token_id: 1}",
+}
+DEEP = {"llama": ["model.config.num_hidden_layers=12"], "gpt2": ["model.config.n_layer=12"]}
+STRATEGIES = {"ddp": ["kind=ddp"], "fsdp": [], "fsdp, offload": ["cpu_offload={}"]}
+PRECISIONS = {"fp32": ["mixed_precision=null"], "bf16": ["mixed_precision={param_dtype: bfloat16}"]}
+CHECKPOINTING = {"none": [], "selective": ["activation_checkpointing.mode=selective"], "full": ["activation_checkpointing.mode=full"]}
+
+
+class Case:
+    """One way to train, as a row of the table and as arguments."""
+
+    def __init__(self, architecture, strategy="fsdp", precision="bf16", checkpointing="none", rows=4, accumulated=1, *, other="", more=()):
+        self.architecture = architecture
+        self.cells = [architecture, strategy, precision, checkpointing, f"{accumulated} x {rows}", other]
+        self.accumulated = accumulated
+        self.overrides = [
+            f"batch.micro_batch_size={rows}",
+            f"batch.global_batch_size={rows * accumulated * RANKS}",
+            *(f"strategy.{setting}" for setting in STRATEGIES[strategy] + PRECISIONS[precision]),
+            *CHECKPOINTING[checkpointing],
+            *more,
+        ]
+
+
+def sync(when):
+    return {"other": f"reduced every micro-batch: {when}", "more": [f"strategy.sync_every_micro_batch={when}"]}
+
+
+PACKED = {"other": "packing", "more": ["data.packing=true"]}
+LORA = {"other": "LoRA", "more": ["lora.rank=8"]}
+KEPT = {"other": "kept after forward", "more": ["strategy.reshard_after_forward=false"]}
+
+FEW = [
+    Case("llama", "ddp", "fp32", rows=2),
+    Case("llama", "ddp", "bf16", "selective", rows=1, accumulated=2, **sync("false")),
+    Case("llama", "fsdp", "bf16", "selective", rows=2, **PACKED),
+    Case("llama", "fsdp, offload", "bf16", "full", rows=4),
+    Case("gpt2", "fsdp", "fp32", rows=1, accumulated=2, **sync("false")),
+    Case("llama", "fsdp", "bf16", rows=2, **LORA),
+]
+
+GRID = [
+    *(
+        Case("llama", strategy, precision, checkpointing, rows=8 if (number + (precision == "bf16")) % 2 else 2)
+        for number, (strategy, checkpointing) in enumerate((s, c) for s in STRATEGIES for c in CHECKPOINTING)
+        for precision in PRECISIONS
+    ),
+    *(
+        Case("gpt2", strategy, "bf16" if number % 2 else "fp32", checkpointing, rows=2 if number % 2 else 8)
+        for number, (strategy, checkpointing) in enumerate((s, c) for s in STRATEGIES for c in CHECKPOINTING)
+    ),
+    *(Case("llama", strategy, "bf16", accumulated=3, **sync(when)) for strategy in ("ddp", "fsdp") for when in ("true", "false")),
+    Case("gpt2", "fsdp", "fp32", accumulated=2, **sync("false")),
+    *(Case("llama", strategy, "bf16", "full", **PACKED) for strategy in ("ddp", "fsdp")),
+    Case("llama", "ddp", "fp32", **PACKED),
+    *(Case("llama", strategy, precision, **LORA) for strategy in ("ddp", "fsdp") for precision in PRECISIONS),
+    Case("gpt2", "fsdp", "bf16", "selective", **LORA),
+    *(Case("llama", "fsdp", precision, **KEPT) for precision in PRECISIONS),
+    Case("llama", "fsdp", accumulated=3, other="kept after backward", more=["strategy.reshard_after_backward=false"]),
+    Case("llama", "fsdp", checkpointing="full", other="every 2nd block", more=["activation_checkpointing.every_n_blocks=2"]),
+    Case("llama", "fsdp", checkpointing="full", other="12 layers: drawn out", more=DEEP["llama"]),
+    Case("gpt2", "ddp", checkpointing="none", other="12 layers: drawn out", more=DEEP["gpt2"]),
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """With a recipe for each architecture."""
+    (tmp_path / "data.txt").write_text("It is not read.")
+    for name, config in MODELS.items():
+        (tmp_path / f"{name}.yaml").write_text(
+            f"run: {{name: measured, max_steps: 3}}\nmodel: {{config: {config}}}\n"
+            f"data: {{train: [{tmp_path / 'data.txt'}], tokenizer: bytes, sequence_length: 256, packing: false}}\n"
+            "batch: {global_batch_size: 2, micro_batch_size: 1}\n"
+        )
+    return tmp_path
+
+
+def compared(folder, cases, *, timeout):
+    """(case, planned step, measurement, comparison), all measured in one launch."""
+    arguments = [[f"recipe={folder / case.architecture}.yaml", *case.overrides] for case in cases]
+    for case, own, measured in zip(cases, arguments, measure(arguments, ranks=RANKS, timeout=timeout), strict=True):
+        loaded = load_recipe(own, ranks=RANKS).recipe
+        assert accumulation(loaded, RANKS) == case.accumulated
+        planned = trace_step(loaded, ranks=RANKS, device="cpu", micro_batches=case.accumulated)
+        yield case, planned, measured, compare(planned, measured, tolerance=TOLERANCE)
+
+
+def told(case, comparison):
+    """The rows that are off, for who must find out why."""
+    rows = [
+        f"    {row.what}: planned {row.planned:,}, measured {row.measured:,}: {row.ratio:.4f}" for row in comparison.rows if not row.good
+    ]
+    return "\n".join([f"  {', '.join(cell for cell in case.cells if cell)}", *rows])
+
+
+def markdown(results):
+    head = [
+        "model",
+        "strategy",
+        "precision",
+        "checkpointing",
+        "micro-batches",
+        "",
+        "measured peak",
+        "planned peak",
+        "plan is",
+        "worst component",
+    ]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for case, planned, measured, comparison in results:
+        total = planned.peak.components.total
+        judged = [row for row in comparison.rows if not row.by_difference and row.measured > 0.01 * measured.peak]
+        worst = max(judged, key=lambda row: abs(row.ratio - 1))
+        numbers = [f"{measured.peak / 2**20:,.1f} MiB", f"{total / 2**20:,.1f} MiB", f"{total / measured.peak - 1:+.2%}"]
+        lines.append(f"| {' | '.join([*case.cells, *numbers, f'{worst.what} {worst.ratio - 1:+.1%}'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def check(results):
+    off = [told(case, comparison) for case, _, _, comparison in results if not comparison.good]
+    assert not off, "planned is not what was measured:\n" + "\n".join(off)
+    for case, _, measured, _ in results:  # the instrument: nothing is left when the model is gone
+        assert abs(measured.residue) <= 0.001 * measured.peak, (case.cells, measured)
+
+
+def test_the_plan_is_what_the_allocator_sees(folder):
+    check(list(compared(folder, FEW, timeout=120)))
+
+
+@pytest.mark.long
+def test_the_plan_is_what_the_allocator_sees_in_all_combinations(folder):
+    results = list(compared(folder, GRID, timeout=900))
+    if file := os.environ.get("LAUNCHER_MEMORY_TABLE"):
+        Path(file).write_text(markdown(results))
+    check(results)

@@ -1,0 +1,117 @@
+"""The instrument against allocations whose size is known, to the byte."""
+
+import threading
+
+import torch
+from torch import nn
+
+from launcher import measuring
+from launcher.measuring import CpuMeter, Mark, storage_bytes
+from tests.unit.test_house import MAY_IMPORT
+
+CPU = torch.device("cpu")
+
+
+def test_the_cpu_meter_counts_to_the_byte():
+    held = [torch.empty(1000)]
+    weight = torch.randn(500, 1000, requires_grad=True)
+    meter = CpuMeter()
+    meter.start()
+    held.append(torch.empty(2_500_000))
+    meter.mark("ten megabytes")
+    held[1].zero_()
+    held[1][:1000] = held[0]
+    meter.mark("in place")
+    product = weight.exp()
+    summed = product.sum()
+    meter.mark("saved")
+    summed.backward()  # a scalar one, its expansion to the product's gradient
+    del product, summed
+    meter.mark("backward")
+
+    def swap():
+        held.append(torch.empty(1_000_000))
+        del held[1]
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    thread.join()
+    storage = torch.empty(250).untyped_storage()
+    storage.resize_(0)
+    meter.mark("another thread")
+    storage.resize_(5000)
+    view = held[1].view(1000, 1000)[:10]
+    meter.mark("resized")
+    del view, storage
+    held.clear()  # the first one was there before
+    weight.grad = None
+    marks = {mark.name: mark for mark in meter.stop()}
+    two = 500 * 1000 * 4
+    assert [mark.live for mark in marks.values()] == [
+        *(0, 10_000_000, 10_000_000, 10_000_000 + two + 4, 10_000_000 + two),
+        *(4_000_000 + two, 4_000_000 + two + 5000, 0),
+    ]
+    assert marks["start"].peak == 10_000_000
+    assert marks["ten megabytes"].peak == 10_000_000
+    assert 0 <= marks["in place"].peak - (10_000_000 + two + 4) <= 16  # what the sum works with
+    assert 0 < marks["saved"].peak - (10_000_000 + 2 * two) <= 16
+    assert marks["another thread"].peak == 4_000_000 + two + 5000
+
+
+def test_two_meters_in_a_row_do_not_disturb_each_other():
+    first = CpuMeter()
+    first.start()
+    kept = torch.empty(1_000_000)
+    assert first.stop()[-1].live == 4_000_000
+    second = CpuMeter()
+    second.start()
+    del kept
+    other = torch.empty(10)
+    second.mark("freed")
+    assert second.stop()[1].live == other.nbytes - 4_000_000
+
+
+def test_storages_are_counted_once():
+    bucket = torch.empty(1000)
+    frozen = torch.empty(10)
+    tensors = [bucket[:10], bucket[10:].view(99, 10), None, frozen, torch.empty(5, device="meta")]
+    assert storage_bytes(tensors, device=CPU) == 4040
+    assert storage_bytes(tensors, device=CPU, without=[frozen[:1]]) == 4000
+
+
+def test_marks_become_phases_and_components():
+    def step(scale):
+        return [
+            Mark("data", 100, 110),
+            Mark("forward", 110, 300),
+            Mark("head", 300, 700 * scale),
+            Mark("backward", 500, 800),
+            Mark("forward", 160, 600),
+            Mark("head", 310, 600),
+            Mark("backward", 510, 790 * scale),
+            Mark("optimizer", 170, 180),
+        ]
+
+    marks = [Mark("start", 0, 100), *step(0.1), *step(2), *step(1), Mark("data", 104, 104), Mark("end", 3, 3)]
+    counted = measuring._Counted(parameters=40, gradients=50, optimizer=60)
+    counted.gathered = {"forward": [(0, 0)] * 3, "head": [(20, 5)] * 3, "backward": [(30, 0)] * 3}
+    found = measuring.evaluate(marks, counted, device="cpu")
+    assert found.phases == {"forward": 700, "backward": 800, "optimizer": 180}  # the first step is left out, then the least counts
+    assert (found.peak, found.spread, found.residue) == (800, 780, 3)
+    assert (found.step_start, found.after_forward, found.after_backward, found.step_end) == (100, 500, 170, 100)
+    assert (found.gathered, found.activations, found.logits) == (30, 300 - 110 - 25, 500 - 300 - 5)
+    counted.casts = True
+    found = measuring.evaluate(marks, counted, device="cpu")
+    assert (found.gathered, found.activations, found.logits) == (None, 500 - 110 - 30, None)
+
+
+def test_a_model_that_nothing_is_gathered_of():
+    assert measuring.gathered_bytes(nn.Linear(3, 3), device=CPU) == (0, 0)
+
+
+def test_the_measurement_does_not_know_the_plan():
+    seen, rooms = set(), ["measuring"]
+    while rooms:
+        seen.add(room := rooms.pop())
+        rooms += MAY_IMPORT.get(room, set()) - seen
+    assert "memory" not in seen
