@@ -401,7 +401,7 @@ def run(setting: dict[str, Any]) -> None:
     with processes.process_group(environment, device=device, cpu_offload=True, init_timeout=300) as (ranks, _):
         results = []
         for arguments in setting["recipes"]:
-            recipe = load_recipe(arguments, ranks=ranks.size).recipe
+            recipe = load_recipe(arguments, ranks=ranks.size, files=False).recipe
             processes.set_numerics(deterministic=recipe.run.deterministic, float32_matmul=recipe.run.float32_matmul)
             results.append(dataclasses.asdict(measure_recipe(recipe, ranks)))
         if environment.main:
@@ -415,7 +415,7 @@ def measure(recipes: Sequence[Sequence[str]], *, ranks: int, timeout: float = 60
     not done in time; none is left behind.
     """
     for arguments in recipes:
-        load_recipe(arguments, ranks=ranks)
+        load_recipe(arguments, ranks=ranks, files=False)
     variables = {"OMP_NUM_THREADS": "1"} | dict(os.environ)  # torchrun's own default, without its warning
     prepare_cuda(variables, deterministic=False)  # as a training run has it
     with tempfile.TemporaryDirectory(prefix="launcher-measuring-") as folder:

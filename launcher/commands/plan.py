@@ -114,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
             gpus = found if gpus is None else gpus
             notes.append(f"Planned for the GPUs of this machine; for others give gpu=h100, or gpu_memory=80GiB, and gpus_per_node={gpus}.")
     gpus = 8 if gpus is None else gpus
-    loaded = load_recipe(rest, ranks=nodes * gpus)
+    loaded = load_recipe(rest, ranks=nodes * gpus, files=False)
     page = None if options.get("html") is None else _writable(Path(options["html"]))
     recipe = loaded.recipe
     rates = importlib.import_module("launcher.memory.rates")

@@ -27,27 +27,32 @@ Found = Iterator[tuple[str, str]]
 class _Rule:
     reads: tuple[str, ...]
     test: Callable[[Recipe, int | None], Found]
+    of_files: bool
 
 
 _RULES: list[_Rule] = []
 
 
-def _rule(*reads: str) -> Callable[[Callable[[Recipe, int | None], Found]], Callable[[Recipe, int | None], Found]]:
+def _rule(*reads: str, of_files: bool = False) -> Callable[[Callable[[Recipe, int | None], Found]], Callable[[Recipe, int | None], Found]]:
+    """of_files: it looks for data that need not be there to plan."""
+
     def register(test: Callable[[Recipe, int | None], Found]) -> Callable[[Recipe, int | None], Found]:
-        _RULES.append(_Rule(reads, test))
+        _RULES.append(_Rule(reads, test, of_files))
         return test
 
     return register
 
 
-def check(recipe: Recipe, *, ranks: int | None, unsound: set[KeyPath]) -> list[Problem]:
+def check(recipe: Recipe, *, ranks: int | None, unsound: set[KeyPath], files: bool = True) -> list[Problem]:
     """All broken rules.
 
-    ranks: data-parallel ranks; None: not known yet.
+    ranks: data-parallel ranks; None: not known yet. files: whether the data must be there.
     unsound: keys that did not decode; rules that read them, or what is inside them, are left out.
     """
     problems = []
     for rule in _RULES:
+        if rule.of_files and not files:
+            continue
         paths = [tuple(key.split(".")) for key in rule.reads]
         if any(bad[: len(path)] == path or path[: len(bad)] == bad for path in paths for bad in unsound):
             continue
@@ -212,11 +217,18 @@ def _tokenizer(recipe: Recipe, ranks: int | None) -> Found:
     tokenizer = recipe.data.tokenizer
     if tokenizer is None and recipe.model.path is None:
         yield "data.tokenizer", "missing; a model.config has none of its own: give `bytes` or a folder with a tokenizer"
+
+
+@_rule("data.tokenizer", "data.builder", "data.kind", "data.train", of_files=True)
+def _tokenizer_folder(recipe: Recipe, ranks: int | None) -> Found:
+    tokenizer = recipe.data.tokenizer
+    if recipe.data.builder is not None or _kinds(recipe) == {"tokens"}:
+        return
     if tokenizer not in (None, "bytes") and not _is_model_id(str(tokenizer)) and not os.path.isdir(str(tokenizer)):
         yield "data.tokenizer", f"no such folder: {tokenizer}; give `bytes`, a folder with a tokenizer, or a hub id `owner/name`"
 
 
-@_rule("data.chat_template")
+@_rule("data.chat_template", of_files=True)
 def _chat_template(recipe: Recipe, ranks: int | None) -> Found:
     template = recipe.data.chat_template
     if template is not None and not os.path.isfile(template):
@@ -233,7 +245,7 @@ def _vocabulary(recipe: Recipe, ranks: int | None) -> Found:
         )
 
 
-@_rule("data.train", "data.builder")
+@_rule("data.train", "data.builder", of_files=True)
 def _train_files(recipe: Recipe, ranks: int | None) -> Found:
     train, builder = recipe.data.train, recipe.data.builder
     if builder is not None:
@@ -249,7 +261,7 @@ def _train_files(recipe: Recipe, ranks: int | None) -> Found:
         yield from _missing_files("data.train", train)
 
 
-@_rule("data.validation")
+@_rule("data.validation", of_files=True)
 def _validation_files(recipe: Recipe, ranks: int | None) -> Found:
     validation = recipe.data.validation
     if isinstance(validation, dict):

@@ -294,11 +294,12 @@ def _standard_library(folder: str = "") -> str:
     return str(Path(sysconfig.get_path("stdlib")) / folder)
 
 
-def load_recipe(arguments: Sequence[str], *, ranks: int | None) -> LoadedRecipe:
+def load_recipe(arguments: Sequence[str], *, ranks: int | None, files: bool = True) -> LoadedRecipe:
     """Loads, overrides, interpolates, decodes and checks.
 
     arguments: `recipe=NAME` or `recipe=FILE`, and overrides in OmegaConf's dot-list form, in any order.
     ranks: data-parallel ranks that will run it; None leaves out the rules that need them.
+    files: whether the data must be there; to plan it need not.
     Raises RecipeError with all problems found, each with the file and line or the argument it comes from.
     """
     if not OmegaConf.has_resolver("stdlib"):
@@ -327,7 +328,7 @@ def load_recipe(arguments: Sequence[str], *, ranks: int | None) -> LoadedRecipe:
     recipe = decoder.section(Recipe, plain, ())
     named_already = {problem.path for problem in problems}
     problems += [problem for problem in decoder.problems if problem.path not in named_already]
-    problems += check(recipe, ranks=ranks, unsound={problem.path for problem in problems} | decoder.misspelt)
+    problems += check(recipe, ranks=ranks, unsound={problem.path for problem in problems} | decoder.misspelt, files=files)
     for problem in problems:
         where = origins.locate(problem.path)
         found.append((isinstance(where, str), where if isinstance(where, int) else arguments.index(where), origins.cite(problem)))
