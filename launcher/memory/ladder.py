@@ -18,7 +18,6 @@ from launcher.memory.footprint import profile_model
 from launcher.memory.machine import Machine
 from launcher.memory.plan import Plan
 from launcher.memory.speed import StepTime, step_seconds, tokens_per_step
-from launcher.memory.trace import UntraceableError
 from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Lora, MixedPrecision, Recipe, Strategy
 
 PlanOf = Callable[[Recipe, Machine], Plan]
@@ -79,7 +78,7 @@ class _Way:
 def make_ladder(recipe: Recipe, machine: Machine, *, plan_of: PlanOf, traced: int = 4) -> Ladder:
     """Ranks all ways by arithmetic, and traces the fastest that fits and the next `traced` - 1 rungs.
 
-    plan_of: the traced plan of a recipe; some seconds each. Raises RecipeError as `prepare_model`, UntraceableError.
+    plan_of: the traced plan of a recipe; some seconds each. Raises RecipeError as `prepare_model`.
     """
     written = _concrete(recipe)
     profile = profile_model(written, device=machine.device)
@@ -169,13 +168,15 @@ class _Search:
             return None
         tensors = known.step.peak.components.total
         ratio = known.margin / tensors if tensors else 0.0
-        offload = way.memory.host * self.machine.gpus_per_node
+        host = dataclasses.replace(known.host, offload=way.memory.host * self.machine.gpus_per_node)
+        if self.machine.device == "cpu":  # the ranks' tensors are host memory
+            host = dataclasses.replace(host, processes=host.processes + (way.peak - tensors) * self.machine.gpus_per_node)
         return dataclasses.replace(
             known,
             step=way.memory,
             arithmetic=None,
             margin=round(ratio * way.peak),
-            host=dataclasses.replace(known.host, offload=offload),
+            host=host,
         )
 
     def may_fit(self, way: _Way) -> bool:
@@ -183,11 +184,11 @@ class _Search:
         estimate = self.estimate(way)
         memory, host = self.machine.memory, self.machine.host_memory
         if estimate is None:
-            fits = memory is None or way.peak * self._scale <= memory
+            fits = memory is None or way.peak * self._scale <= 0.95 * memory
             return fits and (host is None or way.memory.host * self.machine.gpus_per_node <= host)
         if memory is not None and estimate.context + (way.peak + estimate.margin) * self._scale > memory:
             return False
-        return host is None or self.machine.device == "cpu" or estimate.host.total <= host
+        return host is None or estimate.host.total <= host
 
     def fastest(self, ways: Sequence[_Way]) -> Rung | None:
         """The fastest whose traced plan fits; with CPU offload only where nothing does without."""
@@ -463,7 +464,7 @@ def _remedies(search: _Search, written: Recipe, machine: Machine) -> Iterator[st
         shorter = dataclasses.replace(written, data=dataclasses.replace(written.data, sequence_length=length))
         try:
             found = fitting(profile_model(shorter, device=machine.device), list(_frugal(shorter, machine)), machine)
-        except (RecipeError, UntraceableError):
+        except RecipeError:
             break
         if found is not None:
             yield f"shorter sequences: {' '.join(overrides_between(written, found))}"
@@ -472,7 +473,7 @@ def _remedies(search: _Search, written: Recipe, machine: Machine) -> Iterator[st
         adapted = dataclasses.replace(written, lora=Lora())
         try:
             found = fitting(profile_model(adapted, device=machine.device), list(_frugal(adapted, machine)), machine)
-        except (RecipeError, UntraceableError):
+        except RecipeError:
             found = None
         if found is not None:
             yield f"adapters instead of all weights: {' '.join(overrides_between(written, found))}"
