@@ -91,20 +91,23 @@ GPUS = (
 """The more particular name first: an H100 PCIe is no H100 (SXM). Bridges between two or four PCIe cards are left out."""
 
 
+_SIZES = {"40gb", "80gb"}
+
+
 def find_gpu(name: str, *, memory: int | None = None) -> Gpu | None:
     """The GPU that people (`h100`, `a100-40gb`) or CUDA (`NVIDIA A100-SXM4-40GB`) call so; None where it is not known.
 
     memory: bytes, which decides where the name does not (A100); the larger where that is not known either.
     """
-    spoken = set(re.findall(r"[a-z]+\d+[a-z]*|\d+gb|\d+|[a-z]+", name.lower().replace(" gb", "gb")))
-    found = [gpu for gpu in GPUS if _words(gpu.name) - {"40gb", "80gb"} <= spoken]
+    spoken = set(re.findall(r"[a-z]+\d+[a-z]*|\d+gb|\d+|[a-z]+", name.lower().replace("rtx", "rtx ")))
+    named = {gpu: _words(gpu.name) - _SIZES for gpu in GPUS}
+    found = [gpu for gpu in GPUS if named[gpu] <= spoken | {"rtx"}]
     if not found:
         return None
-    words = max(len(_words(gpu.name) - {"40gb", "80gb"}) for gpu in found)
-    found = [gpu for gpu in found if len(_words(gpu.name) - {"40gb", "80gb"}) == words]
+    found = [gpu for gpu in found if len(named[gpu]) == max(len(named[one]) for one in found)]
     if memory is not None:
         return min(found, key=lambda gpu: abs(gpu.memory * 2**30 - memory))
-    sized = [gpu for gpu in found if _words(gpu.name) & spoken & {"40gb", "80gb"}]
+    sized = [gpu for gpu in found if _words(gpu.name) & spoken & _SIZES]
     return max(sized or found, key=lambda gpu: gpu.memory)
 
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from launcher.assembly import PreparedModel, prepare_model
 from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.memory.arithmetic import (
+    DTYPE_BYTES,
     BlockFootprint,
     Footprint,
     Line,
@@ -47,13 +48,15 @@ _OTHER = -2
 def profile_model(recipe: Recipe, *, device: Literal["cuda", "cpu"]) -> ModelProfile:
     """Profiles the recipe's model without weights or data, for its strategy and others, in its precision.
 
-    A float32 recipe's model is profiled in bfloat16 too, which the ladder offers.
-    Raises RecipeError as `prepare_model`, UntraceableError where the model cannot run on fake tensors.
+    A float32 recipe's model is profiled in bfloat16 too, which the ladder offers. Where the model cannot run on fake tensors,
+    activations are estimated (`_by_shapes`), and `notes` says so.
+    Raises RecipeError as `prepare_model`.
     """
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, init="random", compile=False))
     own = compute_dtype(recipe.strategy)
     profile: ModelProfile | None = None
     footprints: dict[tuple[Style, str], Footprint] = {}
+    notes: dict[str, None] = {}
     for dtype in dict.fromkeys((own, "bfloat16" if own == "float32" else own)):
         precise = _in_precision(recipe, dtype)
         prepared = prepare_model(precise, device=torch.device(device), group=None, say=lambda text: None)
@@ -63,9 +66,13 @@ def profile_model(recipe: Recipe, *, device: Literal["cuda", "cpu"]) -> ModelPro
         places = _cut(prepared, kinds)
         styles: tuple[Style, ...] = ("cast",) if dtype == "float32" else ("cast", "autocast")
         for style in styles:
-            footprints[(style, dtype)] = _footprint(prepared, places, precise, style=style, dtype=dtype, device=device)
+            try:
+                footprints[(style, dtype)] = _footprint(prepared, places, precise, style=style, dtype=dtype, device=device)
+            except UntraceableError as error:
+                notes[f"activations are estimated by the shapes of weights: the model does not run without values ({error})"] = None
+                footprints[(style, dtype)] = _by_shapes(prepared, profile, style=style, dtype=dtype)
     assert profile is not None
-    return dataclasses.replace(profile, footprints=footprints)
+    return dataclasses.replace(profile, footprints=footprints, notes=tuple(notes))
 
 
 def _in_precision(recipe: Recipe, dtype: str) -> Recipe:
@@ -196,6 +203,53 @@ def _footprint(prepared: PreparedModel, places: dict[str, int], recipe: Recipe, 
         root=block(_ROOT),
         logits=Line(0, two.logits - one.logits),
         logits_size=one.logits_size,
+    )
+
+
+OVER_SHAPES = 1.25
+"""What a Llama block keeps, in bfloat16, over 2 bytes for each input and output of its matrix products: 49 h over 40 h."""
+
+
+def _by_shapes(prepared: PreparedModel, profile: ModelProfile, *, style: Style, dtype: str) -> Footprint:
+    """An estimate from the shapes of weights: each matrix product keeps its input, and what follows it its output, and some
+    more (OVER_SHAPES). Of experts (three dimensions) those that a token meets.
+    """
+    config: Any = getattr(prepared.model, "config", None)
+    size, length = DTYPE_BYTES[dtype], profile.sequence_length
+    met = getattr(config, "num_experts_per_tok", None) or 1
+    hidden = profile.hidden or 0
+
+    def block(weights: Weights, *, attention: float) -> BlockFootprint:
+        matrices = [(weight.shape, met if len(weight.shape) == 3 else 1) for weight in weights.parameters if len(weight.shape) in (2, 3)]
+        ends = sum(times * sum(shape[-2:]) for shape, times in matrices)
+        kept = Line(0, OVER_SHAPES * size * ends * length)
+        return BlockFootprint(
+            kept=kept,
+            selective=Line(0, kept.per_row / 4),
+            recomputed=kept,
+            output=Line(0, float(size * hidden * length)),
+            widest=Line(0, float(size * length * max((times * max(shape[-2:]) for shape, times in matrices), default=0))),
+            casts=size * sum(weight.count for weight in weights.parameters) if style == "autocast" and not weights.adapted else 0,
+            products=Line(0, 2.0 * length * sum(times * shape[-1] * shape[-2] for shape, times in matrices)),
+            attention=Line(0, attention),
+            traffic=Line(0, 4 * kept.per_row),
+            operations=60,
+        )
+
+    attention = _attention_per_row(prepared.model, length)
+    # Outside of the blocks: what the embedding gives, and a norm in float32; the head is in the logits
+    root = dataclasses.replace(
+        block(Weights((), profile.root.adapted), attention=0.0),
+        kept=Line(0, 10.0 * hidden * length),
+        widest=Line(0, 4.0 * hidden * length),
+        products=Line(0, 2.0 * length * hidden * (profile.vocabulary or 0)),
+    )
+    causal = class_count(prepared.model) is None or type(prepared.model).__name__.endswith("ForCausalLM")
+    return Footprint(
+        blocks=tuple(block(weights, attention=attention) for weights in profile.classes),
+        root=root,
+        logits=Line(0, float(length * (profile.vocabulary or 0)) if causal else 0.0),
+        logits_size=size,
     )
 
 

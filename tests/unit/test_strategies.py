@@ -222,4 +222,5 @@ def test_peak_flops_by_name():
     assert peak_flops("NVIDIA H200") == 989e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA L40S") == 362e12
-    assert peak_flops("NVIDIA GeForce RTX 2060") is None
+    assert peak_flops("NVIDIA GeForce RTX 4090") == 165e12
+    assert peak_flops("NVIDIA L40") is None
