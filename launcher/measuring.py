@@ -54,7 +54,7 @@ STEPS = 3
 """That are trained. In the first one the optimizer's state does not yet exist. Of the others the least counts: what gloo's threads
 release late, when they are kept from the processor, comes on top of a step, and is not of it."""
 
-SETTLE_SECONDS = 0.005
+SETTLE_SECONDS = 0.01
 """That a mark on the CPU waits."""
 
 MICRO_BATCHES = 3
@@ -92,7 +92,8 @@ class Measured:
     """What the first forward pass has left when it comes to the head; with the head's and the loss's where `logits` is None, with
     the cast copies of weights where `gathered` is None."""
     logits: int | None
-    """What head and loss have left. None: the model has no output embedding, or ddp under autocast (the head's cast copy is there)."""
+    """What head and loss have left. None: the model has no output embedding; or it is frozen, and does not keep what it is given; or
+    ddp under autocast, whose cast copy of it is there too."""
     spread: int
     """By how much the peaks of the measured steps differ."""
     residue: int
@@ -253,6 +254,8 @@ class _Counted:
     """At the marks `forward`, `head` and `backward` of each step's first micro-batch: weights, and buffers."""
     casts: bool = False
     """ddp under autocast."""
+    head_apart: bool = False
+    """Whether all that is there when the head is called stays."""
     reserved: int | None = None
     context: int | None = None
 
@@ -307,6 +310,7 @@ def _train(recipe: Recipe, ranks: DataParallel, meter: Meter) -> _Counted:
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     if head is not None:
         head.register_forward_pre_hook(lambda *unused: note("head"))
+        counted.head_apart = not counted.casts and any(parameter.requires_grad for parameter in head.parameters())
     micro_batches = min(MICRO_BATCHES, max(1, recipe.batch.global_batch_size // (rows * ranks.size)))
     for _ in train_steps(
         wrapped,
@@ -346,7 +350,6 @@ def evaluate(marks: list[Mark], counted: _Counted, *, device: str) -> Measured:
     steps = [_of_step(marks[first : last + 1], counted, number) for number, (first, last) in enumerate(pairwise(starts))][1:]
     least = {key: min(step[key] for step in steps) for key in steps[0]}
     peaks = [max(step[phase] for phase in PHASES) for step in steps]
-    apart = not counted.casts and any(mark.name == "head" for mark in marks)
     return Measured(
         device="cuda" if device == "cuda" else "cpu",
         peak=min(peaks),
@@ -360,8 +363,8 @@ def evaluate(marks: list[Mark], counted: _Counted, *, device: str) -> Measured:
         gradients=counted.gradients,
         optimizer=counted.optimizer,
         gathered=None if counted.casts else least["gathered"],
-        activations=least["activations"] if apart else least["activations_and_logits"],
-        logits=least["logits"] if apart else None,
+        activations=least["activations"] if counted.head_apart else least["activations_and_logits"],
+        logits=least["logits"] if counted.head_apart else None,
         spread=max(peaks) - min(peaks),
         residue=marks[-1].live,
         reserved=counted.reserved,

@@ -93,14 +93,14 @@ def test_marks_become_phases_and_components():
         ]
 
     marks = [Mark("start", 0, 100), *step(0.1), *step(2), *step(1), Mark("data", 104, 104), Mark("end", 3, 3)]
-    counted = measuring._Counted(parameters=40, gradients=50, optimizer=60)
+    counted = measuring._Counted(parameters=40, gradients=50, optimizer=60, head_apart=True)
     counted.gathered = {"forward": [(0, 0)] * 3, "head": [(20, 5)] * 3, "backward": [(30, 0)] * 3}
     found = measuring.evaluate(marks, counted, device="cpu")
     assert found.phases == {"forward": 700, "backward": 800, "optimizer": 180}  # the first step is left out, then the least counts
     assert (found.peak, found.spread, found.residue) == (800, 780, 3)
     assert (found.step_start, found.after_forward, found.after_backward, found.step_end) == (100, 500, 170, 100)
     assert (found.gathered, found.activations, found.logits) == (30, 300 - 110 - 25, 500 - 300 - 5)
-    counted.casts = True
+    counted.casts, counted.head_apart = True, False
     found = measuring.evaluate(marks, counted, device="cpu")
     assert (found.gathered, found.activations, found.logits) == (None, 500 - 110 - 30, None)
 
