@@ -341,7 +341,7 @@ class _Walk:
         ends = {0, count - 1, *(profile.block_classes.index(index) for index in set(profile.block_classes))}
         if not drawn:
             ends |= {count - 1 - profile.block_classes[::-1].index(index) for index in set(profile.block_classes)}
-        self.indices: Sequence[int] = range(count) if drawn else sorted(index for index in ends if index >= 0)
+        self.indices: Sequence[int] = range(count) if drawn else sorted(index for index in ends if 0 <= index < count)
 
     def note(self, phase: Phase, micro_batch: int, where: str, **parts: int) -> None:
         """A moment; what is held between steps is added."""

@@ -450,10 +450,13 @@ def _in_block(watch: _Watch, kind: int, forward: Callable[..., Any], *args: Any,
 def _standing_in(data: SyntheticData, *, device: str) -> Iterator[None]:
     """What fake tensors cannot be asked, and what the device would do otherwise."""
     from transformers import masking_utils
+    from transformers.integrations import moe
 
     from launcher.model import attention
 
     with ExitStack() as stack:
+        # As on CUDA, where grouped products are of bfloat16 only
+        stack.enter_context(replaced(moe, "_can_use_grouped_mm", lambda tokens, weight, offsets: weight.dtype == torch.bfloat16))
         if "position_ids" not in data.tensors:
             stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", lambda positions: None))
         if "cu_seq_lens_q" in data.tensors:

@@ -143,7 +143,8 @@ class _Search:
         self.profile, self.written, self.machine = profile, written, machine
         self._plan_of = plan_of
         self._plans: list[tuple[Recipe, Plan]] = []
-        self._scale = 1.0
+        self._scales: dict[tuple[str, str], float] = {}
+        """How many times the arithmetic's tensors a trace found, by strategy and checkpointing."""
         self._known: Plan | None = None
         if plan is not None:
             self._learn(written, plan)
@@ -161,14 +162,16 @@ class _Search:
         self._learn(recipe, plan)
         return plan
 
-    def estimate(self, way: _Way) -> Plan | None:
-        """Without a trace: what comes beside tensors as in the plan of the recipe as written."""
+    def estimate(self, way: _Way, *, staged: float = 1.0) -> Plan | None:
+        """Without a trace: what comes beside tensors as in the plan of the recipe as written. staged: a rank's part of a
+        checkpoint, to that recipe's."""
         known = self._known
         if known is None:
             return None
         tensors = known.step.peak.components.total
         ratio = known.margin / tensors if tensors else 0.0
-        host = dataclasses.replace(known.host, offload=way.memory.host * self.machine.gpus_per_node)
+        offload = way.memory.host * self.machine.gpus_per_node
+        host = dataclasses.replace(known.host, offload=offload, staging=round(known.host.staging * staged))
         if self.machine.device == "cpu":  # the ranks' tensors are host memory
             host = dataclasses.replace(host, processes=host.processes + (way.peak - tensors) * self.machine.gpus_per_node)
         return dataclasses.replace(
@@ -179,14 +182,15 @@ class _Search:
             host=host,
         )
 
-    def may_fit(self, way: _Way) -> bool:
+    def may_fit(self, way: _Way, *, staged: float = 1.0) -> bool:
         """By arithmetic, corrected by the traces so far. Without a known memory everything may."""
-        estimate = self.estimate(way)
+        estimate = self.estimate(way, staged=staged)
+        tensors = way.peak * self._scales.get(_sort(way.recipe), 1.0)
         memory, host = self.machine.memory, self.machine.host_memory
         if estimate is None:
-            fits = memory is None or way.peak * self._scale <= 0.95 * memory
+            fits = memory is None or tensors <= 0.95 * memory
             return fits and (host is None or way.memory.host * self.machine.gpus_per_node <= host)
-        if memory is not None and estimate.context + (way.peak + estimate.margin) * self._scale > memory:
+        if memory is not None and estimate.context + estimate.margin + tensors > memory:
             return False
         return host is None or estimate.host.total <= host
 
@@ -209,9 +213,8 @@ class _Search:
             if plan.fits:
                 return self.rung(way, trace=True)
             left.remove(way)
-            estimate = self.estimate(way)
-            if estimate is not None and estimate.needed < plan.needed:
-                self._scale = max(self._scale, plan.step.peak.components.total / way.peak)
+            sort, found = _sort(way.recipe), plan.step.peak.components.total / max(1, way.peak)
+            self._scales[sort] = max(self._scales.get(sort, 1.0), found)
         left = [way for way in left if self.may_fit(way)]  # the arithmetic misses something: then the most frugal
         frugal = min(left, key=lambda way: way.peak, default=None)
         if frugal is not None and self.plan(frugal.recipe).fits:
@@ -234,6 +237,12 @@ class _Search:
             tokens_per_second=tokens_per_step(recipe) / seconds.total,
             changes_numerics=compute_dtype(recipe.strategy) != compute_dtype(self.written.strategy),
         )
+
+
+def _sort(recipe: Recipe) -> tuple[str, str]:
+    """What the arithmetic may be wrong about alike."""
+    checkpointing = recipe.activation_checkpointing
+    return recipe.strategy.kind, "none" if checkpointing is None else checkpointing.mode
 
 
 def _ways(
@@ -436,7 +445,7 @@ def _remedies(search: _Search, written: Recipe, machine: Machine) -> Iterator[st
             way = _Way(
                 recipe=recipe, memory=step, seconds=step_seconds(candidate, recipe, on), peak=step.peak.components.total, simplicity=()
             )
-            if search.may_fit(way):
+            if search.may_fit(way, staged=candidate.trained / profile.trained * machine.ranks / on.ranks):
                 return recipe
         return None
 

@@ -1,0 +1,239 @@
+"""Memory in closed form: against numbers worked out by hand, and against itself where a recipe asks for less or more."""
+
+import dataclasses
+
+import pytest
+
+from launcher.memory.arithmetic import step_memory
+from launcher.memory.footprint import profile_model
+from launcher.memory.trace import UntraceableError
+from launcher.recipe.load import load_recipe
+
+LLAMA_8B = """\
+run: {name: llama, max_steps: 10}
+model:
+  config: {model_type: llama, vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32,
+           num_attention_heads: 32, num_key_value_heads: 8, max_position_embeddings: 8192}
+data: {train: [train.txt], tokenizer: bytes, sequence_length: 4096}
+batch: {global_batch_size: 128, micro_batch_size: 1}
+"""
+PARAMETERS = 2 * 128256 * 4096 + 4096 + 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
+ROOT = 2 * 128256 * 4096 + 4096
+BLOCK = (PARAMETERS - ROOT) // 32
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipe")
+    (folder / "llama.yaml").write_text(LLAMA_8B)
+    (folder / "train.txt").write_text("text")
+
+    def loaded(*overrides, ranks=8):
+        return load_recipe([f"recipe={folder}/llama.yaml", f"data.train=[{folder}/train.txt]", *overrides], ranks=ranks).recipe
+
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def llama(load):
+    return profile_model(load(), device="cuda")
+
+
+def peak(profile, recipe, ranks=8):
+    return step_memory(profile, recipe, ranks=ranks, drawn=False).peak.components.total
+
+
+def test_parameters_are_counted(llama):
+    assert llama.parameters == llama.trained == PARAMETERS == 8_030_261_248
+    assert llama.root.count == ROOT
+    assert llama.block_classes == (0,) * 32
+    assert not llama.tied
+
+
+def test_states_are_sixteen_bytes_a_parameter_over_the_ranks(llama, load):
+    for ranks in (8, 64):
+        step = step_memory(llama, load(ranks=ranks), ranks=ranks)
+        end = step.phases["optimizer"].components
+        assert end.parameters - llama.buffers + end.gradients + end.optimizer == 16 * PARAMETERS // ranks
+    ddp = step_memory(llama, load("strategy.kind=ddp"), ranks=8).phases["optimizer"].components
+    assert ddp.total == 16 * PARAMETERS + llama.buffers
+
+
+def test_logits_are_ten_bytes_forward_and_twelve_backward(llama, load):
+    step = step_memory(llama, load("batch.micro_batch_size=2"), ranks=8)
+    elements = 2 * 4096 * 128256
+    assert step.phases["forward"].components.logits == 10 * elements
+    assert step.phases["backward"].components.logits == 12 * elements
+    assert step.after_forward.logits == 4 * elements
+
+
+def test_a_llama_block_keeps_49_hidden_sizes_a_token(llama):
+    block = llama.footprints[("cast", "bfloat16")].blocks[0]
+    assert block.kept.at(1) / 4096 / 4096 == pytest.approx(49, abs=0.1)
+    assert block.output.at(3) == 3 * 2 * 4096 * 4096
+    products = 2 * 4096 * (BLOCK - 2 * 4096)  # all its weights but the norms', once a token
+    assert block.products.at(1) == products
+
+
+def test_what_is_gathered_and_sent_at_the_peak(llama, load):
+    step = step_memory(llama, load(), ranks=8)
+    at = step.peak.components
+    assert (step.peak.phase, step.peak.micro_batch, step.peak.where) == ("backward", 1, "")
+    assert at.gathered == 2 * ROOT  # embeddings and head, in bfloat16
+    assert at.communication == 4 * ROOT  # their gradients of the micro-batch before, on their way in float32
+    block = next(m for m in step.timeline if m.phase == "backward" and m.where == "model.layers.30" and m.micro_batch == 1)
+    assert block.components.gathered == 2 * (ROOT + BLOCK)
+    assert block.components.communication == 2 * BLOCK + 4 * BLOCK  # the next one gathered, the one before reduced
+
+
+def test_without_sync_whole_gradients_are_kept(llama, load):
+    step = step_memory(llama, load("strategy.sync_every_micro_batch=false"), ranks=8)
+    assert step.peak.components.gradients >= 4 * PARAMETERS
+    ddp = step_memory(llama, load("strategy.kind=ddp"), ranks=8)
+    assert ddp.peak.components.gradients == 8 * PARAMETERS  # buckets, and gradients that are not reduced yet
+    synced = step_memory(llama, load("strategy.kind=ddp", "strategy.sync_every_micro_batch=true"), ranks=8)
+    assert synced.peak.components.gradients == 4 * PARAMETERS
+
+
+def test_offload_leaves_the_device_what_is_at_work(llama, load):
+    step = step_memory(llama, load("strategy.cpu_offload.pin_memory=true"), ranks=8)
+    end = step.phases["optimizer"].components
+    assert end.total == llama.buffers
+    assert step.host == 16 * PARAMETERS // 8
+
+
+def test_checkpointing_keeps_inputs(llama, load):
+    none, selective, full = (
+        step_memory(llama, load(*overrides), ranks=8).after_forward.activations
+        for overrides in ((), ("activation_checkpointing.mode=selective",), ("activation_checkpointing.mode=full",))
+    )
+    assert full < selective < none
+    inputs = 32 * 2 * 4096 * 4096
+    assert inputs <= full < inputs + 0.2 * GIB
+    host = step_memory(llama, load("activation_checkpointing.mode=full", "activation_checkpointing.offload_to_cpu=true"), ranks=8)
+    assert host.host == inputs
+    assert host.after_forward.activations == full - inputs
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        (("activation_checkpointing.mode=full",), ()),
+        (
+            ("activation_checkpointing.mode=full", "activation_checkpointing.every_n_blocks=1"),
+            ("activation_checkpointing.every_n_blocks=4",),
+        ),
+        ((), ("batch.micro_batch_size=2",)),
+        ((), ("strategy.kind=ddp",)),
+        ((), ("strategy.reshard_after_forward=false",)),
+        ((), ("strategy.reshard_after_backward=false",)),
+        ((), ("strategy.replicate=2",)),
+        ((), ("strategy.sync_every_micro_batch=false",)),
+        (("strategy.cpu_offload.pin_memory=true",), ()),
+        (("strategy.mixed_precision.reduce_dtype=bfloat16",), ()),
+        (("activation_checkpointing.mode=full", "activation_checkpointing.offload_to_cpu=true"), ("activation_checkpointing.mode=full",)),
+    ],
+    ids=str,
+)
+def test_what_asks_for_less_needs_less(llama, load, less, more):
+    assert peak(llama, load(*less)) < peak(llama, load(*more))
+
+
+def test_more_ranks_never_need_more(llama, load):
+    recipe = load("activation_checkpointing.mode=full", "batch.global_batch_size=2048", ranks=8)
+    peaks = [peak(llama, recipe, ranks) for ranks in (2, 4, 8, 16, 64, 512)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_what_does_not_divide_is_rounded_up_for_rank_0(llama, load):
+    small = dataclasses.replace(llama.root.parameters[0], shape=(10, 4))
+    weights = dataclasses.replace(llama.root, parameters=(small,))
+    assert weights.share(8, 2).trained == 2 * 4
+    assert weights.share(3, 2).masters == 4 * 4 * 4
+
+
+SMALL = ("model.config.hidden_size=64", "model.config.intermediate_size=96", "model.config.num_attention_heads=4",
+         "model.config.num_key_value_heads=2", "model.config.vocab_size=300", "data.sequence_length=64")  # fmt: skip
+
+
+def test_adapters_are_trained_and_the_first_block_keeps_less(load):
+    recipe = load(*SMALL, "lora.rank=4", "model.config.num_hidden_layers=6")
+    profile = profile_model(recipe, device="cuda")
+    rank = 4 * (2 * 64 + 64 + 64 + 2 * (64 + 32) + 3 * (64 + 96))  # q, o; k, v; gate, up, down
+    assert profile.trained == 6 * rank
+    assert profile.block_classes == (0, 1, 1, 1, 1, 1)
+    first, others = profile.footprints[("cast", "bfloat16")].blocks
+    assert first.kept.at(1) == others.kept.at(1) - (4 * 64 + 4) * 64  # nothing goes back through its first norm: float32 input, and rsqrt
+    held = step_memory(profile, recipe, ranks=1).held
+    frozen = profile.parameters - profile.trained
+    assert held.parameters == 2 * frozen + 4 * profile.trained + profile.buffers
+    assert held.optimizer == 8 * profile.trained
+
+
+def test_tied_embeddings_count_once(load):
+    tied = profile_model(load(*SMALL, "model.config.tie_word_embeddings=true"), device="cpu")
+    assert tied.tied
+    assert tied.root.count == 300 * 64 + 64
+
+
+def test_a_classifier_has_no_logits_over_a_vocabulary(load):
+    recipe = load(*SMALL, "model.task=sequence_classification", "model.num_labels=3", "data.kind=classification",
+                  "model.config.pad_token_id=0", "strategy.mixed_precision=null")  # fmt: skip
+    profile = profile_model(recipe, device="cpu")
+    assert step_memory(profile, recipe, ranks=2).phases["backward"].components.logits == 0
+
+
+def test_a_float32_model_is_profiled_in_bfloat16_too(load):
+    recipe = load(*SMALL, "strategy.mixed_precision=null")
+    assert set(profile_model(recipe, device="cuda").footprints) == {("cast", "float32"), ("cast", "bfloat16"), ("autocast", "bfloat16")}
+
+
+def test_a_model_without_blocks_is_one_group(load):
+    from launcher.memory import footprint
+
+    recipe = load(*SMALL, "model.config.num_hidden_layers=2")
+    prepare = footprint.prepare_model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(footprint, "prepare_model", lambda *args, **kwargs: dataclasses.replace(prepare(*args, **kwargs), blocks={}))
+        whole = profile_model(recipe, device="cpu")
+    split = profile_model(recipe, device="cpu")
+    assert whole.block_classes == ()
+    assert whole.parameters == split.parameters
+    assert step_memory(whole, recipe, ranks=2).after_forward.activations == step_memory(split, recipe, ranks=2).after_forward.activations
+    assert peak(whole, recipe, 2) > peak(split, recipe, 2)
+
+
+def test_a_model_that_does_not_run_without_values_is_estimated_by_shapes(load, llama, monkeypatch):
+    from launcher.memory import footprint
+
+    def refuse(*args, **kwargs):
+        raise UntraceableError("it asks for a number")
+
+    monkeypatch.setattr(footprint, "_footprint", refuse)
+    estimated = profile_model(load(), device="cuda")
+    assert "it asks for a number" in estimated.notes[0]
+    for overrides in ((), ("strategy.kind=ddp",), ("activation_checkpointing.mode=full",), ("activation_checkpointing.mode=selective",)):
+        assert peak(estimated, load(*overrides)) == pytest.approx(peak(llama, load(*overrides)), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("strategy.replicate=2", "activation_checkpointing.mode=selective"),
+        ("strategy.cpu_offload.pin_memory=true", "activation_checkpointing.mode=full"),
+        ("lora.rank=4", "activation_checkpointing.mode=full"),
+    ],
+    ids=str,
+)
+def test_it_agrees_with_the_traced_plan(load, overrides):
+    from launcher.memory.trace import trace_step
+
+    sizes = ("model.config.hidden_size=256", "model.config.intermediate_size=512", "model.config.num_attention_heads=4",
+             "model.config.num_key_value_heads=2", "model.config.vocab_size=600", "model.config.num_hidden_layers=4",
+             "data.sequence_length=256", "batch.micro_batch_size=8", "batch.global_batch_size=64")  # fmt: skip
+    recipe = load(*sizes, *overrides, ranks=4)
+    traced = trace_step(recipe, ranks=4, device="cuda", micro_batches=2)
+    arithmetic = step_memory(profile_model(recipe, device="cuda"), recipe, ranks=4)
+    assert arithmetic.peak.components.total == pytest.approx(traced.peak.components.total, rel=0.03)
+    assert arithmetic.host == pytest.approx(traced.host, rel=0.001)  # AdamW counts its steps in 4 bytes a parameter tensor

@@ -1,0 +1,288 @@
+"""Rates, seconds and the ladder: the same global batch everywhere, overrides that load, nothing shown that another rung beats."""
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import RecipeError
+from launcher.hardware import GPUS, find_gpu
+from launcher.memory.footprint import profile_model
+from launcher.memory.ladder import fastest_that_fits, make_ladder, overrides_between
+from launcher.memory.machine import Rates
+from launcher.memory.planning import make_plan
+from launcher.memory.rates import known_machine, read_rates
+from launcher.memory.speed import step_seconds, tokens_per_step
+from launcher.recipe.load import load_recipe
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+GIB = 2**30
+by_arithmetic = partial(make_plan, method="arithmetic")
+
+SMALL = """\
+run: {name: small, max_steps: 10}
+model:
+  config: {model_type: llama, vocab_size: 8000, hidden_size: 512, intermediate_size: 1536, num_hidden_layers: 8,
+           num_attention_heads: 8, num_key_value_heads: 4}
+data: {train: [train.txt], tokenizer: bytes, sequence_length: 1024}
+batch: {global_batch_size: 64, micro_batch_size: 4}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    (tmp_path / "small.yaml").write_text(SMALL)
+    (tmp_path / "train.txt").write_text("text")
+
+    def loaded(*overrides, ranks=8):
+        return load_recipe([f"recipe={tmp_path}/small.yaml", f"data.train=[{tmp_path}/train.txt]", *overrides], ranks=ranks).recipe
+
+    return loaded
+
+
+def machine(memory=80 * GIB, nodes=1, gpus=8, **settings):
+    return known_machine("h100", nodes=nodes, gpus_per_node=gpus, memory=memory, **settings)
+
+
+# Rates
+
+
+@pytest.mark.parametrize(
+    ("spoken", "name"),
+    [
+        ("h100", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("H100-PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("a100-40gb", "A100 40GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
+        ("a100", "A100 80GB"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("rtx4090", "RTX 4090"),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 2080", None),
+    ],
+)
+def test_a_gpu_is_found_as_people_and_cuda_call_it(spoken, name):
+    found = find_gpu(spoken)
+    assert (found.name if found else None) == name
+
+
+def test_each_gpu_is_found_by_its_own_name_and_memory_decides_where_that_does_not():
+    assert [find_gpu(gpu.name) for gpu in GPUS] == list(GPUS)
+    assert find_gpu("a100", memory=40 * GIB).name.startswith("A100 40GB")
+
+
+def test_an_unknown_gpu_names_all_that_are_known():
+    with pytest.raises(RecipeError, match=r"gpu=h1000: is not known; give one of .*h100-pcie.*rtx-3090, cpu"):
+        known_machine("h1000", nodes=1, gpus_per_node=8)
+
+
+def test_a_gpu_of_some_memory_has_the_rates_of_the_nearest():
+    found = known_machine(None, nodes=1, gpus_per_node=2, memory=45 * GIB)
+    assert found.memory == 45 * GIB
+    assert found.rates.source.startswith("NVIDIA L40S")
+
+
+def test_rates_are_read_from_what_doctor_writes(tmp_path):
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps({"fit": True, "rates": {"half_flops": 5e14, "inter_node_bandwidth": None, "source": "measured"}}))
+    rates = machine(overrides=read_rates(file)).rates
+    assert (rates.half_flops, rates.source) == (5e14, "measured")
+    assert rates.inter_node_bandwidth == machine().rates.inter_node_bandwidth
+    for content, message in (("{}", "holds no rates"), ("[", "not JSON"), ('{"half_flops": "fast"}', "must be a number above 0")):
+        file.write_text(content)
+        with pytest.raises(RecipeError, match=message):
+            read_rates(file)
+    with pytest.raises(RecipeError, match="No such file"):
+        read_rates(tmp_path / "none.json")
+    with pytest.raises(RecipeError, match="speed is no rate; there are half_flops"):
+        machine(overrides={"speed": 1.0})
+
+
+# Seconds
+
+
+def unhindered(**rates):
+    plain = Rates(
+        half_flops=1e15, float32_flops=5e14, memory_bandwidth=1e30, intra_node_bandwidth=1e30, inter_node_bandwidth=1e30,
+        host_bandwidth=1e30, host_adamw=1e30, source="",
+    )  # fmt: skip
+    return dataclasses.replace(machine(), rates=dataclasses.replace(plain, **rates))
+
+
+def test_products_take_their_operations_over_the_rate(load):
+    recipe = load("model.config.hidden_size=4096", "model.config.intermediate_size=8192", "model.config.num_attention_heads=32",
+                  "batch.micro_batch_size=8", "data.sequence_length=2048")  # fmt: skip
+    profile = profile_model(recipe, device="cuda")
+    seconds = step_seconds(profile, recipe, unhindered())
+    matrices = 8 * (2 * 4096**2 + 2 * 4096 * 512 + 3 * 4096 * 8192) + 4096 * 8000
+    attention = 8 * 2 * 2 * 2048 * 4096 / 2  # scores and values of 8 blocks, the causal half; at half the rate
+    tokens = 64 * 2048 / 8
+    assert seconds.forward == pytest.approx(tokens * (2 * matrices + 2 * attention) / 1e15, rel=0.02)
+    assert seconds.backward == pytest.approx(2 * seconds.forward, rel=0.05)
+    assert seconds.recomputation == 0
+    again = step_seconds(profile, dataclasses.replace(recipe, activation_checkpointing=load("activation_checkpointing.mode=full")
+                         .activation_checkpointing), unhindered())  # fmt: skip
+    assert 0.9 * seconds.forward < again.recomputation < seconds.forward
+
+
+def test_slow_links_are_seen_where_they_are_used(load):
+    recipe = load("batch.micro_batch_size=1")
+    profile = profile_model(recipe, device="cuda")
+    slow = unhindered(intra_node_bandwidth=1e9)
+    seconds = step_seconds(profile, recipe, slow)
+    moved = profile.parameters * 7 / 8 / 1e9 * 8  # bytes of one a parameter, eight micro-batches
+    total = 2 * 2 * moved + 4 * moved  # gathered twice, reduced in float32
+    assert seconds.gather + seconds.reduce == pytest.approx(total - seconds.forward - seconds.backward, rel=0.02)
+
+    def on_slow(*overrides):
+        return step_seconds(profile, load("batch.micro_batch_size=1", *overrides), slow).total
+
+    kept = on_slow("strategy.reshard_after_backward=false")
+    assert kept < on_slow("strategy.reshard_after_forward=false") < seconds.total
+    assert on_slow("strategy.reshard_after_backward=false", "strategy.sync_every_micro_batch=false") < kept
+    assert on_slow("strategy.kind=ddp") < seconds.total
+
+
+def test_offload_waits_for_the_bus_and_the_hosts_adamw(load):
+    recipe = load("strategy.cpu_offload.pin_memory=true")
+    profile = profile_model(recipe, device="cuda")
+    assert step_seconds(profile, recipe, unhindered(host_adamw=1e6)).optimizer == pytest.approx(profile.parameters / 8 / 1e6, rel=0.01)
+    assert step_seconds(profile, recipe, unhindered(host_bandwidth=1e6)).offload > 100
+    assert step_seconds(profile, recipe, unhindered()).offload == 0
+
+
+# The ladder
+
+
+def test_the_ladder_goes_down_in_memory_and_speed_and_its_best_is_the_fastest_that_fits(load):
+    asked = load()
+    ladder = make_ladder(asked, machine(), plan_of=by_arithmetic)
+    assert ladder.considered > 100
+    assert ladder.best is not None
+    assert ladder.best.plan.fits
+    assert ladder.asked.recipe == asked
+    assert ladder.asked.overrides == ()
+    assert 2 <= len(ladder.rungs) <= 8
+    assert ladder.best in ladder.rungs
+    assert ladder.remedies == ()
+    for rung in ladder.rungs:
+        assert rung.tokens_per_second == tokens_per_step(asked) / rung.seconds.total
+        for other in ladder.rungs:
+            device, host = other.plan.needed < rung.plan.needed, other.plan.host.offload <= rung.plan.host.offload
+            assert not (device and host and other.seconds.total < rung.seconds.total), "no rung is beaten by another"
+    speeds = [rung.tokens_per_second for rung in ladder.rungs]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_cpu_offload_is_the_last_resort(load):
+    asked = load(ranks=1)
+    profile = profile_model(asked, device="cuda")
+    states = 16 * profile.parameters
+    roomy = make_ladder(asked, machine(gpus=1), plan_of=by_arithmetic)
+    assert roomy.best.recipe.strategy.cpu_offload is None
+    tight = make_ladder(asked, machine(gpus=1, memory=states + 600 * 2**20), plan_of=by_arithmetic)
+    assert tight.best.recipe.strategy.cpu_offload is not None
+    assert tight.best.plan.fits
+    no_host = make_ladder(asked, machine(gpus=1, memory=states + 600 * 2**20, host_memory=4 * GIB), plan_of=by_arithmetic)
+    assert no_host.best is None
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("fsdp", ()),
+        ("fsdp_offload", ("strategy.replicate=2", "activation_checkpointing.every_n_blocks=2")),
+        ("ddp", ("strategy.sync_every_micro_batch=true",)),
+        ("quickstart", ("batch.micro_batch_size=4",)),
+        ("fsdp", ("batch.micro_batch_size=null", "batch.micro_batch_tokens=4096", "data.packing=false",
+                  "strategy.mixed_precision.reduce_dtype=bfloat16")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_all_overrides_of_shipped_recipes_load_and_mean_what_they_say(name, overrides):
+    from launcher.memory import ladder
+
+    base = [f"recipe={RECIPES / name}.yaml", *overrides]
+    written = load_recipe(base, ranks=4).recipe
+    profile = profile_model(written, device="cuda")
+    ways = list(ladder._ways(profile, written, machine(nodes=2, gpus=2), strategies=True, micro_batches=True, precisions=True))
+    pasted = {overrides_between(written, way.recipe): way.recipe for way in ways}
+    assert len(pasted) == len(ways)
+    kinds = {(r.strategy.kind, r.strategy.cpu_offload is None) for r in pasted.values()}
+    assert kinds == {("ddp", True), ("fsdp", True), ("fsdp", False)}
+    assert {r.batch.global_batch_size for r in pasted.values()} == {written.batch.global_batch_size}
+    step = max(1, len(pasted) // 25)
+    for pairs, recipe in list(pasted.items())[::step]:
+        assert load_recipe([*base, *pairs], ranks=4).recipe == recipe, pairs
+
+
+def test_float32_is_offered_mixed_precision_and_told_that_it_changes_numbers(load):
+    ladder = make_ladder(load("strategy.mixed_precision=null"), machine(), plan_of=by_arithmetic)
+    marked = [rung for rung in ladder.rungs if rung.changes_numerics]
+    assert marked
+    assert all("strategy.mixed_precision.param_dtype=bfloat16" in rung.overrides for rung in marked)
+    assert not ladder.asked.changes_numerics
+
+
+def test_a_trace_that_says_no_is_believed(load):
+    asked, refused = load(), []
+
+    def plan_of(recipe, on):
+        plan = make_plan(recipe, on, method="arithmetic")
+        if recipe.activation_checkpointing is None:  # the trace finds more than the arithmetic
+            refused.append(recipe)
+            parts = plan.step.peak.components
+            peak = dataclasses.replace(plan.step.peak, components=dataclasses.replace(parts, temporary=parts.temporary + 100 * GIB))
+            return dataclasses.replace(plan, step=dataclasses.replace(plan.step, peak=peak))
+        return plan
+
+    ladder = make_ladder(asked, machine(), plan_of=plan_of)
+    assert refused
+    assert ladder.best.plan.fits
+    assert ladder.best.recipe.activation_checkpointing is not None
+
+
+def test_where_nothing_fits_it_says_what_would(load):
+    wide = ("model.config.hidden_size=4096", "model.config.intermediate_size=14336", "model.config.num_attention_heads=32")
+    few = make_ladder(load(*wide, ranks=2), machine(gpus=2, memory=4 * GIB, host_memory=20 * GIB), plan_of=by_arithmetic)
+    assert few.best is None
+    assert few.rungs
+    assert few.rungs[0].plan.fits is False
+    assert any(remedy.startswith("more GPUs: ") and "nodes=" in remedy for remedy in few.remedies)
+    assert any("lora.rank=16" in remedy for remedy in few.remedies)
+    long = load("model.config.vocab_size=200000", "data.sequence_length=8192", "model.config.max_position_embeddings=8192", ranks=2)
+    large = make_ladder(long, machine(gpus=2, memory=8 * GIB), plan_of=by_arithmetic)
+    assert any("tensor parallelism" in remedy and "logits" in remedy for remedy in large.remedies)
+    assert not any(remedy.startswith("more GPUs") for remedy in large.remedies)
+    assert any("data.sequence_length=" in remedy for remedy in large.remedies)
+
+
+def as_auto(recipe, *, kind="auto", micro="auto"):
+    return dataclasses.replace(
+        recipe,
+        strategy=dataclasses.replace(recipe.strategy, kind=kind),
+        batch=dataclasses.replace(recipe.batch, micro_batch_size=micro),
+    )
+
+
+def test_auto_varies_what_is_auto_alone(load):
+    written = load("activation_checkpointing.mode=full")
+    micro = fastest_that_fits(as_auto(written, kind="fsdp"), machine(), plan_of=by_arithmetic)
+    assert micro.recipe.strategy == written.strategy
+    assert micro.recipe.activation_checkpointing == written.activation_checkpointing
+    assert [override.partition("=")[0] for override in micro.overrides] == ["batch.micro_batch_size"]
+    assert micro.plan.fits
+    limited = fastest_that_fits(as_auto(written, kind="fsdp"), machine(), plan_of=by_arithmetic, limit_micro_batch=2)
+    assert limited.recipe.batch.micro_batch_size <= 2
+    kind = fastest_that_fits(as_auto(written, micro=4), machine(), plan_of=by_arithmetic)
+    assert kind.recipe.batch == written.batch
+    assert kind.recipe.strategy.kind in ("ddp", "fsdp")
+    assert kind.recipe.strategy.mixed_precision == written.strategy.mixed_precision
+    assert fastest_that_fits(as_auto(written), machine(memory=GIB // 2), plan_of=by_arithmetic) is None
