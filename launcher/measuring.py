@@ -426,7 +426,7 @@ def measure(recipes: Sequence[Sequence[str]], *, ranks: int, timeout: float = 60
         setting = json.dumps({"recipes": [list(arguments) for arguments in recipes], "result": str(result)})
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", __name__, setting]
         with log.open("w") as output:
-            process = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)
             try:
                 status: int | None = process.wait(timeout)
             except subprocess.TimeoutExpired:

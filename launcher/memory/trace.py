@@ -194,7 +194,7 @@ def _run(prepared: PreparedModel, recipe: Recipe, ranks: DataParallel, *, device
         wide = vocabulary is not None and tensor.ndim > 1 and tensor.shape[-1] == vocabulary
         return "logits" if wide and tensor.numel() == data.tokens * (vocabulary or 0) else None
 
-    tracker = Tracker(label_of)
+    tracker = Tracker(label_of, gloo=device == "cpu")
     offloads = recipe.strategy.cpu_offload is not None and device == "cuda"
     with _standing_in(tracker, data, device=device):
         wrapped = prepared.wrap(recipe, ranks, fill=fill)

@@ -56,8 +56,10 @@ class _Event:
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode, to be entered inside of a fake-tensor mode."""
 
-    def __init__(self, label_of: Callable[[torch.Tensor], str | None] = lambda tensor: None) -> None:
+    def __init__(self, label_of: Callable[[torch.Tensor], str | None] = lambda tensor: None, *, gloo: bool = False) -> None:
+        """gloo: whether collectives are gloo's, which works on a copy of what a gathering gives and a scattering gets."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._copied = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1} if gloo else {}
         self._label_of = label_of
         self.place = Place("forward", 0, "")
         self._places: list[Place] = [self.place]
@@ -68,6 +70,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own operations come here, on plain tensors
         out = func(*args, **(kwargs or {}))
+        if func.name() in self._copied:
+            copied = args[self._copied[func.name()]]
+            record = Record(copied.nbytes, "communication", len(self._events))
+            self._note(record, record.size)
+            self._note(record, -record.size)
         casts = func is torch.ops.aten._to_copy.default
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
