@@ -221,14 +221,16 @@ def _run(prepared: PreparedModel, recipe: Recipe, ranks: DataParallel, *, device
             except Exception as error:  # whatever a model's code does with a tensor that has no values
                 raise UntraceableError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     traced = driver.traced()
-    return _with_transfers(traced, wrapped.module) if offloads else traced
+    return _with_transfers(traced, wrapped.module, copies=recipe.strategy.replicate > 1) if offloads else traced
 
 
-def _with_transfers(traced: _Traced, model: nn.Module) -> _Traced:
+def _with_transfers(traced: _Traced, model: nn.Module, *, copies: bool) -> _Traced:
     """Offload's buffers on the device, by arithmetic: a fake tensor does not tell host from device.
 
     While a group is gathered, the shard of one parameter at a time lies on the device in float32, before it is cast and
-    packed; while one is reduced, the group's gradient shard does, before it is copied to host memory.
+    packed; while one is reduced, the group's gradient shard does, before it is copied to host memory. With copies of the model
+    (hybrid) FSDP keeps what it has reduced over them, of all groups, until the backward pass has ended (torch 2.13); from the
+    second micro-batch on the trace sees that by itself, since there the gradients are added to others.
     """
     owners = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     groups, one = dict.fromkeys(owners, 0), 0
@@ -237,8 +239,11 @@ def _with_transfers(traced: _Traced, model: nn.Module) -> _Traced:
         shard = parameter._local_tensor.untyped_storage().nbytes()
         one = max(one, shard)
         groups[max((owner for owner in owners if not owner or name.startswith(f"{owner}.")), key=len)] += shard
-    extra = {"forward": one, "backward": max(groups.values()), "optimizer": 0}
-    moments = [(place, held | {"communication": held["communication"] + extra[place.phase]}) for place, held in traced.moments]
+    reduced = sum(groups.values()) if copies else max(groups.values())
+    moments = []
+    for place, held in traced.moments:
+        extra = {"forward": one, "backward": reduced if place.micro_batch == 0 else max(groups.values()), "optimizer": 0}
+        moments.append((place, held | {"communication": held["communication"] + extra[place.phase]}))
     return dataclasses.replace(traced, moments=moments)
 
 

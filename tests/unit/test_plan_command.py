@@ -272,7 +272,7 @@ def test_verify_trains_here_and_judges(faked, monkeypatch, capsys):
     assert cli.main(["plan", *words]) == 2
     assert "verify: there is no GPU here for 8 ranks" in capsys.readouterr().err
     monkeypatch.setattr(command, "gpus_here", lambda: ("NVIDIA H100", 80 * GIB, 8))
-    for faked.scale, status in ((1.05, 0), (1.2, 3)):
+    for faked.scale, status in ((0.96, 0), (1.015, 0), (0.94, 3), (1.03, 3)):
         assert cli.main(["plan", *words]) == status
     assert asked[0] == ([["recipe=x.yaml"]], 8)
     assert faked.ladder == 0
