@@ -197,6 +197,7 @@ def assemble(
     evaluator = None
     if run_data.validation:
         micro_batch_size = batch.micro_batch_size or max(1, (batch.micro_batch_tokens or 0) // data.sequence_length)
+        assert micro_batch_size != "auto"
         evaluator = Evaluator(
             run_data.validation, data=data, micro_batch_size=micro_batch_size, max_batches=recipe.evaluation.max_batches, ranks=ranks
         )

@@ -29,6 +29,8 @@ class Environment:
     """Started by torchrun, whose agent hosts the store and restarts on any status but 0."""
     restart_count: int
     """How often torchrun's agent has restarted the workers; 0 at first."""
+    restarts_left: int = 0
+    """How often it would once more."""
 
     error_file: str | None = None
     """Where torchrun's agent looks for the reason of a failure, to print it last, below its own traceback."""
@@ -102,10 +104,19 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         torchrun="TORCHELASTIC_RUN_ID" in variables,
         error_file=variables.get("TORCHELASTIC_ERROR_FILE"),
         restart_count=integer("TORCHELASTIC_RESTART_COUNT", 0),
+        restarts_left=max(0, integer("TORCHELASTIC_MAX_RESTARTS", 0) - integer("TORCHELASTIC_RESTART_COUNT", 0)),
         run_id=variables.get("TORCHELASTIC_RUN_ID"),
         meeting_point=f"{variables.get('MASTER_ADDR')}:{variables.get('MASTER_PORT')}",
         **job,
     )
+
+
+def alone(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables without this process's place among the ranks, and without a GPU: for a process that only plans."""
+    ranked = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    prefixes = ("GROUP_", "ROLE_", "TORCHELASTIC_")
+    kept = {name: value for name, value in variables.items() if name not in ranked and not name.startswith(prefixes)}
+    return kept | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, deterministic: bool) -> None:

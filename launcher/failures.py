@@ -16,10 +16,12 @@ import time
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, Protocol, TextIO
 
+import torch
 from torch._C._distributed_c10d import Store
 
+from launcher import host_memory
 from launcher.environment import Environment
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, RecipeError, TrainingError
 from launcher.ownership import Ownership
@@ -28,9 +30,13 @@ from launcher.run_folder import RunFolder
 _KEY = "failed"
 _STOPPED = "stopped"
 _OWNER = "owner"
+_KERNEL = "the kernel killed a process on this node, where memory ran out"
+_KILLED = "was ended by the kernel, whose out-of-memory killer acts where host memory runs out"
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 4.0
 _TIMEOUT_SIGNS = ("timed out waiting", "collective operation timeout")
+_MEMORY_SIGNS = ("can't allocate memory", "out of memory", "cublas_status_alloc_failed")
+_EXPLAIN_SECONDS = 60.0
 
 
 class Progress:
@@ -43,6 +49,8 @@ class Progress:
         """What goes on: data, forward, backward, optimizer, evaluation, ..."""
         self.beats = 0
         """Signs of life since the last finished step."""
+        self.micro_batch = 0
+        """The micro-batch that is at work, from 1; 0: none of this step was begun."""
         self.slow_phase: str | None = "start"
         """What may take as long as it likes; until the first step is done, everything (compilation, tokenizing, loading)."""
         self.preparing = True
@@ -52,10 +60,11 @@ class Progress:
         """A sign of life, as cheap as can be: a thread looks at it now and then."""
         self.phase = phase
         self.beats += 1
+        self.micro_batch += phase == "forward"
 
     def step_done(self, step: int) -> None:
         """A step was trained."""
-        self.step, self.beats, self.slow_phase = step, 0, None
+        self.step, self.beats, self.micro_batch, self.slow_phase = step, 0, 0, None
 
     @contextlib.contextmanager
     def slow(self, what: str) -> Iterator[None]:
@@ -69,16 +78,45 @@ class Progress:
             self.beat(f"after {what}")
 
 
+class Account(Protocol):
+    """What there is to tell of memory that ran out (`memory/postmortem.py`)."""
+
+    told: str
+    """At once."""
+    noted: dict[str, Any]
+    """For events.jsonl."""
+    restarts_now: bool
+    """Nothing is asked of the plan: torchrun starts the run again with a smaller micro-batch."""
+
+    def conclude(self, seconds: float) -> str:
+        """The rest, in at most so many seconds."""
+
+
+class PostMortem(Protocol):
+    """Who can tell why memory ran out."""
+
+    def examine(self, error: BaseException, *, step: int, phase: str, micro_batch: int) -> Account:
+        """Of this rank, where it was raised. step: the last finished one."""
+
+    def killed(self, who: str, step: int) -> Account:
+        """Of this node, where the kernel ended a process."""
+
+
 class FailureWatch:
     """One rank's part in agreeing on how the run ends before its end."""
 
     def __init__(self, store: Store, *, environment: Environment, run: RunFolder, console: TextIO, progress: Progress) -> None:
         self.rank, self.ranks = environment.rank, environment.world_size
         self.environment, self.run, self.console, self.progress = environment, run, console, progress
+        self.post_mortem: PostMortem | None = None
+        """None: nothing is known of the recipe's memory yet."""
+        self._killed = host_memory.killed()
         # A connection of its own: the group's may be busy, waiting for a rank that is gone.
         self._store = self.connect(store)
         self._shared = store
         self._done = threading.Event()
+        self._tells = False
+        """This rank tells of a failure: its watch does not end it meanwhile."""
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         if self.ranks > 1:
             self._thread.start()
@@ -114,7 +152,7 @@ class FailureWatch:
             return unreachable
         finally:
             with contextlib.suppress(Exception):
-                self._store.set(f"{_KEY}/rank_{self.rank}", "")
+                self._store.set(f"{_KEY}/rank_{self.rank}", _KERNEL if host_memory.killed_since(self._killed) else "")
 
     def silent_ranks(self) -> list[int] | None:
         """Ranks that have not said that they failed too, after a moment to do so: killed, most likely. None: the store does
@@ -128,19 +166,58 @@ class FailureWatch:
                 time.sleep(0.1)
         return None
 
-    def fail(self, told: str, *, reason: str) -> None:
-        """Tells the cause, for all ranks: to the console, status.json, events.jsonl and torchrun's agent. After `claim`."""
+    def _kernel_acted(self, silent: list[int]) -> bool:
+        """Whether the out-of-memory killer has ended a process on this node, or that of another rank that says so."""
+        if host_memory.killed_since(self._killed):
+            return True
+        with contextlib.suppress(Exception):
+            others = [f"{_KEY}/rank_{rank}" for rank in range(self.ranks) if rank not in silent]
+            return any(said.decode() == _KERNEL for said in self._store.multi_get(others))
+        return False
+
+    def fail(self, told: str, *, reason: str, **noted: Any) -> None:
+        """Tells the cause, for all ranks: to the console, status.json, events.jsonl and torchrun's agent. After `claim`.
+
+        noted: more for events.jsonl.
+        """
         with contextlib.suppress(OSError):  # the console's other end may be gone
             print(told, file=self.console, flush=True)
         step = self.progress.step
         try:
             self.run.write_status("failed", step=step, reason=reason, error=told)
-            self.run.note("failed", ranks=self.ranks, step=step, reason=reason)
+            self.run.note("failed", ranks=self.ranks, step=step, reason=reason, **noted)
         except (OSError, TrainingError) as error:  # the disk is full, or the folder is another job's
             with contextlib.suppress(OSError):
                 if str(error) not in told:
                     print(error, file=self.console, flush=True)
         self.environment.tell_agent(told)
+
+    def _conclude(self, account: Account, told: str) -> None:
+        """Asks the plan, and tells that too. `told` stands everywhere by now, should this rank be killed meanwhile."""
+        self._explaining(True)
+        with contextlib.suppress(OSError, TrainingError):
+            if not account.restarts_now:
+                print("asking the memory plan what would fit ...", file=self.console, flush=True)
+            try:
+                more = account.conclude(_EXPLAIN_SECONDS)
+            except Exception as error:
+                more = f"what would fit could not be found out: {describe(error)}"
+            print(more, file=self.console, flush=True)
+            self.environment.tell_agent(f"{told}\n{more}")
+            self.run.write_status("failed", step=self.progress.step, reason="out_of_memory", error=f"{told}\n{more}")
+
+    def _explaining(self, now: bool) -> None:
+        """Tells the other ranks to wait, or no longer to."""
+        with contextlib.suppress(Exception):
+            self._store.set(f"{_KEY}/explaining" if now else f"{_KEY}/explained", "")
+
+    def _let_explain(self) -> None:
+        """Waits for a rank that is asking the plan: torchrun's agent kills all of a node's ranks soon after the first has ended."""
+        deadline = time.monotonic() + _EXPLAIN_SECONDS
+        with contextlib.suppress(Exception):
+            while self._store.check([f"{_KEY}/explaining"]) and not self._store.check([f"{_KEY}/explained"]):
+                if time.monotonic() > deadline or self._done.wait(_POLL_SECONDS):
+                    return
 
     def stop_before_training(self, who: str) -> NoReturn:
         """Ends this rank, and with it all others, as stopped: nothing was trained, nothing is to be saved."""
@@ -177,12 +254,27 @@ class FailureWatch:
             with contextlib.suppress(OSError), log_file.open("a", encoding="utf-8") as log:
                 traceback.print_exception(error, file=log)
         if not self.claim():
+            if ran_out_of_memory(error):  # all ranks do, often: the first one may not have said yet that it asks
+                time.sleep(_POLL_SECONDS)
+            self._let_explain()
             return EXIT_USAGE if user else EXIT_FAILED
+        self._tells = True
+        if ran_out_of_memory(error):
+            self._explaining(True)
+        account: Account | None = None
         reason, told = "error", f"rank {rank} of {ranks} failed in step {step + 1}: {describe(error)}\nThe traceback is in {log_file}"
         if isinstance(error, TrainingError):
             reason, told = error.reason, f"failed after step {step}: {error}"
         elif user:
             reason, told = "recipe", str(error)
+        elif ran_out_of_memory(error):
+            reason, told = "out_of_memory", f"rank {rank} of {ranks} ran out of memory in step {step + 1}: {describe(error)}"
+            if account := self._account(error):
+                told = account.told
+            told += f"\nThe traceback is in {log_file}"
+        elif "DataLoader worker" in str(error) and host_memory.killed_since(self._killed):
+            reason, account = "out_of_memory", self._account(error, killed=f"a loader process of rank {rank}")
+            told = account.told if account is not None else f"a loader process of rank {rank} {_KILLED}"
         elif lost_a_peer(error) and (silent := self.silent_ranks()) is None:
             reason = "rank_lost"
             what = f"lost the others in step {step + 1}: neither they answer nor the store where ranks meet"
@@ -192,12 +284,28 @@ class FailureWatch:
             if any(sign in str(error).lower() for sign in _TIMEOUT_SIGNS):
                 reason = "timeout"
                 what = f"did not answer in step {step + 1} within the time a collective may take (run.timeout)"
+            elif self._kernel_acted(silent):
+                reason, what, account = "out_of_memory", _KILLED, self._account(error, killed=f"{who} of {ranks}")
             else:
                 reason = "rank_lost"
                 what = f"ended without a word in step {step + 1}. Killed? Exit code -9 is what the kernel does where host memory runs out"
-            told = f"{who} of {ranks} {what}.\nHow rank {rank} noticed is in {log_file}"
-        self.fail(told, reason=reason)
+            told = account.told if account is not None else f"{who} of {ranks} {what}."
+            told += f"\nHow rank {rank} noticed is in {log_file}"
+        self.fail(told, reason=reason, **(account.noted if account is not None else {}))
+        if account is not None:
+            self._conclude(account, told)
+        self._explaining(False)
         return EXIT_USAGE if user else EXIT_FAILED
+
+    def _account(self, error: BaseException, *, killed: str | None = None) -> Account | None:
+        """killed: what was, by the kernel. None where nothing is known yet, or counting itself fails."""
+        step = self.progress.step
+        if self.post_mortem is not None:
+            with contextlib.suppress(Exception):
+                if killed is not None:
+                    return self.post_mortem.killed(killed, step)
+                return self.post_mortem.examine(error, step=step, phase=self.progress.phase, micro_batch=self.progress.micro_batch)
+        return None
 
     def _stopped_status(self) -> int:
         return EXIT_DONE if self.environment.torchrun else EXIT_STOPPED
@@ -208,7 +316,8 @@ class FailureWatch:
                 if self._store.check([_STOPPED]):
                     self.end(self._stopped_status())
                 if self._store.check([f"{_KEY}/claims"]):
-                    if not self._done.wait(_GRACE_SECONDS):
+                    if not self._done.wait(_GRACE_SECONDS) and not self._tells:
+                        self._let_explain()
                         print(f"rank {self.rank}: another rank failed while this one was busy; ending", file=sys.stderr, flush=True)
                         self.end(EXIT_FAILED)
                     return
@@ -219,6 +328,15 @@ def lost_a_peer(error: BaseException) -> bool:
     text = str(error).lower()
     signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", *_TIMEOUT_SIGNS)
     return isinstance(error, RuntimeError) and not isinstance(error, TrainingError) and any(sign in text for sign in signs)
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether it is torch's error of a device, Python's own, or what the CPU's allocator and CUDA's libraries say."""
+    if isinstance(error, (RecipeError, TrainingError)):
+        return False
+    text = str(error).lower()
+    said = isinstance(error, RuntimeError) and any(sign in text for sign in _MEMORY_SIGNS)
+    return said or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def describe(error: BaseException) -> str:

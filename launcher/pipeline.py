@@ -14,8 +14,10 @@ from launcher.assembly import Point, Training, assemble
 from launcher.data.loader import expected_padding
 from launcher.environment import Environment
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
-from launcher.failures import Progress, failing_together
+from launcher.failures import FailureWatch, Progress, failing_together
 from launcher.keeper import Keeper
+from launcher.memory.here import machine_here, resolve_here
+from launcher.memory.postmortem import PostMortem, Trained
 from launcher.processes import DataParallel
 from launcher.profiling import profiled
 from launcher.recipe.check import resumes
@@ -34,11 +36,10 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
     A failure of any rank ends this process (`failing_together`). Raises TrainingError where the ranks do not meet.
     """
     recipe, progress = loaded.recipe, Progress()
-    offload = recipe.strategy.cpu_offload is not None
+    may_offload = recipe.strategy.cpu_offload is not None or recipe.strategy.kind == "auto"
     device = processes.choose_device(environment)
-    processes.set_threads(environment, device=device, cpu_offload=offload)
     processes.set_numerics(deterministic=recipe.run.deterministic, float32_matmul=recipe.run.float32_matmul)
-    group = processes.process_group(environment, device=device, cpu_offload=offload, init_timeout=recipe.run.init_timeout)
+    group = processes.process_group(environment, device=device, cpu_offload=may_offload, init_timeout=recipe.run.init_timeout)
     with (
         StopRequest() as stop,
         group as (ranks, store),
@@ -48,7 +49,7 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
     ):
         if environment.world_size > 1:
             processes.notice_silence(environment)
-        finished = pipeline(loaded, environment, run, ranks, stop, watch, progress)
+        finished = pipeline(loaded, environment, run, ranks, stop, failures, watch, progress)
     # torchrun's agent takes any other status for a failure, and restarts; there status.json tells
     return EXIT_DONE if finished or environment.torchrun else EXIT_STOPPED
 
@@ -59,21 +60,26 @@ def pipeline(
     run: RunFolder,
     ranks: DataParallel,
     stop: StopRequest,
+    failures: FailureWatch,
     watch: Watch,
     progress: Progress,
 ) -> bool:
-    """Assembles, goes to where the run stands, trains, logs, evaluates, saves, stops, exports.
+    """Chooses what is `auto`, assembles, goes to where the run stands, trains, logs, evaluates, saves, stops, exports.
 
     Returns False where the run was asked to stop before its end.
     """
-    recipe, evaluation = loaded.recipe, loaded.recipe.evaluation
-    precision = recipe.strategy.mixed_precision
+    say: Callable[[str], None] = partial(print, flush=True) if environment.main else lambda text: None
+    machine = machine_here(ranks, environment)
+    recipe = resolve_here(loaded.recipe, machine, ranks=ranks, run=run, say=say)
+    restarts_smaller = loaded.recipe.batch.micro_batch_size == "auto"
+    failures.post_mortem = post_mortem = PostMortem(recipe, machine, environment=environment, run=run, restarts_smaller=restarts_smaller)
+    evaluation, precision = recipe.evaluation, recipe.strategy.mixed_precision
+    processes.set_threads(environment, device=ranks.device, cpu_offload=recipe.strategy.cpu_offload is not None)
     try:
         processes.check_dtype(ranks.device, precision.param_dtype if precision is not None else "float32")
     except ValueError as error:
         raise loaded.refuse(("strategy", "mixed_precision", "param_dtype"), str(error)) from None
     skipped_rows = run.path / "skipped_rows.jsonl"
-    say: Callable[[str], None] = partial(print, flush=True) if environment.main else lambda text: None
     training = assemble(
         recipe,
         ranks=ranks,
@@ -84,6 +90,7 @@ def pipeline(
         skipped_rows=skipped_rows,
         beat=progress.beat,
     )
+    post_mortem.training = Trained(training.wrapped.module, training.optimizer, ranks.device)
     wrapped, run_data, evaluator = training.wrapped, training.data, training.evaluator
     steps = run_data.steps
     keeper, resumed = open_keeper(recipe, run, training, ranks=ranks, say=say)

@@ -129,7 +129,8 @@ class RunFolder:
         (as given last) and what is given.
 
         started: `found`, `found_step` and `found_time` are what status.json and metrics.jsonl said when the attempt began.
-        resumed: `step`. saved: `step`, `seconds`, `bytes`. failed, stopped: `step`, `reason`. finished: `step`.
+        resumed: `step`. saved: `step`, `seconds`, `bytes`. failed, stopped: `step`, `reason`; out of memory in training: also
+        `micro_batch_size`, `device`, `sequence_length`. finished: `step`.
         """
         self.check()
         self._ranks = ranks = ranks if ranks is not None else self._ranks

@@ -331,7 +331,8 @@ class _Order:
         if batch.micro_batch_tokens is not None:
             slots = TokenSlots(order=self._orders[part], lengths=dataset.lengths, micro_batch_tokens=batch.micro_batch_tokens, **one)
         else:
-            slots = RankSlots(order=self._orders[part], micro_batch_size=batch.micro_batch_size or 1, **one)
+            micro_batch_size = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1
+            slots = RankSlots(order=self._orders[part], micro_batch_size=micro_batch_size, **one)
         share = expected_padding(dataset, slots)
         return "" if share is None else f"{share:.1%}"
 

@@ -186,7 +186,7 @@ def make_slots(
         "steps": steps,
     }
     if batch.micro_batch_tokens is None:
-        assert batch.micro_batch_size is not None
+        assert isinstance(batch.micro_batch_size, int)  # auto was resolved before
         return RankSlots(micro_batch_size=batch.micro_batch_size, **common)
     assert lengths is not None
     return TokenSlots(micro_batch_tokens=batch.micro_batch_tokens, lengths=lengths, **common)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.data.synthetic import rows_of
 from launcher.errors import RecipeError
 from launcher.memory.arithmetic import ModelProfile, compute_dtype, micro_batches_of, step_memory
 from launcher.memory.components import StepMemory
@@ -118,7 +119,7 @@ def fastest_that_fits(recipe: Recipe, machine: Machine, *, plan_of: PlanOf, limi
             micro_batches=not isinstance(recipe.batch.micro_batch_size, int) and recipe.batch.micro_batch_tokens is None,
             precisions=False,
         )
-        if limit_micro_batch is None or (way.recipe.batch.micro_batch_size or 1) <= limit_micro_batch
+        if limit_micro_batch is None or rows_of(way.recipe.batch, sequence_length=recipe.data.sequence_length) <= limit_micro_batch
     ]
     if not ways:
         return None

@@ -285,7 +285,7 @@ def formulas(recipe: Recipe, plan: Plan) -> list[tuple[str, str, int, int, str]]
             )
         )
     rows = recipe.batch.micro_batch_size
-    tokens = recipe.batch.micro_batch_tokens if rows is None else rows * recipe.data.sequence_length
+    tokens = rows * recipe.data.sequence_length if isinstance(rows, int) else recipe.batch.micro_batch_tokens
     checkpointing = recipe.activation_checkpointing
     if tokens and "hidden" in shape and "layers" in shape:
         whole = checkpointing is not None and checkpointing.mode == "full" and checkpointing.every_n_blocks == 1

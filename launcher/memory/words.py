@@ -61,7 +61,7 @@ def where(moment: Moment, *, micro_batches: int | None) -> str:
 def micro_batches(recipe: Recipe, ranks: int) -> int | None:
     """Passes of a rank in one optimizer step; None where tokens decide."""
     size = recipe.batch.micro_batch_size
-    return None if size is None else -(-recipe.batch.global_batch_size // (size * ranks))
+    return None if not isinstance(size, int) else -(-recipe.batch.global_batch_size // (size * ranks))
 
 
 def strategy_in_words(recipe: Recipe) -> str:

@@ -327,26 +327,30 @@ def resumes(recipe: Recipe) -> bool:
     return recipe.checkpoint.resume != "never"
 
 
+def leaves_open(recipe: Recipe) -> bool:
+    """Whether something in it is `auto` that the plan decides."""
+    return recipe.strategy.kind == "auto" or recipe.batch.micro_batch_size == "auto"
+
+
 @_rule("batch.global_batch_size", "batch.micro_batch_size", "run.dir", "checkpoint.resume")
 def _batches(recipe: Recipe, ranks: int | None) -> Found:
     size, micro = recipe.batch.global_batch_size, recipe.batch.micro_batch_size
     if micro is None:  # batches are formed by tokens: any number of sequences
         return
-    if size % micro == 0 and resumes(recipe):
+    if (micro == "auto" or size % micro == 0) and resumes(recipe):
         return  # with other ranks than it began with: places that are left over stay empty
-    unit = micro * (ranks or 1)
+    unit = (1 if micro == "auto" else micro) * (ranks or 1)
     if size % unit:
         below, above = size // unit * unit, (size // unit + 1) * unit
         advice = f"{below} or {above}" if below else f"{above}"
         product = f"{micro} (micro-batch) x {ranks} (ranks) = {unit}" if ranks else f"{micro} (micro-batch)"
+        product = f"{ranks} (ranks)" if micro == "auto" else product
         yield "batch.global_batch_size", f"{size} is not a multiple of {product}; try {advice}"
 
 
 @_rule("strategy")
 def _strategy(recipe: Recipe, ranks: int | None) -> Found:
     strategy = recipe.strategy
-    if strategy.kind == "auto":
-        yield "strategy.kind", "not built yet: auto; use ddp or fsdp"
     if strategy.kind == "ddp":
         for name in ("cpu_offload", "replicate", "reshard_after_forward", "reshard_after_backward"):
             if getattr(strategy, name) != _default(Strategy, name):

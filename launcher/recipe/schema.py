@@ -199,8 +199,8 @@ class Batch:
 
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks."""
-    micro_batch_size: PositiveInt | None = None
-    """Sequences per rank per forward pass."""
+    micro_batch_size: PositiveInt | Literal["auto"] | None = None
+    """Sequences per rank per forward pass; auto: what is fastest and fits by the memory plan, on the devices that are there."""
     micro_batch_tokens: PositiveInt | None = None
     """In its place, with packing: false: tokens, padding included, per rank per forward pass; sequences of like length meet."""
 
@@ -228,7 +228,8 @@ class Strategy:
     """How the model is spread over the ranks."""
 
     kind: Literal["ddp", "fsdp", "auto"] = "fsdp"
-    """ddp: every rank holds the model; fsdp: parameters, gradients and optimizer state are sharded."""
+    """ddp: every rank holds the model; fsdp: parameters, gradients and optimizer state are sharded; auto: what is fastest and fits
+    by the memory plan, on the devices that are there, and activation_checkpointing with it."""
     mixed_precision: MixedPrecision | None = field(default_factory=MixedPrecision)
     """null: float32 throughout."""
     reshard_after_forward: bool = True

@@ -55,6 +55,7 @@ def wrap(
 
     blocks: the model's blocks by name (`find_blocks`); the wrapped ones are found through it.
     """
+    assert strategy.kind != "auto"
     wrapped = dict(blocks)
     if checkpointing is not None:
         from launcher.strategies.activation_checkpointing import checkpoint_blocks

@@ -1,4 +1,5 @@
-"""launcher/train.py with a fault in it: FAULT=raise:RANK:STEP, hang:RANK:STEP, kill:RANK:STEP or memory:RANK:STEP."""
+"""launcher/train.py with a fault in it: FAULT=raise:RANK:STEP, hang:RANK:STEP, kill:RANK:STEP or memory:RANK:STEP:ROWS, for
+lack of memory where a micro-batch has more than so many rows."""
 
 import os
 import signal
@@ -10,9 +11,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def install():
+    import torch
+
     from launcher import loss
 
-    kind, rank, at = os.environ["FAULT"].split(":")
+    kind, rank, at, *rows = os.environ["FAULT"].split(":")
     original, calls = loss.summed_loss, [0]
 
     def summed_loss(model, micro_batch):
@@ -20,6 +23,8 @@ def install():
         if os.environ.get("RANK", "0") == rank and calls[0] == int(at):
             if kind == "raise":
                 raise ValueError("a fault of this test")
+            if kind == "memory" and len(micro_batch["input_ids"]) > int(rows[0]):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of ...")
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == "hang":

@@ -244,6 +244,13 @@ BROKEN = [
         ranks=1,
     ),
     override("strategy.replicate=3", "strategy.replicate=3: 3 does not divide 4 (ranks); try one of 1, 2, 4", ranks=4),
+    override(
+        ["batch.micro_batch_size=auto", "batch.global_batch_size=60"],
+        "batch.global_batch_size=60: 60 is not a multiple of 8 (ranks); try 56 or 64",
+        ranks=8,
+    ),
+    override("batch.micro_batch_size=fast", "batch.micro_batch_size=fast: must be a whole number or auto, or null; got 'fast'"),
+    override(["strategy={kind: auto, replicate: 3}"], "strategy...: 3 does not divide 4 (ranks); try one of 1, 2, 4", ranks=4),
     override("schedule.decay_steps=4", "schedule.decay_steps=4: not available with kind cosine; use kind wsd"),
     override("evaluation.at_start=true", "evaluation.at_start=true: needs data.validation"),
     override("profile={start_step: 9, steps: 3}", "profile.steps: steps 9 to 11 go beyond run.max_steps 10"),
@@ -269,7 +276,6 @@ BROKEN = [
     ),
     override("model.config.dtype=float16", "model.config.dtype=float16: is set by strategy.mixed_precision"),
     # Not built yet
-    override("strategy.kind=auto", "strategy.kind=auto: not built yet: auto; use ddp or fsdp"),
     # Where the model comes from
     edit(
         "model:\n",

@@ -1,0 +1,68 @@
+"""Memory of this node as the kernel tells it: what is left, what this process has, whom the out-of-memory killer ended.
+
+Standard library only. All of it is read from files; where one is missing, the answer says less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def available(root: Path = Path("/")) -> int | None:
+    """Bytes that processes here can still take: the node's, or what is left of the limit of the control groups above this
+    process, if that is less. None where the kernel does not tell."""
+    left = []
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        left.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
+    for folder in _control_groups(root):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with contextlib.suppress(OSError, ValueError):  # memory.max says `max` where there is no limit
+                left.append(max(0, int((folder / limit).read_text()) - int((folder / used).read_text())))
+    return min(left, default=None)
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def killed(root: Path = Path("/")) -> dict[str, int]:
+    """So many processes the out-of-memory killer has ended: in this process's control groups and on the whole node, by the
+    file that counts them."""
+    counts: dict[str, int] = {}
+    files = [folder / name for folder in _control_groups(root) for name in ("memory.events", "memory.oom_control")]
+    for file in (*files, root / "proc/vmstat"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in file.read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    counts[str(file)] = int(count)
+    return counts
+
+
+def killed_since(before: dict[str, int], root: Path = Path("/")) -> bool:
+    """Whether the out-of-memory killer has ended a process here since then."""
+    return any(count > before.get(file, count) for file, count in killed(root).items())
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """This process's memory control group, and those above it (version 2, or 1)."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            number, names, path = line.split(":", 2)
+            if "memory" in names.split(","):
+                mounts = [root / "sys/fs/cgroup/memory"]
+            elif number == "0" and not names:
+                mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
+            else:
+                continue
+            for mount in mounts:
+                here = mount / path.lstrip("/")
+                while here.is_relative_to(mount):
+                    if here.is_dir():
+                        yield here
+                    here = here.parent

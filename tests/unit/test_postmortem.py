@@ -1,0 +1,250 @@
+"""Memory ran out: what is counted, and what is told."""
+
+import dataclasses
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from launcher import host_memory
+from launcher.environment import Environment
+from launcher.errors import TrainingError
+from launcher.failures import FailureWatch, Progress, ran_out_of_memory
+from launcher.memory import postmortem
+from launcher.memory.postmortem import Inventory, PostMortem, Trained, asked_for, take_inventory
+from launcher.recipe.schema import Batch
+from launcher.run_folder import RunFolder, read_lines
+from tests.unit.made_plan import GIB, RECIPE, machine, made_plan
+
+CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.00 GiB is free."
+CPU_TEXT = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+
+
+@pytest.mark.parametrize(
+    ("error", "size"),
+    [
+        (torch.OutOfMemoryError(CUDA_TEXT), round(2.5 * GIB)),
+        (RuntimeError(CPU_TEXT), 4096),
+        (MemoryError("Unable to allocate 1.5 MiB for an array with shape (3,)"), 3 * 2**19),
+        (MemoryError(), None),
+        (RuntimeError("CUDA error: out of memory"), None),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), None),
+    ],
+)
+def test_errors_that_mean_it(error, size):
+    assert ran_out_of_memory(error)
+    assert asked_for(error) == size
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("out of memory"), TrainingError("out of memory"), RuntimeError("shape mismatch"), OSError(28)]
+)
+def test_errors_that_do_not(error):
+    assert not ran_out_of_memory(error)
+
+
+@pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability(), reason="no CPU allocator")
+def test_the_cpus_own_error():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**61, dtype=torch.uint8)
+    assert ran_out_of_memory(caught.value)
+    assert asked_for(caught.value) == 2**61
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 32, bias=False)
+
+    def forward(self, x):
+        raise torch.OutOfMemoryError(CUDA_TEXT)
+
+
+def trained():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), Block())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[0](torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_what_is_there_is_counted_once():
+    model, optimizer = trained()
+    model.register_parameter("tied", model[0].weight)
+    found = take_inventory(model, optimizer, torch.device("cpu"), buckets=False)
+    assert found.parameters == 4 * (8 * 8 + 8 * 32)
+    assert found.gradients == 4 * 8 * 8
+    assert 2 * found.gradients <= found.optimizer <= 2 * found.gradients + 64, "the two moments, and a count"
+    assert found.used > 2**24
+    assert take_inventory(model, optimizer, torch.device("cpu"), buckets=True).gradients == found.parameters
+
+
+def raised(model, micro_batch):
+    try:
+        model(micro_batch["input_ids"])
+    except torch.OutOfMemoryError as error:
+        return error
+
+
+def examined(tmp_path, *, restarts_smaller=False, restarts_left=0, phase="forward", on=None, recipe=RECIPE):
+    environment = Environment(
+        rank=1, world_size=8, local_rank=1, local_world_size=8, torchrun=True, restart_count=0, restarts_left=restarts_left
+    )
+    died = PostMortem(recipe, on or machine(), environment=environment, run=RunFolder(tmp_path), restarts_smaller=restarts_smaller)
+    model, optimizer = trained()
+    died.training = Trained(model, optimizer, torch.device("cpu"))
+    return died.examine(raised(model, {"input_ids": torch.ones(4, 8)}), step=2, phase=phase, micro_batch=2)
+
+
+def test_where_it_ran_out(tmp_path):
+    account = examined(tmp_path)
+    assert account.told.splitlines()[:2] == [
+        "rank 1 of 8 ran out of GPU memory in step 3: in the forward pass of micro-batch 2 of 2 (input_ids 4 x 8), in 1",
+        "it asked for 2.5 GiB",
+    ]
+    assert account.noted == {"micro_batch_size": 4, "device": "H100", "sequence_length": 4096}
+    assert examined(tmp_path, phase="checkpoint").noted == {}, "a smaller micro-batch would not help there"
+
+
+def answers(plan, *rungs):
+    planned = {"components": dataclasses.asdict(plan.step.peak.components), "context": plan.context, "margin": plan.margin}
+    planned |= {"needed": plan.needed, "host": dataclasses.asdict(plan.host)}
+    return [planned, {"remedies": [dict(zip(("overrides", "needed", "tokens_per_second"), one, strict=True)) for one in rungs]}]
+
+
+def concluded(monkeypatch, account, found, trouble=""):
+    asked = {}
+
+    def ask(task, recipe, machine, **how):
+        asked.update(how, task=task)
+        return found, trouble
+
+    monkeypatch.setattr(postmortem, "ask", ask)
+    return account.conclude(60), asked
+
+
+def with_inventory(account, **sizes):
+    account._inventory = Inventory(**({"gradients": 0, "on_host": 0, "total": 80 * GIB} | {k: round(v * GIB) for k, v in sizes.items()}))
+    return account
+
+
+HELD = {"parameters": 3.74, "optimizer": 7.48, "gradients": 3.74}
+
+
+def test_what_grew_stands_beside_the_plan_and_remedies_below(tmp_path, monkeypatch):
+    account = with_inventory(examined(tmp_path), **HELD, allocated=62, reserved=70, used=71)
+    text, asked = concluded(
+        monkeypatch,
+        account,
+        answers(
+            made_plan(), (["batch.micro_batch_size=2"], 40 * GIB, 1000.0), (["activation_checkpointing={mode: full}"], 30 * GIB, 750.0)
+        ),
+    )
+    assert asked == {
+        "task": "explain",
+        "seconds": 60,
+        "phase": "forward",
+        "measured": round(64.5 * GIB),
+        "outside": GIB,
+    }
+    assert [" ".join(line.split()) for line in text.splitlines()] == [
+        "now by plan",
+        "parameters 3.7 GiB 3.7 GiB",
+        "gradients 3.7 GiB 3.7 GiB",
+        "optimizer state 7.5 GiB 7.5 GiB",
+        "all other tensors, with what was asked for 49.5 GiB 28.6 GiB <- 20.9 GiB beyond the plan",
+        "kept by the allocator, not in use 8.0 GiB 2.1 GiB <- 5.9 GiB beyond the plan",
+        "driver, communicators, other processes 1.0 GiB 1.2 GiB",
+        "beyond the plan: all other tensors, with what was asked for; kept by the allocator, not in use",
+        "what fits by plan, the fastest first, as overrides:",
+        "batch.micro_batch_size=2 # 40.0 GiB a rank",
+        "activation_checkpointing={mode: full} # 30.0 GiB a rank, 75% of the first's speed",
+    ]
+
+
+def test_other_processes_and_plans_that_do_not_fit_are_named(tmp_path, monkeypatch):
+    account = with_inventory(examined(tmp_path), **HELD, allocated=40, reserved=42, used=75)
+    text, _ = concluded(monkeypatch, account, answers(made_plan()))
+    assert "other processes hold memory on this GPU: nvidia-smi names them" in text
+    assert "nothing that the plan knows needs less on these devices" in text
+    small = examined(tmp_path, on=machine(memory=40 * GIB))
+    text, _ = concluded(monkeypatch, with_inventory(small, **HELD, allocated=39, reserved=39, used=40), answers(made_plan()))
+    assert "it does not fit, as `launcher plan` would have said" in text
+
+
+def test_without_an_answer_the_inventory_is_told_all_the_same(tmp_path, monkeypatch):
+    text, _ = concluded(monkeypatch, examined(tmp_path), [], "planning took more than 60 s")
+    assert "parameters" in text
+    assert "by plan" not in text
+    assert "what would fit could not be found out: planning took more than 60 s" in text
+
+
+def test_where_a_restart_takes_a_smaller_one_at_once_nothing_is_asked(tmp_path, monkeypatch):
+    text, asked = concluded(monkeypatch, examined(tmp_path, restarts_smaller=True, restarts_left=1), [])
+    assert asked == {}
+    assert text.endswith("batch.micro_batch_size is auto: the next start takes a smaller one, and goes on from the last checkpoint")
+    _, asked = concluded(monkeypatch, examined(tmp_path, restarts_smaller=True), answers(made_plan()))
+    assert asked, "the last start: a person will read it"
+    _, asked = concluded(monkeypatch, examined(tmp_path, restarts_left=1), answers(made_plan()))
+    assert asked, "a restart runs out again: here nothing changes by itself"
+    smallest = dataclasses.replace(RECIPE, batch=Batch(global_batch_size=64, micro_batch_size=1))
+    account = examined(tmp_path, restarts_smaller=True, restarts_left=1, recipe=smallest)
+    text, asked = concluded(monkeypatch, account, answers(made_plan()))
+    assert asked, "there is no smaller one"
+    assert "is auto" not in text
+    assert account.noted["micro_batch_size"] == 1
+
+
+def test_a_kill_by_the_kernel(tmp_path, monkeypatch):
+    environment = Environment(rank=0, world_size=8, local_rank=0, local_world_size=8, torchrun=True, restart_count=0)
+    recipe = dataclasses.replace(RECIPE, batch=Batch(global_batch_size=64, micro_batch_size=4))
+    died = PostMortem(recipe, machine(host_memory=512 * GIB), environment=environment, run=RunFolder(tmp_path), restarts_smaller=True)
+    account = died.killed("rank 3 of 8", 6)
+    assert account.told.startswith("rank 3 of 8 was ended in step 7 by the kernel, whose out-of-memory killer acts where")
+    assert account.noted == {}, "the GPUs' micro-batch is not what host memory runs out of"
+    text, _ = concluded(monkeypatch, account, answers(made_plan()))
+    assert "the plan gives a node 104.0 GiB of host memory, and 512.0 GiB were free at the start" in text
+
+
+class Told:
+    """Stands in for a post-mortem."""
+
+    told, noted, restarts_now = "what was found", {"micro_batch_size": 4}, False
+
+    def killed(self, who, step):
+        self.told = f"{who} was ended"
+        return self
+
+    def conclude(self, seconds):
+        return "and what would fit"
+
+
+@pytest.mark.parametrize(
+    ("error", "who"),
+    [
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "a loader process of rank 0"),
+        (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4"), "rank 1 of 2"),
+    ],
+)
+def test_the_killer_is_named_where_its_counter_rose(tmp_path, monkeypatch, error, who):
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = Environment(rank=0, world_size=2, local_rank=0, local_world_size=2, torchrun=True, restart_count=0)
+    run = RunFolder(tmp_path)
+    run.log.mkdir()
+    console = io.StringIO()
+    monkeypatch.setattr(host_memory, "killed", lambda: {"memory.events": 3})
+    watch = FailureWatch(store, environment=environment, run=run, console=console, progress=Progress())
+    try:
+        watch.post_mortem = Told()
+        monkeypatch.setattr(host_memory, "killed_since", lambda before: before == {"memory.events": 3})
+        assert watch.report(error) == 1
+    finally:
+        watch.close()
+    status = run.read_status()
+    assert status["reason"] == "out_of_memory"
+    assert status["error"].startswith(f"{who} was ended")
+    assert status["error"].endswith("\nand what would fit")
+    assert console.getvalue().count("was ended") == 1
+    (event,) = read_lines(run.events.read_text())
+    assert (event["reason"], event["micro_batch_size"], event["ranks"]) == ("out_of_memory", 4, 2)
