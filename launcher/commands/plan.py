@@ -66,6 +66,7 @@ from launcher.memory.words import (
     where,
 )
 from launcher.metrics.console import bytes_as_text
+from launcher.recipe.check import leaves_open
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 
@@ -126,8 +127,12 @@ def main(arguments: Sequence[str]) -> int:
     if verify:
         _can_verify(machine)
     quiet = options.get("json", False)
+    make_plan = importlib.import_module("launcher.memory.planning").make_plan
+    if leaves_open(recipe):
+        with _progress("choosing what is auto", shown=not quiet):
+            recipe, chosen, words = _chosen(recipe, machine, make_plan)
+        rest, notes = [*rest, *chosen], [*notes, words]
     with _progress("tracing a step", shown=not quiet):
-        make_plan = importlib.import_module("launcher.memory.planning").make_plan
         plan = make_plan(recipe, machine)
     ladder = None
     if options.get("ladder", not verify):
@@ -153,6 +158,23 @@ def main(arguments: Sequence[str]) -> int:
     if quiet:
         print(json.dumps(as_json(recipe, plan, ladder, measured), indent=1))
     return EXIT_NO if plan.fits is False or (measured is not None and not is_true(plan, measured)) else EXIT_DONE
+
+
+def _chosen(recipe: Recipe, machine: Machine, make_plan: Any) -> tuple[Recipe, tuple[str, ...], str]:
+    """What a run on this machine would take for `auto`, as overrides too, and that in words."""
+    rung = importlib.import_module("launcher.memory.ladder").fastest_that_fits(recipe, machine, plan_of=make_plan)
+    if rung is not None:
+        return rung.recipe, rung.overrides, f"auto stands for {' '.join(rung.overrides)}: the fastest that fits"
+    kind = "fsdp" if recipe.strategy.kind == "auto" else recipe.strategy.kind
+    size = 1 if recipe.batch.micro_batch_size == "auto" else recipe.batch.micro_batch_size
+    concrete = dataclasses.replace(
+        recipe,
+        strategy=dataclasses.replace(recipe.strategy, kind=kind),
+        batch=dataclasses.replace(recipe.batch, micro_batch_size=size),
+    )
+    overrides = (f"strategy.kind={kind}", *([] if size is None else [f"batch.micro_batch_size={size}"]))
+    why = "no memory is known to choose for" if machine.memory is None and machine.host_memory is None else "nothing fits"
+    return concrete, overrides, f"auto is shown as {' '.join(overrides)}: {why}"
 
 
 def _can_verify(machine: Machine) -> None:

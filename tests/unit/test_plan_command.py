@@ -14,6 +14,7 @@ from launcher.commands.options import count, read_options, size, truth, word
 from launcher.errors import RecipeError
 from launcher.memory.components import COMPONENTS
 from launcher.memory.words import NAMES, batch_in_words, disagreement, strategy_in_words, where
+from launcher.recipe.schema import Strategy
 from tests.unit.made_plan import GIB, RECIPE, machine, made_ladder, made_plan
 
 
@@ -281,3 +282,20 @@ def test_verify_trains_here_and_judges(faked, monkeypatch, capsys):
     verified = json.loads(capsys.readouterr().out)["verified"]
     assert verified["true"] is False
     assert verified["compared"][-1]["what"] == "peak"
+
+
+def test_auto_is_planned_as_what_a_run_would_take(monkeypatch):
+    chosen = made_ladder().rungs[1]
+    ladder = types.SimpleNamespace(fastest_that_fits=lambda recipe, machine, *, plan_of: chosen)
+    monkeypatch.setattr(command.importlib, "import_module", lambda name: ladder)
+    recipe, overrides, words = command._chosen(RECIPE, machine(), None)
+    assert recipe is chosen.recipe
+    assert overrides == chosen.overrides
+    assert words == "auto stands for batch.micro_batch_size=8 activation_checkpointing={mode: selective}: the fastest that fits"
+    ladder.fastest_that_fits = lambda recipe, machine, *, plan_of: None
+    left_open = dataclasses.replace(
+        RECIPE, strategy=Strategy(kind="auto"), batch=dataclasses.replace(RECIPE.batch, micro_batch_size="auto")
+    )
+    recipe, overrides, words = command._chosen(left_open, machine(), None)
+    assert (recipe.strategy.kind, recipe.batch.micro_batch_size) == ("fsdp", 1)
+    assert words == "auto is shown as strategy.kind=fsdp batch.micro_batch_size=1: nothing fits"
