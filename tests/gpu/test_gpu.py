@@ -145,3 +145,25 @@ def test_a_resumed_run_is_bit_identical(recipe, asynchronous, tmp_path):
     parts, output = train(recipe, tmp_path / "parts", *settings, ranks=GPUS)
     assert "step_00000007, step 7" in output
     assert [(r["step"], r["loss"], r["grad_norm"]) for r in parts] == [(r["step"], r["loss"], r["grad_norm"]) for r in whole]
+
+
+def test_memory_that_runs_out_is_told_in_words(tmp_path):
+    batch = ["batch.global_batch_size=16384", "batch.micro_batch_size=16384"]
+    words = [TRAIN, "recipe=ddp", *MODEL, *batch, "run.max_steps=2", f"run.dir={tmp_path}/run"]
+    result = torchrun(*words, ranks=1, timeout=300)
+    assert result.status == 1
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    print(status["error"])
+    assert status["reason"] == "out_of_memory"
+    assert status["error"].startswith("rank 0 of 1 ran out of GPU memory in step 1: in the ")
+    assert "it does not fit, as `launcher plan` would have said" in status["error"]
+    assert "what fits by plan, the fastest first, as overrides:" in status["error"]
+    assert (tmp_path / "run/out_of_memory_rank_0.pickle").stat().st_size > 0
+
+
+def test_auto_trains(tmp_path):
+    overrides = ["strategy.kind=auto", "batch.micro_batch_size=auto", f"batch.global_batch_size={16 * GPUS}"]
+    records, output = train("fsdp", tmp_path / "run", *overrides, ranks=GPUS)
+    print(output)
+    assert "The fastest that fits: by plan" in output
+    assert records[-1]["loss"] < records[0]["loss"]
