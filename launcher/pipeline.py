@@ -16,6 +16,7 @@ from launcher.environment import Environment
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
 from launcher.failures import FailureWatch, Progress, failing_together
 from launcher.keeper import Keeper
+from launcher.memory.forecast import PATIENCE, Forecast
 from launcher.memory.here import machine_here, resolve_here
 from launcher.memory.postmortem import PostMortem, Trained
 from launcher.processes import DataParallel
@@ -80,6 +81,7 @@ def pipeline(
     except ValueError as error:
         raise loaded.refuse(("strategy", "mixed_precision", "param_dtype"), str(error)) from None
     skipped_rows = run.path / "skipped_rows.jsonl"
+    forecast = Forecast(recipe, machine) if recipe.logging.memory_plan and environment.main else None
     training = assemble(
         recipe,
         ranks=ranks,
@@ -128,6 +130,13 @@ def pipeline(
             results = evaluator.evaluate(wrapped, stop_requested=stop.requested, beat=progress.beat)
             return reporter.evaluation(step, results, time.perf_counter() - started) if results else None, bool(results)
 
+    def compare_memory(step: int, *, seconds: float = 0) -> None:
+        """With the plan, once, when both are there: the second step is the first that is like all others."""
+        nonlocal forecast
+        if forecast is not None and step >= point.step + 2 and (told := forecast.compare(reporter.peak_memory, seconds=seconds)):
+            reporter.say(told)
+            forecast = None
+
     saved_after = point.step
 
     def save(step: int, eval_loss: float | None, *, evaluated: bool) -> None:
@@ -143,6 +152,7 @@ def pipeline(
         for step in training.steps_from(point):
             progress.step_done(step.number)
             reporter.step(step)
+            compare_memory(step.number)
             profile_step()
             if step.number == point.step + 1:
                 processes.set_timeout(recipe.run.timeout)
@@ -178,6 +188,8 @@ def pipeline(
                     raise
                 point = rewind(error, point, keeper, reporter)
                 saved_after = point.step
+    with progress.slow("plan"):
+        compare_memory(progress.step, seconds=PATIENCE)
     if keeper is not None:
         with progress.slow("checkpoint"):
             keeper.finish()

@@ -53,6 +53,8 @@ class Reporter:
         self._max_loss_ratio = recipe.run.max_loss_ratio
         self._last_step = first_step
         self._trouble: str | None = None
+        self.peak_memory = 0
+        """Bytes at the peak so far, of the rank that has most, as of the last logged step."""
         self._sinks: list[Sink] = []
         if self._main:
             self._sinks = open_sinks(
@@ -92,6 +94,7 @@ class Reporter:
         if step.number % self._every_steps and step.number not in (1, self._steps):
             return
         record = self._recorder.record(step)
+        self.peak_memory = record["peak_memory_bytes"]
         if record["loss"] is not None:
             self._losses = [*self._losses[:1], record["loss"]]
         if self._main:

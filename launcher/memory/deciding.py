@@ -23,7 +23,7 @@ from launcher.memory.machine import Machine, Rates
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Recipe
 
-Task = Literal["choose", "explain"]
+Task = Literal["choose", "explain", "foresee"]
 Answer = dict[str, Any]
 
 
@@ -86,6 +86,15 @@ def main(stdin: TextIO, tell: Callable[[Answer], None]) -> None:
             tell({"problems": error.problems})
             return
         tell({"recipe": to_yaml(resolved.recipe), "overrides": list(resolved.overrides), "why": resolved.why})
+        return
+    if job["task"] == "foresee":
+        os.nice(10)  # the training goes first
+        from launcher.memory.planning import make_plan
+        from launcher.memory.words import micro_batches, where
+
+        step = make_plan(recipe, machine).step
+        place = where(step.peak, micro_batches=micro_batches(recipe, machine.ranks))
+        tell({"peak": step.peak.components.total, "where": place})
         return
     from launcher.memory.remedies import explain
 

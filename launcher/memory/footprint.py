@@ -50,8 +50,18 @@ def profile_model(recipe: Recipe, *, device: Literal["cuda", "cpu"]) -> ModelPro
 
     A float32 recipe's model is profiled in bfloat16 too, which the ladder offers. Where the model cannot run on fake tensors,
     activations are estimated (`_by_shapes`), and `notes` says so.
-    Raises RecipeError as `prepare_model`.
+    Asked again for the same model it answers at once. Raises RecipeError as `prepare_model`.
     """
+    key = repr((recipe.model, recipe.lora, recipe.data, recipe.strategy.mixed_precision, device))
+    if key not in _PROFILES:
+        _PROFILES[key] = _profile(recipe, device=device)
+    return _PROFILES[key]
+
+
+_PROFILES: dict[str, ModelProfile] = {}
+
+
+def _profile(recipe: Recipe, *, device: Literal["cuda", "cpu"]) -> ModelProfile:
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, init="random", compile=False))
     own = compute_dtype(recipe.strategy)
     profile: ModelProfile | None = None

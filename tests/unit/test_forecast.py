@@ -1,0 +1,54 @@
+"""What a run says of its plan once steps were measured."""
+
+import time
+
+import pytest
+
+from launcher.memory import forecast
+from launcher.memory.forecast import Forecast, in_words
+
+MiB = 2**20
+ANSWER = {"peak": 100 * MiB, "where": "in the backward pass of lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("measured", "resident", "expected"),
+    [
+        (100 * MiB, None, "memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; measured are 100.0 MiB, the same"),
+        (95 * MiB, None, "memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; measured are 95.0 MiB, 5% less"),
+        (
+            120 * MiB,
+            None,
+            "warning: memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; measured are 120.0 MiB, 20% more; "
+            "which component it is says `launcher plan ... --verify`",
+        ),
+        (
+            400 * MiB,
+            250 * MiB,
+            "memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; resident memory grew by 150.0 MiB, 50% more "
+            "(with libraries, and what the allocator keeps)",
+        ),
+    ],
+)
+def test_words(measured, resident, expected):
+    assert in_words(ANSWER, measured, resident=resident) == expected
+
+
+class OnGpu:
+    device = "cuda"
+
+
+def test_a_plan_that_is_late_is_waited_for_only_when_told_to(monkeypatch):
+    def slow(task, recipe, machine, *, seconds):
+        time.sleep(0.3)
+        return [ANSWER], ""
+
+    monkeypatch.setattr(forecast, "ask", slow)
+    asked = Forecast(None, OnGpu())
+    assert asked.compare(100 * MiB) is None
+    assert asked.compare(100 * MiB, seconds=5).endswith("the same")
+
+
+def test_a_plan_that_fails_is_told_and_harms_nothing(monkeypatch):
+    monkeypatch.setattr(forecast, "ask", lambda *_, **__: ([], "planning ended with status 1:\nTraceback\nValueError: what"))
+    assert Forecast(None, OnGpu()).compare(1, seconds=5) == "memory: there is no plan to hold the peak against: ValueError: what"
