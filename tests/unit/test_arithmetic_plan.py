@@ -195,6 +195,7 @@ def test_a_model_without_blocks_is_one_group(load):
     recipe = load(*SMALL, "model.config.num_hidden_layers=2")
     prepare = footprint.prepare_model
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(footprint, "_PROFILES", {})
         patch.setattr(footprint, "prepare_model", lambda *args, **kwargs: dataclasses.replace(prepare(*args, **kwargs), blocks={}))
         whole = profile_model(recipe, device="cpu")
     split = profile_model(recipe, device="cpu")
@@ -210,6 +211,7 @@ def test_a_model_that_does_not_run_without_values_is_estimated_by_shapes(load, l
     def refuse(*args, **kwargs):
         raise UntraceableError("it asks for a number")
 
+    monkeypatch.setattr(footprint, "_PROFILES", {})
     monkeypatch.setattr(footprint, "_footprint", refuse)
     estimated = profile_model(load(), device="cuda")
     assert "it asks for a number" in estimated.notes[0]
