@@ -167,3 +167,12 @@ def test_auto_trains(tmp_path):
     print(output)
     assert "The fastest that fits: by plan" in output
     assert records[-1]["loss"] < records[0]["loss"]
+
+
+def test_the_plan_is_what_the_allocator_sees(tmp_path):
+    """`benchmarks/memory.py` judges: at most 5 % over, 2 % under, reserved below the plan and its margin."""
+    table = tmp_path / "table.md"
+    command = [sys.executable, REPOSITORY / "benchmarks/memory.py", "--sizes", "0.1b", "1b", "--output", table, "--ranks", GPUS]
+    result = run(command, timeout=600)
+    print(table.read_text())
+    result.check()
