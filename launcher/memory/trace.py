@@ -239,11 +239,14 @@ def _with_transfers(traced: _Traced, model: nn.Module, *, copies: bool) -> _Trac
         shard = parameter._local_tensor.untyped_storage().nbytes()
         one = max(one, shard)
         groups[max((owner for owner in owners if not owner or name.startswith(f"{owner}.")), key=len)] += shard
-    reduced = sum(groups.values()) if copies else max(groups.values())
-    moments = []
+    largest, kept, moments = max(groups.values()), 0, []
     for place, held in traced.moments:
-        extra = {"forward": one, "backward": reduced if place.micro_batch == 0 else max(groups.values()), "optimizer": 0}
-        moments.append((place, held | {"communication": held["communication"] + extra[place.phase]}))
+        extra = {"forward": one, "backward": largest + kept, "optimizer": 0}[place.phase]
+        moments.append((place, held | {"communication": held["communication"] + extra}))
+        if place.phase != "backward" or place.micro_batch > 0:
+            kept = 0
+        elif copies:
+            kept += groups.get(place.where, 0)
     return dataclasses.replace(traced, moments=moments)
 
 

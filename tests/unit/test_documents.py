@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import TAKES, VERBS
+from launcher.memory.planning import make_plan
+from launcher.memory.rates import known_machine
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from tests.distributed.launching import torchrun
@@ -64,14 +66,42 @@ def test_a_real_model_says_what_it_needs(path, command):
     for section in ("batch", "strategy", "activation_checkpointing", "lora", "optimizer", "schedule", "checkpoint"):
         assert getattr(small, section) == getattr(whole, section)
     header = path.read_text().partition("\nrun:")[0]
-    assert "bytes a parameter" in header or "bytes each" in header
-    assert "not measured" in header
+    assert "not measured on" in header
     said = re.search(r"12 bytes a trained parameter \([^)]*\), ([\d.]+) GB", header)
     trained = re.search(r"([\d.]+) million of rank", header) if whole.lora else re.search(r"([\d.]+) billion parameters", header)
     assert float(said[1]) == pytest.approx(12 * float(trained[1]) / (1000 if whole.lora else 1), abs=0.05)
     assert whole.checkpoint.every_steps is not None
     # A copy to write from would not fit beside what is offloaded
     assert whole.checkpoint.asynchronous == (whole.strategy.cpu_offload is None)
+
+
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+LLAMA_8B = LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+CONFIGS = {
+    "llama_3_2_1b": LLAMA
+    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "tie_word_embeddings": True},
+    "qwen3_8b": LLAMA_8B
+    | {"model_type": "qwen3", "vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128},
+    "llama_3_1_8b_one_gpu": LLAMA_8B,
+    "llama_3_1_70b": LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "lora_llama_3_1_8b": LLAMA_8B,
+}
+"""The shapes that their model cards give."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_real_model_needs_what_its_recipe_says(name, tmp_path):
+    """By the closed formulas, which other tests hold against the trace."""
+    header = (REPOSITORY / f"recipes/{name}.yaml").read_text().partition("\nrun:")[0]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    words = shlex.split(re.search(r"`launcher plan (recipe=[^`]*)`", header)[1])
+    options = dict(word.split("=") for word in words)
+    nodes, per_node = int(options.get("nodes", 1)), int(options["gpus_per_node"])
+    recipe = load_recipe([words[0], f"model.path={tmp_path}"], ranks=nodes * per_node, files=False).recipe
+    machine = known_machine(options["gpu"], nodes=nodes, gpus_per_node=per_node, memory=None, host_memory=None, overrides=None)
+    plan = make_plan(recipe, machine, method="arithmetic")
+    said = re.search(r"with driver and margin (\d+) GiB", header)
+    assert float(said[1]) == pytest.approx(plan.needed / 2**30, rel=0.02)
 
 
 @pytest.mark.long
