@@ -64,7 +64,6 @@ class Ended:
     terminated: bool
     """By scancel, or `scontrol requeue`."""
     preempted: bool
-    """Or requeued by hand: Slurm starts the job again by itself."""
     refused: bool
     """The recipe, or the run's folder, is at fault."""
     bad_nodes: tuple[str, ...]
@@ -94,8 +93,10 @@ def decide(ended: Ended, *, max_failures: int) -> Decision:
     if ended.refused or (ended.state == "failed" and ended.reason in _HOPELESS):
         return Decision("end", EXIT_USAGE, before, "refused: another attempt would be, too")
     if ended.terminated:
-        action: Literal["end", "wait"] = "wait" if ended.preempted else "end"
-        return Decision(action, EXIT_STOPPED, before, "saved; Slurm requeues the job" if ended.preempted else "terminated: not requeued")
+        saved = "and saved" if ended.state == "stopped" else "and could not save"
+        if ended.preempted:
+            return Decision("wait", EXIT_STOPPED, before, f"preempted {saved}: Slurm requeues the job")
+        return Decision("end", EXIT_STOPPED, before, f"terminated {saved}: not requeued by this script (by Slurm, after scontrol requeue)")
     if ended.state == "stopped" and not ended.warned:
         return Decision("end", EXIT_STOPPED, before, f"stopped ({ended.reason}): not requeued")
     if ended.warned and (ended.preempted or ended.new_checkpoint):
@@ -315,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reason=fresh.get("reason"),
         warned=bool(options.warned),
         terminated=bool(options.terminated),
-        preempted=known is not None and (known.preempted or known.state == "PENDING"),
+        preempted=known is not None and known.preempted,
         refused=options.refused.exists(),
         bad_nodes=tuple(options.bad_nodes.split()),
         new_checkpoint=newest_checkpoint(options.run_dir) > record.checkpoint,

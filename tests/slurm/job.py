@@ -1,5 +1,6 @@
 """A model and data of a user's own, for jobs that are disturbed: small, with dropout, each step as long as it is told to be."""
 
+import os
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class Net(nn.Module):
 
 
 def model():
+    print(f"devices: {os.environ.get('CUDA_VISIBLE_DEVICES')}; threads: {os.environ.get('OMP_NUM_THREADS')}", flush=True)
     return Net()
 
 
