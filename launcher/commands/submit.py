@@ -214,11 +214,14 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
+def can_plan() -> bool:
+    """Whether the plan can be made here: it needs torch."""
+    return importlib.util.find_spec("torch") is not None and importlib.util.find_spec("launcher.commands.plan") is not None
+
+
 def _fits(words: Words, slurm: Slurm) -> bool:
     """Whether the plan has nothing against it, or --force."""
-    if slurm.gpus_per_node is None or "--force" in words.flags:
-        return True
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("launcher.commands.plan") is None:
+    if slurm.gpus_per_node is None or "--force" in words.flags or not can_plan():
         return True
     nodes = node_counts(slurm)[0]  # on more of them each holds less
     recipe = [*words.recipe, *(f"{key}={values[0]}" for key, values in words.sweep)]

@@ -423,7 +423,7 @@ def _slurm(recipe: Recipe, ranks: int | None) -> Found:
             yield f"slurm.{key}", f"holds a character that cannot stand in a job script; got {text!r}"
     for key in ("sbatch_extra", "srun_extra"):
         for option in getattr(slurm, key) or ():
-            if not re.match(r"--?[a-zA-Z]", option) or not option.isprintable():
+            if not re.fullmatch(r"--?[a-zA-Z][\w-]*(=.*)?", option) or not option.isprintable():
                 yield f"slurm.{key}", f"must be options, --name or --name=value; got {option!r}"
     for name, value in (slurm.environment or {}).items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):

@@ -83,14 +83,19 @@ def _options(job: JobScript) -> list[str]:
     return [f"--{name}={value}" for name, value in values.items() if value is not None] + flags + list(slurm.sbatch_extra or ())
 
 
-def quote_for_sbatch(text: str) -> str:
-    """An option as sbatch reads it from an #SBATCH line: there a backslash keeps the next character from meaning anything.
+def quote_for_sbatch(option: str) -> str:
+    """An option as sbatch reads it from an #SBATCH line: inside double quotes only a backslash and a quote mean anything there,
+    and outside a backslash does not keep words together (seen with Slurm 22.05).
 
     Raises RecipeError where it holds what cannot stand in a line.
     """
-    if not text.isprintable():
-        raise RecipeError(f"{text!r} cannot be told to Slurm: it holds a character that cannot stand in a line")
-    return re.sub(r"([^\w@%+=:,./\[\]-])", r"\\\1", text, flags=re.ASCII)
+    if not option.isprintable():
+        raise RecipeError(f"{option!r} cannot be told to Slurm: it holds a character that cannot stand in a line")
+    name, equals, value = option.partition("=")
+    if re.fullmatch(r"[\w@%+=:,./\[\]-]*", option, flags=re.ASCII):
+        return option
+    escaped = re.sub(r'(["\\])', r"\\\1", value)
+    return f'{name}{equals}"{escaped}"'
 
 
 @functools.cache

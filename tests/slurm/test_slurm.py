@@ -5,10 +5,8 @@ disturbed has n1 and n2 for itself.
 """
 
 import json
-import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -28,6 +26,8 @@ checkpoint: {every_steps: 30, keep_last: 20}
 slurm: {max_restarts: 0, lead: 60, time: "30"}
 """
 OTHERS = "sbatch_extra=--exclude=n1,n2"
+CANCELLED = "we ird'\"; $(touch HACKED) `touch HACKED` # %j &"
+"""The name of a job, and of its folder."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ class Jobs:
 
     def submit(self, name, *words):
         """Returns the job's id."""
-        said = self.launcher("submit", "recipe=job.yaml", f"run.name={name}", *words)
+        said = self.launcher("submit", "recipe=job.yaml", f"run.name={json.dumps(name)}", *words)
         return said.split("submitted job ")[1].split(":")[0]
 
     def run_dir(self, name):
@@ -135,7 +135,7 @@ def jobs(cluster, folder):
     (folder / "fail").touch()
     jobs.disturbed = jobs.submit("disturbed", "nodes=2", "cpus=2", "sbatch_extra=--nodelist=n1,n2", f"data.arguments.fail={folder}/no")
     jobs.whole = jobs.submit("whole", "nodes=2", "gpus_per_node=1", "cpus=1", OTHERS, f"data.arguments.fail={folder}/no")
-    jobs.cancelled = jobs.submit("cancelled", "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", "run.max_steps=5000")
+    jobs.cancelled = jobs.submit(CANCELLED, "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", "run.max_steps=5000")
     jobs.failing = jobs.submit("failing", "cpus=1", OTHERS)
     sweep = ["sweep.optimizer.learning_rate=1e-3,2e-3,3e-3,4e-3", "throttle=2", "run.max_steps=2", "cpus=1"]
     jobs.sweep = jobs.submit("sweep", *sweep, OTHERS, f"data.arguments.fail={folder}/no")
@@ -149,16 +149,6 @@ def test_a_second_submission_of_a_run_folder_is_refused(jobs):
     assert f"scancel {jobs.disturbed}" in said
     assert jobs.launcher("submit", "recipe=job.yaml", "run.name=sweep", "sweep.optimizer.learning_rate=5e-3,4e-3", status=2)
     assert not (jobs.run_dir("sweep") / "learning_rate=5e-3/slurm/submissions.jsonl").exists()
-
-
-def test_a_cancelled_job_has_saved_and_does_not_rise_again(jobs):
-    jobs.trains("cancelled", start=1)
-    jobs.cluster.run("scancel", jobs.cancelled)
-    assert jobs.ends("cancelled", jobs.cancelled) == "CANCELLED"
-    status = jobs.status("cancelled")
-    assert status["state"] == "stopped"
-    assert (jobs.run_dir("cancelled") / f"checkpoints/step_{status['step']:08}/commit.json").exists()
-    assert [event["step"] for event in jobs.events("cancelled", "saved")][-1] == status["step"]
 
 
 def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
@@ -190,6 +180,20 @@ def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
     }
     assert jobs.ends("whole", jobs.whole) == "COMPLETED"
     assert same_as(jobs, name, "whole")
+
+
+def test_a_cancelled_job_has_saved_and_does_not_rise_again(jobs):
+    jobs.trains(CANCELLED, start=1)
+    jobs.cluster.run("scancel", jobs.cancelled)
+    assert jobs.ends(CANCELLED, jobs.cancelled) == "CANCELLED"
+    status = jobs.status(CANCELLED)
+    assert status["state"] == "stopped"
+    assert (jobs.run_dir(CANCELLED) / f"checkpoints/step_{status['step']:08}/commit.json").exists()
+    assert [event["step"] for event in jobs.events(CANCELLED, "saved")][-1] == status["step"]
+    assert jobs.cluster.run("squeue", "-h", "-t", "all", "-j", jobs.cancelled, "-o", "%j").stdout == f"{CANCELLED}\n"
+    assert "terminated and saved: not requeued" in jobs.log(CANCELLED)
+    assert not list(jobs.folder.rglob("HACKED"))
+    assert not (REPOSITORY / "HACKED").exists()
 
 
 def test_the_job_sees_what_it_asked_for(jobs):
@@ -226,3 +230,126 @@ def test_a_sweep_is_an_array_with_a_run_folder_each(jobs):
     assert jobs.cluster.job(f"{jobs.sweep}_0")["ArrayTaskThrottle"] == "2"
     table = jobs.launcher("status", "runs/sweep").splitlines()
     assert [line.split()[:2] for line in table if "learning_rate" in line] == [[f"learning_rate={rate}", "finished"] for rate in rates]
+
+
+# What takes minutes
+
+
+@pytest.fixture(scope="module")
+def alone(cluster, tmp_path_factory):
+    """A folder of its own, with a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "job.yaml").write_text(RECIPE.replace("FOLDER", str(folder)).replace("every_steps: 30", "every_steps: 5"))
+    jobs = Jobs(cluster, folder)
+    jobs.launcher("submit", "recipe=job.yaml", "run.name=whole", "nodes=2", "cpus=2", "data.arguments.seconds=0", "--wait")
+    yield jobs
+    cluster.run("scancel", "--user=root")
+
+
+@pytest.fixture
+def whole_cluster(alone):
+    yield alone.cluster
+    for node in alone.cluster.nodes:
+        alone.cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
+    alone.cluster.wait_for(lambda: alone.cluster.idle() == len(alone.cluster.nodes), 90, "all nodes")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_node_is_lost(alone, whole_cluster, node):
+    """n1 runs the script and rank 0."""
+    name = f"lost-{node}"
+    job = alone.submit(name, "nodes=2", "cpus=2")
+    alone.trains(name, start=1, steps=12)
+    assert alone.cluster.job(job)["NodeList"] == "n[1-2]"
+    alone.cluster.crash(node)
+    try:
+        assert alone.ends(name, job, 180) == "COMPLETED"
+        assert alone.starts(name) == 2
+        assert same_as(alone, name, "whole")
+    finally:
+        alone.cluster.boot(node)
+
+
+@pytest.mark.long
+def test_a_node_is_given_up_on_which_the_run_goes_on(alone, whole_cluster):
+    """Two copies of one run: the old one ends without writing."""
+    name = "twice"
+    job = alone.submit(name, "nodes=2", "cpus=2", "run.max_steps=60", "data.arguments.seconds=0.3")
+    alone.trains(name, start=1, steps=6)
+    alone.cluster.kill_daemon("n1")
+    try:
+        assert alone.ends(name, job, 240) == "COMPLETED"
+        assert alone.starts(name) == 2
+        assert same_as(alone, name, "whole")
+        old = (alone.run_dir(name) / f"slurm/job_{job}/restart_0/node_n1.log").read_text()
+        assert "this run ends, and writes nothing more" in old
+    finally:
+        alone.cluster.crash("n1")
+        alone.cluster.boot("n1")
+
+
+@pytest.mark.long
+def test_the_time_limit_itself(alone, whole_cluster):
+    job = alone.submit("limit", "nodes=2", "cpus=2", "time=2", "lead=60", "data.arguments.seconds=0.6")
+    assert alone.ends("limit", job, 400) == "COMPLETED"
+    assert alone.starts("limit") >= 2
+    assert "warned by Slurm, and saved" in alone.log("limit")
+    assert alone.events("limit", "stopped")[0]["reason"] == "SIGUSR1"
+    assert same_as(alone, "limit", "whole")
+
+
+@pytest.mark.long
+def test_on_other_numbers_of_nodes(alone, whole_cluster):
+    """Two nodes, then three, then two again."""
+    cluster, name = alone.cluster, "elastic"
+    for node in ("n3", "n4"):
+        cluster.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+    job = alone.submit(name, "nodes=2-3", "cpus=2")
+    alone.trains(name, start=1)
+    cluster.run("scontrol", "update", "NodeName=n3", "State=RESUME")
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    alone.trains(name, start=2)
+    cluster.run("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    assert alone.ends(name, job) == "COMPLETED"
+    assert [event["ranks"] for event in alone.events(name, "started")] == [2, 3, 2]
+    assert [line["step"] for line in alone.records(name)] == list(range(1, 61))
+    assert alone.records(name)[-1]["samples_seen"] == 720
+
+
+@pytest.mark.long
+def test_preempted_where_only_a_term_comes(alone, whole_cluster):
+    cluster, name, configuration = alone.cluster, "terminated", alone.cluster.bed / "slurm.conf"
+    text = configuration.read_text()
+    configuration.write_text(text.replace("SlurmctldParameters=preempt_send_user_signal\n", ""))
+    cluster.run("scontrol", "reconfigure")
+    try:
+        job = alone.submit(name, "nodes=4", "cpus=2", "run.max_steps=30", "batch.micro_batch_size=1")
+        alone.trains(name, start=1)
+        cluster.run("sbatch", "-p", "high", "-N1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+        assert alone.ends(name, job) == "COMPLETED"
+        assert "preempted and saved: Slurm requeues the job" in alone.log(name)
+        assert alone.starts(name) == 2
+        assert alone.events(name, "stopped")[0]["step"] == alone.events(name, "resumed")[0]["step"]
+    finally:
+        configuration.write_text(text)
+        cluster.run("scontrol", "reconfigure")
+
+
+@pytest.mark.long
+def test_a_node_that_is_not_fit_is_excluded(alone, whole_cluster):
+    python = alone.folder / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *doctor*) echo "GPU 3 is gone"; [ "$(hostname)" != n2 ];; *) exec {sys.executable} "$@";; esac\n'
+    )
+    python.chmod(0o755)
+    name = "unfit"
+    job = alone.submit(name, "nodes=2", "cpus=2", "preflight=true", f"python={python}", "exclude=n4", "run.max_steps=6")
+    assert alone.ends(name, job) == "COMPLETED"
+    log = alone.log(name)
+    assert "not fit to train: n2" in log
+    assert "GPU 3 is gone" in log
+    assert alone.cluster.job(job)["ExcNodeList"] == "n[2,4]"
+    assert alone.cluster.job(job)["NodeList"] == "n[1,3]"
+    assert alone.starts(name) == 1
