@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, RecipeError
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, EXIT_USAGE, RecipeError
 from launcher.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from launcher.recipe.schema import Recipe, Slurm
 from launcher.resume import starts_anew
@@ -30,7 +30,8 @@ _TEXTS = ("time", "host_memory", "partition", "account", "qos", "constraint", "e
 _NUMBERS = ("nodes", "gpus_per_node", "ranks_per_node", "cpus", "max_restarts", "max_failures", "lead")
 _LISTS = ("sbatch_extra", "srun_extra", "setup")
 _FLAGS = ("--dry-run", "--wait", "--follow", "--force")
-_POLL_SECONDS = 1.0
+_SQUEUE_SECONDS = 5.0
+"""Between questions to Slurm, which may have thousands of users."""
 
 
 @dataclass
@@ -225,12 +226,15 @@ def _fits(words: Words, slurm: Slurm) -> bool:
         return True
     nodes = node_counts(slurm)[0]  # on more of them each holds less
     recipe = [*words.recipe, *(f"{key}={values[0]}" for key, values in words.sweep)]
-    checked = submit.check_plan([*recipe, f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *words.plan])
+    memory = re.fullmatch(r"([1-9]\d*)([KMGT]?)", (slurm.host_memory or "").upper())
+    host = [f"host_memory={memory[1]}{memory[2] or 'M'}iB"] if memory else []
+    checked = submit.check_plan([*recipe, f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *words.plan, *host])
     if checked.fits is False:
-        print(f"{checked.said}\nnot submitted: the plan says that it does not fit; --force submits it anyway", file=sys.stderr)
+        print(
+            f"{checked.said}\nnot submitted: that does not fit. launcher plan says what would; --force submits it anyway", file=sys.stderr
+        )
         return False
-    if checked.fits is None:
-        print(f"note: submitted without a plan of its memory: {checked.said}")
+    print(checked.said)
     return True
 
 
@@ -250,13 +254,15 @@ def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
     print(f"submitted job {job}: {script.name}{array}, {slurm.nodes} node{'s' * (slurm.nodes != 1)} x {each}{limit}")
     log = str(script.log).replace("%j", job).replace("%A", job).replace("%a", "*").replace("%%", "%")
     above = _shown(first.folder.parent if len(runs) > 1 else first.folder)
+    stop, cancel = f"touch {_shown(first.folder)}/stop", f"scancel {job}"
+    width = max(len(stop), len(cancel)) + 3
     rows = [
-        ("run folders" if len(runs) > 1 else "run folder", above + ("/" + first.label + " ..." if len(runs) > 1 else "")),
+        ("run folders" if len(runs) > 1 else "run folder", above + (f"/{first.label} ..." if len(runs) > 1 else "")),
         ("log", _shown(Path(log))),
         ("follow", f"launcher status {above}"),
         ("", f"tail -F {_shown(first.folder)}/log/rank_0.log"),
-        ("stop", f"touch {_shown(first.folder)}/stop" + " " * 4 + "saves first, however long that takes"),
-        ("", f"scancel {job}" + " " * 4 + "saves too, if Slurm's KillWait is long enough (30 s by default)"),
+        ("stop", f"{stop:<{width}}saves first, however long that takes"),
+        ("", f"{cancel:<{width}}saves too, if Slurm's KillWait is long enough (30 s by default)"),
         ("limits", f"told to save {script.lead} s before one ends it; the job is then requeued, and goes on"),
     ]
     for name, value in rows:
@@ -269,31 +275,38 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
     told: dict[Path, int] = {}
     log = runs[0].folder / "log" / "rank_0.log"
     told[log] = log.stat().st_size if log.exists() else 0
-    state = ""
+    state, asked = "pending", 0.0
     try:
-        while True:
-            active = submit.active_jobs()
-            now = ", ".join(sorted({active[job].lower() for job in ids if job in active}))
+        while state:
             if follow:
                 _print_new(log, told)
-                if now and now != state:
-                    print(f"-- job {ids[0]}: {now}", flush=True)
-            state = now
-            if not now:
-                break
-            time.sleep(_POLL_SECONDS)
+            if time.monotonic() - asked > _SQUEUE_SECONDS:
+                asked = time.monotonic()
+                with contextlib.suppress(RecipeError):  # a controller that is restarted is back in a moment
+                    active = submit.active_jobs()
+                    before, state = state, ", ".join(sorted({active[job].lower() for job in ids if job in active}))
+                    if follow and state and state != before:
+                        print(f"-- job {ids[0]}: {state}", flush=True)
+            time.sleep(0.5)
+        if follow:
+            _print_new(log, told)
     except KeyboardInterrupt:
         print(f"\nthe job goes on; scancel {ids[0].partition('_')[0]} ends it", file=sys.stderr)
         return 130
     statuses = []
-    for run in runs:
+    for job, run in zip(ids, runs, strict=True):
+        refusals = sorted((run.folder / "slurm" / f"job_{job}").glob("restart_*/refused"))
+        if refusals:
+            print(f"{_shown(run.folder)}: refused\n  {refusals[-1].read_text().strip()}")
+            statuses.append(EXIT_USAGE)
+            continue
         status = RunFolder(run.folder).read_status()
         ended = status.get("state") or "ended before training began"
         print(f"{_shown(run.folder)}: {ended}" + (f" after step {status['step']}" if "step" in status else ""))
         if ended != "finished":
             print(f"  {status.get('error') or status.get('reason') or f'see the logs in {run.folder}/slurm'}")
         statuses.append({"finished": EXIT_DONE, "stopped": EXIT_STOPPED}.get(ended, EXIT_FAILED))
-    return max(statuses, key=lambda status: (status == EXIT_FAILED, status))
+    return max(statuses, key=(EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXIT_FAILED).index)
 
 
 def _print_new(file: Path, told: dict[Path, int]) -> None:

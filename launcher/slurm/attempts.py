@@ -76,8 +76,7 @@ class Ended:
 class Decision:
     """What follows from it."""
 
-    action: Literal["end", "requeue", "wait"]
-    """wait: Slurm requeues the job itself."""
+    action: Literal["end", "requeue"]
     status: int
     """Exit status of the job."""
     failures: int
@@ -92,14 +91,14 @@ def decide(ended: Ended, *, max_failures: int) -> Decision:
         return Decision("end", EXIT_DONE, 0, "finished")
     if ended.refused or (ended.state == "failed" and ended.reason in _HOPELESS):
         return Decision("end", EXIT_USAGE, before, "refused: another attempt would be, too")
+    saved = "and saved" if ended.state == "stopped" else "and could not save"
+    if ended.preempted:  # whatever signal it was told by, and whoever got that
+        return Decision("requeue", EXIT_DONE, before, f"preempted {saved}: goes on in another allocation")
     if ended.terminated:
-        saved = "and saved" if ended.state == "stopped" else "and could not save"
-        if ended.preempted:
-            return Decision("wait", EXIT_STOPPED, before, f"preempted {saved}: Slurm requeues the job")
         return Decision("end", EXIT_STOPPED, before, f"terminated {saved}: not requeued by this script (by Slurm, after scontrol requeue)")
     if ended.state == "stopped" and not ended.warned:
         return Decision("end", EXIT_STOPPED, before, f"stopped ({ended.reason}): not requeued")
-    if ended.warned and (ended.preempted or ended.new_checkpoint):
+    if ended.warned and ended.new_checkpoint:
         return Decision("requeue", EXIT_DONE, before, "warned by Slurm, and saved: goes on in another allocation")
     failures = before + 1
     if ended.bad_nodes:
@@ -256,25 +255,27 @@ def say(text: str) -> None:
     print(f"{time.strftime('%F %T')} {text}", file=sys.stderr, flush=True)
 
 
+def restart_count() -> int:
+    """How often Slurm had requeued the job when this script began."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 def carry_out(decision: Decision, job: str, bad_nodes: Sequence[str]) -> int:
     """Requeues the job, or waits for Slurm to do so; returns the exit status of the script."""
-    mine = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    mine = restart_count()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which a requeue sends
     known = Job.read(job)
     if decision.action == "end":
         return decision.status
     # A job that was cancelled, or whose place another start of it has taken, would rise again
     if known is None or known.state != "RUNNING" or known.restarts != mine:
-        say(f"Slurm has ended this start of the job ({known.state if known else 'unknown'}): nothing is requeued")
-        return decision.status
-    if decision.action == "wait":
-        while (known := Job.read(job)) is not None and known.state == "RUNNING" and known.restarts == mine:
-            time.sleep(1)
+        say(f"Slurm has ended this start of the job ({known.state if known else 'unknown'}): what is next is left to it")
         return decision.status
     if scontrol("requeue", job) is None:
         say("could not be requeued: submit it once more, and it goes on")
         return EXIT_FAILED
-    if bad_nodes:  # the job does not start before this script has ended
+    # Where no node is fit the fault is hardly theirs. The job does not start before this script has ended
+    if 0 < len(bad_nodes) < int(os.environ.get("SLURM_JOB_NUM_NODES") or 0):
         nodes = ",".join(filter(None, [known.excluded, *bad_nodes]))
         scontrol("update", f"JobId={job}", f"ExcNodeList={nodes}")
     return EXIT_DONE
@@ -309,6 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EXIT_FAILED
         print(text)
         return EXIT_DONE
+    if known is not None and known.restarts != restart_count():
+        say("another start of this job has taken its place: this one ends")  # this node was given up, and came back
+        return EXIT_FAILED
     record, status = read_record(options.run_dir, options.job), RunFolder(options.run_dir).read_status()
     fresh = status if status != record.found else {}
     ended = Ended(

@@ -16,6 +16,7 @@ from typing import Any
 
 from launcher import __version__
 from launcher.errors import EXIT_NO, RecipeError
+from launcher.metrics.console import bytes_as_text
 from launcher.run_folder import read_lines
 
 
@@ -144,7 +145,7 @@ class PlanCheck:
     """What the plan says of a job before it is submitted."""
 
     fits: bool | None
-    """None: it could not be made."""
+    """None: it cannot tell, or could not be made."""
     said: str
 
 
@@ -153,13 +154,17 @@ def check_plan(arguments: Sequence[str], *, command: Sequence[str] = (sys.execut
 
     arguments: recipe=..., overrides, nodes=, gpus_per_node=, gpu= and the like. command: what to put before them.
     """
+    words = [*command, *arguments, "ladder=false", "--json"]
     try:
-        done = subprocess.run(
-            [*command, *arguments, "--json"], env=slurm_environment(), capture_output=True, text=True, timeout=600, check=False
-        )
+        done = subprocess.run(words, env=slurm_environment(), capture_output=True, text=True, timeout=600, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return PlanCheck(None, str(error))
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    if done.returncode == EXIT_NO:
-        return PlanCheck(False, "\n".join(said[-20:]))
-    return PlanCheck(True if done.returncode == 0 else None, said[-1] if said else "")
+        return PlanCheck(None, f"no plan: {error}")
+    try:
+        plan = json.loads(done.stdout)
+        fits, needed, spare, phase = plan["fits"], plan["needed"], plan["spare"], plan["peak"]["phase"]
+    except (ValueError, KeyError, TypeError):
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        return PlanCheck(False if done.returncode == EXIT_NO else None, f"no plan: {last[0]}")
+    if spare is None:
+        return PlanCheck(fits, f"plan: {bytes_as_text(needed)} a GPU; whether that fits is not known: give gpu=h100, or gpu_memory=80GiB")
+    return PlanCheck(fits, f"plan: {bytes_as_text(needed)} of a GPU's {bytes_as_text(needed + spare)}, at its peak ({phase})")

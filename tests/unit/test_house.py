@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "train": {"environment", "errors", "failures", "pipeline", "recipe", "resume", "run_folder"},
     "health": {"metrics"},
     "doctor": {"environment", "errors", "failures", "health", "processes"},
-    "slurm": {"__version__", "checkpoints", "errors", "ownership", "recipe", "resume", "run_folder"},
+    "slurm": {"__version__", "checkpoints", "errors", "metrics", "ownership", "recipe", "resume", "run_folder"},
     "commands": {
         *("batching", "checkpoints", "data", "environment", "errors", "health", "hub", "memory", "metrics", "model", "ownership"),
         *("recipe", "resume", "run_folder", "slurm"),

@@ -196,11 +196,19 @@ def test_a_run_is_not_warned_in_the_first_half_of_its_time(folder, capsys, limit
 # The plan
 
 
-@pytest.mark.parametrize(("status", "fits"), [(0, True), (3, False), (2, None), (1, None)])
-def test_the_plan_is_asked_in_a_process_of_its_own(status, fits):
-    program = f"import sys; print('41 GiB', sys.argv[1:]); sys.exit({status})"
-    checked = submit.check_plan(["recipe=x", "nodes=2"], command=[sys.executable, "-c", program])
-    assert checked == submit.PlanCheck(fits, "41 GiB ['recipe=x', 'nodes=2', '--json']")
+@pytest.mark.parametrize(
+    ("plan", "status", "fits", "said"),
+    [
+        ({"fits": True, "spare": 2**30}, 0, True, "plan: 3.0 GiB of a GPU's 4.0 GiB, at its peak (backward)"),
+        ({"fits": False, "spare": -(2**30)}, 3, False, "plan: 3.0 GiB of a GPU's 2.0 GiB, at its peak (backward)"),
+        ({"fits": None, "spare": None}, 0, None, "plan: 3.0 GiB a GPU; whether that fits is not known: give gpu=h100, or gpu_memory=80GiB"),
+        (None, 1, None, "no plan: it broke ['recipe=x', 'nodes=2', 'ladder=false', '--json']"),
+    ],
+)
+def test_the_plan_is_asked_in_a_process_of_its_own(plan, status, fits, said):
+    text = "" if plan is None else json.dumps(plan | {"needed": 3 * 2**30, "peak": {"phase": "backward"}})
+    program = f"import sys; print({text!r}); print('it broke', sys.argv[1:], file=sys.stderr); sys.exit({status})"
+    assert submit.check_plan(["recipe=x", "nodes=2"], command=[sys.executable, "-c", program]) == submit.PlanCheck(fits, said)
 
 
 def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypatch, capsys):
@@ -213,9 +221,10 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
     monkeypatch.setattr(submit, "check_plan", check_plan)
     monkeypatch.setattr(command, "can_plan", lambda: True)
     monkeypatch.setattr(submit, "sbatch", lambda script: "7")
-    words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100"]
+    words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500G"]
     assert command.main(words) == 3
-    assert asked == [["recipe=x.yaml", "slurm.nodes=2", "slurm.gpus_per_node=4", "nodes=2", "gpus_per_node=4", "gpu=h100"]]
+    overrides = ["slurm.nodes=2", "slurm.gpus_per_node=4", 'slurm.host_memory="500G"']
+    assert asked == [["recipe=x.yaml", *overrides, "nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500GiB"]]
     assert "needs 90 GiB of 80 GiB\nnot submitted" in capsys.readouterr().err
     assert not (folder / "runs").exists()
     assert command.main([*words, "--force"]) == 0
@@ -261,7 +270,9 @@ PLAIN = Ended(
         ({"state": "stopped", "warned": True, "preempted": True, "failures": 2}, "requeue", 0, 2),
         ({"state": "stopped", "warned": True, "terminated": True, "new_checkpoint": True}, "end", 75, 0),
         ({"state": "stopped", "terminated": True, "new_checkpoint": True}, "end", 75, 0),
-        ({"state": "stopped", "terminated": True, "preempted": True}, "wait", 75, 0),
+        ({"state": "stopped", "terminated": True, "preempted": True}, "requeue", 0, 0),
+        ({"state": "stopped", "preempted": True}, "requeue", 0, 0),  # only the ranks were told
+        ({"state": "finished", "preempted": True}, "end", 0, 0),
         ({"state": "stopped", "reason": "the file stop"}, "end", 75, 0),
         ({"terminated": True}, "end", 75, 0),
         ({}, "requeue", 1, 1),
