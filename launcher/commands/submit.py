@@ -205,7 +205,12 @@ def main(arguments: Sequence[str]) -> int:
             submission.write_recipe(to_yaml(run.recipe))
         submissions[0].script.write_text(text)
         script.log.parent.mkdir(parents=True, exist_ok=True)
-        job = submit.sbatch(submissions[0].script)
+        try:
+            job = submit.sbatch(submissions[0].script)
+        except RecipeError:
+            for file in (submissions[0].script, *(submission.recipe for submission in submissions)):
+                file.unlink(missing_ok=True)
+            raise
         ids = [job] if len(runs) == 1 else [f"{job}_{task}" for task in range(len(runs))]
         for task, submission in zip(ids, submissions, strict=True):
             submission.note(task, version)
