@@ -59,8 +59,7 @@ def _options(job: JobScript) -> list[str]:
         array = f"0-{len(job.runs) - 1}" + (f"%{job.throttle}" if job.throttle is not None else "")
     values = {
         "job-name": job.name,
-        "nodes": slurm.nodes,
-        "ntasks-per-node": 1,
+        "nodes": slurm.nodes,  # with --ntasks-per-node, which the srun has, Slurm would take the fewest nodes of a range
         "gpus-per-node": slurm.gpus_per_node,
         "cpus-per-task": slurm.cpus,
         "mem": slurm.host_memory,

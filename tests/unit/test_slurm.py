@@ -69,7 +69,7 @@ def test_what_is_asked_for_stands_in_the_script():
         )
     )
     assert options(text) == [
-        *("--job-name=a", "--nodes=2-4", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=64", "--mem=500G"),
+        *("--job-name=a", "--nodes=2-4", "--gpus-per-node=8", "--cpus-per-task=64", "--mem=500G"),
         *("--time=1-12:00:00", "--partition=gpu", "--account=me", "--qos=low", "--constraint=h100", "--exclude=n[1-3]"),
         *("--reservation=r", "--mail-user=me@here", "--mail-type=END,FAIL,REQUEUE", "--array=0-2%2", "--dependency=afterok:7"),
         *("--signal=B:USR1@300", "--chdir=/home/me", "--output=/runs/a/slurm/job_%j.log", "--requeue", "--open-mode=append"),
