@@ -253,7 +253,9 @@ def _shown(path: Path) -> str:
 def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
     slurm, first = script.slurm, runs[0]
     ranks = ranks_per_node(slurm)
-    each = f"{slurm.gpus_per_node} GPUs" if slurm.gpus_per_node else f"{ranks} rank{'s' * (ranks > 1)} on CPUs"
+    each = (
+        f"{slurm.gpus_per_node} GPU{'s' * (slurm.gpus_per_node > 1)}" if slurm.gpus_per_node else f"{ranks} rank{'s' * (ranks > 1)} on CPUs"
+    )
     array = f", {len(runs)} runs" + (f", {script.throttle} at a time" if script.throttle else "") if len(runs) > 1 else ""
     limit = f", {slurm.time} at a time" if slurm.time else ""
     print(f"submitted job {job}: {script.name}{array}, {slurm.nodes} node{'s' * (slurm.nodes != 1)} x {each}{limit}")

@@ -95,7 +95,7 @@ def decide(ended: Ended, *, max_failures: int) -> Decision:
     if ended.preempted:  # whatever signal it was told by, and whoever got that
         return Decision("requeue", EXIT_DONE, before, f"preempted {saved}: goes on in another allocation")
     if ended.terminated:
-        return Decision("end", EXIT_STOPPED, before, f"terminated {saved}: not requeued by this script (by Slurm, after scontrol requeue)")
+        return Decision("end", EXIT_STOPPED, before, f"terminated {saved}: not requeued")
     if ended.state == "stopped" and not ended.warned:
         return Decision("end", EXIT_STOPPED, before, f"stopped ({ended.reason}): not requeued")
     if ended.warned and ended.new_checkpoint:
@@ -260,17 +260,11 @@ def restart_count() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
-def carry_out(decision: Decision, job: str, bad_nodes: Sequence[str], *, nodes: str) -> int:
-    """Requeues the job; returns the exit status of the script.
-
-    nodes: as they were asked for. A job that was started has lost its range ("2-4"), and would wait for as many as it had.
-    """
+def carry_out(decision: Decision, job: str, bad_nodes: Sequence[str]) -> int:
+    """Requeues the job where that is decided; returns the exit status of the script."""
     mine = restart_count()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which a requeue sends
     known = Job.read(job)
-    again = [f"NumNodes={nodes}"] if "-" in nodes else []
-    if again and known is not None and known.state == "COMPLETING":
-        scontrol("update", f"JobId={job}", *again)  # requeued by Slurm; of one that was cancelled it changes nothing
     if decision.action == "end":
         return decision.status
     # A job that was cancelled, or whose place another start of it has taken, would rise again
@@ -280,10 +274,10 @@ def carry_out(decision: Decision, job: str, bad_nodes: Sequence[str], *, nodes: 
     if scontrol("requeue", job) is None:
         say("could not be requeued: submit it once more, and it goes on")
         return EXIT_FAILED
-    if 0 < len(bad_nodes) < int(os.environ.get("SLURM_JOB_NUM_NODES") or 0):  # where no node is fit the fault is hardly theirs
-        again.append("ExcNodeList=" + ",".join(filter(None, [known.excluded, *bad_nodes])))
-    if again:  # the job does not start before this script has ended
-        scontrol("update", f"JobId={job}", *again)
+    # Where no node is fit the fault is hardly theirs. The job does not start before this script has ended
+    if 0 < len(bad_nodes) < int(os.environ.get("SLURM_JOB_NUM_NODES") or 0):
+        excluded = ",".join(filter(None, [known.excluded, *bad_nodes]))
+        scontrol("update", f"JobId={job}", f"ExcNodeList={excluded}")
     return EXIT_DONE
 
 
@@ -304,7 +298,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             one.add_argument("--terminated", type=int, required=True)
             one.add_argument("--refused", type=Path, required=True)
             one.add_argument("--bad-nodes", default="")
-            one.add_argument("--nodes", required=True)
     options = parser.parse_args(arguments)
     known = Job.read(options.job)
     if options.verb == "begin":
@@ -318,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text)
         return EXIT_DONE
     if known is not None and known.restarts != restart_count():
-        say("another start of this job has taken its place: this one ends")  # this node was given up, and came back
+        say("Slurm has requeued the job itself: this start of it ends")
         return EXIT_FAILED
     record, status = read_record(options.run_dir, options.job), RunFolder(options.run_dir).read_status()
     fresh = status if status != record.found else {}
@@ -338,7 +331,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     decision = end(options.run_dir, options.job, ended, max_failures=options.max_failures)
     say(f"{decision.why} (srun's exit status: {options.status})")
-    return carry_out(decision, options.job, ended.bad_nodes, nodes=options.nodes)
+    if ended.refused:
+        print(options.refused.read_text().strip(), file=sys.stderr, flush=True)
+    return carry_out(decision, options.job, ended.bad_nodes)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,6 @@ def render(job: JobScript) -> str:
         title=" ".join(title.split()),
         version=__version__,
         options=_options(job),
-        nodes=nodes,
         lead=job.lead,
         runs=job.runs,
         python=job.python,

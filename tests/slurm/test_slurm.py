@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.launching import REPOSITORY
+from tests.unit.small_recipe import says
 
 RECIPE = """
 run: {name: job, max_steps: 60, seed: 3}
@@ -55,6 +56,12 @@ class Jobs:
         )
         assert done.returncode == status, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}\n{self.cluster.diagnosis()}"
         return done.stdout + done.stderr
+
+    def begin(self, *words):
+        """Starts a command that goes on; `communicate` ends it."""
+        environment = self.cluster.environment | {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, "-m", "launcher.cli", *words]
+        return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def submit(self, name, *words):
         """Returns the job's id."""
@@ -134,12 +141,21 @@ def jobs(cluster, folder):
     jobs = Jobs(cluster, folder)
     (folder / "fail").touch()
     jobs.disturbed = jobs.submit("disturbed", "nodes=2", "cpus=2", "sbatch_extra=--nodelist=n1,n2", f"data.arguments.fail={folder}/no")
-    jobs.whole = jobs.submit("whole", "nodes=2", "gpus_per_node=1", "cpus=1", OTHERS, f"data.arguments.fail={folder}/no")
+    whole = ["run.name=whole", "nodes=2", "gpus_per_node=1", "cpus=1", OTHERS, f"data.arguments.fail={folder}/no"]
+    jobs.whole = jobs.begin("submit", "recipe=job.yaml", *whole, "--force", "--follow")
+    cluster.wait_for(lambda: (jobs.run_dir("whole") / "slurm/submissions.jsonl").exists(), 60, "the submission")
     jobs.cancelled = jobs.submit(CANCELLED, "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", "run.max_steps=5000")
     jobs.failing = jobs.submit("failing", "cpus=1", OTHERS)
     sweep = ["sweep.optimizer.learning_rate=1e-3,2e-3,3e-3,4e-3", "throttle=2", "run.max_steps=2", "cpus=1"]
     jobs.sweep = jobs.submit("sweep", *sweep, OTHERS, f"data.arguments.fail={folder}/no")
+    jobs.refused = jobs.submit(
+        "refused", "cpus=1", "sbatch_extra=--hold", "sbatch_extra=--exclude=n1,n2", f"data.arguments.fail={folder}/no"
+    )
+    (recipe,) = (jobs.run_dir("refused") / "slurm").glob("recipe_*.yaml")
+    recipe.write_text(recipe.read_text().replace("seed:", "sed:"))
+    cluster.run("scontrol", "release", jobs.refused)
     yield jobs
+    jobs.whole.kill()
     cluster.run("scancel", "--user=root")
 
 
@@ -171,7 +187,7 @@ def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
     log = jobs.log(name)
     assert log.count("warned by Slurm, and saved: goes on in another allocation") == 1, log
     assert log.count("preempted and saved: goes on in another allocation") == 1, log
-    assert log.count("terminated and saved: not requeued by this script") == 1, log
+    assert log.count("Slurm has requeued the job itself") == 1, log
     ends = [event["step"] for event in jobs.events(name, "stopped")]
     assert ends == [event["step"] for event in jobs.events(name, "resumed")], "nothing was trained twice"
     assert jobs.starts(name) == 4
@@ -179,7 +195,7 @@ def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
     assert {str(file.relative_to(logs)) for file in logs.rglob("node_*")} == {
         f"restart_{restart}/node_{node}.log" for restart in range(4) for node in ("n1", "n2")
     }
-    assert jobs.ends("whole", jobs.whole) == "COMPLETED"
+    assert jobs.whole.wait(timeout=60) == 0
     assert same_as(jobs, name, "whole")
 
 
@@ -197,18 +213,38 @@ def test_a_cancelled_job_has_saved_and_does_not_rise_again(jobs):
     assert not (REPOSITORY / "HACKED").exists()
 
 
+def test_who_follows_sees_the_run_and_how_it_ends(jobs):
+    said, _ = jobs.whole.communicate(timeout=90)
+    assert jobs.whole.returncode == 0, said
+    snapshot = json.loads((jobs.run_dir("whole") / "slurm/submissions.jsonl").read_text())
+    for line in (
+        f"submitted job {snapshot['job']}: whole, 2 nodes x 1 GPU, 30 at a time",
+        "  run folder  runs/whole",
+        f"  log         runs/whole/slurm/job_{snapshot['job']}.log",
+        f"-- job {snapshot['job']}: running",
+        "finished after 60 of 60 steps in ...",
+        "runs/whole: finished after step 60",
+    ):
+        assert any(says(line, printed) or says(f"{line}...", printed) for printed in said.splitlines()), f"{line}\n{said}"
+    assert len(snapshot["commit"]) == 40
+
+
 def test_the_job_sees_what_it_asked_for(jobs):
-    assert jobs.ends("whole", jobs.whole) == "COMPLETED"
+    assert jobs.whole.wait(timeout=90) == 0
     assert jobs.starts("whole") == 1
     for rank in range(2):
         assert "devices: 0; threads: 1" in (jobs.run_dir("whole") / f"log/rank_{rank}.log").read_text()
-    job = jobs.cluster.job(jobs.whole)
+    job = jobs.cluster.job(json.loads((jobs.run_dir("whole") / "slurm/submissions.jsonl").read_text())["job"])
     assert job["NumNodes"] == "2"
     assert job["TresPerNode"] == "gres:gpu:1"
     assert job["Requeue"] == "1"
-    snapshot = json.loads((jobs.run_dir("whole") / "slurm/submissions.jsonl").read_text())
-    assert snapshot["job"] == jobs.whole
-    assert len(snapshot["commit"]) == 40
+
+
+def test_a_recipe_that_is_at_fault_is_not_tried_again(jobs):
+    assert jobs.ends("refused", jobs.refused) == "FAILED"
+    assert jobs.cluster.job(jobs.refused)["ExitCode"] == "2:0"
+    assert jobs.cluster.job(jobs.refused)["Restarts"] == "0"
+    assert "run.sed: unknown key; did you mean seed?" in jobs.log("refused")
 
 
 def test_a_run_that_fails_three_times_without_a_checkpoint_is_given_up(jobs):
