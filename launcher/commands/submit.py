@@ -1,6 +1,15 @@
 """`launcher submit recipe=... nodes=2 gpus_per_node=8 time=12:00:00`: a job of Slurm that goes on until the run is finished.
 
-`sweep.KEY=A,B,C` makes an array of runs. `--dry-run` prints the script; `--wait` and `--follow` stay until the job has ended.
+Options, besides overrides of the recipe:
+    every key of the section slurm (`launcher show recipe=...` lists them), without its name: nodes=2-4 time=1-12:00:00
+    partition=gpu account=me sbatch_extra=--nice=5 ...; text stays text here, and sbatch_extra, srun_extra and setup may be repeated
+    sweep.KEY=A,B,C     an array of runs, a folder each; several make all combinations. throttle=2: so many at a time
+    dependency          sbatch --dependency
+    gpu, gpu_memory     what `launcher plan` checks the job against before it is submitted: gpu=h100
+    --dry-run           print the script
+    --wait, --follow    stay until the job has ended, over all its requeues; follow: and print what rank 0 prints. The exit
+                        status is that of the run: 0 finished, 75 stopped, 2 refused, 1 failed
+    --force             submit what the plan says does not fit
 """
 
 from __future__ import annotations

@@ -386,7 +386,7 @@ def test_preempted_where_only_a_term_comes(alone, whole_cluster):
 def test_a_node_that_is_not_fit_is_excluded(alone, whole_cluster):
     python = alone.folder / "python"
     python.write_text(
-        f'#!/bin/sh\ncase "$*" in *doctor*) echo "GPU 3 is gone"; [ "$(hostname)" != n2 ];; *) exec {sys.executable} "$@";; esac\n'
+        f'#!/bin/sh\ncase "$*" in *doctor*) [ "$(hostname)" = n2 ] && echo "GPU 3 is gone" && exit 3;; esac\nexec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
     name = "unfit"
@@ -395,6 +395,21 @@ def test_a_node_that_is_not_fit_is_excluded(alone, whole_cluster):
     log = alone.log(name)
     assert "not fit to train: n2" in log
     assert "GPU 3 is gone" in log
+    assert "n3 fit: " in "".join(file.read_text() for file in alone.run_dir(name).rglob("preflight_n3.log"))
     assert alone.cluster.job(job)["ExcNodeList"] == "n4,n2"
     assert alone.cluster.job(job)["NodeList"] == "n[1,3]"
     assert alone.starts(name) == 1
+
+
+@pytest.mark.long
+def test_a_run_of_a_sweep_is_requeued_alone(alone, whole_cluster):
+    """The last task's job has the array's own id: by that, all would be requeued."""
+    array = alone.submit("array", "sweep.optimizer.learning_rate=1e-3,2e-3", "cpus=2", "data.arguments.seconds=0.1")
+    names = [f"array/learning_rate={rate}" for rate in ("1e-3", "2e-3")]
+    for task, name in enumerate(names):
+        alone.trains(name, start=1)
+        alone.cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_{task}")
+    for task, name in enumerate(names):
+        assert alone.ends(name, f"{array}_{task}") == "COMPLETED"
+        assert alone.starts(name) == 2
+        assert alone.events(name, "stopped")[0]["step"] == alone.events(name, "resumed")[0]["step"]

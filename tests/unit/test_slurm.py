@@ -193,6 +193,24 @@ def test_a_run_is_not_warned_in_the_first_half_of_its_time(folder, capsys, limit
     assert f"--signal=B:USR1@{lead}" in options(text)
 
 
+README = """
+launcher submit recipe=fsdp batch.global_batch_size=128 nodes=2 gpus_per_node=8 time=12:00:00 partition=gpu gpu=h100
+launcher submit recipe=fsdp batch.global_batch_size=128 nodes=2 gpus_per_node=8 time=12:00:00 --dry-run
+launcher submit recipe=quickstart cpus=4 time=30 --follow
+launcher submit recipe=quickstart nodes=2-4 cpus=4 batch.global_batch_size=48 batch.micro_batch_size=4
+launcher submit recipe=quickstart sweep.optimizer.learning_rate=1e-4,3e-4,1e-3,3e-3 throttle=2
+"""
+"""As the README says them; what the cluster makes of the like is in tests/slurm."""
+
+
+@pytest.mark.parametrize("line", README.strip().splitlines())
+def test_what_the_readme_says_is_taken(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [word for word in shlex.split(line)[2:] if word not in ("--follow", "--dry-run")]
+    assert command.main([*words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n")
+
+
 # The plan
 
 
@@ -404,3 +422,13 @@ def test_the_agent_fills_in_what_differs_between_nodes(capfd, monkeypatch):
     assert agent.address("lo") == "127.0.0.1"
     with pytest.raises(SystemExit, match=r"slurm.interface: ib9 has no IPv4 address on .*; there are .*lo"):
         agent.address("ib9")
+
+
+def test_a_refusal_is_left_for_the_script(tmp_path, folder):
+    """torchrun's exit status would be that of a crash."""
+    refused = tmp_path / "refused"
+    environment = os.environ | {"LAUNCHER_REFUSED": str(refused)}
+    train = [sys.executable, REPOSITORY / "launcher/train.py", "recipe=x.yaml", "run.sed=3"]
+    done = subprocess.run(train, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert refused.read_text() == "command line: run.sed=3: unknown key; did you mean seed?\n"
