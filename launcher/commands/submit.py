@@ -231,12 +231,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def can_plan() -> bool:
     """Whether the plan can be made here: it needs torch."""
-    return importlib.util.find_spec("torch") is not None and importlib.util.find_spec("launcher.commands.plan") is not None
+    return importlib.util.find_spec("torch") is not None
 
 
 def _fits(words: Words, slurm: Slurm) -> bool:
     """Whether the plan has nothing against it, or --force."""
-    if slurm.gpus_per_node is None or "--force" in words.flags or not can_plan():
+    if slurm.gpus_per_node is None or "--force" in words.flags:
+        return True
+    if not can_plan():
+        print("note: whether it fits was not checked: there is no torch here to plan with")
         return True
     nodes = node_counts(slurm)[0]  # on more of them each holds less
     recipe = [*words.recipe, *(f"{key}={values[0]}" for key, values in words.sweep)]
@@ -303,7 +306,7 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
                     before, state = state, ", ".join(sorted({active[job].lower() for job in ids if job in active}))
                     if follow and state and state != before:
                         print(f"-- job {ids[0]}: {state}", flush=True)
-            time.sleep(0.5)
+            time.sleep(min(0.5, _SQUEUE_SECONDS))
         if follow:
             _print_new(log, told)
     except KeyboardInterrupt:

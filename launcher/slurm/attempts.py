@@ -96,7 +96,8 @@ def decide(ended: Ended, *, max_failures: int) -> Decision:
         return Decision("requeue", EXIT_DONE, before, f"preempted {saved}: goes on in another allocation")
     if ended.terminated:
         return Decision("end", EXIT_STOPPED, before, f"terminated {saved}: not requeued")
-    if ended.state == "stopped" and not ended.warned:
+    by_file = (ended.reason or "").startswith("the file ")  # RUN_DIR/stop was there before the warning
+    if ended.state == "stopped" and (by_file or not ended.warned):
         return Decision("end", EXIT_STOPPED, before, f"stopped ({ended.reason}): not requeued")
     if ended.warned and ended.new_checkpoint:
         return Decision("requeue", EXIT_DONE, before, "warned by Slurm, and saved: goes on in another allocation")
@@ -219,16 +220,20 @@ class Job:
         values = dict(re.findall(r"(\w+)=(\S*)", said)) if said is not None else {}
         if "JobState" not in values:
             return None
-        try:
-            end_time = datetime.fromisoformat(values.get("EndTime", "")).timestamp()
-        except ValueError:
-            end_time = None
+
+        def seconds(key: str) -> float | None:
+            try:
+                return datetime.fromisoformat(values.get(key, "")).timestamp()
+            except ValueError:  # None, Unknown
+                return None
+
+        preempted, started = seconds("PreemptTime"), seconds("StartTime")
         excluded = values.get("ExcNodeList", "(null)")
         return cls(
             values["JobState"],
             int(values.get("Restarts", 0)),
-            values.get("PreemptTime", "None") not in ("None", "Unknown"),
-            end_time,
+            preempted is not None and preempted >= (started or 0.0),  # not in an earlier start
+            seconds("EndTime"),
             "" if excluded == "(null)" else excluded,
         )
 

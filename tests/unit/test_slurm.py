@@ -261,6 +261,36 @@ def test_without_slurm_it_says_so(folder, monkeypatch):
         command.main(["recipe=x.yaml"])
 
 
+@pytest.mark.parametrize(
+    ("left", "status", "told"),
+    [
+        ({"status.json": {"state": "finished", "step": 9}}, 0, "runs/small: finished after step 9\n"),
+        ({"status.json": {"state": "stopped", "step": 9, "reason": "SIGTERM"}}, 75, "runs/small: stopped after step 9\n  SIGTERM\n"),
+        ({"status.json": {"state": "failed", "step": 9, "error": "why"}}, 1, "runs/small: failed after step 9\n  why\n"),
+        ({}, 1, "runs/small: ended before training began\n  see the logs in .../runs/small/slurm\n"),
+        (
+            {"status.json": {"state": "finished", "step": 9}, "slurm/job_7/restart_0/refused": "x.yaml: wrong"},
+            *(2, 'runs/small: refused\n  "x.yaml: wrong"\n'),
+        ),
+    ],
+)
+def test_who_waits_is_told_how_it_ended(folder, monkeypatch, capsys, left, status, told):
+    def sbatch(script):
+        for name, content in left.items():
+            (folder / "runs/small" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "runs/small" / name).write_text(json.dumps(content))
+        return "7"
+
+    states = [{"7": "RUNNING"}, {}]
+    monkeypatch.setattr(submit, "sbatch", sbatch)
+    monkeypatch.setattr(submit, "active_jobs", lambda: states.pop(0))
+    monkeypatch.setattr(command, "_SQUEUE_SECONDS", 0.0)
+    assert command.main(["recipe=x.yaml", "--wait"]) == status
+    said = capsys.readouterr().out
+    assert says("..." + told, said), said
+    assert not states
+
+
 # Who is requeued
 
 PLAIN = Ended(
@@ -292,6 +322,7 @@ PLAIN = Ended(
         ({"state": "stopped", "preempted": True}, "requeue", 0, 0),  # only the ranks were told
         ({"state": "finished", "preempted": True}, "end", 0, 0),
         ({"state": "stopped", "reason": "the file stop"}, "end", 75, 0),
+        ({"state": "stopped", "reason": "the file stop", "warned": True, "new_checkpoint": True}, "end", 75, 0),
         ({"terminated": True}, "end", 75, 0),
         ({}, "requeue", 1, 1),
         ({"failures": 1}, "requeue", 1, 2),
@@ -364,6 +395,30 @@ def test_a_new_checkpoint_forgives(run):
     assert run.read_status()["error"].endswith(
         "3 in a row without a new checkpoint, of slurm.max_failures=3: not requeued\nthe last: it broke"
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "job"),
+    [
+        (
+            "JobId=7 JobState=RUNNING Restarts=2 StartTime=2026-11-21T10:00:00 EndTime=2026-11-21T11:00:00 PreemptTime=None",
+            ("RUNNING", 2, False, ""),
+        ),
+        (
+            "JobId=7 JobState=RUNNING Restarts=2 StartTime=2026-11-21T10:00:00 PreemptTime=2026-11-21T10:05:00 ExcNodeList=n4",
+            (*("RUNNING", 2), True, "n4"),
+        ),
+        ("JobId=7 JobState=RUNNING Restarts=2 StartTime=2026-11-21T10:00:00 PreemptTime=2026-11-21T09:05:00", ("RUNNING", 2, False, "")),
+        ("slurm_load_jobs error", None),
+        (None, None),
+    ],
+)
+def test_what_slurm_says_of_a_job(monkeypatch, said, job):
+    monkeypatch.setattr(attempts, "scontrol", lambda *words: said)
+    known = attempts.Job.read("7")
+    assert (known and (known.state, known.restarts, known.preempted, known.excluded)) == job
+    if known is not None and "EndTime" in said:
+        assert known.end_time == time.mktime((2026, 11, 21, 11, 0, 0, 0, 0, -1))
 
 
 def test_lead_time_is_twice_a_step_and_a_save_as_measured(run):
