@@ -238,8 +238,9 @@ def _fits(words: Words, slurm: Slurm) -> bool:
     """Whether the plan has nothing against it, or --force."""
     if slurm.gpus_per_node is None or "--force" in words.flags:
         return True
-    if not can_plan():
-        print("note: whether it fits was not checked: there is no torch here to plan with")
+    if not words.plan or not can_plan():
+        missing = "say for which GPU, such as gpu=h100" if not words.plan else "there is no torch here to plan with"
+        print(f"note: whether it fits was not checked: {missing}")
         return True
     nodes = node_counts(slurm)[0]  # on more of them each holds less
     recipe = [*words.recipe, *(f"{key}={values[0]}" for key, values in words.sweep)]

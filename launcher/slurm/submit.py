@@ -166,5 +166,5 @@ def check_plan(arguments: Sequence[str], *, command: Sequence[str] = (sys.execut
         last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         return PlanCheck(False if done.returncode == EXIT_NO else None, f"no plan: {last[0]}")
     if spare is None:
-        return PlanCheck(fits, f"plan: {bytes_as_text(needed)} a GPU; whether that fits is not known: give gpu=h100, or gpu_memory=80GiB")
+        return PlanCheck(fits, f"plan: {bytes_as_text(needed)} a GPU; how much memory it has is not known")
     return PlanCheck(fits, f"plan: {bytes_as_text(needed)} of a GPU's {bytes_as_text(needed + spare)}, at its peak ({phase})")

@@ -142,7 +142,7 @@ def jobs(cluster, folder):
     (folder / "fail").touch()
     jobs.disturbed = jobs.submit("disturbed", "nodes=2", "cpus=2", "sbatch_extra=--nodelist=n1,n2", f"data.arguments.fail={folder}/no")
     whole = ["run.name=whole", "nodes=2", "gpus_per_node=1", "cpus=1", OTHERS, f"data.arguments.fail={folder}/no"]
-    jobs.whole = jobs.begin("submit", "recipe=job.yaml", *whole, "--force", "--follow")
+    jobs.whole = jobs.begin("submit", "recipe=job.yaml", *whole, "--follow")
     cluster.wait_for(lambda: (jobs.run_dir("whole") / "slurm/submissions.jsonl").exists(), 60, "the submission")
     jobs.cancelled = jobs.submit(CANCELLED, "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", "run.max_steps=5000")
     jobs.failing = jobs.submit("failing", "cpus=1", OTHERS)

@@ -15,12 +15,15 @@ from pathlib import Path
 import pytest
 
 from launcher.commands import submit as command
+from launcher.commands.plan import as_json
 from launcher.errors import RecipeError
+from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Slurm
 from launcher.run_folder import RunFolder
 from launcher.slurm import agent, attempts, submit
 from launcher.slurm.attempts import Ended, decide
 from launcher.slurm.render import JobScript, node_counts, quote_for_sbatch, ranks_per_node, render
+from tests.unit.made_plan import made_plan
 from tests.unit.small_recipe import says
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -215,18 +218,23 @@ def test_what_the_readme_says_is_taken(line, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("plan", "status", "fits", "said"),
+    ("memory", "status", "fits", "said"),
     [
-        ({"fits": True, "spare": 2**30}, 0, True, "plan: 3.0 GiB of a GPU's 4.0 GiB, at its peak (backward)"),
-        ({"fits": False, "spare": -(2**30)}, 3, False, "plan: 3.0 GiB of a GPU's 2.0 GiB, at its peak (backward)"),
-        ({"fits": None, "spare": None}, 0, None, "plan: 3.0 GiB a GPU; whether that fits is not known: give gpu=h100, or gpu_memory=80GiB"),
-        (None, 1, None, "no plan: it broke ['recipe=x', 'nodes=2', 'ladder=false', '--json']"),
+        (80 * 2**30, 0, True, "plan: ... GiB of a GPU's 80.0 GiB, at its peak (...)"),
+        (10 * 2**30, 3, False, "plan: ... GiB of a GPU's 10.0 GiB, at its peak (...)"),
+        (None, 0, None, "plan: ... GiB a GPU; how much memory it has is not known"),
+        ("", 1, None, "no plan: it broke ['recipe=x', 'nodes=2', 'ladder=false', '--json']"),
     ],
 )
-def test_the_plan_is_asked_in_a_process_of_its_own(plan, status, fits, said):
-    text = "" if plan is None else json.dumps(plan | {"needed": 3 * 2**30, "peak": {"phase": "backward"}})
-    program = f"import sys; print({text!r}); print('it broke', sys.argv[1:], file=sys.stderr); sys.exit({status})"
-    assert submit.check_plan(["recipe=x", "nodes=2"], command=[sys.executable, "-c", program]) == submit.PlanCheck(fits, said)
+def test_the_plan_is_asked_in_a_process_of_its_own(folder, memory, status, fits, said):
+    text = ""
+    if memory != "":
+        recipe = load_recipe(["recipe=x.yaml"], ranks=None).recipe
+        text = json.dumps(as_json(recipe, made_plan(memory=memory), None))
+    (folder / "plan.py").write_text(f"import sys; print({text!r}); print('it broke', sys.argv[1:], file=sys.stderr); sys.exit({status})")
+    checked = submit.check_plan(["recipe=x", "nodes=2"], command=[sys.executable, folder / "plan.py"])
+    assert checked.fits is fits
+    assert says(said, checked.said), checked.said
 
 
 def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypatch, capsys):
@@ -245,6 +253,9 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
     assert asked == [["recipe=x.yaml", *overrides, "nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500GiB"]]
     assert "needs 90 GiB of 80 GiB\nnot submitted" in capsys.readouterr().err
     assert not (folder / "runs").exists()
+    assert command.main(["recipe=x.yaml", "gpus_per_node=4", "run.name=unplanned"]) == 0
+    assert "note: whether it fits was not checked: say for which GPU, such as gpu=h100" in capsys.readouterr().out
+    assert len(asked) == 1
     assert command.main([*words, "--force"]) == 0
     assert "submitted job 7: small, 2 nodes x 4 GPUs" in capsys.readouterr().out
     (snapshot,) = (folder / "runs/small/slurm").glob("recipe_*.yaml")
