@@ -334,8 +334,8 @@ def test_a_node_is_given_up_on_which_the_run_goes_on(alone, whole_cluster):
 def test_the_time_limit_itself(alone, whole_cluster):
     """Warned by Slurm; and, once it is known that the run needs longer than Slurm was told, by the script."""
     name = "limit"
-    job = alone.submit(name, "nodes=2", "cpus=2", "time=2", "lead=45", "data.arguments.seconds=0.6")
-    assert alone.ends(name, job, 400) == "COMPLETED"
+    job = alone.submit(name, "nodes=2", "cpus=2", "time=2", "lead=45", "data.arguments.seconds=0.9")
+    assert alone.ends(name, job, 500) == "COMPLETED"
     assert alone.starts(name) >= 3
     log = alone.log(name)
     assert log.count("warned by Slurm, and saved") == alone.starts(name) - 1
