@@ -19,7 +19,7 @@ def cluster():
     bed = tempfile.mkdtemp(prefix="slurm-")  # munge wants a folder that all may enter, which those of pytest are not
     try:
         with Cluster(bed, nodes=4, gpus=2) as cluster:
-            print(f"jobs are tracked by {cluster.proctrack}")
+            assert f"proctrack/{cluster.proctrack}" in cluster.run("scontrol", "show", "config").stdout
             yield cluster
     finally:
         shutil.rmtree(bed, ignore_errors=True)
