@@ -129,10 +129,15 @@ class Cluster:
         for process in reversed(self._processes.values()):
             process.kill()
             process.wait(timeout=20)
-        for node in self.nodes:
-            for folder, _, _ in os.walk(self._cgroup(node), topdown=False) if self.proctrack == "cgroup" else ():
-                with contextlib.suppress(OSError):
-                    os.rmdir(folder)
+        left = [self._cgroup(node) for node in self.nodes if self.proctrack == "cgroup"]
+        deadline = time.monotonic() + 10
+        while left and time.monotonic() < deadline:  # a killed process is in its group until it has been reaped
+            for cgroup in left:
+                for folder, _, _ in os.walk(cgroup, topdown=False):
+                    with contextlib.suppress(OSError):
+                        os.rmdir(folder)
+            left = [cgroup for cgroup in left if cgroup.exists()]
+            time.sleep(0.1 if left else 0)
 
     def _cgroup(self, node):
         return FREEZER / f"launcher-{os.getpid()}-{node}"
