@@ -18,6 +18,7 @@ VERBS = {
     "prepare": "on a node with network: fetch model and data, tokenize into the cache",
     "export": "the weights of a run as a Hugging Face folder, in another dtype, an adapter merged",
     "status": "how a run stands: step, loss, checkpoint, restarts and why, time lost; a folder of runs gives a table",
+    "submit": "a job of Slurm that is requeued until the run is finished; sweeps as job arrays; --dry-run, --follow",
     "doctor": "is this machine, node or allocation fit to train, and how fast: GPUs, limits, disks, clocks, links",
     "selftest": "the same losses over strategies, accumulation and ranks, on your recipe and machine",
 }
@@ -28,6 +29,7 @@ TAKES = {
     "export": "RUN_DIR OUT [dtype=] [merged=]",
     "plan": "recipe=NAME gpu=h100 [nodes= ...]",
     "status": "RUN_DIR",
+    "submit": "recipe=NAME nodes=2 [time= ...]",
 }
 """What a verb takes where it is not a recipe."""
 

@@ -44,12 +44,20 @@ class Environment:
     """Slurm's job id; of an array, the task's own."""
     job_restart_count: int = 0
     """How often Slurm has requeued the job."""
+    refusal_file: str | None = None
+    """Where the job's script looks for a refusal, after which it does not try again."""
 
     def tell_agent(self, reason: str) -> None:
         """Leaves the reason of a failure for torchrun's agent."""
         if self.error_file is not None:
             with contextlib.suppress(OSError):
                 Path(self.error_file).write_text(json.dumps({"message": reason, "timestamp": int(time.time())}))
+
+    def tell_job(self, refusal: str) -> None:
+        """Leaves a refusal for the job's script: torchrun's exit status is the same as after a crash."""
+        if self.refusal_file is not None:
+            with contextlib.suppress(OSError):
+                Path(self.refusal_file).write_text(refusal + "\n")
 
     @property
     def restarted(self) -> bool:
@@ -73,6 +81,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         "parent": os.getppid(),
         "job": variables.get("SLURM_JOB_ID") or None,
         "job_restart_count": int(restarts) if restarts.isdigit() else 0,
+        "refusal_file": variables.get("LAUNCHER_REFUSED") or None,
     }
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     given = [name for name in names if variables.get(name)]

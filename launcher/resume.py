@@ -23,8 +23,8 @@ _HARMLESS = (
     *("data.pin_memory", "data.processes", "data.cache", "data.validation"),
 )
 """Exceptions among them."""
-_UNTOLD = ("run.name", "run.dir", "checkpoint.resume", "checkpoint.allow_changes")
-"""Not worth a word."""
+_UNTOLD = ("run.name", "run.dir", "checkpoint.resume", "checkpoint.allow_changes", "slurm")
+"""Sections and keys that are not worth a word."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: b
     told: list[str] = []
     refused: list[str] = []
     for key, old, new in differences(before, now):
-        if key in _UNTOLD:
+        if key in _UNTOLD or key.split(".")[0] in _UNTOLD:
             continue
         line = f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
         (refused if alters_training(key) and not allow else told).append(line)

@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr, flush=True)
             if environment is not None:
                 environment.tell_agent(str(error))
+                environment.tell_job(str(error))
         else:
             time.sleep(10)  # rank 0 says it; torchrun ends everybody once the first has ended
         return EXIT_USAGE

@@ -397,3 +397,36 @@ def _profile(recipe: Recipe, ranks: int | None) -> Found:
     profile, last = recipe.profile, recipe.run.max_steps
     if profile is not None and last is not None and profile.start_step + profile.steps - 1 > last:
         yield "profile.steps", f"steps {profile.start_step} to {profile.start_step + profile.steps - 1} go beyond run.max_steps {last}"
+
+
+_NODES = re.compile(r"[1-9]\d*(-[1-9]\d*)?")
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
+
+
+@_rule("slurm")
+def _slurm(recipe: Recipe, ranks: int | None) -> Found:
+    slurm = recipe.slurm
+    if slurm is None:
+        return
+    if isinstance(slurm.nodes, str):
+        first, _, last = slurm.nodes.partition("-")
+        if not _NODES.fullmatch(slurm.nodes) or int(last or first) < int(first):
+            yield "slurm.nodes", f"must be a number, or a range such as 2-4; got {slurm.nodes!r}"
+    if slurm.time is not None and not _TIME.fullmatch(slurm.time):
+        yield "slurm.time", f"must be minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS; got {slurm.time!r}"
+    if slurm.host_memory is not None and not _MEMORY.fullmatch(slurm.host_memory):
+        yield "slurm.host_memory", f"must be a number with K, M, G or T, such as 500G; got {slurm.host_memory!r}"
+    for key in ("partition", "account", "qos", "constraint", "exclude", "reservation", "mail", "interface", "python"):
+        text = getattr(slurm, key)
+        if text is not None and not text.isprintable():
+            yield f"slurm.{key}", f"holds a character that cannot stand in a job script; got {text!r}"
+    for key in ("sbatch_extra", "srun_extra"):
+        for option in getattr(slurm, key) or ():
+            if not re.fullmatch(r"--?[a-zA-Z][\w-]*(=.*)?", option) or not option.isprintable():
+                yield f"slurm.{key}", f"must be options, --name or --name=value; got {option!r}"
+    for name, value in (slurm.environment or {}).items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            yield "slurm.environment", f"{name!r} is no name of an environment variable"
+        if "\0" in value:
+            yield f"slurm.environment.{name}", "holds a null character"

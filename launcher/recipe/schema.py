@@ -367,6 +367,58 @@ class Profile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """What `launcher submit` asks Slurm for, and how the job runs. An argument of the same name wins: `submit time=1:30:00`."""
+
+    nodes: PositiveInt | str = 1
+    """Nodes; "2-4": as many of them as there are, another number after each requeue."""
+    gpus_per_node: PositiveInt | None = None
+    """GPUs on each node; null: the ranks compute on the CPU."""
+    ranks_per_node: PositiveInt | None = None
+    """Ranks on each node; null: one a GPU, or one."""
+    cpus: PositiveInt | None = None
+    """CPUs on each node (sbatch --cpus-per-task); null: those that Slurm gives."""
+    host_memory: str | None = None
+    """Host memory on each node (sbatch --mem), such as 500G; "0": all of it; null: what Slurm gives."""
+    time: str | None = None
+    """Limit of one allocation, in quotes: "12:00:00"; the job goes on in another. null: the partition's."""
+    partition: str | None = None
+    """sbatch --partition."""
+    account: str | None = None
+    """sbatch --account."""
+    qos: str | None = None
+    """sbatch --qos."""
+    constraint: str | None = None
+    """sbatch --constraint."""
+    exclude: str | None = None
+    """Nodes that are not to be used (sbatch --exclude)."""
+    reservation: str | None = None
+    """sbatch --reservation."""
+    mail: str | None = None
+    """Address that is written to when the job ends, fails or is requeued."""
+    sbatch_extra: Annotated[tuple[str, ...], ListOf()] | None = None
+    """Other options of sbatch, such as --exclusive."""
+    srun_extra: Annotated[tuple[str, ...], ListOf()] | None = None
+    """Other options of the srun that starts the ranks, such as --container-image=IMAGE."""
+    setup: Annotated[tuple[str, ...], ListOf()] | None = None
+    """Lines of bash that prepare the environment on the first node, which the others get: module load, source .../activate."""
+    environment: dict[str, str] | None = None
+    """Environment variables, after setup: {NCCL_IB_HCA: mlx5}."""
+    interface: str | None = None
+    """Network interface of NCCL, gloo and the ranks' meeting point, such as ib0; null: they choose."""
+    python: str | None = None
+    """Python of the ranks; null: the one that submits."""
+    max_restarts: NonNegativeInt = 3
+    """Restarts within an allocation (torchrun --max-restarts)."""
+    max_failures: PositiveInt = 3
+    """Failures in a row without a new checkpoint after which the job is not requeued."""
+    lead: PositiveInt | None = None
+    """Seconds before the time limit at which the run is told to save; null: at least twice a step and a save, as measured."""
+    preflight: bool = False
+    """Check every node before training (launcher doctor --node); a bad one is excluded, and the job requeued."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One run, whole."""
 
@@ -396,3 +448,5 @@ class Recipe:
     """Where numbers go."""
     profile: Profile | None = None
     """torch.profiler over a few steps; null: off."""
+    slurm: Slurm | None = None
+    """What `launcher submit` asks Slurm for; null: its arguments and the defaults."""

@@ -66,9 +66,10 @@ MAY_IMPORT = {
     "train": {"environment", "errors", "failures", "pipeline", "recipe", "resume", "run_folder"},
     "health": {"metrics"},
     "doctor": {"environment", "errors", "failures", "health", "processes"},
+    "slurm": {"__version__", "checkpoints", "errors", "metrics", "ownership", "recipe", "resume", "run_folder"},
     "commands": {
         *("batching", "checkpoints", "data", "environment", "errors", "health", "hub", "memory", "metrics", "model", "ownership"),
-        *("recipe", "run_folder"),
+        *("recipe", "resume", "run_folder", "slurm"),
     },
     "cli": {"__version__", "errors", "recipe"},
 }
@@ -116,7 +117,8 @@ def test_no_module_shadows_the_standard_library_where_torchrun_could_see_it():
 def test_what_checks_a_recipe_imports_nothing_heavy():
     code = (
         "import sys, json, launcher.train, launcher.cli, launcher.commands.show, launcher.commands.selftest, launcher.commands.export,"
-        "launcher.commands.prepare, launcher.commands.status, launcher.commands.plan, launcher.commands.doctor;"
+        "launcher.commands.prepare, launcher.commands.status, launcher.commands.plan, launcher.commands.doctor,"
+        "launcher.commands.submit, launcher.slurm.attempts, launcher.slurm.agent;"
         "print(json.dumps([m for m in ('torch', 'transformers', 'numpy', 'wandb', 'rich') if m in sys.modules]))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=60).stdout

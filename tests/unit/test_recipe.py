@@ -347,7 +347,7 @@ def test_numbers_survive_being_written(folder, number):
 def test_nothing_can_be_changed(folder):
     recipe = load(
         *("strategy.cpu_offload={}", "activation_checkpointing={}", "logging.wandb={project: p}", "profile={start_step: 1, steps: 1}"),
-        *("lora={}", "data.train={a: {files: data.txt}}"),
+        *("lora={}", "data.train={a: {files: data.txt}}", "slurm={}"),
     )
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.data.train["a"].weight = 2.0
