@@ -26,7 +26,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.commands.options import size
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, EXIT_USAGE, RecipeError
+from launcher.hardware import find_gpu
+from launcher.memory.rough import CERTAIN, rough_bytes
+from launcher.metrics.console import bytes_as_text
 from launcher.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from launcher.recipe.schema import Recipe, Slurm
 from launcher.resume import starts_anew
@@ -238,11 +242,12 @@ def _fits(words: Words, slurm: Slurm) -> bool:
     """Whether the plan has nothing against it, or --force."""
     if slurm.gpus_per_node is None or "--force" in words.flags:
         return True
-    if not words.plan or not can_plan():
-        missing = "say for which GPU, such as gpu=h100" if not words.plan else "there is no torch here to plan with"
-        print(f"note: whether it fits was not checked: {missing}")
+    if not words.plan:
+        print("note: whether it fits was not checked: say for which GPU, such as gpu=h100")
         return True
     nodes = node_counts(slurm)[0]  # on more of them each holds less
+    if not can_plan():
+        return _fits_roughly(words, ranks=nodes * slurm.gpus_per_node)
     recipe = [*words.recipe, *(f"{key}={values[0]}" for key, values in words.sweep)]
     memory = re.fullmatch(r"([1-9]\d*)([KMGT]?)", (slurm.host_memory or "").upper())
     host = [f"host_memory={memory[1]}{memory[2] or 'M'}iB"] if memory else []
@@ -253,6 +258,25 @@ def _fits(words: Words, slurm: Slurm) -> bool:
         )
         return False
     print(checked.said)
+    return True
+
+
+def _fits_roughly(words: Words, *, ranks: int) -> bool:
+    """By arithmetic, where there is no torch to plan with: says no only where it is sure."""
+    given = dict(word.split("=", 1) for word in words.plan)
+    gpu = find_gpu(given["gpu"]) if "gpu" in given else None
+    memory = size(given["gpu_memory"]) if "gpu_memory" in given else round(gpu.memory * 2**30) if gpu is not None else None
+    recipe = load_recipe([*words.recipe, *(f"{key}={values[0]}" for key, values in words.sweep)], ranks=None, files=False).recipe
+    needed = rough_bytes(recipe, ranks=ranks)
+    if needed is None or memory is None:
+        what = "the model is none of those whose memory is known by heart" if needed is None else f"gpu={given['gpu']} is not known"
+        print(f"note: whether it fits was not checked: there is no torch here to plan with, and {what}")
+        return True
+    said = f"about {bytes_as_text(needed)} of a GPU's {bytes_as_text(memory)}, by rough arithmetic (there is no torch here to plan with)"
+    if needed > CERTAIN * memory:
+        print(f"{said}\nnot submitted: that cannot fit. launcher plan says what would; --force submits it anyway", file=sys.stderr)
+        return False
+    print(said)
     return True
 
 
