@@ -104,6 +104,10 @@ def _notes(recipe: Recipe, machine: Machine) -> list[str]:
         notes.append("model.compile is not in the plan: compiled blocks keep fewer activations, and take memory while they compile")
     if machine.device == "cuda":
         notes.append("context, communicators and the margin are estimates; all else is counted")
+    if recipe.strategy.kind == "ddp":
+        notes.append("the buffers of ddp's reducer, as large as the gradients, are by arithmetic")
+    if recipe.strategy.cpu_offload is not None and machine.device == "cuda":
+        notes.append("what lies on the GPU between host memory and a collective is by arithmetic")
     if recipe.data.builder is not None:
         notes.append("the batch is the data.builder's first samples: larger ones need more")
     if recipe.strategy.cpu_offload is not None and recipe.strategy.cpu_offload.pin_memory and machine.device == "cuda":

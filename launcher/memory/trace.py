@@ -345,7 +345,11 @@ def _faked(value: Any) -> Any:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
+    """For as long as the context lasts; what another version of a library does not have stays away."""
+    before = getattr(owner, name, None)
+    if before is None:
+        yield
+        return
     setattr(owner, name, value)
     try:
         yield
