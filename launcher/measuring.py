@@ -411,16 +411,19 @@ def run(setting: dict[str, Any]) -> None:
             Path(setting["result"]).write_text(json.dumps(results))
 
 
-def measure(recipes: Sequence[Sequence[str]], *, ranks: int, timeout: float = 600) -> list[Measured]:
+def measure(recipes: Sequence[Sequence[str]], *, ranks: int, gpus: bool = True, timeout: float = 600) -> list[Measured]:
     """Measures recipes, each given as on the command line, in one launch of torchrun on this machine.
 
-    timeout: seconds for all of them. Raises RecipeError as `load_recipe`, TrainingError where the processes fail or are
+    gpus: whether GPUs are used where there are some. timeout: seconds for all of them.
+    Raises RecipeError as `load_recipe`, TrainingError where the processes fail or are
     not done in time; none is left behind.
     """
     for arguments in recipes:
         load_recipe(arguments, ranks=ranks, files=False)
     variables = {"OMP_NUM_THREADS": "1"} | dict(os.environ)  # torchrun's own default, without its warning
     prepare_cuda(variables, deterministic=False)  # as a training run has it
+    if not gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="launcher-measuring-") as folder:
         result, log = Path(folder) / "result", Path(folder) / "log"
         setting = json.dumps({"recipes": [list(arguments) for arguments in recipes], "result": str(result)})

@@ -130,10 +130,11 @@ def pipeline(
             results = evaluator.evaluate(wrapped, stop_requested=stop.requested, beat=progress.beat)
             return reporter.evaluation(step, results, time.perf_counter() - started) if results else None, bool(results)
 
-    def compare_memory(step: int, *, seconds: float = 0) -> None:
+    def compare_memory(*, seconds: float = 0) -> None:
         """With the plan, once, when both are there: the second step is the first that is like all others."""
         nonlocal forecast
-        if forecast is not None and step >= point.step + 2 and (told := forecast.compare(reporter.peak_memory, seconds=seconds)):
+        measured = reporter.peak_memory(after=point.step + 1)
+        if forecast is not None and measured is not None and (told := forecast.compare(measured, seconds=seconds)):
             reporter.say(told)
             forecast = None
 
@@ -152,7 +153,7 @@ def pipeline(
         for step in training.steps_from(point):
             progress.step_done(step.number)
             reporter.step(step)
-            compare_memory(step.number)
+            compare_memory()
             profile_step()
             if step.number == point.step + 1:
                 processes.set_timeout(recipe.run.timeout)
@@ -188,11 +189,13 @@ def pipeline(
                     raise
                 point = rewind(error, point, keeper, reporter)
                 saved_after = point.step
-    with progress.slow("plan"):
-        compare_memory(progress.step, seconds=PATIENCE)
     if keeper is not None:
         with progress.slow("checkpoint"):
             keeper.finish()
+    if finished:
+        with progress.slow("plan"):
+            compare_memory(seconds=PATIENCE)
+    if keeper is not None:
         if keeper.saved_step != progress.step and not finished:
             raise TrainingError(f"asked to stop, and what was trained could not be kept: {keeper.trouble}", reason="checkpoint_failed")
         reporter.trouble(keeper.trouble)

@@ -53,8 +53,7 @@ class Reporter:
         self._max_loss_ratio = recipe.run.max_loss_ratio
         self._last_step = first_step
         self._trouble: str | None = None
-        self.peak_memory = 0
-        """Bytes at the peak so far, of the rank that has most, as of the last logged step."""
+        self._peak: tuple[int, int] | None = None
         self._sinks: list[Sink] = []
         if self._main:
             self._sinks = open_sinks(
@@ -94,7 +93,7 @@ class Reporter:
         if step.number % self._every_steps and step.number not in (1, self._steps):
             return
         record = self._recorder.record(step)
-        self.peak_memory = record["peak_memory_bytes"]
+        self._peak = (step.number, record["peak_memory_bytes"])
         if record["loss"] is not None:
             self._losses = [*self._losses[:1], record["loss"]]
         if self._main:
@@ -102,6 +101,10 @@ class Reporter:
             self._console.step(record)
             self._folder.note_step(step.number, steps=self._steps, **({"warning": self._trouble} if self._trouble else {}))
         self._check(record)
+
+    def peak_memory(self, *, after: int) -> int | None:
+        """Bytes at the peak so far, of the rank that has most, as of the last logged step; None: none after step `after` was logged."""
+        return self._peak[1] if self._peak is not None and self._peak[0] > after else None
 
     def _check(self, record: dict[str, Any]) -> None:
         """Every rank has the same record, and comes to the same end."""

@@ -34,7 +34,6 @@ Needs no GPU and no weights. Options, besides overrides of the recipe:
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import shlex
@@ -43,13 +42,15 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.commands.options import count, read_options, size, truth, word
 from launcher.commands.verifying import TOLERANCE, TOLERANCE_UNDER, compared, is_true
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, RecipeError, TrainingError
+from launcher.memory import rates
 from launcher.memory.components import COMPONENTS, Components, Moment
 from launcher.memory.machine import Machine
+from launcher.memory.page import render_page
 from launcher.memory.plan import Plan
 from launcher.memory.words import (
     NAMES,
@@ -82,6 +83,11 @@ OPTIONS = {
     "html": word,
     "verify": truth,
 }
+
+if TYPE_CHECKING:
+    from launcher.measuring import Measured
+    from launcher.memory.ladder import Ladder
+    from launcher.memory.speed import StepTime
 
 COLOURS = {
     "parameters": "blue",
@@ -118,7 +124,6 @@ def main(arguments: Sequence[str]) -> int:
     loaded = load_recipe(rest, ranks=nodes * gpus, files=False)
     page = None if options.get("html") is None else _writable(Path(options["html"]))
     recipe = loaded.recipe
-    rates = importlib.import_module("launcher.memory.rates")
     overrides = None if options.get("rates") is None else rates.read_rates(Path(options["rates"]))
     verify = options.get("verify", False)
     machine = rates.known_machine(
@@ -127,20 +132,23 @@ def main(arguments: Sequence[str]) -> int:
     if verify:
         _can_verify(machine)
     quiet = options.get("json", False)
-    make_plan = importlib.import_module("launcher.memory.planning").make_plan
+    from launcher import measuring  # and with them torch: what is wrong with the words was told before
+    from launcher.memory import ladder as ladders
+    from launcher.memory import planning
+
     if leaves_open(recipe):
         with _progress("choosing what is auto", shown=not quiet):
-            recipe, chosen, words = _chosen(recipe, machine, make_plan)
+            recipe, chosen, words = _chosen(recipe, machine)
         rest, notes = [*rest, *chosen], [*notes, words]
     with _progress("tracing a step", shown=not quiet):
-        plan = make_plan(recipe, machine)
+        plan = planning.make_plan(recipe, machine)
     ladder = None
     if options.get("ladder", not verify):
         with _progress("looking for what is faster", shown=not quiet):
-            ladder = importlib.import_module("launcher.memory.ladder").make_ladder(recipe, machine, plan_of=make_plan)
+            ladder = ladders.make_ladder(recipe, machine, plan_of=planning.make_plan)
     plan = dataclasses.replace(plan, notes=(*notes, *plan.notes))
     if page is not None:
-        page.write_text(importlib.import_module("launcher.memory.page").render_page(recipe, plan, ladder), encoding="utf-8")
+        page.write_text(render_page(recipe, plan, ladder), encoding="utf-8")
     measured = None
     if not quiet:
         show(lines(recipe, plan, ladder))
@@ -149,7 +157,7 @@ def main(arguments: Sequence[str]) -> int:
     if verify:
         try:
             with _progress("training three steps", shown=not quiet):
-                (measured,) = importlib.import_module("launcher.measuring").measure([rest], ranks=machine.ranks)
+                (measured,) = measuring.measure([rest], ranks=machine.ranks, gpus=machine.device == "cuda")
         except TrainingError as error:
             print(error, file=sys.stderr)
             return EXIT_FAILED
@@ -160,9 +168,11 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_NO if plan.fits is False or (measured is not None and not is_true(plan, measured)) else EXIT_DONE
 
 
-def _chosen(recipe: Recipe, machine: Machine, make_plan: Any) -> tuple[Recipe, tuple[str, ...], str]:
+def _chosen(recipe: Recipe, machine: Machine) -> tuple[Recipe, tuple[str, ...], str]:
     """What a run on this machine would take for `auto`, as overrides too, and that in words."""
-    rung = importlib.import_module("launcher.memory.ladder").fastest_that_fits(recipe, machine, plan_of=make_plan)
+    from launcher.memory import ladder, planning
+
+    rung = ladder.fastest_that_fits(recipe, machine, plan_of=planning.make_plan)
     if rung is not None:
         return rung.recipe, rung.overrides, f"auto stands for {' '.join(rung.overrides)}: the fastest that fits"
     kind = "fsdp" if recipe.strategy.kind == "auto" else recipe.strategy.kind
@@ -187,7 +197,7 @@ def _can_verify(machine: Machine) -> None:
         raise RecipeError(f"command line: verify: there is {there} here for {ranks} ranks; give gpus_per_node, or gpu=cpu")
 
 
-def verdict(plan: Plan, measured: Any) -> Iterator[Line]:
+def verdict(plan: Plan, measured: Measured) -> Iterator[Line]:
     """What was planned beside what was measured."""
     yield [("Planned and measured", "bold"), (": one rank, in a step once training is under way", "")]
     yield [(f"  {'':<22}{'planned':>11}{'measured':>12}{'plan is':>13}", "dim")]
@@ -248,7 +258,7 @@ def show(text: Sequence[Line]) -> None:
             print("".join(piece for piece, _ in line).rstrip())
 
 
-def lines(recipe: Recipe, plan: Plan, ladder: Any) -> list[Line]:
+def lines(recipe: Recipe, plan: Plan, ladder: Ladder | None) -> list[Line]:
     """The whole answer, for people: at most 100 columns but for overrides and names of modules."""
     blank: Line = []
     found = [*_head(recipe, plan.machine), blank, *_device(recipe, plan), blank, *_around(recipe, plan)]
@@ -346,7 +356,7 @@ def _around(recipe: Recipe, plan: Plan) -> Iterator[Line]:
 HOST_NAMES = {"processes": "processes", "offload": "offload", "workers": "data workers", "staging": "checkpoint staging"}
 
 
-def _ladder(recipe: Recipe, plan: Plan, ladder: Any) -> Iterator[Line]:
+def _ladder(recipe: Recipe, plan: Plan, ladder: Ladder) -> Iterator[Line]:
     rungs = rungs_of(ladder)
     fastest = ladder.best.tokens_per_second if ladder.best is not None else max(rung.tokens_per_second for rung in rungs)
     measured = plan.machine.rates.source
@@ -393,7 +403,7 @@ def _why_not(plan: Plan) -> str:
     return " the host" if host and (plan.spare is None or plan.spare >= 0) else ""
 
 
-def seconds_in_words(seconds: Any) -> str:
+def seconds_in_words(seconds: StepTime) -> str:
     """`as written 1.53 s: forward 0.31, backward 0.62, ...`; the parts may overlap, so they may sum up to more."""
     spent = [
         f"{field.name} {getattr(seconds, field.name):.3g}"
@@ -425,7 +435,7 @@ def _moment(moment: Moment) -> dict[str, Any]:
     }
 
 
-def as_json(recipe: Recipe, plan: Plan, ladder: Any, measured: Any = None) -> dict[str, Any]:
+def as_json(recipe: Recipe, plan: Plan, ladder: Ladder | None, measured: Measured | None = None) -> dict[str, Any]:
     """What `--json` prints; the head of this file names the keys."""
     machine, step = plan.machine, plan.step
     rungs = [] if ladder is None else rungs_of(ladder)

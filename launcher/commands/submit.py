@@ -246,38 +246,50 @@ def _fits(words: Words, slurm: Slurm) -> bool:
         print("note: whether it fits was not checked: say for which GPU, such as gpu=h100")
         return True
     nodes = node_counts(slurm)[0]  # on more of them each holds less
-    if not can_plan():
-        return _fits_roughly(words, ranks=nodes * slurm.gpus_per_node)
-    recipe = [*words.recipe, *(f"{key}={values[0]}" for key, values in words.sweep)]
     memory = re.fullmatch(r"([1-9]\d*)([KMGT]?)", (slurm.host_memory or "").upper())
     host = [f"host_memory={memory[1]}{memory[2] or 'M'}iB"] if memory else []
-    checked = submit.check_plan([*recipe, f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *words.plan, *host])
-    if checked.fits is False:
-        print(
-            f"{checked.said}\nnot submitted: that does not fit. launcher plan says what would; --force submits it anyway", file=sys.stderr
-        )
-        return False
-    print(checked.said)
+    asks = can_plan()
+    for values in _of_different_memory(words.sweep):
+        recipe = [*words.recipe, *values]
+        if asks:
+            checked = submit.check_plan([*recipe, f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *words.plan, *host])
+        else:
+            checked = _fits_roughly(recipe, words, ranks=nodes * slurm.gpus_per_node)
+        run = f"{' '.join(values)}: " if words.sweep else ""
+        if checked.fits is False:
+            told = f"{run}{checked.said}\nnot submitted: that does not fit. launcher plan says what would; --force submits it anyway"
+            print(told, file=sys.stderr)
+            return False
+        print(f"{run}{checked.said}")
     return True
 
 
-def _fits_roughly(words: Words, *, ranks: int) -> bool:
+MOST_PLANS = 8
+"""Of a sweep: each takes seconds."""
+
+
+def _of_different_memory(sweep: Sequence[tuple[str, list[str]]]) -> list[list[str]]:
+    """Overrides of the runs of a sweep that may need different memory; of what memory does not depend on, the first value."""
+    sections = ("model", "batch", "strategy", "activation_checkpointing", "lora", "data")
+    chosen = [[f"{key}={value}" for value in (values if key.split(".")[0] in sections else values[:1])] for key, values in sweep]
+    return [list(values) for values in itertools.islice(itertools.product(*chosen), MOST_PLANS)]
+
+
+def _fits_roughly(recipe: Sequence[str], words: Words, *, ranks: int) -> submit.PlanCheck:
     """By arithmetic, where there is no torch to plan with: says no only where it is sure."""
     given = dict(word.split("=", 1) for word in words.plan)
     gpu = find_gpu(given["gpu"]) if "gpu" in given else None
-    memory = size(given["gpu_memory"]) if "gpu_memory" in given else round(gpu.memory * 2**30) if gpu is not None else None
-    recipe = load_recipe([*words.recipe, *(f"{key}={values[0]}" for key, values in words.sweep)], ranks=None, files=False).recipe
-    needed = rough_bytes(recipe, ranks=ranks)
+    try:
+        stated = size(given["gpu_memory"]) if "gpu_memory" in given else None
+    except ValueError as error:
+        raise RecipeError(f"command line: gpu_memory={given['gpu_memory']}: {error}") from None
+    memory = stated if stated is not None else round(gpu.memory * 2**30) if gpu is not None else None
+    needed = rough_bytes(load_recipe(recipe, ranks=None, files=False).recipe, ranks=ranks)
     if needed is None or memory is None:
-        what = "the model is none of those whose memory is known by heart" if needed is None else f"gpu={given['gpu']} is not known"
-        print(f"note: whether it fits was not checked: there is no torch here to plan with, and {what}")
-        return True
+        what = "the model, or how it is trained, is none that is known by heart" if needed is None else f"gpu={given['gpu']} is not known"
+        return submit.PlanCheck(None, f"note: whether it fits was not checked: there is no torch here to plan with, and {what}")
     said = f"about {bytes_as_text(needed)} of a GPU's {bytes_as_text(memory)}, by rough arithmetic (there is no torch here to plan with)"
-    if needed > CERTAIN * memory:
-        print(f"{said}\nnot submitted: that cannot fit. launcher plan says what would; --force submits it anyway", file=sys.stderr)
-        return False
-    print(said)
-    return True
+    return submit.PlanCheck(False if needed > CERTAIN * memory else None, said)
 
 
 def _shown(path: Path) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from launcher.memory.plan import Plan
 from launcher.memory.verification import compare
 from launcher.memory.words import NAMES
 
+if TYPE_CHECKING:
+    from launcher.measuring import Measured
+
 TOLERANCE, TOLERANCE_UNDER = 0.05, 0.02
 """Of the peak: what the plan may be off by, and by how much it may be less than what was measured."""
 
 
-def compared(plan: Plan, measured: Any) -> Iterator[tuple[str, int, int]]:
+def compared(plan: Plan, measured: Measured) -> Iterator[tuple[str, int, int]]:
     """(what, bytes that the plan said, bytes measured), as `memory.verification.compare` has them, and what is outside of tensors.
 
     measured: `measuring.Measured`; what it could not tell is left out.
@@ -28,7 +31,7 @@ def compared(plan: Plan, measured: Any) -> Iterator[tuple[str, int, int]]:
     yield peak.what, peak.planned, peak.measured
 
 
-def is_true(plan: Plan, measured: Any) -> bool:
+def is_true(plan: Plan, measured: Measured) -> bool:
     """Whether the peak is as planned, and the allocator holds no more than that and the margin."""
     planned = plan.step.peak.components.total
     close = -TOLERANCE_UNDER * measured.peak <= planned - measured.peak <= TOLERANCE * measured.peak

@@ -32,30 +32,27 @@ def ask(task: Task, recipe: Recipe, machine: Machine, *, seconds: float, **more:
 
     It is ended at the limit, and with this process.
     """
-    with tempfile.TemporaryDirectory(prefix="launcher-plan-") as folder:
-        file = Path(folder, "recipe.yaml")
-        file.write_text(to_yaml(recipe), encoding="utf-8")
-        job = {"task": task, "recipe": str(file), "machine": dataclasses.asdict(machine), "parent": os.getpid(), **more}
-        paths = [path or os.getcwd() for path in sys.path]
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "launcher.memory.deciding"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=alone() | {"PYTHONPATH": os.pathsep.join(paths)},
-            )
-        except OSError as error:  # no memory for another process
-            return [], f"no process to plan in could be started: {error.strerror}"
-        try:
-            answers, complaints = process.communicate(json.dumps(job), timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            answers, complaints = process.communicate()
-            return _read(answers), f"planning took more than {seconds:g} s"
-        finally:
-            process.kill()
+    job = {"task": task, "recipe": to_yaml(recipe), "machine": dataclasses.asdict(machine), "parent": os.getpid(), **more}
+    paths = [path or os.getcwd() for path in sys.path]
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "launcher.memory.deciding"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=alone() | {"PYTHONPATH": os.pathsep.join(paths)},
+        )
+    except OSError as error:  # no memory for another process
+        return [], f"no process to plan in could be started: {error.strerror}"
+    try:
+        answers, complaints = process.communicate(json.dumps(job), timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        answers, complaints = process.communicate()
+        return _read(answers), f"planning took more than {seconds:g} s"
+    finally:
+        process.kill()
     trouble = f"planning ended with status {process.returncode}:\n{complaints.strip()}" if process.returncode else ""
     return _read(answers), trouble
 
@@ -76,7 +73,12 @@ def main(stdin: TextIO, tell: Callable[[Answer], None]) -> None:
         # torchrun's agent has asked all of this rank to end: the rank ends this process when it has its answer
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_with(job["parent"])
-    recipe, machine = load_recipe([f"recipe={job['recipe']}"], ranks=None).recipe, machine_from(job["machine"])
+    # Here, not in the process that asks: that may end at any moment, and would leave the folder behind
+    with tempfile.TemporaryDirectory(prefix="launcher-plan-") as folder:
+        file = Path(folder, "recipe.yaml")
+        file.write_text(job["recipe"], encoding="utf-8")
+        recipe = load_recipe([f"recipe={file}"], ranks=None, files=False).recipe
+    machine = machine_from(job["machine"])
     if job["task"] == "choose":
         from launcher.memory.resolve import resolve
 

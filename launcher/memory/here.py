@@ -126,13 +126,22 @@ def noted_of(recipe: Recipe, machine: Machine) -> dict[str, Any]:
         "micro_batch_size": recipe.batch.micro_batch_size,
         "device": machine.name,
         "sequence_length": recipe.data.sequence_length,
+        "lora": recipe.lora is not None,
+        "checkpointing": None if recipe.activation_checkpointing is None else recipe.activation_checkpointing.mode,
+        "cpu_offload": recipe.strategy.cpu_offload is not None,
     }
 
 
 def failed_micro_batches(events: list[dict[str, Any]], *, machine: Machine, recipe: Recipe) -> list[int]:
-    """Micro-batches that ran out of memory in a run folder, on as many of the same devices."""
+    """Micro-batches that ran out of memory in a run folder, on as many of the same devices, trained as the recipe says; where the
+    strategy is `auto`, whichever it was.
+
+    recipe: as written, with what is `auto` in it.
+    """
     like = noted_of(recipe, machine) | {"ranks": machine.ranks}
-    del like["micro_batch_size"]
+    free = ("checkpointing", "cpu_offload") if recipe.strategy.kind == "auto" else ()
+    for name in ("micro_batch_size", *free):
+        del like[name]
     return [
         event["micro_batch_size"]
         for event in events

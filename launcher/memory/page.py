@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.errors import RecipeError
 from launcher.hub import model_folder
@@ -34,6 +34,9 @@ from launcher.memory.words import (
 from launcher.metrics.console import bytes_as_text
 from launcher.recipe.schema import Recipe
 
+if TYPE_CHECKING:
+    from launcher.memory.ladder import Ladder, Rung
+
 _COLOURS = {
     "parameters": ("#2f6fb5", "#5a9be0"),
     "gradients": ("#2a9aa8", "#4fc0cc"),
@@ -51,7 +54,7 @@ _COLOURS = {
 _HEIGHT = 260.0
 
 
-def render_page(recipe: Recipe, plan: Plan, ladder: Any) -> str:
+def render_page(recipe: Recipe, plan: Plan, ladder: Ladder | None) -> str:
     """The page of a plan, and of its ladder where one was made (None: it was not)."""
     rungs = [] if ladder is None else rungs_of(ladder)
     colours = [
@@ -62,7 +65,7 @@ def render_page(recipe: Recipe, plan: Plan, ladder: Any) -> str:
             *_head(recipe, plan),
             *_bars(recipe, plan, ladder, rungs),
             *_timeline(recipe, plan),
-            *_ladder(ladder, rungs),
+            *(_ladder(ladder, rungs) if ladder is not None else ()),
             *_formulas(recipe, plan),
             *_notes(plan),
         ]
@@ -114,9 +117,9 @@ def _legend() -> str:
     return f'<p class="legend">{items}</p>'
 
 
-def _bars(recipe: Recipe, plan: Plan, ladder: Any, rungs: Sequence[Any]) -> Iterator[str]:
+def _bars(recipe: Recipe, plan: Plan, ladder: Ladder | None, rungs: Sequence[Rung]) -> Iterator[str]:
     """One bar for each rung, or one for the recipe alone."""
-    rows = [(_label(rung, ladder), rung.plan) for rung in rungs] or [(escape(strategy_in_words(recipe)), plan)]
+    rows = [(_label(rung, ladder), rung.plan) for rung in rungs if ladder is not None] or [(escape(strategy_in_words(recipe)), plan)]
     memory = plan.machine.memory
     scale = max([memory or 0, *(row_plan.needed for _, row_plan in rows)]) * 1.02
     yield "<section><h2>What one device holds at the peak</h2>" + _legend() + '<div class="bars">'
@@ -137,7 +140,7 @@ def _bars(recipe: Recipe, plan: Plan, ladder: Any, rungs: Sequence[Any]) -> Iter
     yield "</div></section>"
 
 
-def _marks(rung: Any, ladder: Any) -> str:
+def _marks(rung: Rung, ladder: Ladder) -> str:
     marks = '<em class="best">fastest that fits</em>' if is_best(rung, ladder) else ""
     if rung.plan.fits is False:
         marks += '<em class="bad">does not fit</em>'
@@ -149,7 +152,7 @@ def _micro(recipe: Recipe) -> str:
     return f"{batch.micro_batch_tokens:,} tokens" if batch.micro_batch_size is None else f"{batch.micro_batch_size:,}"
 
 
-def _label(rung: Any, ladder: Any) -> str:
+def _label(rung: Rung, ladder: Ladder) -> str:
     return f"{escape(strategy_in_words(rung.recipe))}, micro-batch {_micro(rung.recipe)} {_marks(rung, ladder)}"
 
 
@@ -225,9 +228,7 @@ def _stretches(moments: Sequence[Moment]) -> Iterator[tuple[int, int, str, int]]
             start = index
 
 
-def _ladder(ladder: Any, rungs: Sequence[Any]) -> Iterator[str]:
-    if ladder is None:
-        return
+def _ladder(ladder: Ladder, rungs: Sequence[Rung]) -> Iterator[str]:
     fastest = ladder.best.tokens_per_second if ladder.best is not None else max(rung.tokens_per_second for rung in rungs)
     yield "<section><h2>The ladder</h2>"
     yield f'<p class="dim">{ladder.considered:,} ways considered; these are worth a look. Speed is predicted.</p>'

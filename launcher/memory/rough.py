@@ -5,6 +5,7 @@ Standard library only. Good to some 15 % for the models it knows; it is there to
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import json
 import math
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.recipe.schema import Recipe
+from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe, Strategy
 
 GATED = {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "smollm3", "olmo", "olmo2", "granite", "starcoder"}
 """Model types with three matrices in the feed-forward."""
@@ -78,7 +79,7 @@ def count_parameters(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def rough_bytes(recipe: Recipe, *, ranks: int) -> int | None:
-    """Of one GPU at its peak; None where the model is not known here.
+    """Of one GPU at its peak, what is `auto` as frugal as can be; None where the model, or how it is trained, is not known here.
 
     16 bytes a parameter (float32 weights, gradients, AdamW), over the ranks that share a copy, none of them with offload; 4 more where
     whole gradients wait for the last micro-batch; two blocks and the embeddings in the compute dtype, with gradients in float32;
@@ -87,8 +88,11 @@ def rough_bytes(recipe: Recipe, *, ranks: int) -> int | None:
     """
     config = find_config(recipe)
     sizes = _sizes(config) if config is not None else None
-    if config is None or sizes is None:
+    if config is None or sizes is None or recipe.model.freeze is not None:
         return None
+    if recipe.strategy.kind == "auto":
+        frugal = Strategy(kind="fsdp", mixed_precision=recipe.strategy.mixed_precision, cpu_offload=CpuOffload())
+        recipe = dataclasses.replace(recipe, strategy=frugal, activation_checkpointing=ActivationCheckpointing(mode="full"))
     block, rest = count_parameters(config) or (0, 0)
     strategy, batch = recipe.strategy, recipe.batch
     rows = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from launcher.memory.components import COMPONENTS, Components, Moment
 from launcher.memory.machine import Machine
 from launcher.memory.plan import Plan
 from launcher.metrics.console import bytes_as_text
 from launcher.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from launcher.memory.ladder import Ladder, Rung
 
 NAMES = {
     "parameters": "parameters",
@@ -119,7 +122,7 @@ def machine_in_words(machine: Machine) -> str:
     return f"{nodes} x {machine.gpus_per_node} {machine.name}{memory}{host}"
 
 
-def rungs_of(ladder: Any) -> list[Any]:
+def rungs_of(ladder: Ladder) -> list[Rung]:
     """The ladder's rungs, fastest first, and among them the recipe as written, whether or not the ladder keeps it."""
     rungs = list(ladder.rungs)
     if not any(as_written(rung, ladder) for rung in rungs):
@@ -128,16 +131,16 @@ def rungs_of(ladder: Any) -> list[Any]:
     return rungs
 
 
-def as_written(rung: Any, ladder: Any) -> bool:
+def as_written(rung: Rung, ladder: Ladder) -> bool:
     """Whether the rung is the recipe that was asked about."""
     return bool(rung is ladder.asked or not rung.overrides or rung.recipe == ladder.asked.recipe)
 
 
-def is_best(rung: Any, ladder: Any) -> bool:
+def is_best(rung: Rung, ladder: Ladder) -> bool:
     """Whether the rung is the fastest that fits."""
     return ladder.best is not None and (rung is ladder.best or rung.overrides == ladder.best.overrides)
 
 
-def nothing_fits(ladder: Any) -> bool:
+def nothing_fits(ladder: Ladder) -> bool:
     """Whether the ladder was looked through for a device, and nothing in it fits; where no memory is known, nothing is said."""
     return ladder.best is None and ladder.asked.plan.fits is False

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import __version__
-from launcher.errors import EXIT_NO, RecipeError
+from launcher.errors import EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.metrics.console import bytes_as_text
 from launcher.run_folder import read_lines
 
@@ -106,8 +106,12 @@ class Submission:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """One submission of a folder at a time."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as lock:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock_file = (self.folder / ".lock").open("w")
+        except OSError as error:
+            raise RecipeError(f"run.dir: {self.run_dir} cannot be written to: {error.strerror}") from None
+        with lock_file as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -152,6 +156,7 @@ class PlanCheck:
 def check_plan(arguments: Sequence[str], *, command: Sequence[str] = (sys.executable, "-m", "launcher.cli", "plan")) -> PlanCheck:
     """Asks the plan, in a process of its own: it imports torch, and a login node should not keep that.
 
+    Raises RecipeError with what is wrong with the arguments.
     arguments: recipe=..., overrides, nodes=, gpus_per_node=, gpu= and the like. command: what to put before them.
     """
     words = [*command, *arguments, "ladder=false", "--json"]
@@ -163,6 +168,8 @@ def check_plan(arguments: Sequence[str], *, command: Sequence[str] = (sys.execut
         plan = json.loads(done.stdout)
         fits, needed, spare, phase = plan["fits"], plan["needed"], plan["spare"], plan["peak"]["phase"]
     except (ValueError, KeyError, TypeError):
+        if done.returncode == EXIT_USAGE:
+            raise RecipeError(done.stderr.strip().splitlines()) from None
         last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         return PlanCheck(False if done.returncode == EXIT_NO else None, f"no plan: {last[0]}")
     if spare is None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -50,7 +51,7 @@ def ddp(tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere")
     extra = ["logging.tensorboard=true", "logging.wandb={project: test, mode: offline}", "evaluation={every_steps: 2, at_start: true}"]
     overrides = [*SHRUNK, *extra, "run.max_steps=5", "evaluation.max_batches=3", "profile={start_step: 2, steps: 1}"]
-    result = torchrun(TRAIN, "recipe=ddp", *overrides, ranks=2, cwd=folder).check()
+    result = torchrun(TRAIN, "recipe=ddp", *overrides, "logging.memory_plan=true", ranks=2, cwd=folder).check()
     return folder / "runs/ddp", result
 
 
@@ -91,6 +92,18 @@ def test_run_folder(ddp):
     traces = sorted(path.name for path in (run_dir / "profile").iterdir())
     assert traces == ["rank_0.json", "rank_1.json"]
     assert "runs/ddp/metrics.jsonl" in result.output
+
+
+def test_the_peak_is_held_against_the_plan(ddp):
+    _, result = ddp
+    said = re.search(
+        r"memory: ([\d.]+) MiB at the peak by plan, in the (\w+) pass of lm_head.*; resident memory grew by ([\d.]+)", result.output
+    )
+    assert said is not None, result.output
+    # Float32 states of 16 bytes a parameter, of which a recipe this small has some megabytes, and logits of 4 x 128 tokens
+    assert 1 < float(said[1]) < 200
+    assert said[2] == "backward"
+    assert float(said[3]) > float(said[1]), "libraries count too"
 
 
 def test_the_start_says_what_was_really_done(ddp):

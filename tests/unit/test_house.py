@@ -68,21 +68,8 @@ MAY_IMPORT = {
     "doctor": {"environment", "errors", "failures", "health", "processes"},
     "slurm": {"__version__", "checkpoints", "errors", "metrics", "ownership", "recipe", "resume", "run_folder"},
     "commands": {
-        *(
-            "batching",
-            "checkpoints",
-            "data",
-            "environment",
-            "errors",
-            "hardware",
-            "health",
-            "hub",
-            "memory",
-            "metrics",
-            "model",
-            "ownership",
-        ),
-        *("recipe", "resume", "run_folder", "slurm"),
+        *("batching", "checkpoints", "data", "environment", "errors", "hardware", "health", "hub", "measuring", "memory", "metrics"),
+        *("model", "ownership", "recipe", "resume", "run_folder", "slurm"),
     },
     "cli": {"__version__", "errors", "recipe"},
 }

@@ -8,10 +8,12 @@ import types
 
 import pytest
 
-from launcher import cli
+from launcher import cli, measuring
 from launcher.commands import plan as command
 from launcher.commands.options import count, read_options, size, truth, word
 from launcher.errors import RecipeError
+from launcher.memory import ladder as ladders
+from launcher.memory import planning, rates
 from launcher.memory.components import COMPONENTS
 from launcher.memory.words import NAMES, batch_in_words, disagreement, strategy_in_words, where
 from launcher.recipe.schema import Strategy
@@ -161,13 +163,10 @@ def faked(monkeypatch, folder):
         calls.ladder += 1
         return calls.ladder_answer
 
-    real = command.importlib.import_module
-    made = {
-        "launcher.memory.rates": types.SimpleNamespace(known_machine=known_machine, read_rates=lambda file: f"rates of {file}"),
-        "launcher.memory.planning": types.SimpleNamespace(make_plan=make_plan),
-        "launcher.memory.ladder": types.SimpleNamespace(make_ladder=make_ladder),
-    }
-    monkeypatch.setattr(command, "importlib", types.SimpleNamespace(import_module=lambda name: made.get(name) or real(name)))
+    monkeypatch.setattr(rates, "known_machine", known_machine)
+    monkeypatch.setattr(rates, "read_rates", lambda file: f"rates of {file}")
+    monkeypatch.setattr(planning, "make_plan", make_plan)
+    monkeypatch.setattr(ladders, "make_ladder", make_ladder)
     monkeypatch.setattr(command, "gpus_here", lambda: None)
     return calls
 
@@ -261,21 +260,18 @@ def test_what_was_measured_stands_beside_the_plan():
 def test_verify_trains_here_and_judges(faked, monkeypatch, capsys):
     asked = []
 
-    def measure(recipes, *, ranks):
-        asked.append((recipes, ranks))
+    def measure(recipes, *, ranks, gpus):
+        asked.append((recipes, ranks, gpus))
         return [measured_like(faked.plan, scale=faked.scale)]
 
-    real = command.importlib.import_module
-    measuring = types.SimpleNamespace(measure=measure)
-    stand_in = types.SimpleNamespace(import_module=lambda name: measuring if name == "launcher.measuring" else real(name))
-    monkeypatch.setattr(command, "importlib", stand_in)
+    monkeypatch.setattr(measuring, "measure", measure)
     words = ["recipe=x.yaml", "gpu=h100", "gpus_per_node=8", "--verify"]
     assert cli.main(["plan", *words]) == 2
     assert "verify: there is no GPU here for 8 ranks" in capsys.readouterr().err
     monkeypatch.setattr(command, "gpus_here", lambda: ("NVIDIA H100", 80 * GIB, 8))
     for faked.scale, status in ((0.96, 0), (1.015, 0), (0.94, 3), (1.03, 3)):
         assert cli.main(["plan", *words]) == status
-    assert asked[0] == ([["recipe=x.yaml"]], 8)
+    assert asked[0] == ([["recipe=x.yaml"]], 8, True)
     assert faked.ladder == 0
     capsys.readouterr()
     assert cli.main(["plan", *words, "--json"]) == 3
@@ -286,16 +282,15 @@ def test_verify_trains_here_and_judges(faked, monkeypatch, capsys):
 
 def test_auto_is_planned_as_what_a_run_would_take(monkeypatch):
     chosen = made_ladder().rungs[1]
-    ladder = types.SimpleNamespace(fastest_that_fits=lambda recipe, machine, *, plan_of: chosen)
-    monkeypatch.setattr(command.importlib, "import_module", lambda name: ladder)
-    recipe, overrides, words = command._chosen(RECIPE, machine(), None)
+    monkeypatch.setattr(ladders, "fastest_that_fits", lambda recipe, machine, *, plan_of: chosen)
+    recipe, overrides, words = command._chosen(RECIPE, machine())
     assert recipe is chosen.recipe
     assert overrides == chosen.overrides
     assert words == "auto stands for batch.micro_batch_size=8 activation_checkpointing={mode: selective}: the fastest that fits"
-    ladder.fastest_that_fits = lambda recipe, machine, *, plan_of: None
+    monkeypatch.setattr(ladders, "fastest_that_fits", lambda recipe, machine, *, plan_of: None)
     left_open = dataclasses.replace(
         RECIPE, strategy=Strategy(kind="auto"), batch=dataclasses.replace(RECIPE.batch, micro_batch_size="auto")
     )
-    recipe, overrides, words = command._chosen(left_open, machine(), None)
+    recipe, overrides, words = command._chosen(left_open, machine())
     assert (recipe.strategy.kind, recipe.batch.micro_batch_size) == ("fsdp", 1)
     assert words == "auto is shown as strategy.kind=fsdp batch.micro_batch_size=1: nothing fits"

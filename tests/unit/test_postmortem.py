@@ -103,7 +103,7 @@ def test_where_it_ran_out(tmp_path):
         "rank 1 of 8 ran out of GPU memory in step 3: in the forward pass of micro-batch 2 of 2 (input_ids 4 x 8), in 1",
         "it asked for 2.5 GiB",
     ]
-    assert account.noted == {"micro_batch_size": 4, "device": "H100", "sequence_length": 4096}
+    assert account.noted.items() >= {"micro_batch_size": 4, "device": "H100", "sequence_length": 4096}.items()
     assert examined(tmp_path, phase="checkpoint").noted == {}, "a smaller micro-batch would not help there"
 
 

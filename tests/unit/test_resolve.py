@@ -8,7 +8,7 @@ import pytest
 from launcher.errors import RecipeError
 from launcher.memory import deciding, here, remedies, resolve
 from launcher.recipe.check import leaves_open
-from launcher.recipe.schema import Batch, Strategy
+from launcher.recipe.schema import ActivationCheckpointing, Batch, CpuOffload, Lora, Strategy
 from tests.unit.made_plan import GIB, RECIPE, machine, made_ladder, made_plan, rung
 
 OPEN = dataclasses.replace(RECIPE, strategy=Strategy(kind="auto"), batch=Batch(global_batch_size=64, micro_batch_size="auto"))
@@ -64,7 +64,7 @@ def test_after_the_smallest_micro_batch_failed_it_is_refused_with_remedies(monke
 
 
 def failed(**changes):
-    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8, "device": "H100", "sequence_length": 4096, "micro_batch_size": 4}
+    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | here.noted_of(RECIPE, machine())
     return event | changes
 
 
@@ -81,6 +81,18 @@ def test_only_what_ran_out_here_counts():
 def test_what_is_noted_is_what_is_looked_for():
     event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | here.noted_of(RECIPE, machine())
     assert here.failed_micro_batches([event], machine=machine(), recipe=OPEN) == [4]
+
+
+def test_who_takes_a_remedy_is_not_held_to_what_failed_before_it():
+    written = dataclasses.replace(RECIPE, batch=dataclasses.replace(RECIPE.batch, micro_batch_size="auto"))
+    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | here.noted_of(RECIPE, machine())
+    assert here.failed_micro_batches([event], machine=machine(), recipe=written) == [4]
+    for remedy in (
+        {"activation_checkpointing": ActivationCheckpointing(mode="full")},
+        {"strategy": dataclasses.replace(RECIPE.strategy, cpu_offload=CpuOffload())},
+        {"lora": Lora()},
+    ):
+        assert here.failed_micro_batches([event], machine=machine(), recipe=dataclasses.replace(written, **remedy)) == []
 
 
 def test_a_machine_comes_through_json():

@@ -258,6 +258,12 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
     assert len(asked) == 1
     assert command.main([*words, "--force"]) == 0
     assert "submitted job 7: small, 2 nodes x 4 GPUs" in capsys.readouterr().out
+    assert command.main([*words, "sweep.batch.micro_batch_size=1,2", "sweep.optimizer.learning_rate=1e-4,2e-4"]) == 3
+    assert "batch.micro_batch_size=1 optimizer.learning_rate=1e-4: needs 90 GiB of 80 GiB\nnot submitted" in capsys.readouterr().err
+    assert command._of_different_memory([("batch.micro_batch_size", ["1", "2"]), ("optimizer.learning_rate", ["1e-4", "2e-4"])]) == [
+        ["batch.micro_batch_size=1", "optimizer.learning_rate=1e-4"],
+        ["batch.micro_batch_size=2", "optimizer.learning_rate=1e-4"],
+    ]
     (snapshot,) = (folder / "runs/small/slurm").glob("recipe_*.yaml")
     assert "nodes: 2" in snapshot.read_text()
     assert json.loads((folder / "runs/small/slurm/submissions.jsonl").read_text())["job"] == "7"
@@ -281,7 +287,7 @@ def test_without_torch_it_is_planned_roughly(folder, monkeypatch, capsys):
     assert command.main([*words, "run.name=small", "model.config.num_hidden_layers=2", "batch.micro_batch_size=1"]) == 0
     assert "by rough arithmetic" in capsys.readouterr().out
     assert command.main(["recipe=x.yaml", "gpus_per_node=2", "gpu_memory=80GiB", "run.name=other", "model.config={model_type: bloom}"]) == 0
-    assert "the model is none of those whose memory is known by heart" in capsys.readouterr().out
+    assert "the model, or how it is trained, is none that is known by heart" in capsys.readouterr().out
 
 
 def test_without_slurm_it_says_so(folder, monkeypatch):
