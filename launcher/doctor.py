@@ -12,6 +12,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 import uuid
 from collections import Counter
@@ -32,6 +33,8 @@ from launcher.processes import DataParallel
 
 SECONDS = 0.25
 """That each thing is measured for, warm-up not counted."""
+INIT_SECONDS = 180
+"""That ranks may take to come."""
 SLOW = 0.8
 """A rank that computes at less than this share of the median rank holds all others up."""
 SLOW_LINK = 0.5
@@ -270,11 +273,14 @@ def link_rate(ranks: DataParallel, *, local: int) -> float | None:
     return max(found, default=None)
 
 
-def _of_host(told: Sequence[dict[str, Any]], host: str, key: str) -> float | None:
-    """The slowest of a host's ranks."""
-    found = [one["figures"].get(key) for one in told if one["host"] == host]
-    rates = [value["all_gather"] if isinstance(value, dict) else value for value in found if value is not None]
-    return min(rates, default=None)
+def _by_host(told: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
+    """The slowest of each host's ranks; without those hosts where it was not measured."""
+    slowest: dict[str, float] = {}
+    for one in told:
+        if (value := one["figures"].get(key)) is not None:
+            rate = value["all_gather"] if isinstance(value, dict) else value
+            slowest[one["host"]] = min(rate, slowest.get(one["host"], rate))
+    return slowest
 
 
 def judge(told: Sequence[dict[str, Any]], *, cpu: bool) -> list[Finding]:
@@ -296,7 +302,7 @@ def judge(told: Sequence[dict[str, Any]], *, cpu: bool) -> list[Finding]:
     for one in told:
         hosts.setdefault(one["host"], one)
     for key, what in (("within_node", "collectives among its ranks run"), ("link", "its links to other nodes run")):
-        rates = {host: rate for host in hosts if (rate := _of_host(told, host, key)) is not None}
+        rates = _by_host(told, key)
         usual = statistics.median(rates.values()) if len(rates) > 2 else 0.0
         for host, rate in rates.items():
             if rate < SLOW_LINK * usual:
@@ -429,11 +435,20 @@ def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False
     first_of_node = environment.local_rank == 0
     if quick and first_of_node:
         versions = versions_here()
-    elif node is not None and first_of_node:
-        findings, versions = examine(**node)
+    # Other ranks of a node keep off its GPUs until they were looked at: they would be found not to be free
+    examined = Path(tempfile.gettempdir()) / f"launcher-doctor-{os.getuid()}-{environment.parent}-{environment.restart_count}"
+    if node is not None and not quick:
+        if first_of_node:
+            findings, versions = examine(**node)
+            examined.touch()
+        deadline = time.monotonic() + INIT_SECONDS
+        while not examined.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
     device = processes.choose_device(environment)
     processes.set_threads(environment, device=device, cpu_offload=True)
-    with processes.process_group(environment, device=device, cpu_offload=True, init_timeout=180) as (ranks, _):
+    with processes.process_group(environment, device=device, cpu_offload=True, init_timeout=INIT_SECONDS) as (ranks, _):
+        if first_of_node:
+            examined.unlink(missing_ok=True)
         number = ranks.rank // environment.local_world_size
         mine: dict[str, Any] = {"host": host_name(), "node": number, "gpu": environment.local_rank, "right": check_sum(ranks)}
         mine["offset"] = clock_offsets(ranks)[ranks.rank]
@@ -457,6 +472,7 @@ def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False
         rates=rates,
         within_node=slowest_collectives(told, "within_node"),
         across_nodes=slowest_collectives(told, "across_nodes"),
+        links=_by_host(told, "link") or None,
         versions=told[0]["versions"],
     )
 

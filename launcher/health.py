@@ -90,6 +90,8 @@ class Report:
     """Bytes a second that a rank sends, by collective, among the ranks of a node."""
     across_nodes: dict[str, float] | None = None
     """The same among all ranks of several nodes."""
+    links: dict[str, float] | None = None
+    """Bytes a second that a rank swaps with its like on a neighbouring node, by host: the better neighbour, the slowest rank."""
 
     @property
     def fit(self) -> bool:

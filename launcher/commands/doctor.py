@@ -3,12 +3,14 @@
     ranks      processes that measure together; the GPUs of this machine, else two
     json       a file that `launcher plan rates=FILE` reads: fit, bad_nodes (hosts, as Slurm calls them), device, nodes,
                ranks_per_node, versions, findings [{host, name, state, text}], rates (`memory.machine.Rates`; null where
-               it was not measured), and within_node and across_nodes: bytes a second that a rank sends, by collective
+               it was not measured), and within_node and across_nodes: bytes a second that a rank sends, by collective;
+               links: bytes a second that a rank swaps with the next node, by host
     shared     a folder that every node must see and be able to write to
     runs       where runs go; runs
     gpus       how many this node must have; what Slurm gave it, else as many as there are
     port       must be free here; any
-    quick      true, over several nodes: what nodes find of one another, and no more; for a job's script, after --node
+    quick      true, over several nodes: what nodes find of one another, and no more; for a job's script, after --node.
+               Exits with 0 whatever it finds, which torchrun would bury under a failure of its own: the file tells
     --node     this node alone, in seconds, nothing measured: for a job's script. Prints one line: `HOST fit: ...`, or for
                each thing that is bad `HOST unfit: ...`
 
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         print_findings(report.findings, hosts=report.nodes > 1)
         print_rates(report)
         _finish(report, file)
-        return EXIT_DONE if report.fit else EXIT_NO
+        return EXIT_DONE if report.fit or options.get("quick", False) else EXIT_NO
     if "quick" in options:
         raise RecipeError("command line: quick: is for several nodes, each with a torchrun (launcher doctor --help)")
     findings, versions = health.examine(**node)
@@ -215,6 +217,8 @@ def print_rates(report: Report) -> None:
     ]
     for found, place in ((report.within_node, "within a node"), (report.across_nodes, "across nodes")):
         rows += [(f"{_COLLECTIVES[kind]} {place}", health.rate_in_words(rate, "B/s")) for kind, rate in (found or {}).items()]
+    if report.links:
+        rows.append(("between neighbouring nodes", health.rate_in_words(min(report.links.values()), "B/s")))
     width = max(len(what) for what, _ in rows)
     for what, text in rows:
         _print([(f"  {what:<{width}}  ", "dim"), (text, "")])

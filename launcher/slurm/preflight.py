@@ -25,22 +25,26 @@ LINES = 20
 """Of what a bad node says, in the job's log."""
 
 
-def each(log: str, nodes: Sequence[str], *, status: int) -> dict[str, list[str]]:
-    """Bad nodes, and why in lines: what ended with another status than 0 or 2 (arguments, which are no node's fault); where
-    all were ended as they took too long, also those that had not come to an end."""
+def each(log: str, nodes: Sequence[str], *, status: int) -> tuple[dict[str, list[str]], list[str]]:
+    """Bad nodes, and why in lines: those where it ended with another status than 0 or 2 (arguments, which are no node's
+    fault), and where it took too long also those where it had not ended. And what was not found out, which is held against none."""
     said: dict[str, list[str]] = {node: [] for node in nodes}
     for line in log.splitlines():
         node, _, text = line.partition(": ")
         if node in said:
             said[node].append(text)
-    bad = {}
+    bad, nobody = {}, []
     for node, lines in said.items():
         ended = re.fullmatch(r"status (\d+)", lines[-1]) if lines else None
         if ended is not None and int(ended[1]) not in (EXIT_DONE, EXIT_USAGE):
             bad[node] = lines[:-1][-LINES:] or [f"ended with status {ended[1]}"]
         elif ended is None and status == LATE:
             bad[node] = [*lines[-LINES:], "did not come to an end: a GPU, its driver or a file system hangs"]
-    return bad
+        elif ended is None:
+            nobody.append(f"{node}: nothing is known of it; the srun ended with status {status}")
+        elif int(ended[1]) == EXIT_USAGE:
+            nobody.append(f"{node}: {' '.join(lines[:-1])}")
+    return bad, nobody
 
 
 def together(report: dict[str, Any] | None, nodes: Sequence[str], *, status: int) -> tuple[dict[str, list[str]], list[str]]:
@@ -66,11 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb, name, status = sys.argv[1:] if arguments is None else arguments
     file = Path(name)
     nodes = (scontrol("show", "hostnames", os.environ["SLURM_JOB_NODELIST"]) or "").split()
-    nobody: list[str] = []
     if verb == "each":
-        bad = each(file.read_text(errors="replace"), nodes, status=int(status))
-        if not bad and int(status) != EXIT_DONE:
-            nobody = [f"the examination of each node ended with status {status}"]
+        bad, nobody = each(file.read_text(errors="replace") if file.exists() else "", nodes, status=int(status))
         log = file
     else:
         try:

@@ -543,11 +543,15 @@ def test_each_node_alone():
         ]
     )
     nodes = ["n1", "n2", "n3", "n4", "n5"]
-    assert preflight.each(log, nodes, status=0) == {"n2": ["n2 unfit: GPU 3: not free"]}
-    late = preflight.each(log, nodes, status=preflight.LATE)
+    bad, nobody = preflight.each(log, nodes, status=1)
+    assert bad == {"n2": ["n2 unfit: GPU 3: not free"]}
+    unknown = "nothing is known of it; the srun ended with status 1"
+    assert nobody == ["n3: the recipe is not there", f"n4: {unknown}", f"n5: {unknown}"]
+    late, nobody = preflight.each(log, nodes, status=preflight.LATE)
     assert list(late) == ["n2", "n4", "n5"]
+    assert nobody == ["n3: the recipe is not there"]
     assert late["n5"] == ["did not come to an end: a GPU, its driver or a file system hangs"]
-    assert preflight.each("n1: status 127\n", ["n1"], status=0) == {"n1": ["ended with status 127"]}
+    assert preflight.each("n1: status 127\n", ["n1"], status=0) == ({"n1": ["ended with status 127"]}, [])
 
 
 def report(*findings):
@@ -586,7 +590,10 @@ def test_all_nodes_together(monkeypatch, tmp_path, capsys):
 def test_looking_at_nodes_ends_when_it_takes_too_long_or_the_job_is_asked_to_stop(tmp_path):
     """The script's own function, with an srun that runs the command here."""
     text = render(job(preflight=True))
-    look = text[text.index("look() {") : text.index("if ((warned + terminated == 0)); then\n    looked=0")]
+    assert "sleep 1 &" in text
+    look = text[text.index("look() {") : text.index("if ((warned + terminated == 0)); then\n    looked=0")].replace(
+        "sleep 1 &", "sleep 0.1 &"
+    )
     (tmp_path / "srun").write_text('#!/bin/bash\nshift 3\nexec "$@"\n')
     (tmp_path / "srun").chmod(0o755)
 
@@ -600,5 +607,5 @@ def test_looking_at_nodes_ends_when_it_takes_too_long_or_the_job_is_asked_to_sto
 
     assert looked(60, "bash -c 'echo said; exit 7'") == ["7", "0"]
     assert (tmp_path / "log").read_text() == "said\n"
-    assert looked(1, "sleep 19") == ["124", "0"]
+    assert looked(0, "sleep 19") == ["124", "0"]
     assert looked(60, "sleep 19", before="{ sleep 0.3; kill $$; } &") == ["143", "1"]
