@@ -9,11 +9,13 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
+import platform
 import statistics
 import sys
+import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,19 +25,37 @@ import torch.distributed as dist
 
 from launcher import processes
 from launcher.environment import Environment, read_environment
-from launcher.errors import EXIT_DONE
+from launcher.errors import EXIT_DONE, RecipeError
 from launcher.failures import end_process
-from launcher.health import Finding, Report, State, examine, unlike
+from launcher.health import ALL_NODES, FIGURES, Finding, Report, State, driver, examine, host_name, rate_in_words, unlike
+from launcher.memory.rates import known_machine
 from launcher.processes import DataParallel
 
 SECONDS = 0.25
 """That each thing is measured for, warm-up not counted."""
+INIT_SECONDS = 180
+"""That ranks may take to come."""
 SLOW = 0.8
 """A rank that computes at less than this share of the median rank holds all others up."""
 SLOW_LINK = 0.5
 """The same for a node's links, of which three nodes or more are needed to tell whose is slow."""
 CLOCKS_WARN, CLOCKS_BAD = 0.5, 5.0
 """Seconds that clocks may differ by: times in logs and who-owns-the-run go by them."""
+SHARED_SECONDS = 10.0
+"""After which a node must see what another has written to the shared folder: network file systems remember for some seconds."""
+ASSUMED = 0.5
+"""A rate under this share of what the plan assumes for the GPU is told: the plan's ranking of strategies may not hold here."""
+_BUSY = "who else computes there, its power and heat (nvidia-smi -q -d PERFORMANCE), or whether it is a part of a GPU (MIG)"
+_LOOK_AT = {
+    "half_flops": _BUSY,
+    "float32_flops": _BUSY,
+    "memory_bandwidth": _BUSY,
+    "host_bandwidth": "the PCIe link (nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv)",
+    "host_adamw": "how many cores a rank has (slurm.cpus), and OMP_NUM_THREADS",
+    "intra_node_bandwidth": "the links (nvidia-smi topo -m, nvidia-smi nvlink --status), and NCCL_P2P_DISABLE",
+    "inter_node_bandwidth": "which network is taken (NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME, NCCL_IB_HCA), and its links (ibstat)",
+}
+_COLLECTIVES = {"intra_node_bandwidth": "collectives within a node", "inter_node_bandwidth": "collectives across nodes"}
 
 
 def median_seconds(
@@ -151,34 +171,42 @@ def clock_offsets(ranks: DataParallel, *, now: Callable[[], float] = time.time) 
     return [statistics.median(read[rank] for read in reads) for rank in range(ranks.size)]
 
 
-def sees_shared(folder: Path, ranks: DataParallel, *, first_of_node: bool, seconds: float = 10.0) -> str | None:
-    """None: a file that rank 0 writes is seen by this node within some seconds; else what is wrong."""
-    told: list[Any] = [f".launcher-doctor-{uuid.uuid4().hex}", None]
-    if ranks.rank == 0:
-        try:
-            (folder / told[0]).write_text("seen")
-        except OSError as error:
-            told[1] = f"{folder} cannot be written to: {error.strerror}"
-    dist.broadcast_object_list(told, src=0, group=ranks.group)
-    file, problem = folder / told[0], None
-    if told[1] is not None:
-        return told[1] if ranks.rank == 0 else None
+def sees_shared(
+    folder: Path, ranks: DataParallel, *, node: int, first_of_node: bool, seconds: float = SHARED_SECONDS
+) -> tuple[str | None, list[int] | None]:
+    """Each node's first rank writes a file and looks for those of all others. Returns what is wrong with writing (None:
+    nothing), and the nodes whose files this one sees (None: it did not look, another rank of its node did)."""
+    token: list[Any] = [uuid.uuid4().hex]
+    dist.broadcast_object_list(token, src=0, group=ranks.group)
+    names = [f".launcher-doctor-{token[0]}-{number}" for number in range(ranks.size)]
+    problem = None
     if first_of_node:
-        deadline = time.monotonic() + seconds
-        while not file.exists() and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):
-                os.listdir(folder)  # a network file system may know from before that there is no such file
-            time.sleep(0.1)
-        if not file.exists():
-            problem = f"{folder}: what another node writes there is not seen within {seconds:.0f} s; is it a local disk?"
+        try:
+            (folder / names[node]).write_text("seen")
+        except OSError as error:
+            problem = f"{folder} cannot be written to: {error.strerror or error}"
+    wrote: list[Any] = [None] * ranks.size
+    dist.all_gather_object(wrote, node if first_of_node and problem is None else None, group=ranks.group)
+    wanted, seen = {number for number in wrote if number is not None}, set[int]()
+    deadline = time.monotonic() + seconds
+    while first_of_node and seen != wanted and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            there = set(os.listdir(folder))  # a network file system may know of a single name that there was none
+            seen = {number for number in wanted if names[number] in there}
+        time.sleep(0.0 if seen == wanted else 0.1)
     dist.barrier(group=ranks.group)
-    if ranks.rank == 0:
-        file.unlink(missing_ok=True)
-    return problem
+    if not first_of_node:
+        return None, None
+    with contextlib.suppress(OSError):
+        (folder / names[node]).unlink(missing_ok=True)
+    return problem, sorted(seen)
 
 
-def measure(ranks: DataParallel, environment: Environment) -> dict[str, Any]:
-    """This rank's figures, all ranks measuring the same at once. Collectives of a node, and of all, where there are such."""
+def measure(ranks: DataParallel, environment: Environment, *, quick: bool) -> dict[str, Any]:
+    """This rank's figures, all ranks measuring the same at once. Collectives of a node, and of all, where there are such.
+
+    quick: without what tells nothing more of a node's health.
+    """
     device = ranks.device
     figures: dict[str, Any] = {}
     steps: list[tuple[str, Callable[[], float]]] = [
@@ -190,6 +218,8 @@ def measure(ranks: DataParallel, environment: Environment) -> dict[str, Any]:
     ]
     torch.set_float32_matmul_precision("high")  # as recipes have it
     for name, step in steps:
+        if quick and name in ("float32_flops", "host_adamw"):
+            continue
         dist.barrier(group=ranks.group)
         figures[name] = step()
     local = environment.local_world_size
@@ -204,17 +234,30 @@ def measure(ranks: DataParallel, environment: Environment) -> dict[str, Any]:
     return figures
 
 
+def rounds_of_links(nodes: int) -> list[list[tuple[int, int]]]:
+    """Pairs of neighbours in a ring of nodes, in rounds in which no node is in two: so each node has two links (of two
+    nodes: one), and a slow node is told from its neighbours."""
+    rounds = [[(node, node + 1) for node in range(first, nodes - 1, 2)] for first in (0, 1)]
+    if nodes > 2:
+        closing = (nodes - 1, 0)
+        if nodes % 2 == 0:
+            rounds[1].append(closing)
+        else:
+            rounds.append([closing])
+    return [pairs for pairs in rounds if pairs]
+
+
 def link_rate(ranks: DataParallel, *, local: int) -> float | None:
-    """Bytes a second that this rank swaps with its like on a neighbouring node, all pairs of nodes at once: the better of
+    """Bytes a second that this rank swaps with its like on a neighbouring node, all pairs of a round at once: the better of
     its two neighbours, so that a node with a slow link does not make its neighbours look slow. None: it had no neighbour."""
-    node, nodes = ranks.rank // local, ranks.size // local
+    node = ranks.rank // local
     mine = torch.zeros(1 << 24 if ranks.device.type == "cuda" else 1 << 20, device=ranks.device)
     other = torch.empty_like(mine)
     found = []
-    for first in (0, 1):
-        neighbour = ((node - first) ^ 1) + first
+    for pairs in rounds_of_links(ranks.size // local):
         dist.barrier(group=ranks.group)
-        if not first <= node < nodes or not first <= neighbour < nodes:
+        neighbour = next((first + second - node for first, second in pairs if node in (first, second)), None)
+        if neighbour is None:
             continue
         peer = ranks.rank + (neighbour - node) * local
         times = []
@@ -230,15 +273,20 @@ def link_rate(ranks: DataParallel, *, local: int) -> float | None:
     return max(found, default=None)
 
 
-def _of_host(told: Sequence[dict[str, Any]], host: str, key: str) -> float | None:
-    """The slowest of a host's ranks."""
-    found = [one["figures"].get(key) for one in told if one["host"] == host]
-    rates = [value["all_gather"] if isinstance(value, dict) else value for value in found if value is not None]
-    return min(rates, default=None)
+def _by_host(told: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
+    """The slowest of each host's ranks; without those hosts where it was not measured."""
+    slowest: dict[str, float] = {}
+    for one in told:
+        if (value := one["figures"].get(key)) is not None:
+            rate = value["all_gather"] if isinstance(value, dict) else value
+            slowest[one["host"]] = min(rate, slowest.get(one["host"], rate))
+    return slowest
 
 
 def judge(told: Sequence[dict[str, Any]], *, cpu: bool) -> list[Finding]:
-    """What ranks found of one another. told: of each rank host, gpu (its number), figures, offset (of its clock), shared, right."""
+    """What ranks found of one another. told: of each rank host, node (its number), gpu (its number), figures, offset (of its
+    clock), shared and seen (`sees_shared`), right. What belongs to one node has its host; where as many nodes are on either
+    side, as with two, nobody can tell whose fault it is: all nodes'."""
     findings = []
     names = {"half_flops": "computes", "memory_bandwidth": "moves memory", "host_bandwidth": "copies to and from the host"}
     for key, doing in names.items():
@@ -254,27 +302,87 @@ def judge(told: Sequence[dict[str, Any]], *, cpu: bool) -> list[Finding]:
     for one in told:
         hosts.setdefault(one["host"], one)
     for key, what in (("within_node", "collectives among its ranks run"), ("link", "its links to other nodes run")):
-        rates = {host: rate for host in hosts if (rate := _of_host(told, host, key)) is not None}
+        rates = _by_host(told, key)
         usual = statistics.median(rates.values()) if len(rates) > 2 else 0.0
         for host, rate in rates.items():
             if rate < SLOW_LINK * usual:
                 text = f"{what} at {rate / usual:.0%} of the median node's {usual / 1e9:.3g} GB/s"
                 findings.append(Finding(name="network", state="warning" if cpu else "bad", text=text, host=host))
-    furthest = max(hosts.values(), key=lambda one: abs(one["offset"]))
     if len(hosts) > 1:
-        off = furthest["offset"]
-        text = f"{abs(off):.3g} s {'ahead of' if off > 0 else 'behind'} {told[0]['host']}'s: let chrony or ntpd keep it"
-        state: State = "bad" if abs(off) > CLOCKS_BAD else "warning"
-        if abs(off) > CLOCKS_WARN:
-            findings.append(Finding(name="clock", state=state, text=text, host=furthest["host"]))
-        else:
-            findings.append(Finding(name="clocks", state="good", text=f"within {abs(off):.2g} s of one another", host="all nodes"))
-    findings += [
-        Finding(name="shared folder", state="bad", text=one["shared"], host=one["host"]) for one in told if one.get("shared") is not None
-    ]
-    wrong = sorted({one["host"] for one in told if not one["right"]})
-    for host in wrong:
+        findings += _clocks({host: one["offset"] for host, one in hosts.items()})
+    findings += _sharing([one for one in told if one["seen"] is not None])
+    wrong = [host for host in hosts if any(one["host"] == host and not one["right"] for one in told)]
+    for host in wrong if 2 * len(wrong) < len(hosts) or len(hosts) == 1 else [ALL_NODES] if wrong else []:
         findings.append(Finding(name="all-reduce", state="bad", text="gives a wrong sum", host=host))
+    return findings
+
+
+def _clocks(offsets: dict[str, float]) -> list[Finding]:
+    """offsets: seconds, by host, against any one clock."""
+    usual = statistics.median_low(offsets.values())
+    off = {host: offset - usual for host, offset in offsets.items() if abs(offset - usual) > CLOCKS_WARN}
+    first, last = min(offsets, key=offsets.__getitem__), max(offsets, key=offsets.__getitem__)
+    spread = offsets[last] - offsets[first]
+
+    def state(seconds: float) -> State:
+        return "bad" if abs(seconds) > CLOCKS_BAD else "warning"
+
+    if not off:
+        return [Finding(name="clocks", state="good", text=f"within {spread:.2g} s of one another", host=ALL_NODES)]
+    if 2 * len(off) >= len(offsets):
+        text = f"{last}'s is {spread:.3g} s ahead of {first}'s: let chrony or ntpd keep them"
+        return [Finding(name="clocks", state=state(spread), text=text, host=ALL_NODES)]
+    return [
+        Finding(
+            name="clock",
+            state=state(seconds),
+            text=f"{abs(seconds):.3g} s {'ahead of' if seconds > 0 else 'behind'} the other nodes': let chrony or ntpd keep it",
+            host=host,
+        )
+        for host, seconds in off.items()
+    ]
+
+
+def _sharing(told: Sequence[dict[str, Any]]) -> list[Finding]:
+    """told: as in `judge`, of the ranks that looked, one a node. A node is out of line where fewer than half of the others
+    see what it writes, or it does not see what more than half of them write."""
+    findings = [
+        Finding(name="shared folder", state="bad", text=one["shared"], host=one["host"]) for one in told if one["shared"] is not None
+    ]
+    wrote = {one["node"]: one for one in told if one["shared"] is None}
+    seen = Counter(node for one in wrote.values() for node in one["seen"] if node != one["node"])
+    blind = [
+        one["host"] for node, one in wrote.items() if 2 * min(seen[node], len(wrote.keys() & set(one["seen"]) - {node})) < len(wrote) - 1
+    ]
+    if blind and len(blind) == len(wrote):
+        text = f"what a node writes there others do not see within {SHARED_SECONDS:.0f} s: it is not shared"
+        return [*findings, Finding(name="shared folder", state="bad", text=text, host=ALL_NODES)]
+    text = f"this node and the others do not see within {SHARED_SECONDS:.0f} s what the other writes there; is it a local disk?"
+    return findings + [Finding(name="shared folder", state="bad", text=text, host=host) for host in blind]
+
+
+def against_plan(rates: dict[str, Any], *, device: str, nodes: int, ranks_per_node: int) -> list[Finding]:
+    """The measured rates (as `rates_of` gives them) held against those that the plan assumes for this GPU where it is given
+    none. Warnings: the table knows the GPU, not the network behind it, and slow training is training."""
+    if device == "CPU":
+        text = "not held against the plan's: it has no table of CPUs; launcher plan rates=FILE takes what is measured"
+        return [Finding(name="rates", state="note", text=text, host=ALL_NODES)]
+    try:
+        assumed = known_machine(device, nodes=nodes, gpus_per_node=ranks_per_node).rates
+    except RecipeError:
+        text = f"not held against the plan's: {device} is not in its table; launcher plan rates=FILE takes what is measured"
+        return [Finding(name="rates", state="note", text=text, host=ALL_NODES)]
+    findings = []
+    for name, look_at in _LOOK_AT.items():
+        measured, expected = rates.get(name), getattr(assumed, name)
+        if measured is not None and measured < ASSUMED * expected:
+            what, unit = FIGURES[name] if name in FIGURES else (_COLLECTIVES[name], "B/s")
+            found, hoped = rate_in_words(measured, unit), rate_in_words(expected, unit)
+            text = f"{what}: {found}, {measured / expected:.0%} of the {hoped} that the plan assumes of {device}; look at {look_at}"
+            findings.append(Finding(name="rates", state="warning", text=text, host=ALL_NODES))
+    if not findings:
+        text = f"none under {ASSUMED:.0%} of what the plan assumes of {device}"
+        findings.append(Finding(name="rates", state="good", text=text, host=ALL_NODES))
     return findings
 
 
@@ -285,10 +393,10 @@ def slowest_collectives(told: Sequence[dict[str, Any]], name: str) -> dict[str, 
 
 
 def rates_of(told: Sequence[dict[str, Any]], *, source: str) -> dict[str, Any]:
-    """What `machine.Rates` holds: of each figure the slowest rank's, as all wait for it; None where it could not be measured."""
+    """What `machine.Rates` holds: of each figure the slowest rank's, as all wait for it; None where it was not measured."""
 
-    def slowest(name: str) -> float:
-        return float(min(one["figures"][name] for one in told))
+    def slowest(name: str) -> float | None:
+        return min((one["figures"][name] for one in told if name in one["figures"]), default=None)
 
     def collective(name: str) -> float | None:
         found = slowest_collectives(told, name)
@@ -303,34 +411,68 @@ def rates_of(told: Sequence[dict[str, Any]], *, source: str) -> dict[str, Any]:
     }
 
 
-def run(*, node: dict[str, Any] | None, shared: Path | None) -> Report:
-    """Measures, and examines each node where `node` has the arguments of `examine`; all ranks get the same report."""
+def versions_here() -> dict[str, Any]:
+    """As `examine` gives them."""
+    cuda = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,  # type: ignore[no-untyped-call]
+        "driver": driver(),
+        "gpus": torch.cuda.device_count() if cuda else 0,
+    }
+
+
+def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False) -> Report:
+    """Measures, and examines each node where `node` has the arguments of `examine`; all ranks get the same report.
+
+    quick: each node was examined before: of that only its versions are asked, and less is measured.
+    """
     environment = read_environment()
     findings: list[Finding] = []
     versions: dict[str, Any] = {}
     first_of_node = environment.local_rank == 0
-    if node is not None and first_of_node:
-        findings, versions = examine(**node)
+    if quick and first_of_node:
+        versions = versions_here()
+    # Other ranks of a node keep off its GPUs until they were looked at: they would be found not to be free
+    examined = Path(tempfile.gettempdir()) / f"launcher-doctor-{os.getuid()}-{environment.parent}-{environment.restart_count}"
+    if node is not None and not quick:
+        if first_of_node:
+            findings, versions = examine(**node)
+            examined.touch()
+        deadline = time.monotonic() + INIT_SECONDS
+        while not examined.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
     device = processes.choose_device(environment)
     processes.set_threads(environment, device=device, cpu_offload=True)
-    with processes.process_group(environment, device=device, cpu_offload=True, init_timeout=180) as (ranks, _):
-        mine: dict[str, Any] = {"host": socket.gethostname(), "gpu": environment.local_rank, "right": check_sum(ranks)}
+    with processes.process_group(environment, device=device, cpu_offload=True, init_timeout=INIT_SECONDS) as (ranks, _):
+        if first_of_node:
+            examined.unlink(missing_ok=True)
+        number = ranks.rank // environment.local_world_size
+        mine: dict[str, Any] = {"host": host_name(), "node": number, "gpu": environment.local_rank, "right": check_sum(ranks)}
         mine["offset"] = clock_offsets(ranks)[ranks.rank]
-        mine["shared"] = None if shared is None else sees_shared(shared, ranks, first_of_node=first_of_node)
-        mine["figures"] = measure(ranks, environment)
+        mine["shared"], mine["seen"] = (
+            (None, None) if shared is None else sees_shared(shared, ranks, node=number, first_of_node=first_of_node)
+        )
+        mine["figures"] = measure(ranks, environment, quick=quick)
         mine["findings"], mine["versions"] = findings, versions
         told: list[Any] = [None] * ranks.size
         dist.all_gather_object(told, mine, group=ranks.group)
     found = [finding for one in told for finding in one["findings"]] + judge(told, cpu=device.type == "cpu")
     found += unlike({one["host"]: one["versions"] for one in told if one["versions"]})
+    name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    nodes, local = len(told) // environment.local_world_size, environment.local_world_size
+    rates = rates_of(told, source=f"measured by launcher doctor on {told[0]['host']}, {time.strftime('%Y-%m-%d')}")
     return Report(
-        findings=found,
-        device="CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
-        nodes=len(told) // environment.local_world_size,
-        ranks_per_node=environment.local_world_size,
-        rates=rates_of(told, source=f"measured by launcher doctor on {told[0]['host']}, {time.strftime('%Y-%m-%d')}"),
+        findings=found + against_plan(rates, device=name, nodes=nodes, ranks_per_node=local),
+        device=name,
+        nodes=nodes,
+        ranks_per_node=local,
+        rates=rates,
         within_node=slowest_collectives(told, "within_node"),
         across_nodes=slowest_collectives(told, "across_nodes"),
+        links=_by_host(told, "link") or None,
         versions=told[0]["versions"],
     )
 

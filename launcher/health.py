@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,15 @@ TORCH_SECONDS = 90
 SHARED_SECONDS = 10
 """That writing and reading a small file in the shared folder may take."""
 
+ALL_NODES = "all nodes"
+"""Host of a finding that belongs to no single node."""
+
 State = Literal["good", "note", "warning", "bad"]
+
+
+def host_name() -> str:
+    """As Slurm knows this node, so that it can be told to leave it out; without Slurm the host's own name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +51,7 @@ class Finding:
     state: State
     """bad: not fit to train; warning: it may train, slower or not for long; note: worth knowing."""
     text: str
-    host: str = field(default_factory=lambda: socket.gethostname())
+    host: str = field(default_factory=host_name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +90,38 @@ class Report:
     """Bytes a second that a rank sends, by collective, among the ranks of a node."""
     across_nodes: dict[str, float] | None = None
     """The same among all ranks of several nodes."""
+    links: dict[str, float] | None = None
+    """Bytes a second that a rank swaps with its like on a neighbouring node, by host: the better neighbour, the slowest rank."""
 
     @property
     def fit(self) -> bool:
         """Whether nothing is bad."""
         return not any(finding.state == "bad" for finding in self.findings)
+
+    @property
+    def bad_nodes(self) -> list[str]:
+        """Hosts that something bad belongs to."""
+        return sorted({finding.host for finding in self.findings if finding.state == "bad"} - {ALL_NODES})
+
+
+FIGURES = {
+    "half_flops": ("products of matrices, bfloat16", "FLOP/s"),
+    "float32_flops": ("products of matrices, float32", "FLOP/s"),
+    "memory_bandwidth": ("memory, read and written", "B/s"),
+    "host_bandwidth": ("between host and device", "B/s"),
+    "host_adamw": ("AdamW in host memory", "parameters/s"),
+}
+"""Of `machine.Rates`, those that a rank measures alone, in words."""
+
+
+def rate_in_words(rate: float, unit: str) -> str:
+    """`652 TFLOP/s`, `2.61 TB/s`, `0.38 billion parameters/s`."""
+    if unit == "parameters/s":
+        return f"{rate / 1e9:.3g} billion {unit}"
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if rate >= size:
+            return f"{rate / size:.3g} {prefix}{unit}"
+    return f"{rate:.3g} {unit}"
 
 
 # What looks at the machine
@@ -169,6 +205,14 @@ def has_infiniband() -> bool:
     """Whether there is a network adapter that writes to memory by itself."""
     folder = Path("/sys/class/infiniband")
     return folder.is_dir() and any(folder.iterdir())
+
+
+def driver() -> str | None:
+    """Version of the GPUs' driver; None: there is none, or it does not answer."""
+    with contextlib.suppress(TimeoutError):
+        rows = _rows(nvidia_smi("--query-gpu=driver_version"))
+        return rows[0][0] if rows else None
+    return None
 
 
 def free_bytes(folder: Path) -> int:
@@ -399,10 +443,16 @@ def unlike(versions: dict[str, dict[str, Any]]) -> list[Finding]:
     """What hosts do not have as most others do. versions: by host."""
     findings = []
     for name in next(iter(versions.values()), {}):
-        values = [told[name] for told in versions.values()]
-        most = max(values, key=values.count)
+        counts = Counter(told[name] for told in versions.values())
+        most, count = counts.most_common(1)[0]
+        if 2 * count <= len(versions):  # no majority, none that is out of line
+            text = (
+                f"{name} " + ", ".join(f"{value} on {count}" for value, count in counts.most_common()) + " nodes: should be the same on all"
+            )
+            findings.append(Finding(name="versions", state="bad", text=text, host=ALL_NODES))
+            continue
         for host, told in versions.items():
             if told[name] != most:
-                text = f"{name} {told[name]}, but {most} on {values.count(most)} of {len(values)} nodes"
+                text = f"{name} {told[name]}, but {most} on {count} of {len(versions)} nodes"
                 findings.append(Finding(name="versions", state="bad", text=text, host=host))
     return findings

@@ -1,13 +1,16 @@
 """`launcher doctor [ranks=N] [json=FILE] [shared=FOLDER]`: is this machine, node or allocation fit to train, and how fast is it?
 
     ranks      processes that measure together; the GPUs of this machine, else two
-    json       a file that `launcher plan rates=FILE` reads: fit, device, nodes, ranks_per_node, versions, findings [{host, name,
-               state, text}], rates (`memory.machine.Rates`; null where it could not be measured), and within_node and
-               across_nodes: bytes a second that a rank sends, by collective
+    json       a file that `launcher plan rates=FILE` reads: fit, bad_nodes (hosts, as Slurm calls them), device, nodes,
+               ranks_per_node, versions, findings [{host, name, state, text}], rates (`memory.machine.Rates`; null where
+               it was not measured), and within_node and across_nodes: bytes a second that a rank sends, by collective;
+               links: bytes a second that a rank swaps with the next node, by host
     shared     a folder that every node must see and be able to write to
     runs       where runs go; runs
     gpus       how many this node must have; what Slurm gave it, else as many as there are
     port       must be free here; any
+    quick      true, over several nodes: what nodes find of one another, and no more; for a job's script, after --node.
+               Exits with 0 whatever it finds, which torchrun would bury under a failure of its own: the file tells
     --node     this node alone, in seconds, nothing measured: for a job's script. Prints one line: `HOST fit: ...`, or for
                each thing that is bad `HOST unfit: ...`
 
@@ -34,23 +37,16 @@ from typing import Any
 
 from launcher import health
 from launcher.commands.options import count, read_options, truth, word
-from launcher.environment import read_environment
+from launcher.environment import Environment, read_environment
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
 from launcher.health import Finding, Report
 
-OPTIONS = {"ranks": count, "json": word, "shared": word, "runs": word, "gpus": count, "port": count, "node": truth}
+OPTIONS = {"ranks": count, "json": word, "shared": word, "runs": word, "gpus": count, "port": count, "quick": truth, "node": truth}
 MEASURING_SECONDS = 300
 """After which the ranks that measure are taken for hung: it takes them some 20 s."""
 WORKER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={ranks}", "-m", "launcher.doctor")
 
 _STYLES = {"good": ("ok  ", "green"), "note": ("note", "cyan"), "warning": ("warn", "bold yellow"), "bad": ("BAD ", "bold red")}
-_FIGURES = {
-    "half_flops": ("products of matrices, bfloat16", "FLOP/s"),
-    "float32_flops": ("products of matrices, float32", "FLOP/s"),
-    "memory_bandwidth": ("memory, read and written", "B/s"),
-    "host_bandwidth": ("between host and device", "B/s"),
-    "host_adamw": ("AdamW in host memory", "parameters/s"),
-}
 _COLLECTIVES = {"all_gather": "all-gather", "all_reduce": "all-reduce", "point_to_point": "neighbours swapping"}
 
 
@@ -78,12 +74,16 @@ def main(arguments: Sequence[str]) -> int:
     with contextlib.suppress(RecipeError):  # started by srun without torchrun: each looks at its own machine
         environment = read_environment()
     if environment is not None and environment.torchrun:
-        report: Report = importlib.import_module("launcher.doctor").run(node=node | {"ranks": environment.local_world_size}, shared=shared)
-        if environment.main:
-            print_findings(report.findings, hosts=report.nodes > 1)
-            print_rates(report)
-            _finish(report, file)
-        return EXIT_DONE if report.fit else EXIT_NO
+        node["ranks"] = environment.local_world_size
+        report: Report = importlib.import_module("launcher.doctor").run(node=node, shared=shared, quick=options.get("quick", False))
+        if not _speaks(environment):  # a rank that fails would have torchrun end the one that still writes
+            return EXIT_DONE
+        print_findings(report.findings, hosts=report.nodes > 1)
+        print_rates(report)
+        _finish(report, file)
+        return EXIT_DONE if report.fit or options.get("quick", False) else EXIT_NO
+    if "quick" in options:
+        raise RecipeError("command line: quick: is for several nodes, each with a torchrun (launcher doctor --help)")
     findings, versions = health.examine(**node)
     print_findings(findings, hosts=False)
     ranks = options.get("ranks") or versions["gpus"] or min(2, health.cores())
@@ -102,6 +102,13 @@ def main(arguments: Sequence[str]) -> int:
         print("  srun --ntasks-per-node=1 torchrun --nnodes $SLURM_JOB_NUM_NODES --nproc-per-node GPUS --rdzv-backend c10d \\")
         print("    --rdzv-endpoint HOST:29500 -m launcher.cli doctor")
     return EXIT_DONE if report.fit else EXIT_NO
+
+
+def _speaks(environment: Environment) -> bool:
+    """Whether this rank prints and writes for all: under srun one of the first node, which sees the folders that the job's
+    script sees; torchrun may give rank 0 to any node."""
+    node = os.environ.get("SLURM_NODEID")
+    return environment.main if node is None else environment.local_rank == 0 and node == "0"
 
 
 def measured(ranks: int, report: Report) -> Report:
@@ -151,7 +158,7 @@ def print_node(findings: Sequence[Finding], versions: dict[str, Any]) -> int:
     if bad:
         return EXIT_NO
     gpus = next((finding.text for finding in findings if finding.name == "GPUs"), "no GPU")
-    print(f"{socket.gethostname()} fit: {gpus}; torch {versions['torch']}")
+    print(f"{health.host_name()} fit: {gpus}; torch {versions['torch']}")
     return EXIT_DONE
 
 
@@ -199,25 +206,19 @@ def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
         yield dataclasses.replace(group[0], host="all nodes" if hosts == everywhere else f"{len(hosts)} nodes", text=text)
 
 
-def rate_in_words(rate: float, unit: str) -> str:
-    """`652 TFLOP/s`, `2.61 TB/s`, `0.38 billion parameters/s`."""
-    if unit == "parameters/s":
-        return f"{rate / 1e9:.3g} billion {unit}"
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if rate >= size:
-            return f"{rate / size:.3g} {prefix}{unit}"
-    return f"{rate:.3g} {unit}"
-
-
 def print_rates(report: Report) -> None:
     """What was measured: of each the slowest rank's."""
     if report.rates is None:
         return
     where = f"{report.nodes} {'node' if report.nodes == 1 else 'nodes'} x {report.ranks_per_node} {report.device}"
     _print([(f"\nA rank's rates, all measuring at once ({where}):", "bold")])
-    rows = [(what, rate_in_words(report.rates[key], unit)) for key, (what, unit) in _FIGURES.items()]
+    rows = [
+        (what, health.rate_in_words(rate, unit)) for key, (what, unit) in health.FIGURES.items() if (rate := report.rates[key]) is not None
+    ]
     for found, place in ((report.within_node, "within a node"), (report.across_nodes, "across nodes")):
-        rows += [(f"{_COLLECTIVES[kind]} {place}", rate_in_words(rate, "B/s")) for kind, rate in (found or {}).items()]
+        rows += [(f"{_COLLECTIVES[kind]} {place}", health.rate_in_words(rate, "B/s")) for kind, rate in (found or {}).items()]
+    if report.links:
+        rows.append(("between neighbouring nodes", health.rate_in_words(min(report.links.values()), "B/s")))
     width = max(len(what) for what, _ in rows)
     for what, text in rows:
         _print([(f"  {what:<{width}}  ", "dim"), (text, "")])
@@ -225,13 +226,12 @@ def print_rates(report: Report) -> None:
 
 def _finish(report: Report, file: Path | None) -> None:
     if file is not None:
-        file.write_text(json.dumps({"fit": report.fit} | dataclasses.asdict(report), indent=1) + "\n")
+        file.write_text(json.dumps({"fit": report.fit, "bad_nodes": report.bad_nodes} | dataclasses.asdict(report), indent=1) + "\n")
         print(f"\nwritten: {file}; plan with it: launcher plan recipe=NAME rates={file}")
     bad = [finding for finding in report.findings if finding.state == "bad"]
     if bad:
-        hosts = sorted({finding.host for finding in bad})
         _print([("\nNot fit to train", "bold red"), (f": {len(bad)} {'thing is' if len(bad) == 1 else 'things are'} bad", "")])
-        if report.nodes > 1:
-            print(f"nodes to leave out: {','.join(hosts)}")
+        if report.nodes > 1 and report.bad_nodes:
+            print(f"nodes to leave out: {','.join(report.bad_nodes)}")
     else:
         _print([("\nFit to train.", "bold green")])

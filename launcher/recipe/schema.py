@@ -415,7 +415,7 @@ class Slurm:
     lead: PositiveInt | None = None
     """Seconds before the time limit at which the run is told to save; null: at least twice a step and a save, as measured."""
     preflight: bool = False
-    """Check every node before training (launcher doctor --node); a bad one is excluded, and the job requeued."""
+    """Check every node before training (launcher doctor --node), then all together; a bad one is excluded, and the job requeued."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,19 @@ import json
 import sys
 
 from launcher.memory.machine import Rates
-from tests.distributed.launching import run
+from tests.distributed.launching import run, torchrun
+
+NODE = """
+import os, sys, time
+rank = int(os.environ["RANK"])
+os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "SLURMD_NODENAME": f"n{rank + 1}", "SLURM_NODEID": str(2 - rank)}
+if rank == 1:
+    read = time.time
+    time.time = lambda: read() + 40
+from launcher import cli
+sys.exit(cli.main(["doctor", "quick=true", *sys.argv[1:]]))
+"""
+"""A rank that takes itself for a node of three, of which n2's clock is ahead, and n3 is Slurm's first."""
 
 
 def test_a_real_examination(tmp_path):
@@ -25,3 +37,19 @@ def test_a_real_examination(tmp_path):
     assert set(told["within_node"]) == {"all_gather", "all_reduce", "point_to_point"}
     assert told["across_nodes"] is None
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_of_three_nodes_the_one_that_is_not_as_the_others_is_named(tmp_path):
+    script, file = tmp_path / "node.py", tmp_path / "doctor.json"
+    script.write_text(NODE)
+    done = torchrun(script, f"json={file}", f"shared={tmp_path}", ranks=3, timeout=90).check()
+    told = json.loads(file.read_text())
+    assert told["bad_nodes"] == ["n2"], told
+    assert told["fit"] is False
+    (bad,) = (finding["text"] for finding in told["findings"] if finding["state"] == "bad")
+    assert bad == "40 s ahead of the other nodes': let chrony or ntpd keep it"
+    assert set(told["links"]) == {"n1", "n2", "n3"}
+    assert all(1e6 < rate < 1e14 for rate in told["links"].values())
+    said = [line for line in done.output.splitlines() if "nodes to leave out" in line]
+    assert said == ["[default2]:nodes to leave out: n2"], done.output
+    assert sorted(tmp_path.iterdir()) == [file, script]

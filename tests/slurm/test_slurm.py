@@ -397,10 +397,36 @@ def test_a_node_that_is_not_fit_is_excluded(alone, whole_cluster):
     log = alone.log(name)
     assert "not fit to train: n2" in log
     assert "GPU 3 is gone" in log
-    assert "n3 fit: " in "".join(file.read_text() for file in alone.run_dir(name).rglob("preflight_n3.log"))
+    assert "n3: n3 fit: " in (alone.run_dir(name) / f"slurm/job_{job}/restart_1/preflight_nodes.log").read_text()
     assert alone.cluster.job(job)["ExcNodeList"] == "n4,n2"
     assert alone.cluster.job(job)["NodeList"] == "n[1,3]"
     assert alone.starts(name) == 1
+
+
+@pytest.mark.long
+def test_a_node_that_is_not_fit_beside_the_others_is_excluded(alone, whole_cluster):
+    """Alone n2 finds nothing wrong with itself: its clock, as the ranks there read it, is ahead."""
+    clock, python = alone.folder / "clock", alone.folder / "python_with_clock"
+    clock.mkdir()
+    shifted = "import os, time\nif 'RANK' in os.environ:\n    read = time.time\n    time.time = lambda: read() + 40\n"
+    (clock / "sitecustomize.py").write_text(shifted)
+    path = f'[ "$(hostname)" = n2 ] && export PYTHONPATH="{clock}:$PYTHONPATH"'
+    python.write_text(f'#!/bin/sh\ncase "$*" in *quick=true*) {path};; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    name = "beside"
+    job = alone.submit(name, "nodes=3", "cpus=2", "preflight=true", f"python={python}", "run.max_steps=6")
+    assert alone.ends(name, job, 240) == "COMPLETED"
+    log, logs = alone.log(name), alone.run_dir(name) / f"slurm/job_{job}"
+    assert "preflight: not fit to train: n2; more is in" in log
+    assert "  n2: clock: 40 s ahead of the other nodes': let chrony or ntpd keep it" in log
+    for node in ("n1", "n2", "n3"):
+        assert f"{node}: {node} fit: " in (logs / "restart_0/preflight_nodes.log").read_text()
+    assert json.loads((logs / "restart_0/preflight_all.json").read_text())["bad_nodes"] == ["n2"]
+    assert json.loads((logs / "restart_1/preflight_all.json").read_text())["fit"] is True
+    assert alone.cluster.job(job)["ExcNodeList"] == "n2"
+    assert alone.cluster.job(job)["NodeList"] == "n[1,3-4]"
+    assert alone.starts(name) == 1
+    assert alone.status(name)["state"] == "finished"
 
 
 @pytest.mark.long

@@ -180,6 +180,17 @@ def test_nodes_with_other_versions_are_named():
     hosts = {f"n{i}": {"torch": "2.13.0", "driver": "570"} for i in range(3)} | {"n3": {"torch": "2.13.0", "driver": "550"}}
     (finding,) = unlike(hosts)
     assert (finding.host, finding.text) == ("n3", "driver 550, but 570 on 3 of 4 nodes")
+    (finding,) = unlike({name: hosts[name] for name in ("n2", "n3")})
+    assert (finding.host, finding.text) == ("all nodes", "driver 570 on 1, 550 on 1 nodes: should be the same on all")
+
+
+def test_nodes_are_called_as_slurm_calls_them(monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu-7")
+    findings = [Finding(name="x", state="bad", text="x"), Finding(name="y", state="bad", text="y", host=health.ALL_NODES)]
+    findings += [Finding(name="z", state="warning", text="z", host="gpu-8"), Finding(name="u", state="bad", text="u", host="gpu-3")]
+    assert Report(findings=findings, device="CPU", nodes=3, ranks_per_node=1, versions={}).bad_nodes == ["gpu-3", "gpu-7"]
+    monkeypatch.delenv("SLURMD_NODENAME")
+    assert health.host_name() == health.socket.gethostname()
 
 
 def told(**changes):
@@ -192,7 +203,8 @@ def told(**changes):
             "across_nodes": {"all_gather": 4e10, "all_reduce": 5e10},
             "link": 4e10,
         }
-        mine = {"host": f"n{rank // 2}", "gpu": rank % 2, "offset": 0.0, "shared": None, "right": True, "figures": figures}
+        mine = {"host": f"n{rank // 2}", "node": rank // 2, "gpu": rank % 2, "offset": 0.0, "right": True, "figures": figures}
+        mine |= {"shared": None, "seen": None if rank % 2 else [0, 1, 2, 3]}
         change = changes.get(f"rank{rank}", {})
         figures |= change.pop("figures", {})
         found.append(mine | change)
@@ -206,15 +218,78 @@ def told(**changes):
         ({"rank2": {"figures": {"host_bandwidth": 1e10}}}, "n1", "GPU 0 (rank 2) copies to and from the host at 20%"),
         ({"rank6": {"figures": {"link": 1e10}}}, "n3", "its links to other nodes run at 25% of the median node's 40 GB/s"),
         ({"rank1": {"figures": {"within_node": {"all_gather": 1e10, "all_reduce": 3e11}}}}, "n0", "collectives among its ranks run at 3%"),
-        ({"rank4": {"offset": -9.0}, "rank5": {"offset": -9.0}}, "n2", "9 s behind n0's"),
-        ({"rank4": {"shared": "/x: is not seen"}}, "n2", "/x: is not seen"),
+        ({"rank4": {"offset": -9.0}, "rank5": {"offset": -9.0}}, "n2", "9 s behind the other nodes'"),
+        (
+            {f"rank{rank}": {"offset": 9.0} for rank in range(2, 8)},
+            "n0",
+            "9 s behind the other nodes'",
+        ),  # by its own clock it is the others
+        ({"rank4": {"shared": "/x cannot be written to"}}, "n2", "/x cannot be written to"),
+        ({"rank4": {"seen": [2]}}, "n2", "this node and the others do not see within 10 s"),
+        ({f"rank{rank}": {"seen": [0, 2, 3]} for rank in (0, 4, 6)}, "n1", "this node and the others do not see"),
+        ({"rank0": {"seen": [0]}} | {f"rank{rank}": {"seen": [1, 2, 3]} for rank in (2, 4, 6)}, "n0", "this node and the others"),
+        ({f"rank{rank}": {"offset": rank // 2 // 2 * 9.0} for rank in range(8)}, "all nodes", "n2's is 9 s ahead of n0's"),
+        ({f"rank{rank}": {"seen": [rank // 2]} for rank in (0, 2, 4, 6)}, "all nodes", "what a node writes there others do not see"),
         ({"rank3": {"right": False}}, "n1", "gives a wrong sum"),
+        ({f"rank{rank}": {"right": False} for rank in range(8)}, "all nodes", "gives a wrong sum"),
     ],
 )
 def test_the_node_that_holds_others_up_is_named(changes, host, said):
     found = [finding for finding in doctor.judge(told(**changes), cpu=False) if finding.state == "bad"]
     assert [finding.host for finding in found] == [host]
     assert found[0].text.startswith(said)
+
+
+def test_of_two_nodes_nobody_can_tell_which_is_at_fault():
+    two = told(rank2={"offset": 9.0, "seen": [1]}, rank3={"offset": 9.0, "figures": {"link": 1e9}}, rank0={"seen": [0]})[:4]
+    found = [finding for finding in doctor.judge(two, cpu=False) if finding.state != "good"]
+    assert [(finding.name, finding.state, finding.host) for finding in found] == [
+        ("clocks", "bad", "all nodes"),
+        ("shared folder", "bad", "all nodes"),
+    ]
+
+
+@pytest.mark.parametrize("nodes", range(1, 10))
+def test_every_node_has_two_links_to_judge_it_by(nodes):
+    rounds = doctor.rounds_of_links(nodes)
+    for pairs in rounds:
+        ends = [node for pair in pairs for node in pair]
+        assert len(set(ends)) == len(ends), "two at a time"
+    links = {frozenset(pair) for pairs in rounds for pair in pairs}
+    assert len(links) == sum(map(len, rounds)) == (nodes if nodes > 2 else nodes - 1)
+    assert all(sum(node in link for link in links) == min(2, nodes - 1) for node in range(nodes))
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 5, 8])
+def test_a_slow_link_is_told_from_its_neighbours(nodes):
+    """What each node measures where one is slow: the better of its links."""
+    for slow in range(nodes):
+        links = [pair for pairs in doctor.rounds_of_links(nodes) for pair in pairs]
+        best = [max(1e9 if slow in pair else 4e10 for pair in links if node in pair) for node in range(nodes)]
+        ranks = [told()[0] | {"host": f"n{node}", "node": node, "seen": list(range(nodes))} for node in range(nodes)]
+        for node, one in enumerate(ranks):
+            one["figures"] = one["figures"] | {"link": best[node]}
+        assert [finding.host for finding in doctor.judge(ranks, cpu=False) if finding.state == "bad"] == [f"n{slow}"]
+
+
+def test_rates_are_held_against_the_plan():
+    device = "NVIDIA H100 80GB HBM3"
+    rates = doctor.rates_of(told(), source="here") | {"host_adamw": 5e9}
+
+    def against(device, **changes):
+        return [(f.state, f.text) for f in doctor.against_plan(rates | changes, device=device, nodes=4, ranks_per_node=2)]
+
+    assert against(device) == [("good", f"none under 50% of what the plan assumes of {device}")]
+    assert against(device, float32_flops=None, host_adamw=None)[0][0] == "good"
+    ((state, text),) = against(device, inter_node_bandwidth=1.2e9)
+    assert (state, text) == (
+        "warning",
+        "collectives across nodes: 1.2 GB/s, 2% of the 80 GB/s that the plan assumes of NVIDIA H100 80GB HBM3; "
+        "look at which network is taken (NCCL_DEBUG=INFO; NCCL_SOCKET_IFNAME, NCCL_IB_HCA), and its links (ibstat)",
+    )
+    assert "nvidia-smi -q -d PERFORMANCE" in against(device, half_flops=300e12)[0][1]
+    assert [state for state, _ in against("CPU") + against("Tesla X1")] == ["note", "note"]
+    assert "Tesla X1 is not in its table" in against("Tesla X1")[0][1]
 
 
 def test_ranks_that_are_alike_are_fit():
@@ -225,19 +300,21 @@ def test_ranks_that_are_alike_are_fit():
 
 
 def test_a_shared_folder_that_is_not_shared_is_seen(monkeypatch, tmp_path):
-    name = [".launcher-doctor-1", None]
+    """Node 0 of three; node 1 writes elsewhere, node 2 cannot write."""
+    told_others = {"wrote": [0, 1, None]}
     monkeypatch.setattr(doctor.dist, "barrier", lambda group: None)
-    monkeypatch.setattr(doctor.dist, "broadcast_object_list", lambda told, src, group: told.__setitem__(slice(None), name))
-    other = types.SimpleNamespace(rank=1, group=None)
-    assert "is it a local disk?" in doctor.sees_shared(tmp_path, other, first_of_node=True, seconds=0.1)
-    assert doctor.sees_shared(tmp_path, other, first_of_node=False, seconds=0.1) is None
-    (tmp_path / name[0]).write_text("seen")
-    assert doctor.sees_shared(tmp_path, other, first_of_node=True, seconds=0.1) is None
-    monkeypatch.setattr(doctor.dist, "broadcast_object_list", lambda told, src, group: None)
-    main = types.SimpleNamespace(rank=0, group=None)
-    assert "cannot be written to: No such file" in doctor.sees_shared(tmp_path / "none", main, first_of_node=True)
-    assert doctor.sees_shared(tmp_path, main, first_of_node=True) is None
-    assert [file.name for file in tmp_path.iterdir()] == [name[0]]  # its own is taken away
+    monkeypatch.setattr(doctor.dist, "broadcast_object_list", lambda token, src, group: token.__setitem__(0, "1"))
+    monkeypatch.setattr(doctor.dist, "all_gather_object", lambda out, mine, group: out.__setitem__(slice(None), told_others["wrote"]))
+    ranks = types.SimpleNamespace(rank=0, size=3, group=None)
+    assert doctor.sees_shared(tmp_path, ranks, node=0, first_of_node=True, seconds=0.1) == (None, [0])
+    assert list(tmp_path.iterdir()) == [], "its own is taken away"
+    (tmp_path / ".launcher-doctor-1-1").write_text("seen")
+    assert doctor.sees_shared(tmp_path, ranks, node=0, first_of_node=True) == (None, [0, 1])
+    assert doctor.sees_shared(tmp_path, ranks, node=0, first_of_node=False) == (None, None)
+    told_others["wrote"] = [None, 1, None]
+    problem, seen = doctor.sees_shared(tmp_path / "none", ranks, node=0, first_of_node=True, seconds=0.1)
+    assert problem == f"{tmp_path}/none cannot be written to: No such file or directory"
+    assert seen == []
 
 
 def test_rates_are_those_of_the_slowest_rank():
@@ -287,11 +364,13 @@ def test_the_whole_examination(faked, capsys):
     assert "Fit to train." in printed
     written = json.loads(Path("d.json").read_text())
     assert written["fit"] is True
+    assert written["bad_nodes"] == []
     assert written["rates"]["half_flops"] == 600e12
     faked.append(finding("bad", "not free"))
     assert cli.main(["doctor"]) == 3
     assert "Not fit to train: 1 thing is bad" in capsys.readouterr().out
     assert cli.main(["doctor", "json=no/folder/d.json"]) == 2
+    assert cli.main(["doctor", "quick=true"]) == 2
     assert cli.main(["doctor", "recipe=fsdp"]) == 2
     assert "recipe=fsdp: no option of launcher doctor; there are ranks, json" in capsys.readouterr().err
 

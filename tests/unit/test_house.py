@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "selftest": {"assembly", "environment", "errors", "failures", "hub", "processes", "recipe"},
     "train": {"environment", "errors", "failures", "pipeline", "recipe", "resume", "run_folder"},
     "health": {"metrics"},
-    "doctor": {"environment", "errors", "failures", "health", "processes"},
+    "doctor": {"environment", "errors", "failures", "health", "memory", "processes"},
     "slurm": {"__version__", "checkpoints", "errors", "metrics", "ownership", "recipe", "resume", "run_folder"},
     "commands": {
         *("batching", "checkpoints", "data", "environment", "errors", "hardware", "health", "hub", "measuring", "memory", "metrics"),

@@ -20,7 +20,7 @@ from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Slurm
 from launcher.run_folder import RunFolder
-from launcher.slurm import agent, attempts, submit
+from launcher.slurm import agent, attempts, preflight, submit
 from launcher.slurm.attempts import Ended, decide
 from launcher.slurm.render import JobScript, node_counts, quote_for_sbatch, ranks_per_node, render
 from tests.unit.made_plan import made_plan
@@ -84,14 +84,28 @@ def test_what_is_asked_for_stands_in_the_script():
     assert sorted(order, key=text.index) == order
     assert "doctor" not in text
     assert "localhost" not in text
-    assert "doctor --node" in render(job(preflight=True))
+    looked_at = render(job(preflight=True, nodes=2, ranks_per_node=3))
+    order = [
+        "trap 'warned=1",
+        "doctor --node",
+        "preflight each",
+        "--nproc-per-node 3 --max-restarts 0",
+        "doctor quick=true",
+        "preflight together",
+    ]
+    order += ["launcher.train", "attempts end"]
+    assert sorted(order, key=looked_at.index) == order
     assert "--gpus-per-node" not in render(job()), "a node of CPUs"
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (Debian: apt-get install shellcheck)")
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"runs": 3, "preflight": True, "interface": "ib0", "setup": (":",), "environment": {"A": "b c"}, "srun_extra": ("-v",)}],
+    [
+        {},
+        {"preflight": True},
+        {"runs": 3, "preflight": True, "interface": "ib0", "setup": (":",), "environment": {"A": "b c"}, "srun_extra": ("-v",)},
+    ],
 )
 def test_shellcheck_has_nothing_to_say(settings, tmp_path):
     (tmp_path / "script").write_text(render(job(**settings)))
@@ -522,3 +536,82 @@ def test_a_refusal_is_left_for_the_script(tmp_path, folder):
     done = subprocess.run(train, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert refused.read_text() == "command line: run.sed=3: unknown key; did you mean seed?\n"
+
+
+# The preflight
+
+
+def test_each_node_alone():
+    log = "\n".join(
+        [
+            *("n1: n1 fit: 8 x H100", "n1: status 0", "n2: n2 unfit: GPU 3: not free", "n2: status 3", "srun: error: a word of Slurm's"),
+            *("n3: the recipe is not there", "n3: status 2", "n4: n4 fit: 8 x H100"),
+        ]
+    )
+    nodes = ["n1", "n2", "n3", "n4", "n5"]
+    bad, nobody = preflight.each(log, nodes, status=1)
+    assert bad == {"n2": ["n2 unfit: GPU 3: not free"]}
+    unknown = "nothing is known of it; the srun ended with status 1"
+    assert nobody == ["n3: the recipe is not there", f"n4: {unknown}", f"n5: {unknown}"]
+    late, nobody = preflight.each(log, nodes, status=preflight.LATE)
+    assert list(late) == ["n2", "n4", "n5"]
+    assert nobody == ["n3: the recipe is not there"]
+    assert late["n5"] == ["did not come to an end: a GPU, its driver or a file system hangs"]
+    assert preflight.each("n1: status 127\n", ["n1"], status=0) == ({"n1": ["ended with status 127"]}, [])
+
+
+def report(*findings):
+    findings = [{"name": name, "state": state, "text": "why", "host": host} for name, state, host in findings]
+    return {"findings": findings, "bad_nodes": sorted({f["host"] for f in findings if f["state"] == "bad"} - {"all nodes"})}
+
+
+def test_all_nodes_together(monkeypatch, tmp_path, capsys):
+    nodes = ["n1", "n2", "n3"]
+    told = report(("clock", "bad", "n2"), ("versions", "bad", "n2"), ("rates", "warning", "n1"), ("clocks", "bad", "all nodes"))
+    assert preflight.together(told, nodes, status=1) == ({"n2": ["clock: why", "versions: why"]}, ["all nodes: clocks: why"])
+    assert preflight.together(report(("clock", "bad", "elsewhere")), nodes, status=1) == ({}, ["elsewhere: clock: why"])
+    assert preflight.together(None, nodes, status=preflight.LATE) == ({}, ["the examination took too long, and was ended"])
+    monkeypatch.setattr(preflight, "scontrol", lambda *words: "n1\nn2\nn3\n")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    file = tmp_path / "preflight_all.json"
+
+    def printed(status):
+        assert preflight.main(["together", str(file), status]) == 0
+        said = capsys.readouterr()
+        return said.out, said.err
+
+    out, err = printed("1")
+    assert out == ""
+    assert "the examination ended with status 1, and no report" in err
+    assert f"no node is named by that, and training goes on; more is in {tmp_path}/preflight_all.log" in err
+    file.write_text(json.dumps(told))
+    out, err = printed("1")
+    assert out == "n2\n"
+    assert "not fit to train: n2; more is in" in err
+    assert "  n2: clock: why\n" in err
+    file.write_text(json.dumps(report(("rates", "warning", "n1"))))
+    assert printed("0") == ("", "")
+
+
+def test_looking_at_nodes_ends_when_it_takes_too_long_or_the_job_is_asked_to_stop(tmp_path):
+    """The script's own function, with an srun that runs the command here."""
+    text = render(job(preflight=True))
+    assert "sleep 1 &" in text
+    look = text[text.index("look() {") : text.index("if ((warned + terminated == 0)); then\n    looked=0")].replace(
+        "sleep 1 &", "sleep 0.1 &"
+    )
+    (tmp_path / "srun").write_text('#!/bin/bash\nshift 3\nexec "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+
+    def looked(limit, command, *, before=":"):
+        script = f"set -u; warned=0 terminated=0; trap terminated=1 TERM\n{look}\n{before}\nlook {limit} log {command}; echo $? $terminated"
+        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "1"}
+        began = time.monotonic()
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, timeout=20, capture_output=True, text=True, check=True)
+        assert time.monotonic() - began < 5
+        return done.stdout.split()
+
+    assert looked(60, "bash -c 'echo said; exit 7'") == ["7", "0"]
+    assert (tmp_path / "log").read_text() == "said\n"
+    assert looked(0, "sleep 19") == ["124", "0"]
+    assert looked(60, "sleep 19", before="{ sleep 0.3; kill $$; } &") == ["143", "1"]
