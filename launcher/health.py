@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from launcher import host_memory as memory_here
 from launcher.metrics.console import bytes_as_text
 
 GIB = 1024**3
@@ -171,18 +172,8 @@ def torch_sees() -> dict[str, Any]:
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes: all there may be used (the machine's, or its control group's limit), and of it available."""
-    fields = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        fields[name] = int(rest.split()[0]) * 1024
-    whole, available = fields["MemTotal"], fields["MemAvailable"]
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        with contextlib.suppress(OSError, ValueError):
-            bound = int((Path("/sys/fs/cgroup") / limit).read_text())
-            if bound < whole:
-                whole, available = bound, min(available, bound - int((Path("/sys/fs/cgroup") / used).read_text()))
-    return whole, available
+    """Bytes: all that may be used here, and of it available."""
+    return memory_here.allowed() or 0, memory_here.available() or 0
 
 
 def cores() -> int:

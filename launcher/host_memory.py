@@ -15,7 +15,7 @@ def available(root: Path = Path("/")) -> int | None:
     """Bytes that processes here can still take: the node's, or what is left of the limit of the control groups above this
     process, if that is less. None where the kernel does not tell."""
     left = []
-    with contextlib.suppress(OSError, KeyError, ValueError):
+    with contextlib.suppress(OSError, KeyError, ValueError, StopIteration):
         lines = (root / "proc/meminfo").read_text().splitlines()
         left.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
     for folder in _control_groups(root):
@@ -23,6 +23,20 @@ def available(root: Path = Path("/")) -> int | None:
             with contextlib.suppress(OSError, ValueError):  # memory.max says `max` where there is no limit
                 left.append(max(0, int((folder / limit).read_text()) - int((folder / used).read_text())))
     return min(left, default=None)
+
+
+def allowed(root: Path = Path("/")) -> int | None:
+    """Bytes that all processes here may have together: the node's, or the limit of the control groups above this process, if that is
+    less. None where the kernel does not tell."""
+    bounds = []
+    with contextlib.suppress(OSError, KeyError, ValueError, StopIteration):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        bounds.append(int(next(line for line in lines if line.startswith("MemTotal:")).split()[1]) * 1024)
+    for folder in _control_groups(root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):
+                bounds.append(int((folder / name).read_text()))
+    return min(bounds, default=None)
 
 
 def resident() -> int:

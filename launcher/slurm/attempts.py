@@ -158,7 +158,8 @@ def _write_record(run_dir: Path, record: Record) -> None:
 
 
 def begin(run_dir: Path, job: str, *, lead: int, max_failures: int, end_time: float | None, now: float) -> tuple[bool, str]:
-    """Notes that an attempt begins. Returns whether it may, and in how many seconds to warn it (empty: Slurm does), or why not.
+    """Notes that an attempt begins. Returns whether it may, and, where it needs longer to save than Slurm was told, in how many
+    seconds to warn it and how long it has from then on (`415 700`; empty: Slurm warns it), or why not.
 
     end_time: of the allocation, in seconds since 1970.
     """
@@ -176,7 +177,11 @@ def begin(run_dir: Path, job: str, *, lead: int, max_failures: int, end_time: fl
     needed = measured_lead(run_dir)
     if needed is None or needed <= lead or end_time is None:
         return True, ""
-    return True, str(max(1, math.floor(end_time - now - needed)))
+    # Half of what is left at most: else a slow save would have each allocation stop as it begins, and nothing would be trained
+    needed = min(needed, math.floor((end_time - now) / 2))
+    if needed <= lead:
+        return True, ""
+    return True, f"{max(1, math.floor(end_time - now - needed))} {needed}"
 
 
 def end(run_dir: Path, job: str, ended: Ended, *, max_failures: int) -> Decision:
@@ -279,8 +284,9 @@ def carry_out(decision: Decision, job: str, bad_nodes: Sequence[str]) -> int:
     if scontrol("requeue", job) is None:
         say("could not be requeued: submit it once more, and it goes on")
         return EXIT_FAILED
-    # Where no node is fit the fault is hardly theirs. The job does not start before this script has ended
-    if 0 < len(bad_nodes) < int(os.environ.get("SLURM_JOB_NUM_NODES") or 0):
+    # Where none of several is fit the fault is hardly theirs. The job does not start before this script has ended
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or 0)
+    if bad_nodes and (len(bad_nodes) < nodes or nodes == 1):
         excluded = ",".join(filter(None, [known.excluded, *bad_nodes]))
         scontrol("update", f"JobId={job}", f"ExcNodeList={excluded}")
     return EXIT_DONE

@@ -13,11 +13,15 @@ def write(root, files):
 
 
 def test_what_is_left_is_the_least_of_node_and_limits(tmp_path):
-    write(tmp_path, {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable:   {8 * GIB // 1024} kB\n", "proc/self/cgroup": "0::/job/step\n"})
-    assert host_memory.available(tmp_path) == 8 * GIB
+    write(
+        tmp_path,
+        {"proc/meminfo": f"MemTotal: {9 * GIB // 1024} kB\nMemAvailable:   {8 * GIB // 1024} kB\n", "proc/self/cgroup": "0::/job/step\n"},
+    )
+    assert (host_memory.available(tmp_path), host_memory.allowed(tmp_path)) == (8 * GIB, 9 * GIB)
     group = "sys/fs/cgroup/job"
     write(tmp_path, {f"{group}/step/memory.max": "max\n", f"{group}/memory.max": f"{4 * GIB}\n", f"{group}/memory.current": f"{GIB}\n"})
     assert host_memory.available(tmp_path) == 3 * GIB, "the limit of a group above counts too"
+    assert host_memory.allowed(tmp_path) == 4 * GIB
 
 
 def test_version_one_of_control_groups(tmp_path):

@@ -64,7 +64,7 @@ MAY_IMPORT = {
     },
     "selftest": {"assembly", "environment", "errors", "failures", "hub", "processes", "recipe"},
     "train": {"environment", "errors", "failures", "pipeline", "recipe", "resume", "run_folder"},
-    "health": {"metrics"},
+    "health": {"host_memory", "metrics"},
     "doctor": {"environment", "errors", "failures", "health", "memory", "processes"},
     "slurm": {"__version__", "checkpoints", "errors", "metrics", "ownership", "recipe", "resume", "run_folder"},
     "commands": {

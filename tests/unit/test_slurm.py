@@ -476,10 +476,31 @@ def test_lead_time_is_twice_a_step_and_a_save_as_measured(run):
     assert attempts.measured_lead(run.path) is None
     run.note("saved", ranks=2, step=3, bytes=1, seconds=200.0)
     assert attempts.measured_lead(run.path) == 481
-    assert begin(run, lead=300) == (True, str(10_000 - 1_000 - 481)), "Slurm was told less: the script warns itself"
+    assert begin(run, lead=300) == (True, f"{10_000 - 1_000 - 481} 481"), "Slurm was told less: the script warns itself"
     assert begin(run, lead=500) == (True, "")
     assert begin(run, lead=300, end_time=None) == (True, "")
-    assert begin(run, lead=300, end_time=1_100.0, max_failures=9) == (True, "1")
+    assert begin(run, lead=300, end_time=1_800.0, max_failures=9) == (True, "400 400"), "half of what is left, or nothing would be trained"
+    assert begin(run, lead=300, end_time=1_100.0, max_failures=9) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bad", "excluded"), [(3, ("n2",), "n9,n2"), (3, ("n1", "n2", "n3"), None), (1, ("n1",), "n9,n1"), (2, (), None)]
+)
+def test_a_bad_node_is_left_out(monkeypatch, nodes, bad, excluded):
+    said = []
+
+    def scontrol(*words):
+        said.append(words)
+        return "JobId=7 JobState=RUNNING Restarts=0 ExcNodeList=n9"
+
+    monkeypatch.setattr(attempts, "scontrol", scontrol)
+    monkeypatch.setattr(attempts.signal, "signal", lambda *_: None)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", str(nodes))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    decision = decide(dataclasses.replace(PLAIN, state=None, reason=None, bad_nodes=bad), max_failures=3)
+    assert attempts.carry_out(decision, "7", bad) == 0
+    updates = [words for words in said if words[0] == "update"]
+    assert updates == ([] if excluded is None else [("update", "JobId=7", f"ExcNodeList={excluded}")])
 
 
 # The agent's side
