@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.assembly import PreparedModel, prepare_model
-from launcher.data.synthetic import SyntheticData, synthetic_data
+from launcher.data.synthetic import synthetic_data
 from launcher.memory.arithmetic import (
     DTYPE_BYTES,
     BlockFootprint,
@@ -33,11 +33,11 @@ from launcher.memory.arithmetic import (
     Weights,
     compute_dtype,
 )
-from launcher.memory.trace import UntraceableError, cuda_attention, replaced
+from launcher.memory.trace import UntraceableError, computing_as_on
 from launcher.model.build import class_count
 from launcher.model.weights import materialize
 from launcher.recipe.schema import Recipe
-from launcher.strategies.activation_checkpointing import _kept_operations
+from launcher.strategies.activation_checkpointing import kept_operations
 
 _ROOT = -1
 """In the place of a block's class: outside of all blocks."""
@@ -329,7 +329,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[Any] = []
         """So that no storage takes another's place."""
         self._vocabulary, self._tokens = vocabulary, tokens
-        self._kept = _kept_operations()
+        self._kept = kept_operations()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -419,7 +419,7 @@ def _measured(
     autocast: Any = torch.autocast("cpu", dtype=getattr(torch, dtype)) if style == "autocast" else nullcontext()
     try:
         with (
-            _standing_in(data, device=device),
+            computing_as_on(device, data),
             fake,
             watch,
             torch.autograd.graph.saved_tensors_hooks(watch.saved, lambda tensor: tensor),
@@ -454,25 +454,3 @@ def _in_block(watch: _Watch, kind: int, forward: Callable[..., Any], *args: Any,
     if entered is not None and kind == 0:
         watch.measured.at(_ROOT).output = entered.untyped_storage().nbytes()
     return out
-
-
-@contextmanager
-def _standing_in(data: SyntheticData, *, device: str) -> Iterator[None]:
-    """What fake tensors cannot be asked, and what the device would do otherwise."""
-    from transformers import masking_utils
-    from transformers.integrations import moe
-
-    from launcher.model import attention
-
-    with ExitStack() as stack:
-        # As on CUDA, where grouped products are of bfloat16 only
-        stack.enter_context(replaced(moe, "_can_use_grouped_mm", lambda tokens, weight, offsets: weight.dtype == torch.bfloat16))
-        if "position_ids" not in data.tensors:
-            stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", lambda positions: None))
-        if "cu_seq_lens_q" in data.tensors:
-            lengths = attention.document_lengths(data.tensors["cu_seq_lens_q"])
-            stack.enter_context(replaced(attention, "document_lengths", lambda bounds: lengths))
-        if device == "cuda":
-            stack.enter_context(replaced(attention, "has_varlen_kernel", lambda tensor: True))
-            stack.enter_context(replaced(nn.functional, "scaled_dot_product_attention", cuda_attention))
-        yield

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from launcher.data.synthetic import rows_of
-from launcher.memory.arithmetic import ModelProfile, step_memory
+from launcher.memory.arithmetic import ModelProfile, micro_batches_of, step_memory
 from launcher.memory.components import HostMemory, StepMemory
 from launcher.memory.footprint import profile_model
 from launcher.memory.machine import Machine
@@ -30,12 +29,6 @@ LOADER_PROCESS = 160 * MiB
 """An estimate: most of a loader process is shared with its rank."""
 
 
-def accumulation(recipe: Recipe, ranks: int) -> int:
-    """Micro-batches a step on the rank that has most."""
-    rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
-    return max(1, math.ceil(recipe.batch.global_batch_size / (rows * ranks)))
-
-
 def make_plan(recipe: Recipe, machine: Machine, *, method: Literal["traced", "arithmetic"] = "traced") -> Plan:
     """What a recipe needs on a machine. Seconds of work; there must be no default process group (it makes one that is not real).
 
@@ -48,7 +41,9 @@ def make_plan(recipe: Recipe, machine: Machine, *, method: Literal["traced", "ar
     step: StepMemory = arithmetic
     if method == "traced":
         try:
-            step = trace_step(recipe, ranks=machine.ranks, device=machine.device, micro_batches=accumulation(recipe, machine.ranks))
+            step = trace_step(
+                recipe, ranks=machine.ranks, device=machine.device, micro_batches=micro_batches_of(recipe, ranks=machine.ranks)
+            )
         except UntraceableError as error:
             notes.append(f"by arithmetic: the model does not run on tensors without values ({error})")
     return Plan(

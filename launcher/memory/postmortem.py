@@ -22,6 +22,7 @@ from launcher.environment import Environment
 from launcher.memory.deciding import Answer, ask
 from launcher.memory.here import noted_of
 from launcher.memory.machine import Machine
+from launcher.memory.words import micro_batches
 from launcher.metrics.console import bytes_as_text
 from launcher.model.weights import clean_name
 from launcher.recipe.schema import Recipe
@@ -212,8 +213,8 @@ class PostMortem:
 
 def _when(phase: str, step: int, micro_batch: int, module: str, shape: str, recipe: Recipe, ranks: int) -> str:
     """`step 3: in the forward pass of micro-batch 2 of 4 (input_ids 4 x 2048), in model.layers.17.mlp`."""
-    size = recipe.batch.micro_batch_size
-    of = f" of {-(-recipe.batch.global_batch_size // (size * ranks))}" if isinstance(size, int) else ""
+    count = micro_batches(recipe, ranks)
+    of = f" of {count}" if count is not None else ""
     words = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step", "start": "preparation"}
     text = f"step {step + 1}: in {words.get(phase, phase)}"
     if phase in ("forward", "backward"):

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.batching import accumulation_steps
 from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe, Strategy
 
 GATED = {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "smollm3", "olmo", "olmo2", "granite", "starcoder"}
@@ -100,7 +101,7 @@ def rough_bytes(recipe: Recipe, *, ranks: int) -> int | None:
     whole = block * sizes["layers"] + rest
     shards = 1 if strategy.kind == "ddp" else max(1, ranks // strategy.replicate)
     compute = 4 if strategy.mixed_precision is None or strategy.mixed_precision.param_dtype == "float32" else 2
-    accumulates = math.ceil(batch.global_batch_size / (rows * ranks)) > 1
+    accumulates = accumulation_steps(global_batch_size=batch.global_batch_size, micro_batch_size=rows, ranks=ranks) > 1
     states = 16.0 * whole / shards
     if recipe.lora is not None:
         states = compute * whole / shards

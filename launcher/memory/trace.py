@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -358,13 +358,32 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Iterator[None]:
-    """What fake tensors cannot do, or would do otherwise than the device, done in its place."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
+    """The model's operations as this kind of device does them, and nothing asked of tensors that have no values."""
     from transformers import masking_utils
     from transformers.integrations import moe
 
     from launcher.model import attention
+
+    with ExitStack() as stack:
+        # A kernel of experts whose shapes are known for bfloat16 alone; what stands in for it makes as much
+        stack.enter_context(replaced(moe, "_can_use_grouped_mm", lambda tokens, weight, offsets: weight.dtype == torch.bfloat16))
+        if "position_ids" not in data.tensors:  # else asked of the positions
+            stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", lambda positions: None))
+        if "cu_seq_lens_q" in data.tensors:
+            lengths = attention.document_lengths(data.tensors["cu_seq_lens_q"])
+            stack.enter_context(replaced(attention, "document_lengths", lambda bounds: lengths))
+        if device == "cuda":
+            stack.enter_context(replaced(attention, "has_varlen_kernel", lambda tensor: True))
+            stack.enter_context(replaced(nn.functional, "scaled_dot_product_attention", cuda_attention))
+        yield
+
+
+@contextmanager
+def _standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Iterator[None]:
+    """What fake tensors cannot do, or would do otherwise than the device, done in its place."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
     from launcher.strategies import activation_checkpointing, ddp
 
     group = _fsdp_param_group.FSDPParamGroup
@@ -377,23 +396,14 @@ def _standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Itera
                     tracker.mark([gradient], "gradients")
         return post_backward(self, *unused)
 
+    on_host = replaced(activation_checkpointing, "save_on_cpu", partial(_saving_on_host, tracker))
     with (
         replaced(group, "post_backward", marking),
         replaced(ddp, "DistributedDataParallel", _Reducer),
         resizing_watched(tracker),
-        ExitStack() as stack,
+        computing_as_on(device, data),
+        on_host if device == "cuda" else nullcontext(),
     ):
-        # A kernel of experts whose shapes are known for bfloat16 alone; what stands in for it makes as much
-        stack.enter_context(replaced(moe, "_can_use_grouped_mm", lambda tokens, weight, offsets: weight.dtype == torch.bfloat16))
-        if "position_ids" not in data.tensors:  # else asked of the positions: no number can be asked of a fake tensor
-            stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", lambda positions: None))
-        if "cu_seq_lens_q" in data.tensors:
-            lengths = attention.document_lengths(data.tensors["cu_seq_lens_q"])
-            stack.enter_context(replaced(attention, "document_lengths", lambda bounds: lengths))
-        if device == "cuda":
-            stack.enter_context(replaced(attention, "has_varlen_kernel", lambda tensor: True))
-            stack.enter_context(replaced(activation_checkpointing, "save_on_cpu", partial(_saving_on_host, tracker)))
-            stack.enter_context(replaced(nn.functional, "scaled_dot_product_attention", cuda_attention))
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from launcher.batching import accumulation_steps
 from launcher.memory.components import COMPONENTS, Components, Moment
 from launcher.memory.machine import Machine
 from launcher.memory.plan import Plan
@@ -64,7 +65,9 @@ def where(moment: Moment, *, micro_batches: int | None) -> str:
 def micro_batches(recipe: Recipe, ranks: int) -> int | None:
     """Passes of a rank in one optimizer step; None where tokens decide."""
     size = recipe.batch.micro_batch_size
-    return None if not isinstance(size, int) else -(-recipe.batch.global_batch_size // (size * ranks))
+    if not isinstance(size, int):
+        return None
+    return accumulation_steps(global_batch_size=recipe.batch.global_batch_size, micro_batch_size=size, ranks=ranks)
 
 
 def strategy_in_words(recipe: Recipe) -> str:

@@ -56,7 +56,8 @@ def _forward_saving_on_cpu(forward: Callable[..., Any], pin_memory: bool, *args:
         return forward(*args, **kwargs)
 
 
-def _kept_operations() -> set[Any]:
+def kept_operations() -> set[Any]:
+    """Those of attention, which selective checkpointing does not do again, as far as this torch has them."""
     names = (
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
@@ -73,7 +74,7 @@ def _selective_contexts() -> Any:
     Forward and recomputation count matrix products apart, so that both decide alike.
     """
     products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-    kept = _kept_operations()
+    kept = kept_operations()
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

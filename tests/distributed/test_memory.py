@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.measuring import measure
-from launcher.memory.planning import accumulation
+from launcher.memory.arithmetic import micro_batches_of
 from launcher.memory.trace import trace_step
 from launcher.memory.verification import compare
 from launcher.recipe.load import load_recipe
@@ -104,7 +104,7 @@ def compared(folder, cases, *, timeout):
     arguments = [[f"recipe={folder / case.architecture}.yaml", *case.overrides] for case in cases]
     for case, own, measured in zip(cases, arguments, measure(arguments, ranks=RANKS, timeout=timeout), strict=True):
         loaded = load_recipe(own, ranks=RANKS).recipe
-        assert accumulation(loaded, RANKS) == case.accumulated
+        assert micro_batches_of(loaded, ranks=RANKS) == case.accumulated
         planned = trace_step(loaded, ranks=RANKS, device="cpu", micro_batches=case.accumulated)
         yield case, planned, measured, compare(planned, measured, tolerance=TOLERANCE)
 
