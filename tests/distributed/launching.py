@@ -22,11 +22,18 @@ class Result:
 
 
 def run(command, *, timeout=120, cwd=REPOSITORY, during=None, **variables):
-    """Runs a command; `during(process)` is called while it runs. Its whole process group is killed at the time limit."""
+    """Runs a command; `during(process)` is called while it runs. Its whole process group is killed at the time limit.
+
+    A training makes no plan of its memory, which takes seconds, unless it is told to.
+    """
+    command = [str(part) for part in command]
+    trains = any(part.endswith("train.py") for part in command) and any(part.startswith("recipe=") for part in command)
+    if trains and not any("memory_plan" in part for part in command):
+        command.append("logging.memory_plan=false")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
     process = subprocess.Popen(
-        [str(part) for part in command],
+        command,
         cwd=cwd,
         env=environment,
         stdout=subprocess.PIPE,
@@ -41,7 +48,7 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, **variables):
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"not done after {timeout} s: {' '.join(map(str, command))}\n{output[-8000:]}") from None
+        raise AssertionError(f"not done after {timeout} s: {' '.join(command)}\n{output[-8000:]}") from None
     finally:
         left = _still_there(process.pid)
         if left:
@@ -51,9 +58,7 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, **variables):
 
 
 def torchrun(*arguments, ranks, **options):
-    """torchrun on this machine, with a port of its own. Runs make no plan of their memory, which takes seconds, unless told to."""
-    if any(str(argument).startswith("recipe=") for argument in arguments) and not any("memory_plan" in str(a) for a in arguments):
-        arguments = (*arguments, "logging.memory_plan=false")
+    """torchrun on this machine, with a port of its own."""
     return run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--tee", "3", *arguments], **options
     )
