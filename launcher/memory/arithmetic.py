@@ -446,9 +446,8 @@ class _Walk:
         root_unreduced = self.profile.root.trained
         on_device = 0 if self.offloads else 1
         shards_before = self.shard * on_device if micro_batch and not holds else 0
-        held_back = self.reduce if self.reduce != self.size else self.size
         total = self.trained[count] + root_unreduced
-        unreduced_before = held_back * total if micro_batch and holds else 0
+        unreduced_before = self.reduce * total if micro_batch and holds else 0
         in_flight = self.reduce * root_unreduced if micro_batch and not holds else 0
         to_device, to_host = self.transfers
         everything = self.whole[count]
@@ -501,10 +500,10 @@ class _Walk:
             prefetched = 0 if keeps or gathered_before or self.shards == 1 else below
             done = self.trained[count] - self.trained[index + 1]
             if holds and not last:
-                grown = max(unreduced_before, held_back * done)
+                grown = max(unreduced_before, self.reduce * done)
                 flight = 0
             elif holds:
-                grown = held_back * (self.trained[index + 1] + root_unreduced)
+                grown = self.reduce * (self.trained[index + 1] + root_unreduced)
                 grown += (self.block_shards[count] - self.block_shards[index + 1]) * on_device
                 flight = self.reduce * above
             else:
@@ -530,7 +529,7 @@ class _Walk:
                     activations=acts.before[index],
                     communication=self.reduce * group.trained + prefetched + to_host + self._averaged(index, micro_batch),
                 )
-        grown = held_back * total if holds and not last else (shards_before or self.block_shards[count] * on_device)
+        grown = self.reduce * total if holds and not last else (shards_before or self.block_shards[count] * on_device)
         if holds and last:
             grown = (self.block_shards[count]) * on_device
         reduces = not holds or last
