@@ -15,6 +15,7 @@ from torch import nn
 
 from launcher.data.loader import training_batches
 from launcher.data.run_data import RunData, open_run_data, tokenizer_to_keep
+from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.evaluation import Evaluator
 from launcher.loop import Step, train_steps
 from launcher.model.attention import Isolation, check_isolation, isolate_documents
@@ -24,6 +25,7 @@ from launcher.model.export import export_hugging_face
 from launcher.model.lora import add_adapters
 from launcher.optimizer import LossScale, learning_rate, make_optimizer
 from launcher.processes import DataParallel
+from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.strategies import Fill, WrappedModel, wrap
 
@@ -85,6 +87,17 @@ class PreparedModel:
             blocks=self.blocks,
             ranks=ranks,
             fill=fill if fill is not None else self.fill,
+        )
+
+    def synthetic_data(self, data: schema.Data, batch: schema.Batch) -> SyntheticData:
+        """A micro-batch for it without the data, as full as the recipe's can be."""
+        return synthetic_data(
+            data,
+            batch,
+            vocabulary=self.vocabulary,
+            classes=class_count(self.model),
+            packed=self.packed,
+            isolation=self.isolation,
         )
 
 

@@ -38,11 +38,10 @@ from torch.utils._pytree import tree_map_only
 from launcher import processes
 from launcher.assembly import prepare_model
 from launcher.data.loader import GlobalBatch
-from launcher.data.synthetic import rows_of, synthetic_data
+from launcher.data.synthetic import rows_of
 from launcher.environment import prepare_cuda, read_environment
 from launcher.errors import TrainingError
 from launcher.loop import train_steps
-from launcher.model.build import class_count
 from launcher.optimizer import LossScale, make_optimizer
 from launcher.processes import DataParallel
 from launcher.recipe.load import load_recipe
@@ -280,14 +279,7 @@ def _train(recipe: Recipe, ranks: DataParallel, meter: Meter) -> _Counted:
     device = ranks.device
     random = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, init="random"))
     prepared = prepare_model(random, device=device, group=ranks.group, say=lambda text: None)
-    data = synthetic_data(
-        recipe.data,
-        recipe.batch,
-        vocabulary=prepared.vocabulary,
-        classes=class_count(prepared.model),
-        packed=prepared.packed,
-        isolation=prepared.isolation,
-    )
+    data = prepared.synthetic_data(recipe.data, recipe.batch)
     rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
     wrapped = prepared.wrap(random, ranks)
     optimizer = make_optimizer(wrapped.module, recipe.optimizer)

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.assembly import PreparedModel, prepare_model
-from launcher.data.synthetic import synthetic_data
 from launcher.memory.arithmetic import (
     DTYPE_BYTES,
     BlockFootprint,
@@ -390,14 +389,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _measured(
     prepared: PreparedModel, places: dict[str, int], recipe: Recipe, rows: int, *, style: Style, dtype: str, device: str
 ) -> _Measured:
-    data = synthetic_data(
-        recipe.data,
-        dataclasses.replace(recipe.batch, micro_batch_size=rows, micro_batch_tokens=None),
-        vocabulary=prepared.vocabulary,
-        classes=class_count(prepared.model),
-        packed=prepared.packed,
-        isolation=prepared.isolation,
-    )
+    data = prepared.synthetic_data(recipe.data, dataclasses.replace(recipe.batch, micro_batch_size=rows, micro_batch_tokens=None))
     model = copy.deepcopy(prepared.model)
     model.train()
     if style == "cast":

@@ -25,11 +25,10 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.assembly import PreparedModel, prepare_model
 from launcher.data.loader import GlobalBatch
-from launcher.data.synthetic import SyntheticData, synthetic_data
+from launcher.data.synthetic import SyntheticData
 from launcher.loop import train_steps
 from launcher.memory.components import COMPONENTS, Components, Moment, Phase, StepMemory
 from launcher.memory.tracker import HOST, Held, Place, Tracker, resizing_watched
-from launcher.model.build import class_count
 from launcher.model.weights import clean_name, materialize
 from launcher.optimizer import LossScale, make_optimizer
 from launcher.processes import DataParallel
@@ -175,14 +174,7 @@ class _Traced:
 
 def _run(prepared: PreparedModel, recipe: Recipe, ranks: DataParallel, *, device: str, micro_batches: int) -> _Traced:
     """Trains two steps on fake tensors."""
-    data = synthetic_data(
-        recipe.data,
-        recipe.batch,
-        vocabulary=prepared.vocabulary,
-        classes=class_count(prepared.model),
-        packed=prepared.packed,
-        isolation=prepared.isolation,
-    )
+    data = prepared.synthetic_data(recipe.data, recipe.batch)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fill(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
