@@ -2,10 +2,16 @@
 # make finetune    a fine-tuning: that model learns to add from chats; its accuracy before and after
 # make test        lint, types and all tests but the long ones
 # make test-long   the long ones too
+# make test-cuda   tests of the CUDA code paths, on devices without a GPU (tests/nullgpu)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# PyTorch's CUDA build, for `make test-cuda`; 2.11.0 is the oldest version that is supported.
+# === leaves out a CPU build of the same version (2.13.0+cpu)
+CUDA_TORCH ?= 2.13.0
+CUDA_VENV ?= .venv-cuda
+CUDA_INSTALLED = $(CUDA_VENV)/.installed-$(CUDA_TORCH)
 # Two processes, on two GPUs or on the CPU; one where there is one GPU
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)),1,2)
 # The first folder that no run has used: a run is never written over
@@ -13,7 +19,7 @@ unused = $$(dir=runs/$(1); n=2; while [ -s "$$dir/metrics.jsonl" ]; do dir=runs/
 # The newest export of `make train`; tokenizer.json stands in it since it is a model to chat with
 pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1))
 
-.PHONY: install train finetune test lint types test-long
+.PHONY: install train finetune test lint types test-long test-cuda
 
 install: $(INSTALLED)
 
@@ -43,6 +49,16 @@ lint: install
 
 types: install
 	$(BIN)/mypy
+
+$(CUDA_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CUDA_VENV)
+	grep -v '^torch==' constraints.txt >$(CUDA_VENV)/constraints.txt
+	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(CUDA_VENV)/constraints.txt 'torch===$(CUDA_TORCH)' --editable '.[dev]'
+	touch $(CUDA_INSTALLED)
+
+test-cuda: $(CUDA_INSTALLED)
+	$(CUDA_VENV)/bin/python -m pytest -m 'not long' tests/nullgpu
 
 test-long: lint types
 	$(BIN)/python -m pytest -m 'not gpu'

@@ -1,0 +1,93 @@
+"""Compiles the stand-in for the CUDA libraries against the headers that come with PyTorch's CUDA build."""
+
+import hashlib
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
+SITE = Path(sysconfig.get_path("purelib"))
+LIBRARY = re.compile(r"(__cuda|cuda[A-Z]|cu[A-Z]|cublas|cudnn|cufft|cusolver|cusparse|nccl|nvml)\w*")
+
+
+def build(folder: Path) -> Path:
+    """The library to preload, in a folder for LD_LIBRARY_PATH.
+
+    It is compiled once for each PyTorch build and state of the sources. Its soname is that of the
+    driver's library, so that whatever opens libcuda.so.1 gets it too.
+    """
+    import torch
+
+    digest = hashlib.sha256(torch.__version__.encode())
+    for source in [Path(__file__), *SOURCES]:
+        digest.update(source.read_bytes())
+    target = folder / f"nullgpu-{digest.hexdigest()[:16]}"
+    library = target / "libcuda.so.1"
+    if library.exists():
+        return library
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "nv").mkdir(exist_ok=True)
+    (target / "nv/target").touch()  # cuda_fp16.h includes it, and uses it in C++ only
+    options = ["-O1", "-fPIC", "-Wall", "-Werror", *(f"-I{path}" for path in [*_include_folders(), target])]
+    objects = [_compile(source, target, options) for source in SOURCES if source.suffix == ".c"]
+    stubs = target / "stubs.c"
+    stubs.write_text(_stubs(needed=_needed_functions(), defined=_symbols("--defined-only", *objects)))
+    objects.append(_compile(stubs, target, ["-O1", "-fPIC", "-fno-builtin"]))
+    shared = ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", f"{library}.part", *objects]
+    _run(*shared)
+    # Triton links its launchers with -lcuda; PyTorch opens NVML by its name
+    for name in ("libcuda.so", "libnvidia-ml.so.1"):
+        (target / name).unlink(missing_ok=True)
+        (target / name).symlink_to("libcuda.so.1")
+    Path(f"{library}.part").rename(library)
+    return library
+
+
+def _include_folders() -> list[Path]:
+    headers = ("cuda_runtime_api.h", "nccl.h", "cudnn.h", "cublasLt.h")
+    found = {path.parent for name in headers for path in SITE.glob(f"nvidia/**/include/{name}")}
+    # Triton brings the headers of the runtime where PyTorch's own packages do not.
+    return [*sorted(found), SITE / "triton/backends/nvidia/include"]
+
+
+def _needed_functions() -> set[str]:
+    """What PyTorch imports from the CUDA libraries, what it opens by name, and the whole driver for Triton."""
+    imported = _symbols("--undefined-only", *SITE.glob("torch/lib/*.so"))
+    allocator = (SITE / "torch/lib/libc10_cuda.so").read_bytes()
+    management = {name.decode() for name in re.findall(rb"\0(nvml[A-Z]\w+)(?=\0)", allocator)}
+    header = (SITE / "triton/backends/nvidia/include/cuda.h").read_text()
+    driver = set(re.findall(r"CUDAAPI (cu[A-Z]\w*)\(", header))
+    return {name for name in imported | driver | management if LIBRARY.fullmatch(name)}
+
+
+def _symbols(which: str, *files: Path) -> set[str]:
+    dynamic = ["-D"] if files[0].suffix == ".so" else []
+    lines = _run("nm", *dynamic, which, *files).splitlines()
+    return {line.split()[-1].partition("@")[0] for line in lines if line.split() and not line.endswith(":")}
+
+
+def _stubs(*, needed: set[str], defined: set[str]) -> str:
+    """Functions that do nothing and return success, and say in the log that they were called."""
+    lines = ["void log_event(const char *format, ...);"]
+    for name in sorted(needed - defined):
+        lines.append(f'long {name}(void) {{ static int seen; if (!seen++) log_event("stub {name}"); return 0; }}')
+    return "\n".join(lines) + "\n"
+
+
+def _compile(source: Path, target: Path, options: list[str]) -> Path:
+    compiled = target / f"{source.stem}.o"
+    _run("gcc", *options, "-c", source, "-o", compiled)
+    return compiled
+
+
+def _run(*command: str | Path) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} failed:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    print(build(Path(sys.argv[1])))

@@ -1,0 +1,23 @@
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.nullgpu import devices
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def pytest_collection_modifyitems(items):
+    """These tests need PyTorch's CUDA build: `make test-cuda` runs them in an environment that has it."""
+    if not devices.cuda_build():
+        skip = pytest.mark.skip(reason="this PyTorch is not a CUDA build; run make test-cuda")
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(skip)
+
+
+@pytest.fixture
+def null_gpus(tmp_path):
+    """null_gpus(count=8, gib=79.6, capability=80) gives devices, see `devices.NullGpus`."""
+    return partial(devices.null_gpus, tmp_path, build_folder=REPOSITORY / "build/nullgpu")

@@ -1,0 +1,54 @@
+"""launcher/train.py on null GPUs: marks each finished step in the devices' log, and injects a fault.
+
+FAULT=KIND:RANK:STEP, in the first start of the ranks only, when the rank has finished the step:
+kill          the process is killed
+block         the rank's next collective never completes
+lose_device   every later call to the device fails
+out_of_memory the next allocations fail
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from launcher.environment import prepare_cuda
+
+prepare_cuda(deterministic=False)  # before torch is imported, as launcher/train.py does
+
+from launcher.failures import Progress, end_process
+from launcher.train import main
+from tests.nullgpu.devices import preloaded
+
+LIBRARY = preloaded()
+step_done = Progress.step_done
+
+
+def fault(kind: str) -> None:
+    match kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "block":
+            LIBRARY.nullgpu_block_next_collective()
+        case "lose_device":
+            LIBRARY.nullgpu_lose_device()
+        case "out_of_memory":
+            LIBRARY.nullgpu_fail_allocations(1000)
+        case _:
+            raise ValueError(f"FAULT: unknown kind {kind}")
+
+
+def marked(self: Progress, step: int) -> None:
+    step_done(self, step)
+    LIBRARY.nullgpu_mark(f"step {step}".encode())
+    kind, rank, at = (os.environ.get("FAULT") or "none:-1:-1").split(":")
+    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if first_start and (int(rank), int(at)) == (int(os.environ.get("RANK", "0")), step):
+        fault(kind)
+
+
+if __name__ == "__main__":
+    Progress.step_done = marked  # type: ignore[method-assign]
+    end_process(main())
