@@ -70,10 +70,9 @@ def _symbols(which: str, *files: Path) -> set[str]:
 
 def _stubs(*, needed: set[str], defined: set[str]) -> str:
     """Functions that do nothing and return success, and say in the log that they were called."""
-    lines = ["void log_event(const char *format, ...);"]
-    for name in sorted(needed - defined):
-        lines.append(f'long {name}(void) {{ static int seen; if (!seen++) log_event("stub {name}"); return 0; }}')
-    return "\n".join(lines) + "\n"
+    declaration = "void log_event(const char *format, ...);\n"
+    body = '{ static int seen; if (!seen++) log_event("stub %s"); return 0; }'
+    return declaration + "".join(f"long {name}(void) {body % name}\n" for name in sorted(needed - defined))
 
 
 def _compile(source: Path, target: Path, options: list[str]) -> Path:

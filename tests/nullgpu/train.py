@@ -18,9 +18,9 @@ from launcher.environment import prepare_cuda
 
 prepare_cuda(deterministic=False)  # before torch is imported, as launcher/train.py does
 
-from launcher.failures import Progress, end_process
-from launcher.train import main
-from tests.nullgpu.devices import preloaded
+from launcher.failures import Progress, end_process  # noqa: E402
+from launcher.train import main  # noqa: E402
+from tests.nullgpu.devices import preloaded  # noqa: E402
 
 LIBRARY = preloaded()
 step_done = Progress.step_done
