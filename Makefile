@@ -19,7 +19,7 @@ unused = $$(dir=runs/$(1); n=2; while [ -s "$$dir/metrics.jsonl" ]; do dir=runs/
 # The newest export of `make train`; tokenizer.json stands in it since it is a model to chat with
 pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1))
 
-.PHONY: install train finetune test lint types test-long test-cuda
+.PHONY: install install-cuda train finetune test lint types test-long test-cuda
 
 install: $(INSTALLED)
 
@@ -50,6 +50,8 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+install-cuda: $(CUDA_INSTALLED)
+
 $(CUDA_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CUDA_VENV)
 	grep -v '^torch==' constraints.txt >$(CUDA_VENV)/constraints.txt
@@ -57,7 +59,7 @@ $(CUDA_INSTALLED): pyproject.toml constraints.txt
 		--constraint $(CUDA_VENV)/constraints.txt 'torch===$(CUDA_TORCH)' --editable '.[dev]'
 	touch $(CUDA_INSTALLED)
 
-test-cuda: $(CUDA_INSTALLED)
+test-cuda: install-cuda
 	$(CUDA_VENV)/bin/python -m pytest -m 'not long' tests/nullgpu
 
 test-long: lint types
