@@ -1,4 +1,4 @@
-"""Every run's plan, held against what its first steps took."""
+"""The plan of a run (`logging.memory_plan`), compared with what its first steps took."""
 
 from __future__ import annotations
 

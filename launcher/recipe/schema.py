@@ -350,8 +350,8 @@ class Logging:
     """{project: NAME, mode: online | offline}."""
     tensorboard: bool = False
     """Write RUN_DIR/tensorboard."""
-    memory_plan: bool = True
-    """After the second step say how the memory that it took compares with the plan's; planning takes seconds of one core."""
+    memory_plan: bool = False
+    """Plan the memory beside the training, and log how the measured peak compares. Planning takes seconds of one core."""
 
 
 @dataclass(frozen=True, kw_only=True)
