@@ -154,7 +154,7 @@ def pipeline(
             progress.step_done(step.number)
             reporter.step(step)
             compare_memory()
-            profile_step()
+            profile_step(step.number)
             if step.number == point.step + 1:
                 processes.set_timeout(recipe.run.timeout)
             last = step.number == steps
@@ -178,7 +178,7 @@ def pipeline(
     if (evaluation.at_start and point.step == 0) or (resumed is not None and resumed.evaluation_due):
         evaluate(point.step)
     rewinds = 0
-    with profiled(recipe.profile, folder=run.path, rank=ranks.rank, device=ranks.device) as profile_step:
+    with profiled(recipe.profile, folder=run.path, rank=ranks.rank, device=ranks.device, first_step=point.step) as profile_step:
         while True:
             try:
                 finished = train()
