@@ -172,7 +172,9 @@ def pipeline(
                 if saving:
                     watch.save_done()
             if stopping and not last:
+                reporter.flush()
                 return False
+        reporter.flush()
         return True
 
     if (evaluation.at_start and point.step == 0) or (resumed is not None and resumed.evaluation_due):
@@ -185,6 +187,7 @@ def pipeline(
                 break
             except DivergedError as error:
                 rewinds += 1
+                progress.step = error.last_step  # nothing is kept of the step that was trained since
                 if recipe.run.on_divergence == "stop" or keeper is None or rewinds > MAX_REWINDS:
                     raise
                 point = rewind(error, point, keeper, reporter)
