@@ -99,6 +99,7 @@ def pipeline(
     point = Point() if resumed is None else Point(resumed.step, resumed.left_out)
     progress.step = point.step
     reporter = Reporter(ranks, run, recipe=recipe, steps=steps, first_step=point.step, flops_per_token=training.flops_per_token)
+    failures.on_end = reporter.abort
     mode = None if recipe.activation_checkpointing is None else recipe.activation_checkpointing.mode
     reporter.list_skipped(run_data.training.skipped, skipped_rows)
     reporter.start(
