@@ -85,6 +85,7 @@ class Keeper:
             problem = verify_together(path, group=self._group)
             if problem is not None:
                 raise RecipeError(f"checkpoint.resume: {path} cannot be resumed from: {problem}")
+        origin = None if resume == "auto" else path.resolve()
         state = read_state(path)
         before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(self._recipe_yaml)
         changes = check_changes(before, now, allow=self._settings.allow_changes, checkpoint=path)
@@ -98,8 +99,8 @@ class Keeper:
             digest = hashlib.sha256(f"{self._seed}/{state['step']}/{self._ranks.rank}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         self.saved_step = state["step"]
-        self._drop_after(state["step"])  # damaged ones, or those of a way that is not gone any further
-        return Resumed(path, state["step"], state["left_out"], state["ranks"], state["observed"], changes, state["evaluation_due"])
+        self._drop_after(state["step"])  # damaged ones, and those of this history that it goes back behind
+        return Resumed(path, state["step"], state["left_out"], state["ranks"], state["observed"], changes, state["evaluation_due"], origin)
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is written after this step in any case."""

@@ -21,7 +21,6 @@ from launcher.memory.here import machine_here, resolve_here
 from launcher.memory.postmortem import PostMortem, Trained
 from launcher.processes import DataParallel
 from launcher.profiling import profiled
-from launcher.recipe.check import resumes
 from launcher.recipe.load import LoadedRecipe, to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.reporting import Reporter, describe_batch, describe_data, describe_model
@@ -219,12 +218,12 @@ def open_keeper(
     recipe: Recipe, run: RunFolder, training: Training, *, ranks: DataParallel, say: Callable[[str], None]
 ) -> tuple[Keeper | None, Resumed | None]:
     """What keeps the run's checkpoints, and the one it goes on from. None where the recipe wants none, or there is none."""
-    if recipe.checkpoint.every_steps is None and not resumes(recipe):
+    # Rank 0 has chosen: another node may see the folder a little later
+    chosen: list[Any] = [run.resume]
+    dist.broadcast_object_list(chosen, group=ranks.group, group_src=0)
+    resume: str = chosen[0]
+    if recipe.checkpoint.every_steps is None and resume == "never":
         return None, None
-    # A restart goes on whatever the recipe says about runs of the past; rank 0 knows whether it is one
-    goes_on: list[Any] = [run.goes_on]
-    dist.broadcast_object_list(goes_on, group=ranks.group, group_src=0)
-    resume = "auto" if goes_on[0] and recipe.checkpoint.resume == "never" else recipe.checkpoint.resume
     keeper = Keeper(
         run.path / "checkpoints",
         recipe.checkpoint,

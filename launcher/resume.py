@@ -40,6 +40,8 @@ class Resumed:
     """Of the recipe since, a line each."""
     evaluation_due: bool = False
     """The evaluation after this step was cut short by what stopped the run."""
+    origin: Path | None = None
+    """The path of checkpoint.resume, where the run was started from it rather than from its own newest checkpoint."""
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -85,24 +87,32 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: b
     return told
 
 
-def starts_anew(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> bool:
-    """Whether the run begins at its first step, or goes on from a checkpoint; asked once the folder is this process's.
+def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> str:
+    """What this start resumes from: `never` (it starts from scratch), `auto` (the folder's newest
+    checkpoint) or the path that checkpoint.resume gives. To be asked once this process owns the folder.
 
-    restarted: by torchrun's agent or by Slurm. What is in the folder is then this run's own, and where that has not come
-    to a checkpoint yet, it begins again.
-    Raises RecipeError where another run's record would be lost, or the recipe has changed in what it may not.
+    restarted: torchrun's agent or Slurm started the same job again. The folder's content is then
+    this run's own; where it has no checkpoint yet, it starts from scratch.
+    Raises RecipeError where another run's record would be lost, or a change of the recipe is refused.
     """
     settings = recipe.checkpoint
     checkpoints = list_checkpoints(run.path / "checkpoints")
     resume = "auto" if restarted and settings.resume == "never" else settings.resume
-    if resume == "never" or (resume == "auto" and not checkpoints):
-        if not restarted:
-            run.refuse_if_used()
-        return True
+    if resume == "auto" and not checkpoints:
+        resume = "never"
+    if resume == "never" and not restarted:
+        run.refuse_if_used("no checkpoint to resume from" if settings.resume == "auto" else "checkpoint.resume is never")
+    elif resume not in ("auto", "never"):
+        if run.was_started_from(resume):
+            resume = "auto" if checkpoints else resume
+        elif Path(resume).resolve().parent != (run.path / "checkpoints").resolve():
+            run.refuse_if_used(f"it was not started from checkpoint.resume={resume}; checkpoint.resume=auto continues it")
+    if resume == "never":
+        return resume
     source = checkpoints[-1] if resume == "auto" else Path(resume)
     before = None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: found and told when it is verified
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: reported when it is verified
         before = json.loads((source / STATE).read_text())["recipe"]
     if isinstance(before, str):
         check_changes(yaml.safe_load(before), yaml.safe_load(recipe_yaml), allow=settings.allow_changes, checkpoint=source)
-    return False
+    return resume

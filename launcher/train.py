@@ -18,7 +18,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().p
 from launcher.environment import prepare_cuda, read_environment
 from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.resume import starts_anew
+from launcher.resume import choose_resume
 from launcher.run_folder import RunFolder
 
 
@@ -31,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = RunFolder(Path(loaded.recipe.run.dir))
         if environment.main:
             run.take(environment)
-            run.goes_on = run.was_begun_by(environment)
             recipe_yaml = to_yaml(loaded.recipe)
-            anew = starts_anew(run, loaded.recipe, recipe_yaml, restarted=run.goes_on)
+            restarted = run.was_begun_by(environment)
+            run.resume = choose_resume(run, loaded.recipe, recipe_yaml, restarted=restarted)
             run.note_start(environment)
-            run.create(recipe_yaml, anew=anew)
+            run.create(recipe_yaml, anew=run.resume == "never")
     except RecipeError as error:
         if run is not None:
             run.release()

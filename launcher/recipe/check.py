@@ -321,10 +321,12 @@ def _lora(recipe: Recipe, ranks: int | None) -> Found:
 
 
 def resumes(recipe: Recipe) -> bool:
-    """Whether there is a checkpoint that the run would go on from."""
-    if recipe.checkpoint.resume == "auto":
-        return next(Path(recipe.run.dir, "checkpoints").glob("step_*"), None) is not None
-    return recipe.checkpoint.resume != "never"
+    """Whether there is a checkpoint that the run would resume from."""
+    return _has_checkpoints(recipe) if recipe.checkpoint.resume == "auto" else recipe.checkpoint.resume != "never"
+
+
+def _has_checkpoints(recipe: Recipe) -> bool:
+    return next(Path(recipe.run.dir, "checkpoints").glob("step_*"), None) is not None
 
 
 def leaves_open(recipe: Recipe) -> bool:
@@ -374,7 +376,7 @@ def _evaluation(recipe: Recipe, ranks: int | None) -> Found:
         yield "evaluation.at_start", "needs data.validation"
 
 
-@_rule("checkpoint", "lora", "data.validation", "data.builder", "run.on_divergence")
+@_rule("checkpoint", "lora", "data.validation", "data.builder", "run.on_divergence", "run.dir")
 def _checkpoint(recipe: Recipe, ranks: int | None) -> Found:
     if recipe.checkpoint.keep_best is not None and recipe.data.validation is None and recipe.data.builder is None:
         yield "checkpoint.keep_best", "needs data.validation, whose loss it goes by"
@@ -383,7 +385,8 @@ def _checkpoint(recipe: Recipe, ranks: int | None) -> Found:
     if recipe.checkpoint.export_merged and (recipe.checkpoint.export is None or recipe.lora is None):
         yield "checkpoint.export_merged", "needs checkpoint.export: at_end, and lora, whose adapters it adds in"
     resume = recipe.checkpoint.resume
-    if resume not in ("auto", "never") and not os.path.isdir(resume):
+    # A folder with checkpoints of its own resumes from these: where it came from may be gone
+    if resume not in ("auto", "never") and not os.path.isdir(resume) and not _has_checkpoints(recipe):
         yield (
             "checkpoint.resume",
             f"no such folder: {resume}; give auto, never, or a checkpoint such as runs/NAME/checkpoints/step_00000500",

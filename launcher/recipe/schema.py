@@ -313,7 +313,8 @@ class Checkpoint:
     keep_best: Literal["eval_loss"] | None = None
     """eval_loss: keep the one with the lowest evaluation loss, too."""
     resume: str = "auto"
-    """auto: go on from the newest valid checkpoint of run.dir, if there is one | never | the path of a checkpoint."""
+    """auto: resume from the newest valid checkpoint of run.dir, if there is one | never | the path of a checkpoint, to start an empty
+    run.dir from; later starts resume from run.dir's own checkpoints."""
     allow_changes: bool = False
     """Resume although the recipe's data, model, global batch or seed differ from the checkpoint's."""
     asynchronous: bool = True

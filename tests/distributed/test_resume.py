@@ -212,6 +212,36 @@ def test_the_run_goes_on_with_other_ranks_and_strategies(folder):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
+# Started from another run's checkpoint
+
+
+def test_a_run_started_from_a_path_continues_from_its_own_newest_checkpoint(folder, undisturbed):
+    """After a killed rank and after a requeue by Slurm; into a folder with another history the path is refused."""
+    run_dir, source = folder / "branch", undisturbed / "checkpoints/step_00000008"
+    words = [KILL_TRAIN, f"recipe={folder}/dropout.yaml", f"run.dir={run_dir}", f"checkpoint.resume={source}", "checkpoint.every_steps=2"]
+    saved = lambda: (run_dir / "events.jsonl").exists() and len(events(run_dir, "saved")) >= 2  # noqa: E731
+    kill = when(saved, lambda process: os.kill(workers(process.pid)[-1], signal.SIGKILL))
+    torchrun("--max-restarts", "1", *words, "run.max_steps=14", ranks=1, during=kill, SLOW_STEP="0.1").check()
+    first, second = [event["step"] for event in events(run_dir, "resumed")]
+    assert first == 8
+    assert second >= 12, "its own checkpoint, not the path again"
+    assert [line["step"] for line in records(run_dir)] == list(range(9, 15))
+
+    run([sys.executable, *words, "run.max_steps=15"], SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").check()
+    assert [event["step"] for event in events(run_dir, "resumed")][2:] == [14], "requeued by Slurm"
+    assert [line["step"] for line in records(run_dir)] == list(range(9, 16))
+
+    def files():
+        found = [run_dir / "metrics.jsonl", run_dir / "recipe.yaml", *run_dir.glob("checkpoints/*/*")]
+        return {path: path.stat().st_mtime_ns for path in found}
+
+    before = files()
+    other = f"checkpoint.resume={undisturbed}/checkpoints/step_00000004"
+    refused = train(folder, run_dir, other, ranks=1, recipe="dropout").check(2)
+    assert f"holds a run already (finished, step 15), and it was not started from {other}" in refused.output
+    assert files() == before, "nothing was deleted or written"
+
+
 # Damage, full disks
 
 

@@ -1,6 +1,7 @@
 """What may change between a run and its resumption, and what its record keeps."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from launcher.environment import Environment
 from launcher.errors import RecipeError
 from launcher.metrics.sinks import keep_until
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.resume import check_changes, starts_anew
+from launcher.resume import check_changes, choose_resume
 from launcher.run_folder import RunFolder
 
 
@@ -106,6 +107,47 @@ def test_a_restart_that_was_refused_before_is_refused_again(tmp_path):
     run.metrics.write_text('{"step": 1, "loss": 2.0}\n')
     again = RunFolder(tmp_path)
     with pytest.raises(RecipeError, match=r"holds a run already"):
-        starts_anew(again, loaded.recipe, to_yaml(loaded.recipe), restarted=again.was_begun_by(environment(restart_count=1)))
+        choose_resume(again, loaded.recipe, to_yaml(loaded.recipe), restarted=again.was_begun_by(environment(restart_count=1)))
     assert run.metrics.read_text()
-    assert starts_anew(again, loaded.recipe, to_yaml(loaded.recipe), restarted=again.was_begun_by(environment(restart_count=1, parent=5)))
+    restarted = again.was_begun_by(environment(restart_count=1, parent=5))
+    assert choose_resume(again, loaded.recipe, to_yaml(loaded.recipe), restarted=restarted) == "never"
+
+
+def choose(folder, resume, *, restarted=False):
+    loaded = load_recipe(["recipe=fsdp", f"run.dir={folder}", f"checkpoint.resume={resume}"], ranks=None)
+    return choose_resume(RunFolder(folder), loaded.recipe, to_yaml(loaded.recipe), restarted=restarted)
+
+
+def checkpoint(folder, step):
+    path = folder / f"checkpoints/step_{step:08}"
+    path.mkdir(parents=True)
+    (path / "state.json").write_text(json.dumps({"recipe": to_yaml(load_recipe(["recipe=fsdp"], ranks=None).recipe)}))
+    return path
+
+
+def test_a_folder_started_from_a_path_continues_from_its_own_newest_checkpoint(tmp_path):
+    source, run = checkpoint(tmp_path / "source", 8), RunFolder(tmp_path / "run")
+    assert choose(run.path, source) == str(source), "an empty folder"
+    run.path.mkdir()
+    run.note("resumed", step=8, origin=str(source))
+    run.metrics.write_text('{"step": 9, "loss": 2.0}\n')
+    assert choose(run.path, source) == str(source), "it has no checkpoint of its own yet"
+    checkpoint(run.path, 16)
+    assert choose(run.path, source) == "auto"
+    assert choose(run.path, "auto") == "auto"
+    assert choose(run.path, source, restarted=True) == "auto"
+    shutil.rmtree(source)
+    assert choose(run.path, source) == "auto", "the path may be gone by now"
+
+
+def test_a_path_into_a_folder_with_another_history_is_refused(tmp_path):
+    source, run = checkpoint(tmp_path / "source", 8), RunFolder(tmp_path / "run")
+    own = [checkpoint(run.path, step) for step in (4, 16)]
+    with pytest.raises(RecipeError, match=r"holds a run already, and it was not started from .*source/.*=auto continues it; give another"):
+        choose(run.path, source)
+    with pytest.raises(RecipeError, match=r"holds a run already, and checkpoint.resume is never"):
+        choose(run.path, "never")
+    run.note("resumed", step=4)
+    assert choose(run.path, own[0]) == str(own[0]), "back to a checkpoint of its own: an explicit rewind"
+    run.note("resumed", step=4, origin=str(own[0]))
+    assert choose(run.path, own[0]) == "auto", "which a restart does not repeat"
