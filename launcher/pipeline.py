@@ -229,6 +229,7 @@ def open_keeper(
         recipe.checkpoint,
         recipe_yaml=to_yaml(recipe),
         seed=recipe.run.seed,
+        data=training.data.fingerprint,
         module=training.wrapped.module,
         optimizer=training.optimizer,
         loss_scale=training.loss_scale,

@@ -87,6 +87,44 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: b
     return told
 
 
+def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """How two fingerprints of training data (`TokenStore.fingerprint`) differ, a line each; those of a mixture part by part."""
+    for name, part in before.get("parts", {}).items():
+        yield from data_changes(part, now.get("parts", {}).get(name, {}))
+    content, content_now = before.get("content"), now.get("content")
+    if content is not None and content == content_now:
+        return  # the very same tokens, whatever the files are called
+    known = [key for key in before if key in now and key not in ("parts", "content")]
+    changed = False
+    for key, old, new in differences({key: before[key] for key in known}, {key: now[key] for key in known}):
+        changed = True
+        if key.startswith("files."):
+            name = key.removeprefix("files.")
+            what = "was not there" if old is None else "is gone" if new is None else f"size {old:,} -> {new:,}"
+            yield f"{name}: {what}"
+        elif key in ("tokenizer", "chat_template"):
+            yield f"data.{key}: its content has changed"
+        else:
+            yield f"{key}: {old:,} -> {new:,}"
+    if not changed and content is not None and content_now is not None:
+        names = list(before.get("files", {}))
+        yield f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}: other content in as many bytes"
+
+
+def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path) -> list[str]:
+    """What changed in the training data, a line each. Raises RecipeError with these lines, unless it is allowed."""
+    changes = list(data_changes(before, now))
+    if changes and not allow:
+        raise RecipeError(
+            [
+                f"{checkpoint} was written by a run on other data; with these changes the order of samples would be another:",
+                *(f"  {line}" for line in changes),
+                "restore the data; or train into another run.dir; or set checkpoint.allow_changes=true",
+            ]
+        )
+    return changes
+
+
 def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> str:
     """What this start resumes from: `never` (it starts from scratch), `auto` (the folder's newest
     checkpoint) or the path that checkpoint.resume gives. To be asked once this process owns the folder.

@@ -101,8 +101,7 @@ class RunFolder:
             status = json.loads(self._status.read_text())
             known = f" ({status['state']}, step {status['step']})"
         raise RecipeError(
-            f"run.dir: {self.path} holds a run already{known}, and {why}; "
-            f"give another folder, such as run.dir={self.path}-2, or remove it"
+            f"run.dir: {self.path} holds a run already{known}, and {why}; give another folder, such as run.dir={self.path}-2, or remove it"
         )
 
     def create(self, recipe_yaml: str, *, anew: bool = True) -> None:
@@ -138,8 +137,8 @@ class RunFolder:
         (as given last) and what is given.
 
         started: `found`, `found_step` and `found_time` are what status.json and metrics.jsonl said when the attempt began.
-        resumed: `step`, and `origin`, the checkpoint.resume that was a path. saved: `step`, `seconds`, `bytes`. failed, stopped: `step`, `reason`; out of memory in training: also
-        `micro_batch_size`, `device`, `sequence_length`. finished: `step`.
+        resumed: `step`, and `origin`, the checkpoint.resume that was a path. saved: `step`, `seconds`, `bytes`. failed, stopped:
+        `step`, `reason`; out of memory in training: also `micro_batch_size`, `device`, `sequence_length`. finished: `step`.
         """
         self.check()
         self._ranks = ranks = ranks if ranks is not None else self._ranks

@@ -5,13 +5,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from launcher.data.run_data import open_run_data
 from launcher.environment import Environment
 from launcher.errors import RecipeError
 from launcher.metrics.sinks import keep_until
+from launcher.processes import DataParallel
+from launcher.recipe import schema
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.resume import check_changes, choose_resume
+from launcher.resume import check_changes, check_data, choose_resume, data_changes
 from launcher.run_folder import RunFolder
 
 
@@ -60,6 +64,87 @@ def test_what_alters_the_training_is_refused(change, line):
 
 def test_nothing_changed():
     assert check_changes(recipe(), recipe("run.dir=elsewhere", "checkpoint.resume=never"), allow=False, checkpoint=Path("c")) == []
+
+
+# Changed data
+
+
+@pytest.fixture
+def fingerprint(tmp_path):
+    """Of two files as they are now."""
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for number, file in enumerate(files):
+        file.write_text("".join(json.dumps({"text": f"{row}{number}"}) + "\n" for row in range(4)))
+
+    def found(*, streaming=False, train=(str(tmp_path / "?.jsonl"),), ranks=1):
+        data = schema.Data(train=train, tokenizer="bytes", sequence_length=8, cache=str(tmp_path / "cache"), streaming=streaming)
+        opened = open_run_data(
+            data,
+            schema.Batch(global_batch_size=2, micro_batch_size=1),
+            seed=0,
+            max_steps=2,
+            epochs=None,
+            model_path=None,
+            vocabulary=260,
+            classes=None,
+            padding=0,
+            isolation="mask",
+            build=True,
+            report=print,
+            skipped_rows=None,
+            ranks=DataParallel(rank=0, size=1, group=None, device=torch.device("cpu")),
+        )
+        return json.loads(json.dumps(opened.fingerprint))
+
+    found.a, found.b = files
+    return found
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_that_were_appended_are_noticed_and_the_file_is_named(fingerprint, streaming):
+    before = fingerprint(streaming=streaming)
+    assert check_data(before, fingerprint(streaming=streaming), allow=False, checkpoint=Path("c")) == []
+    fingerprint.b.write_text(fingerprint.b.read_text() + '{"text": "x"}\n')
+    now = fingerprint(streaming=streaming)
+    with pytest.raises(RecipeError) as refused:
+        check_data(before, now, allow=False, checkpoint=Path("run/checkpoints/step_00000005"))
+    first, *lines, last = refused.value.problems
+    assert first.startswith("run/checkpoints/step_00000005 was written by a run on other data")
+    assert lines == [f"  {fingerprint.b}: size 60 -> 74"] + (["  documents: 8 -> 9", "  tokens: 24 -> 26"] if not streaming else [])
+    assert "checkpoint.allow_changes=true" in last
+    assert len(check_data(before, now, allow=True, checkpoint=Path("c"))) == len(lines)
+
+
+def test_files_that_came_went_or_were_edited_are_named(fingerprint):
+    before = fingerprint()
+    fingerprint.a.write_text(fingerprint.a.read_text().replace("30", "31"))
+    assert list(data_changes(before, fingerprint())) == [f"{fingerprint.a}, {fingerprint.b}: other content in as many bytes"]
+    fingerprint.b.rename(fingerprint.b.with_name("c.jsonl"))
+    lines = list(data_changes(before, fingerprint()))
+    assert lines == [f"{fingerprint.b}: is gone", f"{fingerprint.b.with_name('c.jsonl')}: was not there"]
+
+
+def test_the_same_content_is_no_change_whatever_else_is(fingerprint):
+    """A file that was copied or touched, blank lines at its end; older stores, whose content is not known, go by the rest."""
+    before = fingerprint()
+    fingerprint.b.write_text(fingerprint.b.read_text() + "\n\n")
+    now = fingerprint()
+    assert list(data_changes(before, now)) == []
+    assert list(data_changes(before | {"content": None}, now)) == [f"{fingerprint.b}: size 60 -> 62"]
+
+
+def test_a_mixture_is_compared_part_by_part(fingerprint):
+    train = {name: schema.Source(files=(str(file),)) for name, file in (("one", fingerprint.a), ("two", fingerprint.b))}
+    before = fingerprint(train=train)
+    fingerprint.b.write_text(fingerprint.b.read_text() + '{"text": "x"}\n')
+    assert next(data_changes(before, fingerprint(train=train))) == f"{fingerprint.b}: size 60 -> 74"
+
+
+def test_another_tokenizer_or_template_is_a_change_of_a_stream():
+    before = {"files": {"a": 1}, "tokenizer": "x", "chat_template": None}
+    lines = list(data_changes(before, before | {"tokenizer": "y", "chat_template": "z"}))
+    assert lines == ["data.tokenizer: its content has changed", "data.chat_template: its content has changed"]
+    assert list(data_changes({"samples": 1000}, {"samples": 1100})) == ["samples: 1,000 -> 1,100"]
 
 
 def test_the_record_ends_with_the_checkpoint(tmp_path):
