@@ -33,13 +33,12 @@ from launcher.watchdog import Watch, watching
 def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int:
     """Joins the other ranks and trains with them; returns the exit status.
 
-    A failure of any rank ends this process (`failing_together`). Raises TrainingError where the ranks do not meet.
+    A failure of any rank ends this process (`failing_together`). Raises TrainingError where the ranks do not meet, or lack a GPU.
     """
     recipe, progress = loaded.recipe, Progress()
     may_offload = recipe.strategy.cpu_offload is not None or recipe.strategy.kind == "auto"
-    device = processes.choose_device(environment)
     processes.set_numerics(deterministic=recipe.run.deterministic, float32_matmul=recipe.run.float32_matmul)
-    group = processes.process_group(environment, device=device, cpu_offload=may_offload, init_timeout=recipe.run.init_timeout)
+    group = processes.process_group(environment, device=recipe.run.device, cpu_offload=may_offload, init_timeout=recipe.run.init_timeout)
     with (
         StopRequest() as stop,
         group as (ranks, store),
@@ -101,7 +100,6 @@ def pipeline(
     mode = None if recipe.activation_checkpointing is None else recipe.activation_checkpointing.mode
     reporter.list_skipped(run_data.training.skipped, skipped_rows)
     reporter.start(
-        processes.idle_gpus(environment),
         describe_model(wrapped, ranks=ranks, blocks=training.blocks, mode=mode),
         describe_data(
             run_data.training,
