@@ -418,6 +418,7 @@ def versions_here() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,  # type: ignore[no-untyped-call]
         "driver": driver(),
         "gpus": torch.cuda.device_count() if cuda else 0,

@@ -320,4 +320,5 @@ def test_peak_flops_by_name():
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA L40S") == 362e12
     assert peak_flops("NVIDIA GeForce RTX 4090") == 165e12
-    assert peak_flops("NVIDIA L40") is None
+    assert peak_flops("NVIDIA L40") == 181e12
+    assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU") is None
