@@ -113,7 +113,7 @@ def test_each_gpu_is_found_by_its_own_name_and_memory_decides_where_that_does_no
 
 
 def test_an_unknown_gpu_names_all_that_are_known():
-    with pytest.raises(RecipeError, match=r"gpu=h1000: is not known; give one of .*h100-pcie.*rtx-3090, cpu"):
+    with pytest.raises(RecipeError, match=r"gpu=h1000: is not known; give one of .*h100-pcie.*rtx-3090.*mi355x, cpu"):
         known_machine("h1000", nodes=1, gpus_per_node=8)
 
 
