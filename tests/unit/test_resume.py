@@ -10,7 +10,7 @@ from launcher.environment import Environment
 from launcher.errors import RecipeError
 from launcher.metrics.sinks import keep_until
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.resume import check_changes, starts_anew
+from launcher.resume import check_changes, check_stream, starts_anew
 from launcher.run_folder import RunFolder
 
 
@@ -109,3 +109,14 @@ def test_a_restart_that_was_refused_before_is_refused_again(tmp_path):
         starts_anew(again, loaded.recipe, to_yaml(loaded.recipe), restarted=again.was_begun_by(environment(restart_count=1)))
     assert run.metrics.read_text()
     assert starts_anew(again, loaded.recipe, to_yaml(loaded.recipe), restarted=again.was_begun_by(environment(restart_count=1, parent=5)))
+
+
+def test_a_stream_does_not_go_on_in_another_order_unless_it_may():
+    saved = {"version": 2, "order": "a", "samples": 8, "places": [[0, 0, 0, 0]]}
+    check_stream(saved, "a", allow=False, checkpoint=Path("c"))
+    check_stream(None, None, allow=False, checkpoint=Path("c"))
+    with pytest.raises(RecipeError, match=r"^c cannot be resumed with data\.streaming: the files, or what decides the order"):
+        check_stream(saved, "b", allow=False, checkpoint=Path("c"))
+    with pytest.raises(RecipeError, match=r"written by a version of the launcher whose streaming order was another.*allow_changes=true"):
+        check_stream(None, "b", allow=False, checkpoint=Path("c"))
+    check_stream(None, "b", allow=True, checkpoint=Path("c"))
