@@ -1,11 +1,10 @@
 """How fast data is made ready: tokenization from cold, with one process and with several, and a start with a warm cache.
 
     python benchmarks/data.py [--megabytes 32] [--processes 1 2] [--output FILE]
-    python benchmarks/data.py --stream 10000 [--length 16] [--megabytes 200]
+    python benchmarks/data.py --stream 500 [--length 16] [--megabytes 200]
 
 With --stream: data.streaming with a global batch of 1,024 in one process, no model. Seconds and peak memory of the process to
-the first step, and to that step (10,000) with and without the places that a checkpoint holds. With sequences of 16 tokens
-these steps are one pass over about 500 MB of text.
+the first step, and to that step (500) with and without the places that a checkpoint holds.
 
 The text is the source of Python's own standard library, as rows of a .jsonl, over and over; the tokenizer a byte-level BPE of
 8,192 tokens trained on it, such as most models have. Each number comes from a process of its own. Beside it stands what a
@@ -63,7 +62,7 @@ from launcher.data.streaming import StreamingDataset, StreamOrder
 from launcher.recipe.schema import Data
 folder, step, length, places = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
 data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer")
-started = time.perf_counter()
+started, cpu = time.perf_counter(), time.process_time()
 slots = RankSlots(order=StreamOrder(), global_batch_size=1024, micro_batch_size=8, rank=0, ranks=1, first_step=step, steps=step + 1)
 stream = StreamingDataset(
     find_parts(data.train, kind="text"), make_encoder("text", data, tokenizer=data.tokenizer), slots=slots, seed=1, shuffle=True,
@@ -73,15 +72,15 @@ stream = StreamingDataset(
 # Places after the step: one step on
 start = {"order": stream.order, "samples": step * 1024, "places": places} if places else None
 *_, last = stream.starting(slots, start)
-seconds = time.perf_counter() - started
+seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"seconds": seconds, "peak": peak, "places": [last["places"][shard] for shard in sorted(last["places"])]}))
+print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak, "places": [last["places"][shard] for shard in sorted(last["places"])]}))
 """
 
 
 def stream(folder: Path, step: int, length: int) -> str:
     """A table of the starts of a stream."""
-    lines = ["| data.streaming, global batch 1,024 | seconds | peak memory |", "|---|---:|---:|"]
+    lines = ["| data.streaming, global batch 1,024 | seconds | CPU seconds | peak memory |", "|---|---:|---:|---:|"]
     before = run(STREAM, folder, step - 1, length, "null")  # its places are those of the checkpoint
     for what, at, places in (
         ("to the first step", 0, None),
@@ -89,7 +88,7 @@ def stream(folder: Path, step: int, length: int) -> str:
         (f"to step {step:,}, without them", step, None),
     ):
         found = run(STREAM, folder, at, length, json.dumps(places))
-        lines.append(f"| {what} | {found['seconds']:.1f} | {found['peak'] / 1024:.0f} MiB |")
+        lines.append(f"| {what} | {found['seconds']:.1f} | {found['cpu']:.1f} | {found['peak'] / 1024:.0f} MiB |")
         print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines) + "\n"
 
