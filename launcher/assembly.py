@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ class Point:
     """Steps that are done."""
     left_out: int = 0
     """Batches before it that were not trained on, since the run diverged on them."""
+    stream: Mapping[str, Any] | None = None
+    """data.streaming: where the shards stood, from the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ def assemble(
     order = run_data.order
 
     def steps_from(point: Point) -> Iterator[Step]:
-        dataset, slots = run_data.starting(point.step, point.left_out, ranks)
+        dataset, slots = run_data.starting(point.step, point.left_out, ranks, point.stream)
         batches = training_batches(
             dataset,
             data=data,

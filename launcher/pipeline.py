@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from launcher import processes
 from launcher.assembly import Point, Training, assemble
-from launcher.data.loader import expected_padding
+from launcher.data.loader import GlobalBatch, expected_padding
 from launcher.environment import Environment
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
 from launcher.failures import FailureWatch, Progress, failing_together
@@ -94,7 +94,7 @@ def pipeline(
     wrapped, run_data, evaluator = training.wrapped, training.data, training.evaluator
     steps = run_data.steps
     keeper, resumed = open_keeper(recipe, run, training, ranks=ranks, say=say)
-    point = Point() if resumed is None else Point(resumed.step, resumed.left_out)
+    point = Point() if resumed is None else Point(resumed.step, resumed.left_out, resumed.stream)
     progress.step = point.step
     reporter = Reporter(ranks, run, recipe=recipe, steps=steps, first_step=point.step, flops_per_token=training.flops_per_token)
     failures.on_end = reporter.abort
@@ -138,12 +138,19 @@ def pipeline(
 
     saved_after = point.step
 
-    def save(step: int, eval_loss: float | None, *, evaluated: bool) -> None:
+    def save(batch: GlobalBatch, eval_loss: float | None, *, evaluated: bool) -> None:
         nonlocal saved_after
-        saved_after = step
+        saved_after = batch.step
         if keeper is not None:
             with reporter.excluded(), progress.slow("checkpoint"):
-                keeper.save(step, left_out=point.left_out, observed=reporter.state(), eval_loss=eval_loss, evaluated=evaluated)
+                keeper.save(
+                    batch.step,
+                    left_out=point.left_out,
+                    observed=reporter.state(),
+                    stream=run_data.stream_state(batch, point.left_out, ranks),
+                    eval_loss=eval_loss,
+                    evaluated=evaluated,
+                )
             reporter.trouble(keeper.trouble)
 
     def train() -> bool:
@@ -166,7 +173,7 @@ def pipeline(
                 # The request of one file is in two counts: the next batch's was taken before this one was read
                 asked = saving and step.number > saved_after + 1
                 if last or stopping or asked or keeper.due(step.number):
-                    save(step.number, eval_loss, evaluated=whole)
+                    save(step.batch, eval_loss, evaluated=whole)
                 if saving:
                     watch.save_done()
             if stopping and not last:
@@ -235,6 +242,7 @@ def open_keeper(
         module=training.wrapped.module,
         optimizer=training.optimizer,
         loss_scale=training.loss_scale,
+        stream_order=training.data.stream_order,
         ranks=ranks,
         say=say,
         before_write=run.check,
@@ -259,4 +267,4 @@ def rewind(error: DivergedError, point: Point, keeper: Keeper, reporter: Reporte
     if resumed is None:
         raise error
     reporter.rewound(resumed, error)
-    return Point(resumed.step, point.left_out + error.last_step - resumed.step)
+    return Point(resumed.step, point.left_out + error.last_step - resumed.step, resumed.stream)

@@ -42,6 +42,8 @@ class Resumed:
     """The evaluation after this step was cut short by what stopped the run."""
     origin: Path | None = None
     """The path of checkpoint.resume, where the run was started from it rather than from its own newest checkpoint."""
+    stream: Mapping[str, Any] | None = None
+    """data.streaming: where the shards stood."""
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -109,6 +111,25 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
     if not changed and content is not None and content_now is not None:
         names = list(before.get("files", {}))
         yield f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}: other content in as many bytes"
+
+
+def check_stream(saved: Mapping[str, Any] | None, order: str | None, *, allow: bool, checkpoint: Path) -> None:
+    """Raises RecipeError where a stream would go on with other samples than the run of the checkpoint had, unless allowed.
+
+    saved: what the checkpoint has of the stream. order: digest of today's order of samples; None: no stream.
+    """
+    if order is None or allow or (saved is not None and saved["order"] == order):
+        return
+    reason = (
+        "it was written by a version of the launcher whose streaming order was another"
+        if saved is None
+        else "the files, or what decides the order of their samples, have changed since"
+    )
+    raise RecipeError(
+        f"{checkpoint} cannot be resumed with data.streaming: {reason}, and the run would go on with other samples. "
+        "Restore the files and the version; or train into another run.dir; or set checkpoint.allow_changes=true, "
+        "which reads and tokenizes as many samples as were seen before it goes on"
+    )
 
 
 def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path) -> list[str]:

@@ -191,7 +191,7 @@ class Data:
     streaming: bool = False
     """Tokenize while training, for sets larger than the disk."""
     shuffle_buffer: PositiveInt = 1000
-    """streaming: documents of each lane that are shuffled among one another."""
+    """streaming: rows held in memory to be shuffled, over all shards together."""
     cache: str | None = None
     """Folder of tokenized data; null: $XDG_CACHE_HOME/launcher or ~/.cache/launcher."""
 

@@ -380,6 +380,28 @@ def test_a_run_that_diverges_goes_back_and_leaves_out_what_it_diverged_on(folder
     assert [trained[step] for step in (5, 6, 10)] == [expected[step] for step in (7, 8, 12)]
 
 
+def test_a_stream_goes_on_where_it_stood_and_leaves_out_what_it_diverged_on(folder):
+    """On two ranks with loader processes, then on one, which also goes back; the samples are those of one start on one rank."""
+    file, run_dir, plain, seen = (folder / name for name in ("stream.jsonl", "stream", "stream-plain", "stream-seen"))
+    file.write_text("".join(json.dumps({"text": f"{number} " * 20}) + "\n" for number in range(4000)))
+    plain.mkdir()
+    seen.mkdir()
+    stream = ["data.streaming=true", "data.shuffle_buffer=40", f"data.train=[{file}]"]
+    train(folder, folder / "stream-whole", *stream, "batch.micro_batch_size=8", ranks=1, SAMPLES=str(plain)).check()
+    train(folder, run_dir, *stream, "data.workers=2", "run.max_steps=6").check()
+    state = json.loads((run_dir / "checkpoints/step_00000006/state.json").read_text())["stream"]
+    whole = json.loads((folder / "stream-whole/checkpoints/step_00000008/state.json").read_text())["stream"]
+    assert (state["samples"], state["order"]) == (48, whole["order"])
+    assert len(state["places"]) == 4
+    assert min(map(max, state["places"])) > 0, "every shard has been read, by the one rank or the other"
+    rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", "batch.micro_batch_size=8"]
+    output = train(folder, run_dir, *stream, *rewind, ranks=1, SAMPLES=str(seen), NAN="4").check().output
+    assert "back to the checkpoint of step 8; the samples of steps 9 to 10 are left out" in output
+    trained, expected = samples(seen, 0), samples(plain, 0)
+    assert [trained[step] for step in (7, 8)] == [expected[step] for step in (7, 8)]
+    assert [trained[step] for step in (9, 10)] == [expected[step] for step in (11, 12)]
+
+
 def test_a_checkpoint_can_be_exported(folder, undisturbed, tmp_path):
     from transformers import LlamaForCausalLM
 

@@ -15,7 +15,7 @@ from launcher.metrics.sinks import keep_until
 from launcher.processes import DataParallel
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.resume import check_changes, check_data, choose_resume, data_changes
+from launcher.resume import check_changes, check_data, check_stream, choose_resume, data_changes
 from launcher.run_folder import RunFolder
 
 
@@ -236,3 +236,14 @@ def test_a_path_into_a_folder_with_another_history_is_refused(tmp_path):
     assert choose(run.path, own[0]) == str(own[0]), "back to a checkpoint of its own: an explicit rewind"
     run.note("resumed", step=4, origin=str(own[0]))
     assert choose(run.path, own[0]) == "auto", "which a restart does not repeat"
+
+
+def test_a_stream_does_not_go_on_in_another_order_unless_it_may():
+    saved = {"version": 2, "order": "a", "samples": 8, "places": [[0, 0, 0, 0]]}
+    check_stream(saved, "a", allow=False, checkpoint=Path("c"))
+    check_stream(None, None, allow=False, checkpoint=Path("c"))
+    with pytest.raises(RecipeError, match=r"^c cannot be resumed with data\.streaming: the files, or what decides the order"):
+        check_stream(saved, "b", allow=False, checkpoint=Path("c"))
+    with pytest.raises(RecipeError, match=r"written by a version of the launcher whose streaming order was another.*allow_changes=true"):
+        check_stream(None, "b", allow=False, checkpoint=Path("c"))
+    check_stream(None, "b", allow=True, checkpoint=Path("c"))
