@@ -56,8 +56,8 @@ class Progress:
         self.micro_batch = 0
         """The micro-batch that is at work, from 1; 0: none of this step was begun."""
         self.slow_phase: str | None = "start"
-        """What may take as long as it likes; everything until the first step is done (compilation, tokenization, loading), and from
-        a rewind until the next step is done (loading, skipping samples)."""
+        """What may take as long as it likes: everything until the first step is done (compilation,
+        tokenization, loading), and from a rewind until the next step is done (loading, skipping)."""
         self.preparing = True
         """No step was begun: who asks to stop need not wait, there is nothing to save."""
 
@@ -185,8 +185,9 @@ class FailureWatch:
         self._store.set(f"{_KEY}/rank_{self.rank}", _KERNEL if host_memory.killed_since(self._killed) else "")
 
     def silent_ranks(self, *, stuck: bool) -> list[int] | None:
-        """Ranks that were killed, most likely: whose threads have not noticed the failure after a moment to do so. None: the store
-        does not answer either. stuck: also those that run, but have not failed themselves.
+        """Ranks that were killed, most likely: their threads do not notice the failure in time.
+
+        None: the store does not answer either. stuck: also ranks that run, but have not failed.
         """
         said = "rank" if stuck else "alive"
         with contextlib.suppress(Exception):
@@ -353,7 +354,10 @@ class FailureWatch:
         return gone if gone and process_start(os.getpid()) is not None else []
 
     def _report_lost(self, lost: list[int]) -> None:
-        """Reports those that have not said that they end, and ends this process; returns where another rank reports a failure."""
+        """Reports those that have not said that they end, and ends this process.
+
+        Returns where there are none, or where another rank reports a failure.
+        """
         lost = [rank for rank in lost if not self._store.check([f"{_KEY}/rank_{rank}"])]
         if lost and not self._store.check([_STOPPED]):
             self._end_without(lost)
@@ -365,7 +369,10 @@ class FailureWatch:
             self.end(EXIT_FAILED)
 
     def _find_neighbours(self) -> None:
-        """Publishes which process this rank is, and learns the others' of this node (torchrun numbers a node's ranks in a row)."""
+        """Publishes this rank's process, and learns those of the other ranks on this node.
+
+        torchrun numbers a node's ranks in a row.
+        """
         machine, key, first = this_machine(), f"{_KEY}/process_{{}}".format, self.rank - self.environment.local_rank
         ranks = range(max(0, first), min(self.ranks, first + self.environment.local_world_size))
         self._store.set(key(self.rank), f"{machine} {os.getpid()} {process_start(os.getpid())}")
@@ -397,7 +404,7 @@ class FailureWatch:
                 if self._neighbours is None:
                     self._find_neighbours()
                 failed = 0
-            except Exception:  # of the store. A single error may pass; that the store is gone is the watchdog's to say
+            except Exception:  # of the store: one error may pass, and the watchdog notices its end
                 failed += 1
                 if failed >= _FAILED_POLLS and lost:
                     self._end_without(lost)
@@ -426,9 +433,10 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The earliest lost peer or lack of memory among an exception and those it was raised from or while handling; itself if none.
+    """The earliest lost peer or lack of memory in an exception's chain of causes; itself if none.
 
-    A worker of the data loader, say, that is ended while a lost connection is handled raises an exception of its own.
+    A worker of the data loader, say, that is ended while a lost connection is handled raises an
+    exception of its own.
     """
     cause, earlier = error, error
     while (before := earlier.__cause__ or (None if earlier.__suppress_context__ else earlier.__context__)) is not None:

@@ -217,12 +217,15 @@ def notice_silence(environment: Environment) -> None:
 
 
 CHECKPOINT_GROUP = "checkpoint"
-"""Description of the group that checkpoints are agreed on in: a rank whose disk is slow makes the others wait there for long."""
+"""Description of the group of checkpoints, in which the others wait for the rank whose disk is slowest."""
 
 
 def set_timeout(seconds: int) -> None:
-    """From now on a collective of any group but the checkpoints' may take so long. Called when all groups are made, since those
-    of a mesh have a default of their own, and once the slow first collectives are done."""
+    """From now on a collective of any group but that of checkpoints may take so long.
+
+    Called when all groups are made, since those of a mesh have a default of their own, and once the
+    slow first collectives are done.
+    """
     from torch.distributed import distributed_c10d
 
     for group in list(distributed_c10d._world.pg_map):

@@ -84,7 +84,7 @@ class Watch:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=11)
-        with contextlib.suppress(Exception):  # rank 0 may still be busy, with an upload say: this rank must not look hung to it
+        with contextlib.suppress(Exception):  # rank 0 may be busy for long, and must not miss this one
             self._store.set(f"{_KEY}/{self._rank}", json.dumps({"left": True}))
         faulthandler.cancel_dump_traceback_later()
         if self._stopped_by_file:
@@ -345,9 +345,9 @@ def flight_recorder() -> bytes | None:
 
 
 def collectives(recorded: bytes | None) -> dict[str, dict[str, Any]]:
-    """By process group: the number of its newest collective, and the oldest ones that are not finished, by their number.
+    """By process group: the number of the newest collective, and the oldest unfinished ones.
 
-    A flight recorder's newest entry was only enqueued. What a rank waits for is the oldest that is not finished.
+    A flight recorder's newest entry was only enqueued. What hangs is the oldest unfinished one.
     """
     groups: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -364,9 +364,9 @@ def collectives(recorded: bytes | None) -> dict[str, dict[str, Any]]:
 
 
 def compare_collectives(ranks: dict[int, dict[str, dict[str, Any]]]) -> list[str]:
-    """A line for each group that waits: its oldest unfinished collective over all ranks, and which ranks have not begun it.
+    """A line for each group that waits: its oldest unfinished collective, and who has not begun it.
 
-    ranks: `collectives` of each. Groups with a rank that has not begun come first; three lines at most.
+    ranks: `collectives` of each. Groups with a rank that has not begun come first; three at most.
     """
     lines = []
     for name in sorted({name for groups in ranks.values() for name in groups}):

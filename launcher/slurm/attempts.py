@@ -214,7 +214,7 @@ def end(run_dir: Path, job: str, ended: Ended, *, max_failures: int) -> Decision
 
 
 def nothing_left(run_dir: Path, job: str, before: str) -> str | None:
-    """Why a successor has nothing to do, where `before` is the job that it was submitted by; None: it goes on with the run."""
+    """Why a successor, submitted by the job `before`, has nothing to do; None: it goes on."""
     record, known = read_record(run_dir, job), Job.read(before)
     if known is not None and known.state == "CANCELLED":
         return f"job {before} was cancelled"
@@ -222,7 +222,10 @@ def nothing_left(run_dir: Path, job: str, before: str) -> str | None:
 
 
 def submit_successor(run_dir: Path, job: str, this: str, script: str, excluded: str) -> None:
-    """Queues the job that goes on where this one ends without success, unless it is queued already. this: the job that runs."""
+    """Queues the job that goes on where this one ends without success, unless it is queued already.
+
+    this: the job that runs. script: its own, for sbatch. excluded: nodes that it must not get.
+    """
     record = read_record(run_dir, job)
     if record.successor is not None and (known := Job.read(record.successor)) is not None and known.state == "PENDING":
         return
@@ -328,8 +331,10 @@ def restart_count() -> int:
 
 
 def carry_out(decision: Decision, this: str, bad_nodes: Sequence[str]) -> tuple[bool, int]:
-    """Requeues the job that runs where that is decided. Returns whether the run is left to the successor, and the exit status of
-    the script."""
+    """Requeues the job that runs, where that is decided.
+
+    Returns whether the run is left to the successor, and the exit status of the script.
+    """
     mine = restart_count()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which a requeue sends
     known = Job.read(this)

@@ -239,7 +239,7 @@ def test_a_rank_is_killed_and_the_other_never_comes_back_from_a_collective(tmp_p
     """As under NCCL: no exception comes. Reported before torchrun kills the other rank (30 s), and restarted."""
     strategy = ["strategy.kind=fsdp", "strategy.replicate=2", "run.init_timeout=777", "run.max_steps=4", f"run.dir={tmp_path}/run"]
     variables = {"FAULT": "block:1:3", "ONCE": f"{tmp_path}/once", "TIMEOUTS": str(tmp_path)}
-    result = torchrun("--max-restarts", "1", FAULTY, *SMALL, *strategy, "checkpoint.export=null", ranks=2, timeout=90, **variables).check()
+    result = torchrun("--max-restarts", "1", FAULTY, *SMALL, *strategy, "checkpoint.export=null", ranks=2, timeout=180, **variables).check()
     reported_loss(tmp_path / "run", "rank 1 of 2", result.output)
     assert status(tmp_path / "run")["state"] == "finished"
     # Every group has the run's timeouts, those of the mesh too; only what waits for a slow disk has none of them

@@ -155,7 +155,7 @@ def jobs(cluster, folder):
     jobs.whole = jobs.begin("submit", "recipe=job.yaml", *whole, "--follow")
     cluster.wait_for(lambda: (jobs.run_dir("whole") / "slurm/submissions.jsonl").exists(), 60, "the submission")
     jobs.cancelled = jobs.submit(CANCELLED, "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", "run.max_steps=5000")
-    kill = '[ -n "${1:-}" ] || { until [ -s runs/killed/metrics.jsonl ]; do sleep 0.2; done; kill -KILL $$; } &'
+    kill = "[ $# -gt 0 ] || { until [ -s runs/killed/metrics.jsonl ]; do sleep 0.2; done; kill -KILL $$; } &"
     jobs.killed = jobs.submit("killed", "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", f"setup={kill}")
     jobs.failing = jobs.submit("failing", "cpus=1", OTHERS)
     sweep = ["sweep.optimizer.learning_rate=1e-3,2e-3,3e-3,4e-3", "throttle=2", "run.max_steps=2", "cpus=1"]
@@ -390,7 +390,7 @@ def test_a_save_that_does_not_end_before_the_time_limit(alone, whole_cluster):
     )
     python.write_text(f'#!/bin/sh\nexport PYTHONPATH="{slow}:$PYTHONPATH"\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    job = alone.submit(name, "nodes=2", "cpus=2", "time=1", "lead=20", f"python={python}", "data.arguments.seconds=0.9")
+    job = alone.submit(name, "nodes=2", "cpus=2", "time=2", "lead=20", f"python={python}", "data.arguments.seconds=0.9")
     assert alone.ends(name, job, 300) == "TIMEOUT"
     successor = next(iter(alone.successors(name)))
     whole_cluster.run("scontrol", "update", f"JobId={successor}", "TimeLimit=10")
