@@ -90,6 +90,7 @@ def pipeline(
         skipped_rows=skipped_rows,
         beat=progress.beat,
     )
+    processes.set_timeout(recipe.run.init_timeout)
     post_mortem.training = Trained(training.wrapped.module, training.optimizer, ranks.device)
     wrapped, run_data, evaluator = training.wrapped, training.data, training.evaluator
     steps = run_data.steps
@@ -159,7 +160,9 @@ def pipeline(
             progress.step_done(step.number)
             reporter.step(step)
             compare_memory()
-            profile_step(step.number)
+            if recipe.profile is not None:
+                with progress.slow("profile"):  # it may write a trace
+                    profile_step(step.number)
             if step.number == point.step + 1:
                 processes.set_timeout(recipe.run.timeout)
             last = step.number == steps
@@ -193,6 +196,7 @@ def pipeline(
             except DivergedError as error:
                 rewinds += 1
                 progress.step = error.last_step  # nothing is kept of the step that was trained since
+                progress.slow_until_step("rewind")
                 if recipe.run.on_divergence == "stop" or keeper is None or rewinds > MAX_REWINDS:
                     raise
                 point = rewind(error, point, keeper, reporter)
@@ -215,7 +219,8 @@ def pipeline(
         exported = "the adapter, for peft's PeftModel.from_pretrained" if adapter else "the weights, for transformers' from_pretrained"
     reason = None if finished else stop.signal or "signal"
     kept = None if keeper is None else keeper.saved_step
-    reporter.end("finished" if finished else "stopped", reason=reason, exported=exported, kept=kept)
+    with progress.slow("end"):
+        reporter.end("finished" if finished else "stopped", reason=reason, exported=exported, kept=kept)
     return finished
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from launcher.checkpoints import files
 from launcher.checkpoints.files import Checksums, StoredFile
 from launcher.checkpoints.layout import ALIGNMENT, LOCAL, Layout, as_bytes, local_part, plan, signature
-from launcher.processes import DataParallel
+from launcher.processes import CHECKPOINT_GROUP, DataParallel
 
 CHUNK = 16 * 2**20
 """Bytes that are written at once; a multiple of ALIGNMENT."""
@@ -31,8 +32,13 @@ _STEPPED = ("model.", "optimizer.")
 
 def checkpoint_group(ranks: DataParallel) -> dist.ProcessGroup:
     """A group of the same ranks for checkpoints alone, over gloo: the thread that saves uses it while training uses its own
-    (over the same group the two hang). All ranks of the default group must call it."""
-    group = dist.new_group(dist.get_process_group_ranks(ranks.group), backend="gloo")
+    (over the same group the two hang). All ranks of the default group must call it.
+
+    A collective of it may take a day: the others wait in one for the rank whose disk is slowest. A rank that is lost is
+    noticed by other means (`failures.py`, `watchdog.py`).
+    """
+    members, timeout = dist.get_process_group_ranks(ranks.group), timedelta(days=1)
+    group = dist.new_group(members, timeout=timeout, backend="gloo", group_desc=CHECKPOINT_GROUP)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

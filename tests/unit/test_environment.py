@@ -40,6 +40,11 @@ def test_one_process_alone():
     assert read.main
 
 
+def test_a_job_that_goes_on_with_anothers_work_counts_as_that_one():
+    read = read_environment({"SLURM_JOB_ID": "9", "LAUNCHER_JOB": "7", "LAUNCHER_START": "2"})
+    assert (read.job, read.job_restart_count, read.restarted) == ("7", 2, True)
+
+
 def test_another_launcher_with_torchruns_variables():
     read = read_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **RENDEZVOUS})
     met = {"meeting_point": "node1:29500", "parent": os.getppid()}
