@@ -446,7 +446,7 @@ def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False
             time.sleep(0.05)
     device = processes.choose_device(environment)
     processes.set_threads(environment, device=device, cpu_offload=True)
-    with processes.process_group(environment, device=device, cpu_offload=True, init_timeout=INIT_SECONDS) as (ranks, _):
+    with processes.process_group(environment, device=device, init_timeout=INIT_SECONDS) as (ranks, _):
         if first_of_node:
             examined.unlink(missing_ok=True)
         number = ranks.rank // environment.local_world_size

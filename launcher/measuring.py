@@ -393,7 +393,7 @@ def run(setting: dict[str, Any]) -> None:
     environment = read_environment()
     device = processes.choose_device(environment)
     processes.set_threads(environment, device=device, cpu_offload=True)
-    with processes.process_group(environment, device=device, cpu_offload=True, init_timeout=300) as (ranks, _):
+    with processes.process_group(environment, device=device, init_timeout=300) as (ranks, _):
         results = []
         for arguments in setting["recipes"]:
             recipe = load_recipe(arguments, ranks=ranks.size, files=False).recipe

@@ -20,6 +20,13 @@ from torch.distributed.rendezvous import rendezvous
 from launcher.environment import Environment
 from launcher.errors import TrainingError
 
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""By device. A group with a backend for the CPU sends objects over it (torch 2.11 to 2.14, `_get_object_coll_device`).
+
+So an exchange of objects waits for no device, and needs no communicator of NCCL. Gradients that are clipped in host
+memory, with CPU offload, are reduced over gloo too.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
@@ -82,17 +89,13 @@ def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
 
 
 @contextmanager
-def process_group(
-    environment: Environment, *, device: torch.device, cpu_offload: bool, init_timeout: int
-) -> Iterator[tuple[DataParallel, Store]]:
+def process_group(environment: Environment, *, device: torch.device, init_timeout: int) -> Iterator[tuple[DataParallel, Store]]:
     """The default process group for as long as the context lasts.
 
     Yields the ranks that train together, all of them, and the store they met at. `init_timeout` (seconds) holds until
     `set_timeout`. After an error the group is left to the end of the process: a peer may be stuck in it.
     """
     timeout = timedelta(seconds=init_timeout)
-    # With offload the gradients that are clipped are in host memory, which NCCL cannot reduce.
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
     store: Store
     if environment.world_size == 1 and not environment.torchrun:
         store = HashStore()
@@ -110,7 +113,7 @@ def process_group(
             raise TrainingError(f"not all of {environment.world_size} ranks came within {init_timeout} s: {error}") from error
         store = PrefixStore(f"generation{generation}", found)
     dist.init_process_group(
-        backend,
+        BACKENDS[device.type],
         store=store,
         rank=environment.rank,
         world_size=environment.world_size,

@@ -172,7 +172,7 @@ def run(setting: dict[str, Any]) -> int:
     processes.set_threads(environment, device=device, cpu_offload=True)
     processes.set_numerics(deterministic=False, float32_matmul="highest")
     main = environment.main
-    with processes.process_group(environment, device=device, cpu_offload=True, init_timeout=600) as (everyone, _):
+    with processes.process_group(environment, device=device, init_timeout=600) as (everyone, _):
         try:
             recipe = load_recipe(setting["recipe"], ranks=None).recipe
             recipe = dataclasses.replace(

@@ -95,10 +95,11 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
                 whole.pop().store()
         for initial in initials:
             initial.store()
-    unset = [f"parameter {initial.name}" for initial in initials if not initial.written and initial.shape.numel()]
-    for name, buffer in model.named_buffers():
-        if id(buffer) not in kept and buffer.dtype.is_signed and bool((buffer == _UNSET).any()):
-            unset.append(f"buffer {clean_name(name)}")
+        unset = [f"parameter {initial.name}" for initial in initials if not initial.written and initial.shape.numel()]
+        # Their copies on the CPU: no wait for the device
+        for name, buffer in model.named_buffers():
+            if clean_name(name) not in loaded and buffer.dtype.is_signed and bool((buffer == _UNSET).any()):
+                unset.append(f"buffer {clean_name(name)}")
     if unset:
         raise RecipeError(
             f"model: {type(model).__name__} leaves the {unset[0]} without a value: models are built on the meta "
