@@ -115,7 +115,7 @@ def prepare_model(
     compute_dtype = getattr(torch, precision.param_dtype) if precision is not None else torch.float32
     model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels, say=say)
     blocks = find_blocks(model)
-    fill, export_dtype = starting_weights(recipe.model, model, blocks=blocks, seed=recipe.run.seed, group=group, say=say)
+    fill, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed, group=group, say=say)
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, blocks=blocks, base_dtype=compute_dtype, base=recipe.model.path, say=say)
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32

@@ -391,7 +391,7 @@ def _of_step(marks: list[Mark], counted: _Counted, number: int) -> dict[str, int
 def run(setting: dict[str, Any]) -> None:
     """On every rank: measures each recipe; rank 0 writes the results as JSON into the file `result`."""
     environment = read_environment()
-    with processes.process_group(environment, device="any", cpu_offload=True, init_timeout=300) as (ranks, _):
+    with processes.process_group(environment, device="any", init_timeout=300) as (ranks, _):
         processes.set_threads(environment, device=ranks.device, cpu_offload=True)
         results = []
         for arguments in setting["recipes"]:

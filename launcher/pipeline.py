@@ -36,9 +36,8 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
     A failure of any rank ends this process (`failing_together`). Raises TrainingError where the ranks do not meet, or lack a GPU.
     """
     recipe, progress = loaded.recipe, Progress()
-    may_offload = recipe.strategy.cpu_offload is not None or recipe.strategy.kind == "auto"
     processes.set_numerics(deterministic=recipe.run.deterministic, float32_matmul=recipe.run.float32_matmul)
-    group = processes.process_group(environment, device=recipe.run.device, cpu_offload=may_offload, init_timeout=recipe.run.init_timeout)
+    group = processes.process_group(environment, device=recipe.run.device, init_timeout=recipe.run.init_timeout)
     with (
         StopRequest() as stop,
         group as (ranks, store),

@@ -24,6 +24,13 @@ from torch.distributed.rendezvous import rendezvous
 from launcher.environment import Environment
 from launcher.errors import TrainingError
 
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""By device. A group with a backend for the CPU sends objects over it (torch 2.11 to 2.14, `_get_object_coll_device`).
+
+So an exchange of objects waits for no device, and needs no communicator of NCCL. Gradients that are clipped in host
+memory, with CPU offload, are reduced over gloo too.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
@@ -155,7 +162,7 @@ def choose_gloo_interface(environment: Environment) -> None:
 
 
 @contextlib.contextmanager
-def process_group(environment: Environment, *, device: str, cpu_offload: bool, init_timeout: int) -> Iterator[tuple[DataParallel, Store]]:
+def process_group(environment: Environment, *, device: str, init_timeout: int) -> Iterator[tuple[DataParallel, Store]]:
     """The default process group for as long as the context lasts.
 
     device: what is wanted, as of `choose_device`.
@@ -181,10 +188,8 @@ def process_group(environment: Environment, *, device: str, cpu_offload: bool, i
         store = PrefixStore(f"generation{generation}", found)
         choose_gloo_interface(environment)
     chosen = choose_device(environment, store, device)
-    # With offload the gradients that are clipped are in host memory, which NCCL cannot reduce.
-    backend = "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
     dist.init_process_group(
-        backend,
+        BACKENDS[chosen.type],
         store=store,
         rank=environment.rank,
         world_size=environment.world_size,
