@@ -396,7 +396,8 @@ def measures(result: Result, *, bench: Bench, mode: Mode, skip: int, gpu: str | 
     tokens = bench.size.micro_batch_size * mode.accumulation * bench.ranks * bench.size.tokens
     seconds = [[run.median("step_seconds", skip) for run in side] for side in sides]
     rates = [[tokens / value for value in side] for side in seconds]
-    memory = [[run.lines[-1]["peak_memory_bytes"] / 2**20 for run in side] for side in sides]
+    # A line of the launcher has the peak since the line before, one of a raw loop the peak since the start
+    memory = [[max(line["peak_memory_bytes"] for line in run.lines) / 2**20 for run in side] for side in sides]
     rows = [
         Measure("step time, ms", "{:.1f}", *[[1000 * value for value in side] for side in seconds]),
         Measure("CPU time a step, ms, all ranks", "{:.1f}", *[[1000 * run.median("cpu_seconds", skip) for run in s] for s in sides]),

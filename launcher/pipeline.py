@@ -99,6 +99,7 @@ def pipeline(
     point = Point() if resumed is None else Point(resumed.step, resumed.left_out)
     progress.step = point.step
     reporter = Reporter(ranks, run, recipe=recipe, steps=steps, first_step=point.step, flops_per_token=training.flops_per_token)
+    failures.on_end = reporter.abort
     mode = None if recipe.activation_checkpointing is None else recipe.activation_checkpointing.mode
     reporter.list_skipped(run_data.training.skipped, skipped_rows)
     reporter.start(
@@ -154,7 +155,7 @@ def pipeline(
             progress.step_done(step.number)
             reporter.step(step)
             compare_memory()
-            profile_step()
+            profile_step(step.number)
             if step.number == point.step + 1:
                 processes.set_timeout(recipe.run.timeout)
             last = step.number == steps
@@ -172,19 +173,22 @@ def pipeline(
                 if saving:
                     watch.save_done()
             if stopping and not last:
+                reporter.flush()
                 return False
+        reporter.flush()
         return True
 
     if (evaluation.at_start and point.step == 0) or (resumed is not None and resumed.evaluation_due):
         evaluate(point.step)
     rewinds = 0
-    with profiled(recipe.profile, folder=run.path, rank=ranks.rank, device=ranks.device) as profile_step:
+    with profiled(recipe.profile, folder=run.path, rank=ranks.rank, device=ranks.device, first_step=point.step) as profile_step:
         while True:
             try:
                 finished = train()
                 break
             except DivergedError as error:
                 rewinds += 1
+                progress.step = error.last_step  # nothing is kept of the step that was trained since
                 if recipe.run.on_divergence == "stop" or keeper is None or rewinds > MAX_REWINDS:
                     raise
                 point = rewind(error, point, keeper, reporter)

@@ -59,7 +59,7 @@ class Counts:
     def read(self) -> list[int]:
         """All values, summed over the ranks."""
         self._wait()
-        if self._event is not None:
+        if self._event is not None and not self._event.query():  # a query does not wait, and most often this is done
             self._event.synchronize()
         return [int(value) for value in self._host.tolist()]
 

@@ -1,4 +1,4 @@
-"""Every run's plan, held against what its first steps took."""
+"""The plan of a run (`logging.memory_plan`), compared with what its first steps took."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from launcher.recipe.schema import Recipe
 
 SECONDS = 120
 """That the plan may take, beside the training."""
-PATIENCE = 10
-"""Seconds that the end of a short run waits for it."""
+PATIENCE = 60
+"""Seconds that the end of a short run waits for the plan that its recipe asks for."""
 TOO_FAR = 0.10
 
 

@@ -112,6 +112,16 @@ def _builders(recipe: Recipe, ranks: int | None) -> Found:
             yield f"{name}.arguments", f"needs {name}.builder, whose arguments they are"
 
 
+@_rule("logging.memory_plan", "model.builder", "data.builder")
+def _memory_plan(recipe: Recipe, ranks: int | None) -> Found:
+    builders = [f"{name}.builder" for name in ("model", "data") if getattr(recipe, name).builder is not None]
+    if recipe.logging.memory_plan and builders:
+        yield (
+            "logging.memory_plan",
+            f"not available with {' and '.join(builders)}: the plan would call your code a second time; use `launcher plan`",
+        )
+
+
 @_rule("model.builder", "model.path", "model.task", "model.num_labels", "model.attention", "model.init", "data.builder")
 def _built_models(recipe: Recipe, ranks: int | None) -> Found:
     model = recipe.model

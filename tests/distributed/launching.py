@@ -22,14 +22,8 @@ class Result:
 
 
 def run(command, *, timeout=120, cwd=REPOSITORY, during=None, **variables):
-    """Runs a command; `during(process)` is called while it runs. Its whole process group is killed at the time limit.
-
-    A training makes no plan of its memory, which takes seconds, unless it is told to.
-    """
+    """Runs a command; `during(process)` is called while it runs. Its whole process group is killed at the time limit."""
     command = [str(part) for part in command]
-    trains = any(part.endswith("train.py") for part in command) and any(part.startswith("recipe=") for part in command)
-    if trains and not any("memory_plan" in part for part in command):
-        command.append("logging.memory_plan=false")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
     process = subprocess.Popen(

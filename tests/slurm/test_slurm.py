@@ -24,7 +24,6 @@ strategy: {kind: ddp, mixed_precision: null}
 optimizer: {learning_rate: 2.0e-3}
 schedule: {kind: constant, warmup_steps: 2}
 checkpoint: {every_steps: 30, keep_last: 20}
-logging: {memory_plan: false}
 slurm: {max_restarts: 0, lead: 60, time: "30"}
 """
 OTHERS = "sbatch_extra=--exclude=n1,n2"

@@ -311,6 +311,11 @@ BROKEN = [
         )
         for name in ("mine", ":mine", "a b:c", "a.b.c", "a/b.py:c", "a:b.c")
     ],
+    override(
+        ["model.config=null", "model.builder=a.b:c", *OWN_DATA, "logging.memory_plan=true"],
+        "logging.memory_plan=true: not available with model.builder and data.builder: the plan would call your code a second time; "
+        "use `launcher plan`",
+    ),
     override(["data.builder=mine", "data.train=null"], "data.builder=mine: must be `package.module:function`; got 'mine'"),
     Broken(
         ["x.yaml:8: data.builder: missing; a model of your own (model.builder) needs its data and loss from data.builder"],

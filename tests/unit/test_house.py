@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "data": {"batching", "errors", "functions", "hub", "loss", "processes", "recipe"},
     "evaluation": {"batching", "data", "loss", "processes", "recipe", "strategies"},
     "loop": {"data", "loss", "optimizer", "strategies"},
-    "metrics": {"loop", "processes", "recipe"},
+    "metrics": {"host_memory", "loop", "processes", "recipe"},
     "reporting": {
         "batching",
         "data",

@@ -72,6 +72,7 @@ def test_shipped_recipes_decode(file):
     assert recipe == load(*yours(file), recipe=file)
     assert recipe.run.name == file.stem
     assert recipe.run.dir == f"runs/{file.stem}"
+    assert not recipe.logging.memory_plan, "a plan costs seconds of a core in every start"
 
 
 @pytest.mark.parametrize("file", COMPLETE, ids=lambda file: file.stem)
