@@ -135,6 +135,24 @@ SIZES = {
         rows=128,
         modes=("ddp-bf16", "fsdp-bf16", "fsdp-bf16-gathered", "fsdp-bf16-packed", "offload-bf16"),
     ),
+    # The shape of Llama-3.1-8B
+    "8b": Size(
+        model={
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": False,
+        },
+        tokens=4096,
+        micro_batch_size=1,
+        rows=128,
+        modes=("fsdp-bf16", "fsdp-bf16-gathered", "fsdp-bf16-packed", "offload-bf16"),
+    ),
 }
 
 

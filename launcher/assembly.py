@@ -173,7 +173,9 @@ def assemble(
     wrapped = prepared.wrap(recipe, ranks)
     if packed and isolation == "mask" and vocabulary is not None:
         with wrapped.forward_context():
-            check_isolation(wrapped.model, name=type(model).__name__, vocabulary=vocabulary, device=ranks.device)
+            check_isolation(
+                wrapped.model, name=type(model).__name__, vocabulary=vocabulary, device=ranks.device, dtype=prepared.compute_dtype
+            )
         wrapped.reshard()
     # Dropout, and what a user's own code draws: each rank its own
     torch.manual_seed(recipe.run.seed + ranks.rank)

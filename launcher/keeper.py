@@ -22,7 +22,7 @@ from launcher.metrics.console import bytes_as_text
 from launcher.optimizer import LossScale
 from launcher.processes import DataParallel
 from launcher.recipe import schema
-from launcher.resume import Resumed, check_changes
+from launcher.resume import Resumed, check_changes, check_data
 
 
 class Keeper:
@@ -35,6 +35,7 @@ class Keeper:
         *,
         recipe_yaml: str,
         seed: int,
+        data: Mapping[str, Any],
         module: nn.Module,
         optimizer: torch.optim.AdamW,
         loss_scale: LossScale,
@@ -43,9 +44,10 @@ class Keeper:
         before_write: Callable[[], None],
         saved: Callable[[int, int, float], None],
     ) -> None:
-        """folder: RUN_DIR/checkpoints. module: wrapped, and filled. say: of rank 0. before_write: raises where this process may
-        not write any more. saved: told step, bytes and seconds of each checkpoint."""
+        """folder: RUN_DIR/checkpoints. data: fingerprint of the training data. module: wrapped, and filled. say: of rank 0.
+        before_write: raises where this process may not write any more. saved: told step, bytes and seconds of each checkpoint."""
         self._folder, self._settings, self._recipe_yaml, self._seed = folder, settings, recipe_yaml, seed
+        self._data = data
         self._module, self._loss_scale, self._ranks, self._say = module, loss_scale, ranks, say
         self._group = checkpoint_group(ranks)
         self._tensors = model_and_optimizer(module, optimizer)
@@ -85,9 +87,14 @@ class Keeper:
             problem = verify_together(path, group=self._group)
             if problem is not None:
                 raise RecipeError(f"checkpoint.resume: {path} cannot be resumed from: {problem}")
+        origin = None if resume == "auto" else path.resolve()
         state = read_state(path)
         before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(self._recipe_yaml)
         changes = check_changes(before, now, allow=self._settings.allow_changes, checkpoint=path)
+        if "data" in state:
+            changes += check_data(state["data"], self._data, allow=self._settings.allow_changes, checkpoint=path)
+        else:
+            self._say(f"note: {path} was written by an older version: whether the training data changed since is not known")
         load(path, self._tensors, group=self._group)
         self._loss_scale.restore(state["loss_scale"])
         self._best = state["best"]
@@ -98,8 +105,8 @@ class Keeper:
             digest = hashlib.sha256(f"{self._seed}/{state['step']}/{self._ranks.rank}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         self.saved_step = state["step"]
-        self._drop_after(state["step"])  # damaged ones, or those of a way that is not gone any further
-        return Resumed(path, state["step"], state["left_out"], state["ranks"], state["observed"], changes, state["evaluation_due"])
+        self._drop_after(state["step"])  # damaged ones, and those of this history that it goes back behind
+        return Resumed(path, state["step"], state["left_out"], state["ranks"], state["observed"], changes, state["evaluation_due"], origin)
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is written after this step in any case."""
@@ -119,6 +126,7 @@ class Keeper:
             "left_out": left_out,
             "ranks": self._ranks.size,
             "recipe": self._recipe_yaml,
+            "data": self._data,
             "loss_scale": self._loss_scale.state(),
             "observed": dict(observed),
             "evaluation_due": not evaluated,

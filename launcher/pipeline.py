@@ -21,7 +21,6 @@ from launcher.memory.here import machine_here, resolve_here
 from launcher.memory.postmortem import PostMortem, Trained
 from launcher.processes import DataParallel
 from launcher.profiling import profiled
-from launcher.recipe.check import resumes
 from launcher.recipe.load import LoadedRecipe, to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.reporting import Reporter, describe_batch, describe_data, describe_model
@@ -34,13 +33,12 @@ from launcher.watchdog import Watch, watching
 def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int:
     """Joins the other ranks and trains with them; returns the exit status.
 
-    A failure of any rank ends this process (`failing_together`). Raises TrainingError where the ranks do not meet.
+    A failure of any rank ends this process (`failing_together`). Raises TrainingError where the ranks do not meet, or lack a GPU.
     """
     recipe, progress = loaded.recipe, Progress()
     may_offload = recipe.strategy.cpu_offload is not None or recipe.strategy.kind == "auto"
-    device = processes.choose_device(environment)
     processes.set_numerics(deterministic=recipe.run.deterministic, float32_matmul=recipe.run.float32_matmul)
-    group = processes.process_group(environment, device=device, cpu_offload=may_offload, init_timeout=recipe.run.init_timeout)
+    group = processes.process_group(environment, device=recipe.run.device, cpu_offload=may_offload, init_timeout=recipe.run.init_timeout)
     with (
         StopRequest() as stop,
         group as (ranks, store),
@@ -103,7 +101,6 @@ def pipeline(
     mode = None if recipe.activation_checkpointing is None else recipe.activation_checkpointing.mode
     reporter.list_skipped(run_data.training.skipped, skipped_rows)
     reporter.start(
-        processes.idle_gpus(environment),
         describe_model(wrapped, ranks=ranks, blocks=training.blocks, mode=mode),
         describe_data(
             run_data.training,
@@ -223,17 +220,18 @@ def open_keeper(
     recipe: Recipe, run: RunFolder, training: Training, *, ranks: DataParallel, say: Callable[[str], None]
 ) -> tuple[Keeper | None, Resumed | None]:
     """What keeps the run's checkpoints, and the one it goes on from. None where the recipe wants none, or there is none."""
-    if recipe.checkpoint.every_steps is None and not resumes(recipe):
+    # Rank 0 has chosen: another node may see the folder a little later
+    chosen: list[Any] = [run.resume]
+    dist.broadcast_object_list(chosen, group=ranks.group, group_src=0)
+    resume: str = chosen[0]
+    if recipe.checkpoint.every_steps is None and resume == "never":
         return None, None
-    # A restart goes on whatever the recipe says about runs of the past; rank 0 knows whether it is one
-    goes_on: list[Any] = [run.goes_on]
-    dist.broadcast_object_list(goes_on, group=ranks.group, group_src=0)
-    resume = "auto" if goes_on[0] and recipe.checkpoint.resume == "never" else recipe.checkpoint.resume
     keeper = Keeper(
         run.path / "checkpoints",
         recipe.checkpoint,
         recipe_yaml=to_yaml(recipe),
         seed=recipe.run.seed,
+        data=training.data.fingerprint,
         module=training.wrapped.module,
         optimizer=training.optimizer,
         loss_scale=training.loss_scale,

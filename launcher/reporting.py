@@ -205,7 +205,8 @@ class Reporter:
         )
         for change in resumed.changes:
             self.say(f"  changed since: {change}")
-        self._folder.note("resumed", ranks=ranks, step=resumed.step)
+        origin = {} if resumed.origin is None else {"origin": str(resumed.origin)}
+        self._folder.note("resumed", ranks=ranks, step=resumed.step, **origin)
 
     def rewound(self, resumed: Resumed, error: DivergedError) -> None:
         """The run went back to before it diverged."""

@@ -33,6 +33,8 @@ class RunData:
     """This rank's micro-batches."""
     steps: int
     batch: schema.Batch
+    fingerprint: dict[str, Any]
+    """What a checkpoint keeps of the training data, to notice a change."""
 
     def starting(self, first_step: int, left_out: int, ranks: DataParallel) -> tuple[MapData | StreamingDataset, Slots]:
         """What is trained on from step `first_step` + 1 on, where `left_out` batches before it were left out."""
@@ -95,9 +97,11 @@ def open_run_data(
             assert max_steps is not None
             slots = make_slots(batch, order=StreamOrder(), lengths=None, steps=max_steps, ranks=ranks)
             assert isinstance(slots, RankSlots)
+            parts, encoder = find_parts(data.train, kind=data.kind), make_encoder(data.kind, data, tokenizer=tokenizer)
+            fingerprint = {"files": {part.name: part.size for part in parts}, **encoder.fingerprint()}
             stream = StreamingDataset(
-                find_parts(data.train, kind=data.kind),
-                make_encoder(data.kind, data, tokenizer=tokenizer),
+                parts,
+                encoder,
                 slots=slots,
                 seed=seed,
                 shuffle=data.shuffle,
@@ -109,13 +113,13 @@ def open_run_data(
                 skip_bad_rows=data.on_error == "skip",
                 skipped_rows=skipped_rows,
             )
-            return RunData(stream, validation, slots.order, slots, max_steps, batch)
+            return RunData(stream, validation, slots.order, slots, max_steps, batch, fingerprint)
         assert data.train is not None
         training = open_one(data.train)
     order = make_order(training, seed=seed, shuffle=data.shuffle, epochs=epochs)
     steps = total_steps(max_steps=max_steps, epochs=epochs, samples=order.samples, global_batch_size=batch.global_batch_size)
     slots = make_slots(batch, order=order, lengths=training.lengths, steps=steps, ranks=ranks)
-    return RunData(training, validation, order, slots, steps, batch)
+    return RunData(training, validation, order, slots, steps, batch, training.fingerprint)
 
 
 def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:

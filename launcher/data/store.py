@@ -58,6 +58,9 @@ class TokenStore:
     """Rows that cannot be used and were left out (on_error: skip): `where` and `problem` of each."""
     folder: Path | None = None
     """Where it lies."""
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    """What a checkpoint keeps of the data: `files` (bytes by name; of a hub data set: rows), `documents`, `tokens`, a checksum of the
+    `content` (None: made by an older version), and that of `tokenizer` and `chat_template`."""
 
     @property
     def documents(self) -> int:
@@ -122,7 +125,8 @@ def open_store(
     elif not build:
         folder = _wait_for(place, report)
     assert folder is not None
-    store = _load(folder)
+    sizes = {part.name: part.size if part in files else json.loads(_pin_file(part, cache).read_text())["rows"] for part in parts}
+    store = _load(folder, fingerprint={"files": sizes, **encoder.fingerprint()})
     wild = vocabulary is not None and store.largest_id >= vocabulary
     wrong = num_labels is not None and store.classes is not None and int(store.classes.max()) >= num_labels
     if wild or wrong:  # the store does not know where its rows came from
@@ -145,7 +149,7 @@ def _check_range(encoded: Encoded, *, vocabulary: int | None, num_labels: int | 
         )
 
 
-def _load(folder: Path) -> TokenStore:
+def _load(folder: Path, *, fingerprint: dict[str, Any]) -> TokenStore:
     meta = json.loads((folder / "meta.json").read_text())
     labels, classes, skipped_file = folder / "labels.npy", folder / "classes.npy", folder / "skipped.jsonl"
     skipped = [json.loads(line) for line in skipped_file.read_text(encoding="utf-8").splitlines()] if skipped_file.exists() else []
@@ -161,6 +165,7 @@ def _load(folder: Path) -> TokenStore:
         trained=meta["trained"],
         skipped=skipped,
         folder=folder,
+        fingerprint=fingerprint | {name: meta.get(name) for name in ("documents", "tokens", "content")},
     )
 
 

@@ -56,6 +56,9 @@ class Run:
     """Folder that everything the run writes goes into; relative to where the command is started."""
     seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234
     """Seed of the initial weights, the order of samples and dropout."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What all ranks compute on. auto: a GPU each; CPUs only where no rank sees a GPU and torch is built for none. cuda: a GPU each
+    (ROCm's are called so too)."""
     deterministic: bool = False
     """Bit-reproducible on CUDA too, at some cost in speed."""
     timeout: PositiveInt = 600
@@ -313,7 +316,8 @@ class Checkpoint:
     keep_best: Literal["eval_loss"] | None = None
     """eval_loss: keep the one with the lowest evaluation loss, too."""
     resume: str = "auto"
-    """auto: go on from the newest valid checkpoint of run.dir, if there is one | never | the path of a checkpoint."""
+    """auto: resume from the newest valid checkpoint of run.dir, if there is one | never | the path of a checkpoint, to start an empty
+    run.dir from; later starts resume from run.dir's own checkpoints."""
     allow_changes: bool = False
     """Resume although the recipe's data, model, global batch or seed differ from the checkpoint's."""
     asynchronous: bool = True

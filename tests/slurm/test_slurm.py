@@ -16,7 +16,7 @@ from tests.distributed.launching import REPOSITORY
 from tests.unit.small_recipe import says
 
 RECIPE = """
-run: {name: job, max_steps: 60, seed: 3}
+run: {name: job, device: cpu, max_steps: 60, seed: 3}
 model: {builder: "tests.slurm.job:model"}
 data: {builder: "tests.slurm.job:data", arguments: {seconds: 0.05, fail: FOLDER/fail}, workers: 0}
 batch: {global_batch_size: 12, micro_batch_size: 2}
