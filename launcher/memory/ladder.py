@@ -254,7 +254,10 @@ def _ways(
     for batch in list(_batches(written, machine)) if micro_batches else [written.batch]:
         sized = dataclasses.replace(written, batch=batch)
         accumulates = micro_batches_of(sized, ranks=machine.ranks) > 1
-        pairs = _pairs(written, machine, accumulates=accumulates, precisions=precisions) if strategies else _as_written(written, accumulates)
+        if strategies:
+            pairs = _pairs(written, machine, accumulates=accumulates, precisions=precisions)
+        else:
+            pairs = _as_written(written, accumulates=accumulates)
         for strategy, checkpointing in pairs:
             key = (batch, strategy, checkpointing)
             if key in seen:
@@ -271,7 +274,7 @@ def _ways(
             )
 
 
-def _as_written(written: Recipe, accumulates: bool) -> Iterator[tuple[Strategy, ActivationCheckpointing | None]]:
+def _as_written(written: Recipe, *, accumulates: bool) -> Iterator[tuple[Strategy, ActivationCheckpointing | None]]:
     """As written; with CPU offload also with one reduction a step, where `auto` leaves that open."""
     strategy, checkpointing = written.strategy, written.activation_checkpointing
     yield strategy, checkpointing

@@ -82,7 +82,7 @@ def drop_causal_mask(model: nn.Module) -> None:
     mask (layers of another kind, images, prefixes) keep it, and the wait.
     """
     pretrained: Any = model
-    config = getattr(pretrained, "config", None)
+    config: Any = getattr(pretrained, "config", None)
     if getattr(config, "_attn_implementation", None) != "sdpa" or config.get_text_config() is not config:
         return
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):

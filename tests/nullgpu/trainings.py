@@ -16,12 +16,14 @@ prepare_cuda(deterministic=False)
 
 import torch  # noqa: E402
 
+import launcher.pipeline  # noqa: E402, F401
 from launcher.failures import Progress, end_process  # noqa: E402
 from launcher.train import main  # noqa: E402
 from tests.nullgpu.train import LIBRARY, marked  # noqa: E402
 
 if __name__ == "__main__":
     Progress.step_done = marked  # type: ignore[method-assign]
+    gc.freeze()  # libraries are no garbage: looking through them would take most of the time
     for name, arguments in json.loads(sys.argv[1]).items():
         LIBRARY.nullgpu_mark(f"training {name}".encode())
         if status := main(arguments):
