@@ -19,7 +19,7 @@ from launcher.data.run_data import RunData, open_run_data, tokenizer_to_keep
 from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.evaluation import Evaluator
 from launcher.loop import Step, train_steps
-from launcher.model.attention import Isolation, check_isolation, isolate_documents
+from launcher.model.attention import Isolation, check_isolation, drop_causal_mask, isolate_documents
 from launcher.model.build import build_model, class_count, find_blocks, flops_per_token, padding_id, vocabulary_size
 from launcher.model.checkpoint import starting_weights
 from launcher.model.export import export_hugging_face
@@ -121,7 +121,10 @@ def prepare_model(
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
-    packed = data.packing and data.builder is None and data.kind != "classification"
+    sequences = data.builder is None and data.kind != "classification"
+    packed = data.packing and sequences
+    if sequences and not packed:
+        drop_causal_mask(model)
     return PreparedModel(
         model,
         blocks,

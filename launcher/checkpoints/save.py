@@ -259,6 +259,9 @@ class Checkpointer:
     def _stage(self, work: _Work) -> None:
         buffer = self._buffer
         assert buffer is not None
+        if self._stream is not None:
+            # A new thread starts on device 0: `stream` would make a context there when it restores that device's stream
+            torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             for at, values in work.pieces:
                 buffer[at : at + len(values)].copy_(values, non_blocking=True)
@@ -351,9 +354,11 @@ def write_chunks(path: Path, chunks: Iterator[memoryview], *, size: int) -> Stor
                     written = os.pwrite(descriptor, chunk, at)
                 except OSError as problem:
                     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-                    if problem.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                    if problem.errno not in (errno.EINVAL, errno.EFAULT) or not flags & os.O_DIRECT:
                         raise
-                    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # as after a part of a chunk
+                    # EINVAL: not aligned as this file system wants it, for instance after a short write.
+                    # EFAULT: the disk cannot read this memory itself, as with memory that some drivers pin.
+                    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                     continue
                 chunk, at = chunk[written:], at + written
         os.ftruncate(descriptor, size)

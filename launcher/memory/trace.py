@@ -141,6 +141,9 @@ class _Reducer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        """Nothing is timed."""
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         self._reduces = False

@@ -74,41 +74,75 @@ def _has_kernel(model: nn.Module, device: torch.device, compute_dtype: torch.dty
     return half and 0 < size <= 256 and size % 8 == 0 and dropout == 0
 
 
+def drop_causal_mask(model: nn.Module) -> None:
+    """For rows of one document each, padded on the right: takes transformers' mask away where it says no more than causal.
+
+    transformers asks the device in every forward pass whether `position_ids` are those of packed documents. Tokens never
+    see the padding behind them, so that `sdpa` without a mask is exact wherever there is a target. Models that make another
+    mask (layers of another kind, images, prefixes) keep it, and the wait.
+    """
+    pretrained: Any = model
+    config: Any = getattr(pretrained, "config", None)
+    if getattr(config, "_attn_implementation", None) != "sdpa" or config.get_text_config() is not config:
+        return
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        return
+    layers = set(getattr(config, "layer_types", None) or ())
+    if not layers <= {"full_attention", "sliding_attention"}:
+        return
+    slides = "sliding_attention" in layers or getattr(config, "sliding_window", None) is not None
+    _register()
+    pretrained.set_attn_implementation(VARLEN)
+    call = _first_attention(model)
+    if (
+        call is None
+        or call.mask is not None
+        or not (call.arguments.get("is_causal") in (None, True) and getattr(call.module, "is_causal", True))
+        or (slides and "sliding_window" not in call.arguments)
+    ):
+        pretrained.set_attn_implementation("sdpa")
+
+
 class _Reached(Exception):  # noqa: N818
-    """Raised by the trial: attention was called; whether the bounds came along is in its argument."""
+    """Raised by the trial: attention was called, with these arguments."""
+
+    def __init__(self, module: nn.Module, mask: Any, arguments: dict[str, Any]) -> None:
+        self.module, self.mask, self.arguments = module, mask, arguments
 
 
-def _hands_down_bounds(model: nn.Module) -> bool:
-    """Calls the model, on meta, with bounds, and ends the call in the first attention layer."""
+def _first_attention(model: nn.Module, **inputs: Any) -> _Reached | None:
+    """Calls the model, on meta, and ends the call in the first attention layer. None: it did not get there."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     pretrained: Any = model
     name = pretrained.config._attn_implementation
 
-    def trial(module: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
-        raise _Reached(all(kwargs.get(key) is not None for key in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")))
+    def trial(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **arguments: Any) -> Any:
+        raise _Reached(module, attention_mask, arguments)
 
     before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
     ALL_ATTENTION_FUNCTIONS.register(name, trial)
     try:
-        ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-        bounds = torch.zeros(2, dtype=torch.int32, device="meta")
-        pretrained(
-            input_ids=ids,
-            position_ids=ids,
-            cu_seq_lens_q=bounds,
-            cu_seq_lens_k=bounds,
-            max_length_q=2,
-            max_length_k=2,
-            use_cache=False,
-        )
+        pretrained(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=False, **inputs)
     except _Reached as reached:
-        return bool(reached.args[0])
-    except Exception:  # the model takes no such arguments, or cannot run on meta: then by a mask
-        return False
+        return reached
+    except Exception:  # the model takes no such arguments, or cannot run on meta
+        return None
     finally:
         ALL_ATTENTION_FUNCTIONS.register(name, before)
-    return False
+    return None
+
+
+def _hands_down_bounds(model: nn.Module) -> bool:
+    """Whether the model's attention gets the documents' bounds."""
+    bounds = {
+        "cu_seq_lens_q": torch.zeros(2, dtype=torch.int32, device="meta"),
+        "cu_seq_lens_k": torch.zeros(2, dtype=torch.int32, device="meta"),
+        "max_length_q": 2,
+        "max_length_k": 2,
+    }
+    call = _first_attention(model, position_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), **bounds)
+    return call is not None and all(call.arguments.get(key) is not None for key in bounds)
 
 
 def _register() -> None:

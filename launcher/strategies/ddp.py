@@ -34,6 +34,8 @@ class Ddp:
             **no_buffers,
             gradient_as_bucket_view=True,
         )
+        # DDP waits for events to time itself in the first ten iterations, which cannot be switched off, and in every 100th
+        self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
         self.model: nn.Module = self._ddp
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._device_type = ranks.device.type
