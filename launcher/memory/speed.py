@@ -67,7 +67,8 @@ def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Ste
     - what overlaps costs the longer: max(computing, gathering) in the forward pass, max(computing, gathering +
       reducing) in the backward pass; so only what computing does not hide is counted. Reductions of ddp overlap with the backward
       pass of the last micro-batch only.
-    - offload: float32 shards to the device for each gathering; gradients to host memory for each reduction. From the step's second
+    - offload: float32 shards to the device for each gathering, which nothing hides where one rank has all of a parameter (FSDP2 then
+      copies on the stream that computes); gradients to host memory for each reduction. From the step's second
       reduction on the backward pass waits for each copy and for its addition on the host (12 bytes a parameter, where AdamW
       moves 28). Activations go out in the forward pass and come back in the backward pass. AdamW runs at the host's rate.
     - optimizer on the device: 28 bytes a parameter (`rates.ADAMW_BYTES`), and 4 for the norm, / memory bandwidth.
@@ -113,8 +114,13 @@ def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Ste
             )
         reduce *= reductions
         if strategy.cpu_offload is not None and machine.device == "cuda":
-            copies_forward += forward_gathers * masters / rates.host_bandwidth
-            copies_backward += (backward_gathers * masters + 4 * trained) / rates.host_bandwidth
+            upload = masters / rates.host_bandwidth
+            if shards == 1:  # copied on the stream that computes
+                stall += (forward_gathers + backward_gathers) * upload
+            else:
+                copies_forward += forward_gathers * upload
+                copies_backward += backward_gathers * upload
+            copies_backward += 4 * trained / rates.host_bandwidth
             stall += (reductions - 1) * (4 * trained / rates.host_bandwidth + 12 / 28 * trained / rates.host_adamw)
     checkpointing = recipe.activation_checkpointing
     if checkpointing is not None and checkpointing.offload_to_cpu and machine.device == "cuda":

@@ -212,6 +212,14 @@ def test_offload_reduces_once_a_step_where_whole_gradients_fit(load):
     assert found.recipe.strategy.sync_every_micro_batch == "auto"
 
 
+def test_on_one_gpu_nothing_hides_the_uploads_of_offload(load):
+    recipe = load("strategy.cpu_offload.pin_memory=true", "batch.global_batch_size=8", "batch.micro_batch_size=8", ranks=1)
+    profile = profile_model(recipe, device="cuda")
+    one = dataclasses.replace(unhindered(host_bandwidth=1e12), gpus_per_node=1)
+    uploads = 2 * 4 * profile.parameters / 1e12  # float32 masters, for the forward pass and for the backward pass
+    assert step_seconds(profile, recipe, one).offload == pytest.approx(uploads, rel=0.01)
+
+
 # The ladder
 
 
