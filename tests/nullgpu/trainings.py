@@ -1,6 +1,7 @@
 """Several trainings one after another in the same processes, each marked in the devices' log.
 
-The only argument is a JSON object: of each training its name and the arguments of launcher/train.py.
+The only argument is a JSON object: of each training its name and the arguments of launcher/train.py. Hybrid sharding must
+come first: splitting NCCL's communicator crashes on these devices once another process group was destroyed (torch 2.13).
 """
 
 import gc
