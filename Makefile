@@ -14,12 +14,14 @@ CUDA_VENV ?= .venv-cuda
 CUDA_INSTALLED = $(CUDA_VENV)/.installed-$(CUDA_TORCH)
 # Two processes, on two GPUs or on the CPU; one where there is one GPU
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)),1,2)
+# torch from PyPI is built for CUDA: where it finds no GPU it refuses to train, unless it is told to use the CPU
+DEVICE ?= $(if $(shell nvidia-smi --list-gpus 2>/dev/null || amd-smi list 2>/dev/null),auto,cpu)
 # The first folder that no run has used: a run is never written over
 unused = $$(dir=runs/$(1); n=2; while [ -s "$$dir/metrics.jsonl" ]; do dir=runs/$(1)-$$n; n=$$((n+1)); done; echo $$dir)
 # The newest export of `make train`; tokenizer.json stands in it since it is a model to chat with
 pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1))
 
-.PHONY: install train finetune test lint types test-long test-cuda
+.PHONY: install install-cuda train finetune test lint types test-long test-cuda
 
 install: $(INSTALLED)
 
@@ -30,13 +32,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 train: install
-	$(BIN)/torchrun --nproc-per-node $(RANKS) launcher/train.py recipe=quickstart run.dir=$(call unused,quickstart)
+	$(BIN)/torchrun --nproc-per-node $(RANKS) launcher/train.py recipe=quickstart run.device=$(DEVICE) run.dir=$(call unused,quickstart)
 
 finetune: install
 	ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train
 	$(BIN)/python recipes/arithmetic.py generate runs/arithmetic
 	model=$(pretrained); dir=$(call unused,finetune); \
-	$(BIN)/torchrun --nproc-per-node $(RANKS) launcher/train.py recipe=finetune model.path=$$model run.dir=$$dir && \
+	$(BIN)/torchrun --nproc-per-node $(RANKS) launcher/train.py recipe=finetune run.device=$(DEVICE) model.path=$$model run.dir=$$dir && \
 	echo "before:" && $(BIN)/python recipes/arithmetic.py accuracy $$model runs/arithmetic && \
 	echo "after:" && $(BIN)/python recipes/arithmetic.py accuracy $$dir/hf runs/arithmetic
 
@@ -50,6 +52,8 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+install-cuda: $(CUDA_INSTALLED)
+
 $(CUDA_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CUDA_VENV)
 	grep -v '^torch==' constraints.txt >$(CUDA_VENV)/constraints.txt
@@ -57,7 +61,7 @@ $(CUDA_INSTALLED): pyproject.toml constraints.txt
 		--constraint $(CUDA_VENV)/constraints.txt 'torch===$(CUDA_TORCH)' --editable '.[dev]'
 	touch $(CUDA_INSTALLED)
 
-test-cuda: $(CUDA_INSTALLED)
+test-cuda: install-cuda
 	$(CUDA_VENV)/bin/python -m pytest -m 'not long' tests/nullgpu
 
 test-long: lint types

@@ -135,6 +135,24 @@ SIZES = {
         rows=128,
         modes=("ddp-bf16", "fsdp-bf16", "fsdp-bf16-gathered", "fsdp-bf16-packed", "offload-bf16"),
     ),
+    # The shape of Llama-3.1-8B
+    "8b": Size(
+        model={
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": False,
+        },
+        tokens=4096,
+        micro_batch_size=1,
+        rows=128,
+        modes=("fsdp-bf16", "fsdp-bf16-gathered", "fsdp-bf16-packed", "offload-bf16"),
+    ),
 }
 
 
@@ -396,7 +414,8 @@ def measures(result: Result, *, bench: Bench, mode: Mode, skip: int, gpu: str | 
     tokens = bench.size.micro_batch_size * mode.accumulation * bench.ranks * bench.size.tokens
     seconds = [[run.median("step_seconds", skip) for run in side] for side in sides]
     rates = [[tokens / value for value in side] for side in seconds]
-    memory = [[run.lines[-1]["peak_memory_bytes"] / 2**20 for run in side] for side in sides]
+    # A line of the launcher has the peak since the line before, one of a raw loop the peak since the start
+    memory = [[max(line["peak_memory_bytes"] for line in run.lines) / 2**20 for run in side] for side in sides]
     rows = [
         Measure("step time, ms", "{:.1f}", *[[1000 * value for value in side] for side in seconds]),
         Measure("CPU time a step, ms, all ranks", "{:.1f}", *[[1000 * run.median("cpu_seconds", skip) for run in s] for s in sides]),

@@ -1,6 +1,10 @@
 """How fast data is made ready: tokenization from cold, with one process and with several, and a start with a warm cache.
 
     python benchmarks/data.py [--megabytes 32] [--processes 1 2] [--output FILE]
+    python benchmarks/data.py --stream 500 [--length 16] [--megabytes 200]
+
+With --stream: data.streaming with a global batch of 1,024 in one process, no model. Seconds and peak memory of the process to
+the first step, and to that step (500) with and without the places that a checkpoint holds.
 
 The text is the source of Python's own standard library, as rows of a .jsonl, over and over; the tokenizer a byte-level BPE of
 8,192 tokens trained on it, such as most models have. Each number comes from a process of its own. Beside it stands what a
@@ -17,6 +21,7 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,6 +53,45 @@ tokens = sum(len(ids) for batch in made.iter(1000) for ids in batch["input_ids"]
 print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - imported, "imports": imported - started}))
 """
 
+STREAM = """
+import json, resource, sys, time
+from launcher.batching import RankSlots
+from launcher.data.encoder import make_encoder
+from launcher.data.sources import find_parts
+from launcher.data.streaming import StreamingDataset, StreamOrder
+from launcher.recipe.schema import Data
+folder, step, length, places = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer")
+started, cpu = time.perf_counter(), time.process_time()
+slots = RankSlots(order=StreamOrder(), global_batch_size=1024, micro_batch_size=8, rank=0, ranks=1, first_step=step, steps=step + 1)
+stream = StreamingDataset(
+    find_parts(data.train, kind="text"), make_encoder("text", data, tokenizer=data.tokenizer), slots=slots, seed=1, shuffle=True,
+    shuffle_buffer=data.shuffle_buffer, length=length, packing=True, isolation="mask", vocabulary=None, skip_bad_rows=False,
+    skipped_rows=None,
+)
+# Places after the step: one step on
+start = {"order": stream.order, "samples": step * 1024, "places": places} if places else None
+*_, last = stream.starting(slots, start)
+seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak, "places": [last["places"][shard] for shard in sorted(last["places"])]}))
+"""
+
+
+def stream(folder: Path, step: int, length: int) -> str:
+    """A table of the starts of a stream."""
+    lines = ["| data.streaming, global batch 1,024 | seconds | CPU seconds | peak memory |", "|---|---:|---:|---:|"]
+    before = run(STREAM, folder, step - 1, length, "null")  # its places are those of the checkpoint
+    for what, at, places in (
+        ("to the first step", 0, None),
+        (f"to step {step:,}, from a checkpoint's places", step, before["places"]),
+        (f"to step {step:,}, without them", step, None),
+    ):
+        found = run(STREAM, folder, at, length, json.dumps(places))
+        lines.append(f"| {what} | {found['seconds']:.1f} | {found['cpu']:.1f} | {found['peak'] / 1024:.0f} MiB |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines) + "\n"
+
 
 def make_inputs(folder: Path, megabytes: int) -> int:
     """The text and the tokenizer; bytes of text."""
@@ -75,11 +119,11 @@ def make_inputs(folder: Path, megabytes: int) -> int:
     return written
 
 
-def run(code: str, folder: Path, processes: int) -> dict[str, float]:
+def run(code: str, folder: Path, *arguments: object) -> dict[str, Any]:
     """What the code prints, and the seconds of the whole process."""
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder), str(processes)], cwd=ROOT, capture_output=True, text=True, check=True, timeout=900
+        [sys.executable, "-c", code, str(folder), *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=True, timeout=3600
     )
     return json.loads(done.stdout.splitlines()[-1]) | {"process": time.perf_counter() - started}
 
@@ -90,7 +134,14 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=32)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--stream", type=int, metavar="STEP")
+    parser.add_argument("--length", type=int, default=16, help="tokens of a sequence, with --stream")
     arguments = parser.parse_args()
+    if arguments.stream is not None:
+        with tempfile.TemporaryDirectory(prefix="launcher-data-") as name:
+            make_inputs(Path(name), arguments.megabytes)
+            print(stream(Path(name), arguments.stream, arguments.length))
+        return
     lines = ["| | processes | text | tokens | seconds | MB/s | tokens/s | whole process |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
     for processes in arguments.processes:
         with tempfile.TemporaryDirectory(prefix="launcher-data-") as name:

@@ -78,8 +78,10 @@ def read_config(file: Path) -> LlamaConfig:
     return LlamaConfig(**json.loads(file.read_text()), attn_implementation="sdpa")
 
 
-def load_rows(file: Path, device: torch.device, positions: Path | None = None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What the model is called with and the targets, (rows, tokens) each: all of the data, on the device from the start.
+def load_rows(
+    file: Path, device: torch.device, positions: Path | None = None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, float]:
+    """What the model is called with and the targets, (rows, tokens) each, on the device from the start; targets a row.
 
     A document's last token has no target. With `positions` rows hold several documents, which transformers keeps apart by a
     mask that it makes from position_ids.
@@ -92,7 +94,7 @@ def load_rows(file: Path, device: torch.device, positions: Path | None = None) -
         places = torch.from_numpy(np.load(positions)).to(torch.int64)
         targets[:, :-1][places[:, 1:] == 0] = IGNORED
         named["position_ids"] = places.to(device)
-    return named, targets.to(device)
+    return named, targets.to(device), float((targets != IGNORED).sum()) / len(targets)
 
 
 @torch.no_grad()
@@ -138,12 +140,12 @@ class Meter:
         self._file = file.open("w", buffering=1) if rank == 0 else None
         self._ranks, self._device = ranks, device
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-        self._since, self._cpu = time.perf_counter(), _cpu_seconds()
+        self._since, self._cpu = time.perf_counter(), cpu_seconds()
 
     def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """loss: this rank's part of it, the sum over ranks is the loss; grad_norm: the same on all ranks."""
         mine, norm = torch.stack([loss.double(), grad_norm.double()]).tolist()
-        numbers = torch.tensor([mine, _cpu_seconds() - self._cpu, self._peak_bytes()], dtype=torch.float64, device=self._device)
+        numbers = torch.tensor([mine, cpu_seconds() - self._cpu, self._peak_bytes()], dtype=torch.float64, device=self._device)
         gathered = torch.empty(self._ranks * 3, dtype=torch.float64, device=self._device)
         self._all_gather(gathered, numbers)
         by_rank = gathered.cpu().view(self._ranks, 3)
@@ -159,7 +161,7 @@ class Meter:
                 "time": time.time(),
             }
             self._file.write(json.dumps(line) + "\n")
-        self._since, self._cpu = now, _cpu_seconds()
+        self._since, self._cpu = now, cpu_seconds()
 
     def _peak_bytes(self) -> int:
         """CUDA: most bytes of tensors so far; CPU: most resident bytes."""
@@ -168,6 +170,6 @@ class Meter:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime

@@ -16,7 +16,7 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     rank, ranks, device = start()
     micro, accumulation, steps = arguments.micro_batch_size, arguments.accumulation, arguments.steps
-    inputs, targets = load_rows(arguments.data, device, arguments.positions)
+    inputs, targets, targets_a_row = load_rows(arguments.data, device, arguments.positions)
 
     torch.manual_seed(1234)
     with device:
@@ -30,7 +30,7 @@ def main() -> None:
     optimizer = make_optimizer(model, arguments.learning_rate)
     parameters = list(model.parameters())
     # Rows are full, and alike but for the ends of documents: what each step divides its loss by is known, without counting over the ranks
-    valid_tokens = accumulation * micro * ranks * float((targets != IGNORED).sum()) / len(targets)
+    valid_tokens = accumulation * micro * ranks * targets_a_row
 
     meter = Meter(arguments.metrics, rank, ranks, device)
     for step in range(1, steps + 1):

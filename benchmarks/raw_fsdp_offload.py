@@ -18,7 +18,7 @@ def main() -> None:
     arguments = parse_arguments("A hand-written FSDP2 loop with offloading and activation checkpointing.")
     rank, ranks, device = start(offload=True)
     micro, accumulation, steps = arguments.micro_batch_size, arguments.accumulation, arguments.steps
-    inputs, targets = load_rows(arguments.data, device, arguments.positions)
+    inputs, targets, targets_a_row = load_rows(arguments.data, device, arguments.positions)
 
     with torch.device("meta"):
         model = LlamaForCausalLM(read_config(arguments.config))
@@ -42,7 +42,7 @@ def main() -> None:
     optimizer = make_optimizer(model, arguments.learning_rate)
     parameters = list(model.parameters())
     # Rows are full, and alike but for the ends of documents: what each step divides its loss by is known, without counting over the ranks
-    valid_tokens = accumulation * micro * ranks * float((targets != IGNORED).sum()) / len(targets)
+    valid_tokens = accumulation * micro * ranks * targets_a_row
 
     meter = Meter(arguments.metrics, rank, ranks, device)
     for step in range(1, steps + 1):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ class Point:
     """Steps that are done."""
     left_out: int = 0
     """Batches before it that were not trained on, since the run diverged on them."""
+    stream: Mapping[str, Any] | None = None
+    """data.streaming: where the shards stood, from the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,9 @@ def assemble(
     wrapped = prepared.wrap(recipe, ranks)
     if packed and isolation == "mask" and vocabulary is not None:
         with wrapped.forward_context():
-            check_isolation(wrapped.model, name=type(model).__name__, vocabulary=vocabulary, device=ranks.device)
+            check_isolation(
+                wrapped.model, name=type(model).__name__, vocabulary=vocabulary, device=ranks.device, dtype=prepared.compute_dtype
+            )
         wrapped.reshard()
     # Dropout, and what a user's own code draws: each rank its own
     torch.manual_seed(recipe.run.seed + ranks.rank)
@@ -183,7 +188,7 @@ def assemble(
     order = run_data.order
 
     def steps_from(point: Point) -> Iterator[Step]:
-        dataset, slots = run_data.starting(point.step, point.left_out, ranks)
+        dataset, slots = run_data.starting(point.step, point.left_out, ranks, point.stream)
         batches = training_batches(
             dataset,
             data=data,

@@ -418,6 +418,7 @@ def versions_here() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,  # type: ignore[no-untyped-call]
         "driver": driver(),
         "gpus": torch.cuda.device_count() if cuda else 0,
@@ -444,9 +445,9 @@ def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False
         deadline = time.monotonic() + INIT_SECONDS
         while not examined.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-    device = processes.choose_device(environment)
-    processes.set_threads(environment, device=device, cpu_offload=True)
-    with processes.process_group(environment, device=device, cpu_offload=True, init_timeout=INIT_SECONDS) as (ranks, _):
+    with processes.process_group(environment, device="any", cpu_offload=True, init_timeout=INIT_SECONDS) as (ranks, _):
+        device = ranks.device
+        processes.set_threads(environment, device=device, cpu_offload=True)
         if first_of_node:
             examined.unlink(missing_ok=True)
         number = ranks.rank // environment.local_world_size

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol, TextIO
 
@@ -37,6 +37,8 @@ _GRACE_SECONDS = 4.0
 _TIMEOUT_SIGNS = ("timed out waiting", "collective operation timeout")
 _MEMORY_SIGNS = ("can't allocate memory", "out of memory", "cublas_status_alloc_failed")
 _EXPLAIN_SECONDS = 60.0
+_CLOSE_SECONDS = 10.0
+"""That metrics services have to take the last records when a run fails. torchrun kills a rank after 30."""
 
 
 class Progress:
@@ -110,6 +112,9 @@ class FailureWatch:
         self.environment, self.run, self.console, self.progress = environment, run, console, progress
         self.post_mortem: PostMortem | None = None
         """None: nothing is known of the recipe's memory yet."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Flushes and closes what the run writes, before a failure ends this process."""
+        self._ending = threading.Lock()
         self._killed = host_memory.killed()
         # A connection of its own: the group's may be busy, waiting for a rank that is gone.
         self._store = self.connect(store)
@@ -235,7 +240,12 @@ class FailureWatch:
         self.end(self._stopped_status())
 
     def end(self, status: int) -> NoReturn:
-        """Ends this process and lets the folder go."""
+        """Ends this process and lets the folder go. A second thread that calls this waits for the first one's end."""
+        self._ending.acquire()
+        closing = threading.Thread(target=self.on_end, name="closing", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread can be started where memory ran out
+            closing.start()
+            closing.join(_CLOSE_SECONDS)
         self.run.release()
         end_process(status)
 

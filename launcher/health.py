@@ -146,7 +146,7 @@ def nvidia_smi(*arguments: str) -> str | None:
 
 _TORCH = """
 import json, torch
-told = {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": None, "gpus": [], "error": None}
+told = {"torch": torch.__version__, "cuda": torch.version.cuda, "rocm": torch.version.hip, "nccl": None, "gpus": [], "error": None}
 try:
     if torch.cuda.is_available():
         told["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -160,7 +160,7 @@ print(json.dumps(told))
 
 
 def torch_sees() -> dict[str, Any]:
-    """torch, cuda, nccl: versions; gpus: names of those that computed something; error: what went wrong, or None."""
+    """torch, cuda, rocm, nccl: versions; gpus: names of those that computed something; error: what went wrong, or None."""
     try:
         printed = ask([sys.executable, "-c", _TORCH], seconds=TORCH_SECONDS)
     except TimeoutError:
@@ -309,17 +309,24 @@ def read_gpus(visible: str | None) -> list[Gpu]:
     ]
 
 
-def gpu_findings(gpus: Sequence[Gpu], *, expected: int | None, seen: Sequence[str] = ()) -> Iterator[Finding]:
+def gpu_findings(gpus: Sequence[Gpu], *, expected: int | None, seen: Sequence[str] = (), rocm: str | None = None) -> Iterator[Finding]:
     """Whether they are all there, free and healthy. seen: names of those that torch sees, which is all there is to go by
-    where nvidia-smi is missing (a container without it), or where a rank has a part of a GPU (MIG)."""
+    where nvidia-smi is missing (a container without it), where a rank has a part of a GPU (MIG), and on AMD GPUs.
+    rocm: version that torch is built for."""
     there = len(gpus) or len(seen)
     if expected is not None and there < expected:
         yield Finding(name="GPUs", state="bad", text=f"{there} of {expected} are there")
     elif seen and not gpus:
-        text = f"{there} x {', '.join(sorted(set(seen)))}; nvidia-smi says nothing of them: whether they are free and healthy is not known"
+        parts = ", ".join(sorted(set(seen)))
+        if rocm is not None:
+            # The JSON of amd-smi differs between versions of ROCm, and there was no AMD GPU to test against
+            why = "AMD GPUs are not examined; amd-smi process and amd-smi metric --ecc show"
+            text = f"{there} x {parts}, ROCm {rocm}; {why} whether they are free and healthy"
+        else:
+            text = f"{there} x {parts}; nvidia-smi says nothing of them: whether they are free and healthy is not known"
         yield Finding(name="GPUs", state="note", text=text)
     elif not gpus:
-        yield Finding(name="GPUs", state="note", text="none: training computes on the CPU")
+        yield Finding(name="GPUs", state="note", text="none: training computes on the CPU; a torch built for GPUs asks for run.device=cpu")
     if gpus:
         names = sorted({gpu.name for gpu in gpus})
         mixed = len(names) > 1 or len({gpu.memory for gpu in gpus}) > 1
@@ -362,7 +369,7 @@ def software_findings(torch: dict[str, Any], gpus: Sequence[Gpu]) -> Iterator[Fi
         why = "this torch is built without CUDA" if torch["cuda"] is None else "a driver too old for it, or a GPU that fell off the bus"
         yield Finding(name="torch", state="bad", text=f"{torch['torch']} computes on {len(torch['gpus'])} of {len(gpus)} GPUs: {why}")
     else:
-        more = "".join(f", {label} {torch[key]}" for key, label in (("cuda", "CUDA"), ("nccl", "NCCL")) if torch.get(key))
+        more = "".join(f", {label} {torch[key]}" for key, label in (("cuda", "CUDA"), ("rocm", "ROCm"), ("nccl", "NCCL")) if torch.get(key))
         yield Finding(name="torch", state="good", text=f"{torch['torch']}{more}, Python {platform.python_version()}")
 
 
@@ -422,11 +429,11 @@ def examine(
     except TimeoutError as error:
         findings.append(Finding(name="GPUs", state="bad", text=f"{error}: the driver hangs, reboot the node"))
     else:
-        findings += gpu_findings(gpus, expected=expected_gpus, seen=torch["gpus"])
+        findings += gpu_findings(gpus, expected=expected_gpus, seen=torch["gpus"], rocm=torch.get("rocm"))
     findings += software_findings(torch, gpus)
     findings += host_findings(ranks=ranks)
     findings += place_findings(runs=runs, shared=shared, port=port)
-    versions = {"python": platform.python_version(), **{key: torch.get(key) for key in ("torch", "cuda", "nccl")}}
+    versions = {"python": platform.python_version(), **{key: torch.get(key) for key in ("torch", "cuda", "rocm", "nccl")}}
     return findings, versions | {"driver": gpus[0].driver if gpus else None, "gpus": len(torch["gpus"])}
 
 

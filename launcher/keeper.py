@@ -22,7 +22,7 @@ from launcher.metrics.console import bytes_as_text
 from launcher.optimizer import LossScale
 from launcher.processes import DataParallel
 from launcher.recipe import schema
-from launcher.resume import Resumed, check_changes
+from launcher.resume import Resumed, check_changes, check_data, check_stream
 
 
 class Keeper:
@@ -35,20 +35,25 @@ class Keeper:
         *,
         recipe_yaml: str,
         seed: int,
+        data: Mapping[str, Any],
         module: nn.Module,
         optimizer: torch.optim.AdamW,
         loss_scale: LossScale,
+        stream_order: str | None = None,
         ranks: DataParallel,
         say: Callable[[str], None],
         before_write: Callable[[], None],
         saved: Callable[[int, int, float], None],
     ) -> None:
-        """folder: RUN_DIR/checkpoints. module: wrapped, and filled. say: of rank 0. before_write: raises where this process may
-        not write any more. saved: told step, bytes and seconds of each checkpoint."""
+        """folder: RUN_DIR/checkpoints. data: fingerprint of the training data. module: wrapped, and filled.
+        stream_order: digest of the order of a stream's samples; None without data.streaming. say: of rank 0.
+        before_write: raises where this process may not write any more. saved: told step, bytes and seconds of each checkpoint."""
         self._folder, self._settings, self._recipe_yaml, self._seed = folder, settings, recipe_yaml, seed
+        self._data = data
         self._module, self._loss_scale, self._ranks, self._say = module, loss_scale, ranks, say
         self._group = checkpoint_group(ranks)
         self._tensors = model_and_optimizer(module, optimizer)
+        self._stream_order = stream_order
         self._saved = saved
         self._best: dict[str, Any] = {}
         self.trouble: str | None = None
@@ -85,9 +90,15 @@ class Keeper:
             problem = verify_together(path, group=self._group)
             if problem is not None:
                 raise RecipeError(f"checkpoint.resume: {path} cannot be resumed from: {problem}")
+        origin = None if resume == "auto" else path.resolve()
         state = read_state(path)
         before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(self._recipe_yaml)
         changes = check_changes(before, now, allow=self._settings.allow_changes, checkpoint=path)
+        if "data" in state:
+            changes += check_data(state["data"], self._data, allow=self._settings.allow_changes, checkpoint=path)
+        else:
+            self._say(f"note: {path} was written by an older version: whether the training data changed since is not known")
+        check_stream(state.get("stream"), self._stream_order, allow=self._settings.allow_changes, checkpoint=path)
         load(path, self._tensors, group=self._group)
         self._loss_scale.restore(state["loss_scale"])
         self._best = state["best"]
@@ -98,16 +109,35 @@ class Keeper:
             digest = hashlib.sha256(f"{self._seed}/{state['step']}/{self._ranks.rank}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         self.saved_step = state["step"]
-        self._drop_after(state["step"])  # damaged ones, or those of a way that is not gone any further
-        return Resumed(path, state["step"], state["left_out"], state["ranks"], state["observed"], changes, state["evaluation_due"])
+        self._drop_after(state["step"])  # damaged ones, and those of this history that it goes back behind
+        return Resumed(
+            path,
+            state["step"],
+            state["left_out"],
+            state["ranks"],
+            state["observed"],
+            changes,
+            state["evaluation_due"],
+            origin,
+            state.get("stream"),
+        )
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is written after this step in any case."""
         return self._settings.every_steps is not None and step % self._settings.every_steps == 0
 
-    def save(self, step: int, *, left_out: int, observed: Mapping[str, Any], eval_loss: float | None, evaluated: bool = True) -> None:
+    def save(
+        self,
+        step: int,
+        *,
+        left_out: int,
+        observed: Mapping[str, Any],
+        eval_loss: float | None,
+        evaluated: bool = True,
+        stream: Mapping[str, Any] | None = None,
+    ) -> None:
         """Begins to save; what comes of it, `report` tells. eval_loss: where this step was evaluated; evaluated: false where
-        that was due and was cut short.
+        that was due and was cut short. stream: where a stream's shards stand after this step.
 
         Raises TrainingError after too many failures in a row.
         """
@@ -119,8 +149,10 @@ class Keeper:
             "left_out": left_out,
             "ranks": self._ranks.size,
             "recipe": self._recipe_yaml,
+            "data": self._data,
             "loss_scale": self._loss_scale.state(),
             "observed": dict(observed),
+            "stream": stream,
             "evaluation_due": not evaluated,
             "best": self._best,
             "torch": torch.__version__,

@@ -391,9 +391,8 @@ def _of_step(marks: list[Mark], counted: _Counted, number: int) -> dict[str, int
 def run(setting: dict[str, Any]) -> None:
     """On every rank: measures each recipe; rank 0 writes the results as JSON into the file `result`."""
     environment = read_environment()
-    device = processes.choose_device(environment)
-    processes.set_threads(environment, device=device, cpu_offload=True)
-    with processes.process_group(environment, device=device, cpu_offload=True, init_timeout=300) as (ranks, _):
+    with processes.process_group(environment, device="any", cpu_offload=True, init_timeout=300) as (ranks, _):
+        processes.set_threads(environment, device=ranks.device, cpu_offload=True)
         results = []
         for arguments in setting["recipes"]:
             recipe = load_recipe(arguments, ranks=ranks.size, files=False).recipe

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from launcher import processes
 from launcher.assembly import Point, Training, assemble
-from launcher.data.loader import expected_padding
+from launcher.data.loader import GlobalBatch, expected_padding
 from launcher.environment import Environment
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
 from launcher.failures import FailureWatch, Progress, failing_together
@@ -21,7 +21,6 @@ from launcher.memory.here import machine_here, resolve_here
 from launcher.memory.postmortem import PostMortem, Trained
 from launcher.processes import DataParallel
 from launcher.profiling import profiled
-from launcher.recipe.check import resumes
 from launcher.recipe.load import LoadedRecipe, to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.reporting import Reporter, describe_batch, describe_data, describe_model
@@ -34,13 +33,12 @@ from launcher.watchdog import Watch, watching
 def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int:
     """Joins the other ranks and trains with them; returns the exit status.
 
-    A failure of any rank ends this process (`failing_together`). Raises TrainingError where the ranks do not meet.
+    A failure of any rank ends this process (`failing_together`). Raises TrainingError where the ranks do not meet, or lack a GPU.
     """
     recipe, progress = loaded.recipe, Progress()
     may_offload = recipe.strategy.cpu_offload is not None or recipe.strategy.kind == "auto"
-    device = processes.choose_device(environment)
     processes.set_numerics(deterministic=recipe.run.deterministic, float32_matmul=recipe.run.float32_matmul)
-    group = processes.process_group(environment, device=device, cpu_offload=may_offload, init_timeout=recipe.run.init_timeout)
+    group = processes.process_group(environment, device=recipe.run.device, cpu_offload=may_offload, init_timeout=recipe.run.init_timeout)
     with (
         StopRequest() as stop,
         group as (ranks, store),
@@ -96,13 +94,13 @@ def pipeline(
     wrapped, run_data, evaluator = training.wrapped, training.data, training.evaluator
     steps = run_data.steps
     keeper, resumed = open_keeper(recipe, run, training, ranks=ranks, say=say)
-    point = Point() if resumed is None else Point(resumed.step, resumed.left_out)
+    point = Point() if resumed is None else Point(resumed.step, resumed.left_out, resumed.stream)
     progress.step = point.step
     reporter = Reporter(ranks, run, recipe=recipe, steps=steps, first_step=point.step, flops_per_token=training.flops_per_token)
+    failures.on_end = reporter.abort
     mode = None if recipe.activation_checkpointing is None else recipe.activation_checkpointing.mode
     reporter.list_skipped(run_data.training.skipped, skipped_rows)
     reporter.start(
-        processes.idle_gpus(environment),
         describe_model(wrapped, ranks=ranks, blocks=training.blocks, mode=mode),
         describe_data(
             run_data.training,
@@ -140,12 +138,19 @@ def pipeline(
 
     saved_after = point.step
 
-    def save(step: int, eval_loss: float | None, *, evaluated: bool) -> None:
+    def save(batch: GlobalBatch, eval_loss: float | None, *, evaluated: bool) -> None:
         nonlocal saved_after
-        saved_after = step
+        saved_after = batch.step
         if keeper is not None:
             with reporter.excluded(), progress.slow("checkpoint"):
-                keeper.save(step, left_out=point.left_out, observed=reporter.state(), eval_loss=eval_loss, evaluated=evaluated)
+                keeper.save(
+                    batch.step,
+                    left_out=point.left_out,
+                    observed=reporter.state(),
+                    stream=run_data.stream_state(batch, point.left_out, ranks),
+                    eval_loss=eval_loss,
+                    evaluated=evaluated,
+                )
             reporter.trouble(keeper.trouble)
 
     def train() -> bool:
@@ -154,7 +159,7 @@ def pipeline(
             progress.step_done(step.number)
             reporter.step(step)
             compare_memory()
-            profile_step()
+            profile_step(step.number)
             if step.number == point.step + 1:
                 processes.set_timeout(recipe.run.timeout)
             last = step.number == steps
@@ -168,23 +173,26 @@ def pipeline(
                 # The request of one file is in two counts: the next batch's was taken before this one was read
                 asked = saving and step.number > saved_after + 1
                 if last or stopping or asked or keeper.due(step.number):
-                    save(step.number, eval_loss, evaluated=whole)
+                    save(step.batch, eval_loss, evaluated=whole)
                 if saving:
                     watch.save_done()
             if stopping and not last:
+                reporter.flush()
                 return False
+        reporter.flush()
         return True
 
     if (evaluation.at_start and point.step == 0) or (resumed is not None and resumed.evaluation_due):
         evaluate(point.step)
     rewinds = 0
-    with profiled(recipe.profile, folder=run.path, rank=ranks.rank, device=ranks.device) as profile_step:
+    with profiled(recipe.profile, folder=run.path, rank=ranks.rank, device=ranks.device, first_step=point.step) as profile_step:
         while True:
             try:
                 finished = train()
                 break
             except DivergedError as error:
                 rewinds += 1
+                progress.step = error.last_step  # nothing is kept of the step that was trained since
                 if recipe.run.on_divergence == "stop" or keeper is None or rewinds > MAX_REWINDS:
                     raise
                 point = rewind(error, point, keeper, reporter)
@@ -219,20 +227,22 @@ def open_keeper(
     recipe: Recipe, run: RunFolder, training: Training, *, ranks: DataParallel, say: Callable[[str], None]
 ) -> tuple[Keeper | None, Resumed | None]:
     """What keeps the run's checkpoints, and the one it goes on from. None where the recipe wants none, or there is none."""
-    if recipe.checkpoint.every_steps is None and not resumes(recipe):
+    # Rank 0 has chosen: another node may see the folder a little later
+    chosen: list[Any] = [run.resume]
+    dist.broadcast_object_list(chosen, group=ranks.group, group_src=0)
+    resume: str = chosen[0]
+    if recipe.checkpoint.every_steps is None and resume == "never":
         return None, None
-    # A restart goes on whatever the recipe says about runs of the past; rank 0 knows whether it is one
-    goes_on: list[Any] = [run.goes_on]
-    dist.broadcast_object_list(goes_on, group=ranks.group, group_src=0)
-    resume = "auto" if goes_on[0] and recipe.checkpoint.resume == "never" else recipe.checkpoint.resume
     keeper = Keeper(
         run.path / "checkpoints",
         recipe.checkpoint,
         recipe_yaml=to_yaml(recipe),
         seed=recipe.run.seed,
+        data=training.data.fingerprint,
         module=training.wrapped.module,
         optimizer=training.optimizer,
         loss_scale=training.loss_scale,
+        stream_order=training.data.stream_order,
         ranks=ranks,
         say=say,
         before_write=run.check,
@@ -257,4 +267,4 @@ def rewind(error: DivergedError, point: Point, keeper: Keeper, reporter: Reporte
     if resumed is None:
         raise error
     reporter.rewound(resumed, error)
-    return Point(resumed.step, point.left_out + error.last_step - resumed.step)
+    return Point(resumed.step, point.left_out + error.last_step - resumed.step, resumed.stream)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import json
 import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,21 +49,62 @@ def set_threads(environment: Environment, *, device: torch.device, cpu_offload: 
         torch.set_num_threads(cores_per_rank(environment))
 
 
-def choose_device(environment: Environment) -> torch.device:
-    """This rank's GPU where there is one for every rank of the node, else the CPU."""
-    if torch.cuda.is_available() and torch.cuda.device_count() >= environment.local_world_size:
-        device = torch.device("cuda", environment.local_rank)
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+def choose_device(environment: Environment, store: Store, wanted: str) -> torch.device:
+    """This rank's device, of the same kind on all ranks, which must all call this: rank 0 decides and tells the others.
+
+    store: that the ranks met at. wanted: run.device; or `any`, for tools: GPUs where every rank has one, else CPUs.
+    Raises TrainingError (reason no_gpu), naming each node, where ranks lack a GPU.
+    """
+    if wanted == "cpu":
+        return torch.device("cpu")
+    # A ROCm build of torch calls its devices cuda, too
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else None
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    mine = Node(socket.gethostname(), gpus, environment.local_world_size, torch.__version__, build)
+    store.set(f"device/{environment.rank}", json.dumps(dataclasses.astuple(mine)))
+    if environment.rank == 0:
+        told = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])
+        store.set("device", json.dumps(device_for(wanted, [Node(*json.loads(one)) for one in told])))
+    kind, problem = json.loads(store.get("device"))
+    if problem is not None:
+        raise TrainingError(problem, reason="no_gpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", environment.local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
-def idle_gpus(environment: Environment) -> str:
-    """A note where this node has GPUs, but not one for each of its ranks, so that all compute on the CPU; else empty."""
-    gpus, ranks = torch.cuda.device_count() if torch.cuda.is_available() else 0, environment.local_world_size
-    if not 0 < gpus < ranks:
-        return ""
-    return f"note: {gpus} GPUs for {ranks} ranks on this node, and each rank needs one: computing on the CPU; start --nproc-per-node {gpus}"
+@dataclass(frozen=True)
+class Node:
+    """What a rank sees of its node."""
+
+    host: str
+    gpus: int
+    ranks: int
+    torch: str
+    build: str | None
+    """What torch is built for, such as `CUDA 12.8`; None: CPUs alone."""
+
+
+def device_for(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | None]:
+    """`cuda` or `cpu`, for all ranks; or what is wrong. nodes: one of each rank. wanted: as of `choose_device`."""
+    short = [node for node in dict.fromkeys(nodes) if node.gpus < node.ranks]
+    if not short:
+        return "cuda", None
+    if wanted == "any" or (wanted == "auto" and not any(node.gpus or node.build for node in nodes)):
+        return "cpu", None
+    lines = [f"run.device is {wanted}, and not every rank has a GPU:"]
+    for node in short:
+        if node.gpus:
+            what = f"{node.gpus} GPUs for {node.ranks} ranks; start --nproc-per-node {node.gpus}"
+        elif node.build:
+            tool = "amd-smi, ROCR_VISIBLE_DEVICES" if node.build.startswith("ROCm") else "nvidia-smi, CUDA_VISIBLE_DEVICES"
+            what = f"torch {node.torch} is built for {node.build} and finds no GPU; see the driver ({tool}) and what the job was granted"
+        else:
+            what = f"torch {node.torch} is built without CUDA or ROCm; install a build for the GPU"
+        lines.append(f"  node {node.host}: {what}")
+    return None, "\n".join([*lines, "to compute on the CPUs of all nodes, set run.device=cpu"])
 
 
 def check_dtype(device: torch.device, dtype: str) -> None:
@@ -82,17 +125,14 @@ def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
 
 
 @contextmanager
-def process_group(
-    environment: Environment, *, device: torch.device, cpu_offload: bool, init_timeout: int
-) -> Iterator[tuple[DataParallel, Store]]:
+def process_group(environment: Environment, *, device: str, cpu_offload: bool, init_timeout: int) -> Iterator[tuple[DataParallel, Store]]:
     """The default process group for as long as the context lasts.
 
+    device: what is wanted, as of `choose_device`.
     Yields the ranks that train together, all of them, and the store they met at. `init_timeout` (seconds) holds until
     `set_timeout`. After an error the group is left to the end of the process: a peer may be stuck in it.
     """
     timeout = timedelta(seconds=init_timeout)
-    # With offload the gradients that are clipped are in host memory, which NCCL cannot reduce.
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
     store: Store
     if environment.world_size == 1 and not environment.torchrun:
         store = HashStore()
@@ -109,17 +149,20 @@ def process_group(
         except (dist.DistError, TimeoutError) as error:
             raise TrainingError(f"not all of {environment.world_size} ranks came within {init_timeout} s: {error}") from error
         store = PrefixStore(f"generation{generation}", found)
+    chosen = choose_device(environment, store, device)
+    # With offload the gradients that are clipped are in host memory, which NCCL cannot reduce.
+    backend = "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
     dist.init_process_group(
         backend,
         store=store,
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        device_id=chosen if chosen.type == "cuda" else None,
     )
     group = dist.group.WORLD
     assert group is not None
-    yield DataParallel(rank=environment.rank, size=environment.world_size, group=group, device=device), store
+    yield DataParallel(rank=environment.rank, size=environment.world_size, group=group, device=chosen), store
     # DistributedDataParallel stands in a reference cycle and holds the group: were it collected last, the group would end
     # under the interpreter's lock, which gloo's thread may be waiting for (seen to hang with torch 2.13)
     gc.collect()

@@ -12,10 +12,16 @@ from launcher.recipe import schema
 
 
 @contextmanager
-def profiled(profile: schema.Profile | None, *, folder: Path, rank: int, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Yields what is to be called after each step. Writes `profile/rank_N.json`, a Chrome trace, once the steps are done."""
-    if profile is None:
-        yield lambda: None
+def profiled(
+    profile: schema.Profile | None, *, folder: Path, rank: int, device: torch.device, first_step: int
+) -> Iterator[Callable[[int], None]]:
+    """Yields a function to call with the number of each finished step. Writes `profile/rank_N.json`, a Chrome trace.
+
+    first_step: steps that were done before; `profile.start_step` is a step of the run, also after a resume. Where the run
+    resumes among the profiled steps, the rest of them is profiled; after them, none.
+    """
+    if profile is None or first_step >= profile.start_step - 1 + profile.steps:
+        yield lambda step: None
         return
     from torch.profiler import ProfilerActivity, schedule
     from torch.profiler import profile as torch_profile
@@ -27,13 +33,21 @@ def profiled(profile: schema.Profile | None, *, folder: Path, rank: int, device:
     if snapshot:
         torch.cuda.memory._record_memory_history()
     warmup = min(1, profile.start_step - 1)
+    action = schedule(wait=profile.start_step - 1 - warmup, warmup=warmup, active=profile.steps, repeat=1)
+    done = first_step
     with torch_profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-        schedule=schedule(wait=profile.start_step - 1 - warmup, warmup=warmup, active=profile.steps, repeat=1),
+        schedule=lambda calls: action(done),  # not the calls of this start, but the steps of the run
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(target / f"rank_{rank}.json")),
         record_shapes=True,
     ) as trace:
-        yield trace.step
+
+        def step_done(step: int) -> None:
+            nonlocal done
+            done = step
+            trace.step()
+
+        yield step_done
     if snapshot:
         torch.cuda.memory._dump_snapshot(str(target / f"memory_rank_{rank}.pickle"))  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -8,7 +8,8 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from launcher.evaluation import Evaluated, over_all
 from launcher.hardware import peak_flops
 from launcher.loop import Step
 from launcher.metrics.console import Console, bytes_as_text, seconds_as_text
-from launcher.metrics.record import StepRecorder
+from launcher.metrics.record import PendingRecord, StepRecorder
 from launcher.metrics.sinks import JsonLines, Sink, open_sinks
 from launcher.processes import DataParallel
 from launcher.recipe.schema import Batch, Recipe
@@ -51,9 +52,10 @@ class Reporter:
         self._losses: list[float] = []
         self._recent: deque[float] = deque(maxlen=_LOSSES)
         self._max_loss_ratio = recipe.run.max_loss_ratio
-        self._last_step = first_step
+        self._first_step = self._last_step = first_step
         self._trouble: str | None = None
         self._peak: tuple[int, int] | None = None
+        self._pending: PendingRecord | None = None
         self._sinks: list[Sink] = []
         if self._main:
             self._sinks = open_sinks(
@@ -68,7 +70,6 @@ class Reporter:
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         # Last, because it starts the clock of the first step
         self._recorder = StepRecorder(ranks, flops_per_token=flops_per_token, peak_flops=peak)
-        self.excluded = self._recorder.excluded
 
     def start(self, *lines: str) -> None:
         """The first lines on the console, from rank 0."""
@@ -87,12 +88,35 @@ class Reporter:
             self._console.say(text)
 
     def step(self, step: Step) -> None:
-        """Logs a step where one is due. Raises DivergedError after too many skipped steps in a row, or where the loss leaps."""
+        """Logs the step before, where that is due, and starts to gather the numbers of this one.
+
+        So the device already works on this step while the host waits for the one before: logging leaves no gap.
+        Raises DivergedError after too many skipped steps in a row, or where the loss leaps.
+        """
         self._last_step = step.number
         self._recorder.add(step)
-        if step.number % self._every_steps and step.number not in (1, self._steps):
-            return
-        record = self._recorder.record(step)
+        due = step.number % self._every_steps == 0 or step.number in (1, self._steps)
+        previous, self._pending = self._pending, self._recorder.launch(step) if due else None
+        if previous is not None:
+            self._log(previous)
+        if step.number == self._first_step + 1:
+            self.flush()  # the first sign that a run trains is not kept back
+
+    def flush(self) -> None:
+        """Logs the last step now: before an evaluation or a checkpoint, and at the end. Raises as `step`."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._log(pending)
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Around an evaluation or a checkpoint: what is pending is logged first, and the time inside counts for no step."""
+        self.flush()
+        with self._recorder.excluded():
+            yield
+
+    def _log(self, pending: PendingRecord) -> None:
+        step, record = pending.step, self._recorder.collect(pending)
         self._peak = (step.number, record["peak_memory_bytes"])
         if record["loss"] is not None:
             self._losses = [*self._losses[:1], record["loss"]]
@@ -100,10 +124,14 @@ class Reporter:
             self._write(record)
             self._console.step(record)
             self._folder.note_step(step.number, steps=self._steps, **({"warning": self._trouble} if self._trouble else {}))
-        self._check(record)
+        try:
+            self._check(record)
+        except DivergedError:
+            self._pending = None  # nothing is logged of the step that came after
+            raise
 
     def peak_memory(self, *, after: int) -> int | None:
-        """Bytes at the peak so far, of the rank that has most, as of the last logged step; None: none after step `after` was logged."""
+        """Peak in bytes since the record before, of the rank that has most; None: no step after `after` was logged."""
         return self._peak[1] if self._peak is not None and self._peak[0] > after else None
 
     def _check(self, record: dict[str, Any]) -> None:
@@ -141,6 +169,7 @@ class Reporter:
         """As `state` gave it, at this step; the clock starts anew."""
         self._recorder.restart(skipped=state["skipped"], skipped_in_a_row=state["skipped_in_a_row"])
         self._recent = deque(state["recent_losses"], maxlen=_LOSSES)
+        self._pending = None
         self._last_step = step
 
     def evaluation(self, step: int, results: Mapping[str, Evaluated], seconds: float) -> float | None:
@@ -176,7 +205,8 @@ class Reporter:
         )
         for change in resumed.changes:
             self.say(f"  changed since: {change}")
-        self._folder.note("resumed", ranks=ranks, step=resumed.step)
+        origin = {} if resumed.origin is None else {"origin": str(resumed.origin)}
+        self._folder.note("resumed", ranks=ranks, step=resumed.step, **origin)
 
     def rewound(self, resumed: Resumed, error: DivergedError) -> None:
         """The run went back to before it diverged."""
@@ -202,12 +232,27 @@ class Reporter:
         for sink in self._sinks:
             sink.write(record)
 
+    def _close(self, state: State) -> None:
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close(state)
+
+    def abort(self) -> None:
+        """The run fails: logs the last step if its numbers are on the host, then flushes and closes the sinks.
+
+        Waits for no other rank. From any thread, where the main thread does not get any further.
+        """
+        pending, self._pending = self._pending, None
+        with suppress(Exception):  # the device may be in an error state, the folder another run's
+            if self._main and pending is not None and pending.ready():
+                self._write(self._recorder.collect(pending))
+        self._close("failed")
+
     def end(self, state: State, *, reason: str | None = None, exported: str | None = None, kept: int | None = None) -> None:
         """The run's last words, and its status. exported: what was, in words. kept: the newest checkpoint's step."""
         if not self._main:
             return
-        for sink in self._sinks:
-            sink.close(state)
+        self._close(state)
         warning = {"warning": self._trouble} if self._trouble else {}
         self._folder.write_status(state, step=self._last_step, reason=reason, steps=self._steps, **warning)
         if state in ("finished", "stopped"):

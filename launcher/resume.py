@@ -40,6 +40,10 @@ class Resumed:
     """Of the recipe since, a line each."""
     evaluation_due: bool = False
     """The evaluation after this step was cut short by what stopped the run."""
+    origin: Path | None = None
+    """The path of checkpoint.resume, where the run was started from it rather than from its own newest checkpoint."""
+    stream: Mapping[str, Any] | None = None
+    """data.streaming: where the shards stood."""
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -85,24 +89,89 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: b
     return told
 
 
-def starts_anew(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> bool:
-    """Whether the run begins at its first step, or goes on from a checkpoint; asked once the folder is this process's.
+def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """How two fingerprints of training data (`TokenStore.fingerprint`) differ, a line each; those of a mixture part by part."""
+    for name, part in before.get("parts", {}).items():
+        yield from data_changes(part, now.get("parts", {}).get(name, {}))
+    content, content_now = before.get("content"), now.get("content")
+    if content is not None and content == content_now:
+        return  # the very same tokens, whatever the files are called
+    known = [key for key in before if key in now and key not in ("parts", "content")]
+    changed = False
+    for key, old, new in differences({key: before[key] for key in known}, {key: now[key] for key in known}):
+        changed = True
+        if key.startswith("files."):
+            name = key.removeprefix("files.")
+            what = "was not there" if old is None else "is gone" if new is None else f"size {old:,} -> {new:,}"
+            yield f"{name}: {what}"
+        elif key in ("tokenizer", "chat_template"):
+            yield f"data.{key}: its content has changed"
+        else:
+            yield f"{key}: {old:,} -> {new:,}"
+    if not changed and content is not None and content_now is not None:
+        names = list(before.get("files", {}))
+        yield f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}: other content in as many bytes"
 
-    restarted: by torchrun's agent or by Slurm. What is in the folder is then this run's own, and where that has not come
-    to a checkpoint yet, it begins again.
-    Raises RecipeError where another run's record would be lost, or the recipe has changed in what it may not.
+
+def check_stream(saved: Mapping[str, Any] | None, order: str | None, *, allow: bool, checkpoint: Path) -> None:
+    """Raises RecipeError where a stream would go on with other samples than the run of the checkpoint had, unless allowed.
+
+    saved: what the checkpoint has of the stream. order: digest of today's order of samples; None: no stream.
+    """
+    if order is None or allow or (saved is not None and saved["order"] == order):
+        return
+    reason = (
+        "it was written by a version of the launcher whose streaming order was another"
+        if saved is None
+        else "the files, or what decides the order of their samples, have changed since"
+    )
+    raise RecipeError(
+        f"{checkpoint} cannot be resumed with data.streaming: {reason}, and the run would go on with other samples. "
+        "Restore the files and the version; or train into another run.dir; or set checkpoint.allow_changes=true, "
+        "which reads and tokenizes as many samples as were seen before it goes on"
+    )
+
+
+def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path) -> list[str]:
+    """What changed in the training data, a line each. Raises RecipeError with these lines, unless it is allowed."""
+    changes = list(data_changes(before, now))
+    if changes and not allow:
+        raise RecipeError(
+            [
+                f"{checkpoint} was written by a run on other data; with these changes the order of samples would be another:",
+                *(f"  {line}" for line in changes),
+                "restore the data; or train into another run.dir; or set checkpoint.allow_changes=true",
+            ]
+        )
+    return changes
+
+
+def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> str:
+    """What this start resumes from: `never` (it starts from scratch), `auto` (the folder's newest
+    checkpoint) or the path that checkpoint.resume gives. To be asked once this process owns the folder.
+
+    restarted: torchrun's agent or Slurm started the same job again. The folder's content is then
+    this run's own; where it has no checkpoint yet, it starts from scratch.
+    Raises RecipeError where another run's record would be lost, or a change of the recipe is refused.
     """
     settings = recipe.checkpoint
     checkpoints = list_checkpoints(run.path / "checkpoints")
     resume = "auto" if restarted and settings.resume == "never" else settings.resume
-    if resume == "never" or (resume == "auto" and not checkpoints):
-        if not restarted:
-            run.refuse_if_used()
-        return True
+    if resume == "auto" and not checkpoints:
+        resume = "never"
+    if resume == "never" and not restarted:
+        run.refuse_if_used("no checkpoint to resume from" if settings.resume == "auto" else "checkpoint.resume is never")
+    elif resume not in ("auto", "never"):
+        if run.was_started_from(resume):
+            resume = "auto" if checkpoints else resume
+        elif Path(resume).resolve().parent != (run.path / "checkpoints").resolve():
+            run.refuse_if_used(f"it was not started from checkpoint.resume={resume}; checkpoint.resume=auto continues it")
+    if resume == "never":
+        return resume
     source = checkpoints[-1] if resume == "auto" else Path(resume)
     before = None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: found and told when it is verified
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: reported when it is verified
         before = json.loads((source / STATE).read_text())["recipe"]
     if isinstance(before, str):
         check_changes(yaml.safe_load(before), yaml.safe_load(recipe_yaml), allow=settings.allow_changes, checkpoint=source)
-    return False
+    return resume

@@ -37,8 +37,8 @@ class RunFolder:
         self._status = path / "status.json"
         self._written = 0.0
         self._attempt: int | None = None
-        self.goes_on = False
-        """Rank 0: this start is a restart of the job that the folder's content comes from."""
+        self.resume = "auto"
+        """Rank 0: what this start resumes from: `never`, `auto`, or a path (`choose_resume`)."""
         self._ranks: int | None = None
 
     def take(self, environment: Environment) -> None:
@@ -80,20 +80,28 @@ class RunFolder:
             **_identity(environment),
         )
 
-    def refuse_if_used(self) -> None:
+    def was_started_from(self, checkpoint: str) -> bool:
+        """Whether an earlier start of this folder resumed from this path of checkpoint.resume: the folder has its history."""
+        try:
+            events = read_lines(self.events.read_text(encoding="utf-8"))
+        except OSError:
+            return False
+        return any(event.get("origin") == str(Path(checkpoint).resolve()) for event in events)
+
+    def refuse_if_used(self, why: str) -> None:
         """Raises RecipeError where an earlier run trained into this folder: its record would be lost.
 
-        A folder whose run never finished a step holds nothing to lose, and is used again.
+        why: the run is not resumed. A folder whose run never finished a step holds nothing to lose, and is used again.
         """
-        if not (self.metrics.exists() and self.metrics.stat().st_size):
+        recorded = self.metrics.exists() and self.metrics.stat().st_size
+        if not recorded and next((self.path / "checkpoints").glob("step_*"), None) is None:
             return
         known = ""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             status = json.loads(self._status.read_text())
             known = f" ({status['state']}, step {status['step']})"
         raise RecipeError(
-            f"run.dir: {self.path} holds a run already{known}, and no checkpoint to resume from; "
-            f"give another folder, such as run.dir={self.path}-2, or remove it"
+            f"run.dir: {self.path} holds a run already{known}, and {why}; give another folder, such as run.dir={self.path}-2, or remove it"
         )
 
     def create(self, recipe_yaml: str, *, anew: bool = True) -> None:
@@ -129,8 +137,8 @@ class RunFolder:
         (as given last) and what is given.
 
         started: `found`, `found_step` and `found_time` are what status.json and metrics.jsonl said when the attempt began.
-        resumed: `step`. saved: `step`, `seconds`, `bytes`. failed, stopped: `step`, `reason`; out of memory in training: also
-        `micro_batch_size`, `device`, `sequence_length`. finished: `step`.
+        resumed: `step`, and `origin`, the checkpoint.resume that was a path. saved: `step`, `seconds`, `bytes`. failed, stopped:
+        `step`, `reason`; out of memory in training: also `micro_batch_size`, `device`, `sequence_length`. finished: `step`.
         """
         self.check()
         self._ranks = ranks = ranks if ranks is not None else self._ranks

@@ -168,11 +168,11 @@ def _table(variants: list[Variant], results: list[tuple[list[float], list[float]
 def run(setting: dict[str, Any]) -> int:
     """Trains all variants and prints the table; returns the exit status (on every rank)."""
     environment = read_environment()
-    device = processes.choose_device(environment)
-    processes.set_threads(environment, device=device, cpu_offload=True)
     processes.set_numerics(deterministic=False, float32_matmul="highest")
     main = environment.main
-    with processes.process_group(environment, device=device, cpu_offload=True, init_timeout=600) as (everyone, _):
+    with processes.process_group(environment, device=setting["device"], cpu_offload=True, init_timeout=600) as (everyone, _):
+        device = everyone.device
+        processes.set_threads(environment, device=device, cpu_offload=True)
         try:
             recipe = load_recipe(setting["recipe"], ranks=None).recipe
             recipe = dataclasses.replace(

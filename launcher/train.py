@@ -6,6 +6,7 @@ The recipe is checked here, before torch is imported, so that a mistake in it co
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().p
 from launcher.environment import prepare_cuda, read_environment
 from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.resume import starts_anew
-from launcher.run_folder import RunFolder
+from launcher.resume import choose_resume
+from launcher.run_folder import RunFolder, last_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,11 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = RunFolder(Path(loaded.recipe.run.dir))
         if environment.main:
             run.take(environment)
-            run.goes_on = run.was_begun_by(environment)
             recipe_yaml = to_yaml(loaded.recipe)
-            anew = starts_anew(run, loaded.recipe, recipe_yaml, restarted=run.goes_on)
+            restarted = run.was_begun_by(environment)
+            run.resume = choose_resume(run, loaded.recipe, recipe_yaml, restarted=restarted)
             run.note_start(environment)
-            run.create(recipe_yaml, anew=anew)
+            run.create(recipe_yaml, anew=run.resume == "never")
     except RecipeError as error:
         if run is not None:
             run.release()
@@ -52,8 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         return train(loaded, environment, run)
-    except TrainingError as error:
-        print(f"rank {environment.rank}: {error}", file=sys.stderr, flush=True)
+    except TrainingError as error:  # before the ranks could tell one another
+        if environment.local_rank == 0 or error.reason != "no_gpu":
+            print(f"rank {environment.rank}: {error}", file=sys.stderr, flush=True)
+        environment.tell_agent(str(error))
+        if environment.main:
+            with contextlib.suppress(OSError, TrainingError):  # the folder is another job's by now
+                step = last_line(run.metrics).get("step", 0)
+                run.write_status("failed", step=step, reason=error.reason, error=str(error))
+                run.note("failed", step=step, reason=error.reason)
         return EXIT_FAILED
     finally:
         run.release()

@@ -33,7 +33,7 @@ from launcher.memory.rough import CERTAIN, rough_bytes
 from launcher.metrics.console import bytes_as_text
 from launcher.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from launcher.recipe.schema import Recipe, Slurm
-from launcher.resume import starts_anew
+from launcher.resume import choose_resume
 from launcher.run_folder import RunFolder
 from launcher.slurm import submit
 from launcher.slurm.attempts import DEFAULT_LEAD, measured_lead
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str]) -> int:
     submissions = [submit.Submission.new(run.folder) for run in runs]
     for run, submission in zip(runs, submissions, strict=True):  # what the job would be refused for
         submit.refuse_if_queued(submission)
-        starts_anew(RunFolder(run.folder), run.recipe, to_yaml(run.recipe), restarted=False)
+        choose_resume(RunFolder(run.folder), run.recipe, to_yaml(run.recipe), restarted=False)
     script = make_script(words, runs, submissions)
     text = render(script)
     if "--dry-run" in words.flags:

@@ -72,6 +72,11 @@ class CustomDataset:
         return weighted
 
     @property
+    def fingerprint(self) -> dict[str, Any]:
+        """How many there are: nothing else is known."""
+        return {"samples": len(self)}
+
+    @property
     def lengths(self) -> Sequence[int] | None:
         """Not known."""
         return None

@@ -53,6 +53,10 @@ class TrainingData(Protocol):
 class MapData(TrainingData, Protocol):
     """Samples by their index."""
 
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the data, to notice a change (`TokenStore.fingerprint`); of a mixture, by part."""
+
     def __len__(self) -> int:
         """Samples."""
 
@@ -106,6 +110,11 @@ class SequenceDataset:
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """Next-token cross-entropy."""
         return loss.summed_loss(model, tensors)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """The store's."""
+        return self.store.fingerprint
 
     @property
     def lengths(self) -> Sequence[int] | None:
@@ -238,6 +247,11 @@ class ClassificationDataset:
         return loss.summed_classification_loss(model, tensors)
 
     @property
+    def fingerprint(self) -> dict[str, Any]:
+        """The store's."""
+        return self.store.fingerprint
+
+    @property
     def lengths(self) -> Sequence[int] | None:
         """Tokens of each document."""
         return self.sequences.lengths  # type: ignore[return-value]
@@ -297,6 +311,11 @@ class MixtureDataset:
         """All parts have the same loss."""
         value: torch.Tensor = self._first.loss(model, tensors)
         return value
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """That of each part."""
+        return {"parts": {name: part.fingerprint for name, part in self.parts.items()}}
 
     @property
     def lengths(self) -> Sequence[int] | None:

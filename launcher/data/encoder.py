@@ -61,6 +61,11 @@ class Encoder:
         template = None if self.template is None else hashlib.sha256(self.template.encode()).hexdigest()
         return [self.kind, name, self.columns, self.labels, template]
 
+    def fingerprint(self) -> dict[str, str | None]:
+        """What a checkpoint keeps of it: checksums of the tokenizer's files and of the chat template given in its place."""
+        _, tokenizer, _, _, template = self.identity()
+        return {"tokenizer": "bytes" if self.tokenizer == "bytes" else tokenizer, "chat_template": template}
+
     def encode_rows(
         self, rows: Iterable[Row], *, batch_rows: int = _BATCH_ROWS, batch_characters: int = _BATCH_CHARACTERS
     ) -> Iterator[Encoded]:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from launcher.batching import NO_SAMPLE, Order, RankSlots, Slots, TokenSlots
 from launcher.data.dataset import Collated, MapData, TrainingData
-from launcher.data.streaming import StreamingDataset
+from launcher.data.streaming import Place, StreamingDataset
 from launcher.errors import RecipeError
 from launcher.processes import DataParallel
 from launcher.recipe import schema
@@ -59,7 +59,7 @@ class Counts:
     def read(self) -> list[int]:
         """All values, summed over the ranks."""
         self._wait()
-        if self._event is not None:
+        if self._event is not None and not self._event.query():  # a query does not wait, and most often this is done
             self._event.synchronize()
         return [int(value) for value in self._host.tolist()]
 
@@ -82,6 +82,8 @@ class GlobalBatch:
     """Since the start of the run, over all ranks, this step included."""
     seconds_waited: float
     """That this rank waited for its loader."""
+    stream_places: Mapping[int, Place] = field(default_factory=dict)
+    """data.streaming: where the shards that this rank reads stand after this batch."""
 
 
 def make_loader(
@@ -249,4 +251,5 @@ def training_batches(
             counts=Counts(counts, ranks, mover.stream),
             samples_seen=seen if samples is None else min(seen, samples),
             seconds_waited=waited,
+            stream_places={shard: place for c in collated for shard, place in c.get("places", {}).items()},
         )

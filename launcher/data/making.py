@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from launcher.data.encoder import Encoder
 from launcher.data.sources import Part, read_all, split
@@ -74,11 +75,11 @@ def _joined(arrays: list[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
 
 def make_store(
     folder: Path, parts: list[Part], encoder: Encoder, *, on_error: str, processes: int | None, report: Callable[[str], None]
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Writes `ids.npy`, `offsets.npy`, and where there are such `labels.npy`, `classes.npy` and `skipped.jsonl`, into `folder`.
 
     processes: null: one a core this process may use.
-    Returns documents, tokens, the largest id, rows without text and rows skipped.
+    Returns documents, tokens, the largest id, rows without text, rows skipped, and a checksum of the content.
     Raises RecipeError for rows that cannot be used (on_error: fail), and where nothing is left.
     """
     started = time.monotonic()
@@ -309,6 +310,8 @@ class _Writer:
         self._categories: list[npt.NDArray[np.int32]] = []
         self._skipped = (folder / "skipped.jsonl").open("w", encoding="utf-8")
         self._largest, self._tokens, self._trained, self._count, self._empty = -1, 0, 0, 0, 0
+        # One for each array: together they would depend on where blocks end, and so on the number of processes
+        self._checksums = [xxhash.xxh3_128() for _ in range(4)]
         self.first_skipped = ""
 
     def add(self, columns: dict[str, Any]) -> None:
@@ -319,6 +322,9 @@ class _Writer:
             self._copy_ids(self._labels)
         if self._labels is not None:
             self._labels.append((labels if labels.size else ids).tobytes())
+        content = (columns["ids"], columns["labels"] or columns["ids"], columns["lengths"], columns["categories"])
+        for checksum, data in zip(self._checksums, content, strict=True):
+            checksum.update(data)
         self._trained += int((labels != IGNORED).sum()) if labels.size else len(ids)
         self._ids.append(ids.tobytes())
         self._tokens += len(ids)
@@ -338,7 +344,7 @@ class _Writer:
             while data := stream.read(1 << 24):
                 to.append(data)
 
-    def finish(self) -> dict[str, int]:
+    def finish(self) -> dict[str, Any]:
         """Closes the files; what was counted."""
         self._ids.finish()
         if self._labels is not None:
@@ -358,6 +364,7 @@ class _Writer:
             "largest_id": self._largest,
             "empty": self._empty,
             "skipped": self._count,
+            "content": xxhash.xxh3_128_hexdigest(b"".join(checksum.digest() for checksum in self._checksums)),
         }
 
 

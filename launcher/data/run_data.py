@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from launcher.batching import Order, RankSlots, Slots, total_steps
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import Isolation, MapData, make_order, open_dataset
 from launcher.data.encoder import make_encoder
-from launcher.data.loader import make_slots
+from launcher.data.loader import GlobalBatch, make_slots
 from launcher.data.sources import find_parts
 from launcher.data.streaming import StreamingDataset, StreamOrder
 from launcher.data.tokenizer import hugging_face_tokenizer
@@ -33,15 +33,34 @@ class RunData:
     """This rank's micro-batches."""
     steps: int
     batch: schema.Batch
+    fingerprint: dict[str, Any]
+    """What a checkpoint keeps of the training data, to notice a change."""
 
-    def starting(self, first_step: int, left_out: int, ranks: DataParallel) -> tuple[MapData | StreamingDataset, Slots]:
-        """What is trained on from step `first_step` + 1 on, where `left_out` batches before it were left out."""
+    def starting(
+        self, first_step: int, left_out: int, ranks: DataParallel, stream: Mapping[str, Any] | None = None
+    ) -> tuple[MapData | StreamingDataset, Slots]:
+        """What is trained on from step `first_step` + 1 on, where `left_out` batches before it were left out.
+
+        stream: of `stream_state`, from a checkpoint.
+        """
         first, steps = first_step + left_out, self.steps + left_out
         slots = make_slots(self.batch, order=self.order, lengths=self.training.lengths, steps=steps, ranks=ranks, first_step=first)
         if isinstance(self.training, StreamingDataset):
             assert isinstance(slots, RankSlots)
-            return self.training.starting(slots), slots
+            return self.training.starting(slots, stream), slots
         return self.training, slots
+
+    @property
+    def stream_order(self) -> str | None:
+        """Digest of the order of a stream's samples; None without data.streaming."""
+        return self.training.order if isinstance(self.training, StreamingDataset) else None
+
+    def stream_state(self, batch: GlobalBatch, left_out: int, ranks: DataParallel) -> dict[str, Any] | None:
+        """Where the stream stands after a batch, for a checkpoint; None without data.streaming. Every rank must call it."""
+        if not isinstance(self.training, StreamingDataset):
+            return None
+        samples = (batch.step + left_out) * self.batch.global_batch_size
+        return self.training.state(batch.stream_places, samples=samples, ranks=ranks)
 
 
 def open_run_data(
@@ -95,9 +114,11 @@ def open_run_data(
             assert max_steps is not None
             slots = make_slots(batch, order=StreamOrder(), lengths=None, steps=max_steps, ranks=ranks)
             assert isinstance(slots, RankSlots)
+            parts, encoder = find_parts(data.train, kind=data.kind), make_encoder(data.kind, data, tokenizer=tokenizer)
+            fingerprint = {"files": {part.name: part.size for part in parts}, **encoder.fingerprint()}
             stream = StreamingDataset(
-                find_parts(data.train, kind=data.kind),
-                make_encoder(data.kind, data, tokenizer=tokenizer),
+                parts,
+                encoder,
                 slots=slots,
                 seed=seed,
                 shuffle=data.shuffle,
@@ -109,13 +130,13 @@ def open_run_data(
                 skip_bad_rows=data.on_error == "skip",
                 skipped_rows=skipped_rows,
             )
-            return RunData(stream, validation, slots.order, slots, max_steps, batch)
+            return RunData(stream, validation, slots.order, slots, max_steps, batch, fingerprint)
         assert data.train is not None
         training = open_one(data.train)
     order = make_order(training, seed=seed, shuffle=data.shuffle, epochs=epochs)
     steps = total_steps(max_steps=max_steps, epochs=epochs, samples=order.samples, global_batch_size=batch.global_batch_size)
     slots = make_slots(batch, order=order, lengths=training.lengths, steps=steps, ranks=ranks)
-    return RunData(training, validation, order, slots, steps, batch)
+    return RunData(training, validation, order, slots, steps, batch, training.fingerprint)
 
 
 def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:

@@ -122,7 +122,7 @@ def _picture(control: str) -> str:
 def first_documents(data: schema.Data, files: tuple[str, ...], *, tokenizer: str | None, seed: int, most: int) -> SequenceDataset:
     """Of a stream: some documents, read here and now, and packed as they were without streaming."""
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
-    units = deal(find_parts(files, kind=data.kind), lanes=1, seed=seed, shuffle=data.shuffle)[0]
+    units = deal(find_parts(files, kind=data.kind), shards=1, seed=seed, shuffle=data.shuffle)[0]
     rows = itertools.islice(itertools.chain.from_iterable(unit.rows(encoder.text_column) for unit in units), most)
     ids, labels, skipped = [], [], []
     for encoded in encoder.encode_rows(rows):

@@ -332,10 +332,11 @@ def _parquet(part: Part) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(part.name) as file:
+        # A stream has many files open: without a buffer size each holds the columns of a whole row group
+        with pyarrow.parquet.ParquetFile(part.name, buffer_size=1 << 20) as file:
             groups = range(part.start, file.metadata.num_row_groups if part.end is None else part.end)
             number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
-            for batch in file.iter_batches(batch_size=1024, row_groups=list(groups)):
+            for batch in file.iter_batches(batch_size=128, row_groups=list(groups)):
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(part, number, values)

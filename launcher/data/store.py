@@ -1,19 +1,27 @@
-"""Tokenized documents on disk, memory-mapped: made once, shared by all processes of a node, found again at the next start.
+"""Tokenized documents on disk, memory-mapped: made once, shared by all processes that see the cache, found again at the next start.
 
 A store is a folder: `ids.npy` (all documents behind one another), `labels.npy` where a token's target may differ from
 itself, `classes.npy` where documents have a label, `offsets.npy` (documents + 1), `skipped.jsonl` and `meta.json`. It is
 written beside its place and renamed into it, so what has the name is whole.
+
+Of all processes that could make a store, on any node and of any job, the one that creates its lock file does; the others
+wait. A lock file names its process and is touched every TOUCH_SECONDS. It counts as abandoned when that process has ended,
+where this can be seen; on another machine, when it was not touched for STALE_SECONDS by this machine's clock. Kernel locks
+are not used: some shared file systems hold them for one machine alone. Should two processes take over the same lock at
+once, both tokenize, and the second one's store is dropped.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
+import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,11 +36,18 @@ from launcher.data.making import make_store
 from launcher.data.sources import Part, find_parts, read_all
 from launcher.errors import RecipeError
 from launcher.hub import load_data_set
+from launcher.ownership import process_start, this_machine
 from launcher.recipe import schema
 
 _FORMAT = 3
 _SCRATCH = ".making-"
-_YOUNG_SECONDS = 60.0
+TOUCH_SECONDS = 10.0
+STALE_SECONDS = 120.0
+"""More than NFS keeps attributes of files (60 s by default)."""
+LOOK_SECONDS = 5.0
+"""Between two looks of a process that waits, at most: a thousand ranks may wait."""
+_ABANDONED_SECONDS = 3600.0
+"""What was not touched for so long by this machine's clock is removed: no clock is so wrong."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,9 @@ class TokenStore:
     """Rows that cannot be used and were left out (on_error: skip): `where` and `problem` of each."""
     folder: Path | None = None
     """Where it lies."""
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    """What a checkpoint keeps of the data: `files` (bytes by name; of a hub data set: rows), `documents`, `tokens`, a checksum of the
+    `content` (None: made by an older version), and that of `tokenizer` and `chat_template`."""
 
     @property
     def documents(self) -> int:
@@ -86,8 +104,8 @@ def open_store(
     validation: which split of a hub data set is meant where none is named.
     vocabulary, num_labels: rows of the model's embedding, and its classes; an id or label beyond is refused here, not on
     the GPU.
-    build: make the store where it is missing (one process a node); the others wait until it is there. Should the one that
-    builds fail, then whoever started them ends those that wait (failures.failing_together, torchrun).
+    build: make the store where it is missing, unless another process is making it (one rank a node). The other ranks only
+    wait. If the one that builds fails, failures.failing_together or torchrun ends those of its job.
     report: told what takes long.
     refresh: ask the hub for its data sets anew. A data set once read stays the one that was read, so that a run does not
     change because the hub does.
@@ -104,25 +122,43 @@ def open_store(
         what = [files[part] if part in files else _hub_identity(part, cache) for part in parts]
         return None if None in what else cache / hashlib.sha256(json.dumps([*how, what]).encode()).hexdigest()[:24]
 
-    folder = place()
-    if build and (refresh or folder is None or not folder.is_dir()):
-        for part in parts:
-            if part.form == "hub":
-                _pin(part, cache)
+    def ready() -> bool:
         folder = place()
-        assert folder is not None
-        if not folder.is_dir():
-            files_size = f"{len(files)} files ({sum(part.size for part in files) / 2**20:.1f} MiB)" if files else ""
-            report("tokenizing " + ", ".join(filter(None, [files_size, *(part.name for part in parts if part.form == "hub")])))
-            with _scratch(cache) as scratch:
-                counts = make_store(scratch, parts, encoder, on_error=data.on_error, processes=data.processes, report=report)
-                meta = {"format": _FORMAT, "kind": kind, "files": len(parts), "patterns": patterns, "tokenizer": tokenizer, **counts}
-                (scratch / "meta.json").write_text(json.dumps(meta))
-                _publish(scratch, folder)
+        return folder is not None and folder.is_dir()
+
+    if build and (refresh or not ready()):
+        names = [files.get(part, part.name) for part in parts]  # known before a hub data set is read
+        lock = cache / f".{hashlib.sha256(json.dumps([*how, names]).encode()).hexdigest()[:24]}.lock"
+        with _locked(lock, lambda: not refresh and ready(), report) as owner:
+            if owner is not None and (refresh or not ready()):
+                for part in parts:
+                    if part.form == "hub":
+                        _pin(part, cache)
+                folder = place()
+                assert folder is not None
+                if not folder.is_dir():
+                    files_size = f"{len(files)} files ({sum(part.size for part in files) / 2**20:.1f} MiB)" if files else ""
+                    report("tokenizing " + ", ".join(filter(None, [files_size, *(part.name for part in parts if part.form == "hub")])))
+                    with _scratch(cache, owner) as scratch:
+                        counts = make_store(scratch, parts, encoder, on_error=data.on_error, processes=data.processes, report=report)
+                        meta = {
+                            "format": _FORMAT,
+                            "kind": kind,
+                            "files": len(parts),
+                            "patterns": patterns,
+                            "tokenizer": tokenizer,
+                            **counts,
+                        }
+                        (scratch / "meta.json").write_text(json.dumps(meta))
+                        _publish(scratch, folder)
     elif not build:
-        folder = _wait_for(place, report)
+        for _ in _looks(report, lambda: "the node's first rank"):
+            if ready():
+                break
+    folder = place()
     assert folder is not None
-    store = _load(folder)
+    sizes = {part.name: part.size if part in files else json.loads(_pin_file(part, cache).read_text())["rows"] for part in parts}
+    store = _load(folder, fingerprint={"files": sizes, **encoder.fingerprint()})
     wild = vocabulary is not None and store.largest_id >= vocabulary
     wrong = num_labels is not None and store.classes is not None and int(store.classes.max()) >= num_labels
     if wild or wrong:  # the store does not know where its rows came from
@@ -145,7 +181,7 @@ def _check_range(encoded: Encoded, *, vocabulary: int | None, num_labels: int | 
         )
 
 
-def _load(folder: Path) -> TokenStore:
+def _load(folder: Path, *, fingerprint: dict[str, Any]) -> TokenStore:
     meta = json.loads((folder / "meta.json").read_text())
     labels, classes, skipped_file = folder / "labels.npy", folder / "classes.npy", folder / "skipped.jsonl"
     skipped = [json.loads(line) for line in skipped_file.read_text(encoding="utf-8").splitlines()] if skipped_file.exists() else []
@@ -161,6 +197,7 @@ def _load(folder: Path) -> TokenStore:
         trained=meta["trained"],
         skipped=skipped,
         folder=folder,
+        fingerprint=fingerprint | {name: meta.get(name) for name in ("documents", "tokens", "content")},
     )
 
 
@@ -205,14 +242,115 @@ def _pin(part: Part, cache: Path) -> None:
 # Places
 
 
-def _wait_for(place: Callable[[], Path | None], report: Callable[[str], None]) -> Path:
+def _looks(report: Callable[[str], None], whom: Callable[[], str]) -> Iterator[None]:
+    """Comes back to look again and again, after a quarter of the time waited so far, LOOK_SECONDS at most."""
     started = told = time.monotonic()
-    while (folder := place()) is None or not folder.is_dir():
-        time.sleep(0.05)
+    while True:
+        yield
+        waited = time.monotonic() - started
+        time.sleep(min(LOOK_SECONDS, max(0.05, waited / 4)))
         if time.monotonic() - told > 60:
             told = time.monotonic()
-            report(f"waiting for the node's first rank to tokenize ({told - started:.0f} s)")
-    return folder
+            report(f"waiting for {whom()} to tokenize ({told - started:.0f} s)")
+
+
+class _Owner:
+    """This process's record in files that it touches until it is closed."""
+
+    def __init__(self) -> None:
+        record = {"host": socket.gethostname(), "machine": this_machine(), "pid": os.getpid(), "started": process_start(os.getpid())}
+        self.text = json.dumps(record | {"token": uuid.uuid4().hex})
+        self._files: list[int] = []
+        self._done = threading.Event()
+        threading.Thread(target=self._touch, name="tokenization lock", daemon=True).start()
+
+    def create(self, file: Path) -> bool:
+        """False where the file is there already."""
+        try:
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            return False
+        os.write(descriptor, self.text.encode())
+        os.fsync(descriptor)  # else NFS may show it empty
+        self._files.append(descriptor)
+        return True
+
+    def holds(self, file: Path) -> bool:
+        """Whether the file is the one that this process made."""
+        with suppress(OSError):
+            return bool(self._files) and file.read_text() == self.text
+        return False
+
+    def close(self) -> None:
+        """Ends the touching; the files stay."""
+        self._done.set()
+        for descriptor in self._files:
+            os.close(descriptor)
+
+    def _touch(self) -> None:
+        while not self._done.wait(TOUCH_SECONDS):
+            for descriptor in list(self._files):  # not by name: by now that may be another process's
+                with suppress(OSError):
+                    os.utime(descriptor)
+
+
+class _Watched:
+    """A file that another process made (`_Owner`)."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._seen: tuple[str, int] | None = None
+        self._since = 0.0
+        self._record: dict[str, Any] = {}
+
+    def look(self) -> None:
+        """Reads it anew. Opened, since NFS answers `stat` from its cache."""
+        seen = None
+        with suppress(OSError, UnicodeDecodeError), self._file.open() as stream:
+            seen = stream.read(), os.fstat(stream.fileno()).st_mtime_ns
+        if seen != self._seen:
+            self._seen, self._since, self._record = seen, time.monotonic(), {}
+            with suppress(ValueError, TypeError):
+                self._record = dict(json.loads(seen[0])) if seen is not None else {}
+
+    def describe(self) -> str:
+        """For a message."""
+        return f"process {self._record.get('pid', '?')} on {self._record.get('host', 'another machine')}"
+
+    def abandoned(self) -> bool:
+        """Whether its process has ended, or did not touch it while it was looked at."""
+        return self._seen is not None and (self.ended() or (not self.local() and time.monotonic() - self._since > STALE_SECONDS))
+
+    def local(self) -> bool:
+        """Whether its process can be looked for."""
+        return self._record.get("machine") == this_machine()
+
+    def ended(self) -> bool:
+        """Whether its process was of this machine and is gone."""
+        return self.local() and process_start(self._record["pid"]) != self._record["started"]
+
+
+@contextmanager
+def _locked(lock: Path, ready: Callable[[], bool], report: Callable[[str], None]) -> Iterator[_Owner | None]:
+    """With the lock taken: what it is taken by. None: no need, it became ready meanwhile."""
+    owner, watched = _Owner(), _Watched(lock)
+    try:
+        with _writing(lock.parent):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            for _ in _looks(report, watched.describe):
+                if ready():
+                    break
+                if owner.create(lock):
+                    break
+                watched.look()
+                if watched.abandoned():
+                    report(f"{watched.describe()} has not finished tokenizing: taking over")
+                    lock.unlink(missing_ok=True)
+        yield owner if owner.holds(lock) else None
+    finally:
+        if owner.holds(lock):
+            lock.unlink(missing_ok=True)
+        owner.close()
 
 
 @contextmanager
@@ -224,36 +362,35 @@ def _writing(cache: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _scratch(cache: Path) -> Iterator[Path]:
-    """A folder to write a store in, gone afterwards unless it was renamed. Those of processes that are dead are removed.
-
-    Its lock file is locked for as long as it is in use: what a killed process held, the kernel lets go.
-    """
+def _scratch(cache: Path, owner: _Owner) -> Iterator[Path]:
+    """A folder to write a store in, gone afterwards unless it was renamed. What processes left that ended is removed."""
     with _writing(cache):
-        cache.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(cache)
         folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=cache))
-        lock = (folder / "lock").open("w")
+        owner.create(folder / "lock")
     try:
-        with suppress(OSError):  # a file system without locks: then nothing is taken for abandoned either
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield folder
     finally:
-        lock.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_abandoned(cache: Path) -> None:
+    for lock in cache.glob(".*.lock"):
+        if _is_old(lock):
+            lock.unlink(missing_ok=True)
     for folder in cache.glob(_SCRATCH + "*"):
-        with suppress(OSError):
-            if time.time() - folder.stat().st_mtime < _YOUNG_SECONDS:
-                continue  # its owner may not have locked it yet
-            if not (folder / "lock").exists():
-                shutil.rmtree(folder)
-                continue
-            with (folder / "lock").open("r+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
+        lock = folder / "lock"
+        if _is_old(lock if lock.exists() else folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_old(path: Path) -> bool:
+    """Whether its process has ended, or did not touch it for very long."""
+    watched = _Watched(path)
+    watched.look()
+    with suppress(OSError):
+        return watched.ended() or (not watched.local() and time.time() - path.stat().st_mtime > _ABANDONED_SECONDS)
+    return False
 
 
 def _publish(scratch: Path, folder: Path) -> None:

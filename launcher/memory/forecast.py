@@ -1,4 +1,4 @@
-"""Every run's plan, held against what its first steps took."""
+"""The plan of a run (`logging.memory_plan`), compared with what its first steps took."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from launcher.recipe.schema import Recipe
 
 SECONDS = 120
 """That the plan may take, beside the training."""
-PATIENCE = 10
-"""Seconds that the end of a short run waits for it."""
+PATIENCE = 60
+"""Seconds that the end of a short run waits for the plan that its recipe asks for."""
 TOO_FAR = 0.10
+COMPARABLE = 2**30
+"""Bytes of a plan that resident memory on a CPU is compared with: libraries and the allocator take some 100 MiB beside the tensors,
+which is many times what a small model takes."""
 
 
 class Forecast:
@@ -58,6 +61,11 @@ def in_words(answer: dict[str, Any], measured: int, *, resident: int | None) -> 
     planned = answer["peak"]
     if resident is not None:
         measured = max(1, measured - resident)
+        if planned < COMPARABLE:
+            return (
+                f"memory: {bytes_as_text(planned)} at the peak by plan, {answer['where']}; resident memory grew by "
+                f"{bytes_as_text(measured)}, with libraries and what the allocator keeps"
+            )
     off = (measured - planned) / planned
     by = f"{abs(off):.0%} {'more' if off > 0 else 'less'}" if abs(off) >= 0.005 else "the same"
     what = "resident memory grew by" if resident is not None else "measured are"

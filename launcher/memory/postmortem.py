@@ -311,7 +311,7 @@ def _verdict(rows: dict[str, int], plan: Answer, machine: Machine) -> list[str]:
     grown = [name for name in rows if _grew(name, rows, planned)]
     worst = max(grown, key=lambda name: rows[name] - planned[name], default=None)
     if worst == "outside":
-        return ["other processes hold memory on this GPU: nvidia-smi names them"]
+        return ["other processes hold memory on this GPU: nvidia-smi names them (AMD: amd-smi process)"]
     if worst == "unused":
         return ["the allocator holds memory in pieces that do not serve: is PYTORCH_ALLOC_CONF set to other than expandable_segments:True?"]
     if grown:

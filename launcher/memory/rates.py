@@ -45,6 +45,10 @@ ADAMW_BYTES = 28
 """That AdamW reads and writes a parameter: weight, gradient, two moments in, weight and moments out, float32."""
 
 
+_UNUSUAL = ("A800", "H800", "H20", "MI", "V100", "T4")
+"""Names of GPUs that one of which only the memory is known is not taken for."""
+
+
 def known_machine(
     gpu: str | None,
     *,
@@ -66,7 +70,8 @@ def known_machine(
         return dataclasses.replace(machine, memory=memory, rates=_overridden(machine.rates, overrides))
     found = find_gpu(gpu, memory=memory) if gpu is not None else None
     if found is None and (gpu is None or overrides) and memory is not None:
-        found = min(GPUS, key=lambda known: (abs(known.memory * 2**30 - memory), -known.nvlink))
+        usual = [known for known in GPUS if not known.name.startswith(_UNUSUAL) or known.name.startswith("H200")]
+        found = min(usual, key=lambda known: (abs(known.memory * 2**30 - memory), -known.nvlink))
         name = gpu or f"GPU of {memory / 2**30:.0f} GiB"
     elif found is None:
         known = ", ".join(known.name.lower().replace(" ", "-") for known in GPUS)

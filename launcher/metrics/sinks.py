@@ -121,10 +121,13 @@ class Wandb:
             config=config,
             settings=library.Settings(init_timeout=30, console="off"),
         )
+        # wandb's own step only increases: it would reject the steps that a resume or a rewind trains again
+        for prefix in ("training", "evaluation"):
+            self._run.define_metric(f"{prefix}/*", step_metric="step")
 
     def write(self, record: dict[str, Any]) -> None:
         """Logs the record's numbers at its step."""
-        self._run.log(_numbers(record), step=record["step"])
+        self._run.log({"step": record["step"], **_numbers(record)})
 
     def close(self, state: str) -> None:
         """Ends the run; anything but `finished` counts as failed there."""

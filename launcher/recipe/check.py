@@ -73,6 +73,14 @@ def _home(recipe: Recipe, ranks: int | None) -> Found:
             yield key, f"~ is not expanded in a recipe; write the whole path, or ${{oc.env:HOME}}; got {folder!r}"
 
 
+@_rule("run.dir")
+def _run_dir(recipe: Recipe, ranks: int | None) -> Found:
+    folder = Path(recipe.run.dir).absolute()
+    nearest = next((path for path in (folder, *folder.parents) if os.path.exists(path)), None)
+    if nearest is not None and not nearest.is_dir():
+        yield "run.dir", f"{nearest} is a file, and must be a folder; give another, or move the file away"
+
+
 @_rule("run.max_steps", "run.epochs")
 def _length(recipe: Recipe, ranks: int | None) -> Found:
     if recipe.run.max_steps is None and recipe.run.epochs is None:
@@ -110,6 +118,16 @@ def _builders(recipe: Recipe, ranks: int | None) -> Found:
             yield f"{name}.builder", f"must be `package.module:function`; got {builder!r}"
         if builder is None and section.arguments is not None:
             yield f"{name}.arguments", f"needs {name}.builder, whose arguments they are"
+
+
+@_rule("logging.memory_plan", "model.builder", "data.builder")
+def _memory_plan(recipe: Recipe, ranks: int | None) -> Found:
+    builders = [f"{name}.builder" for name in ("model", "data") if getattr(recipe, name).builder is not None]
+    if recipe.logging.memory_plan and builders:
+        yield (
+            "logging.memory_plan",
+            f"not available with {' and '.join(builders)}: the plan would call your code a second time; use `launcher plan`",
+        )
 
 
 @_rule("model.builder", "model.path", "model.task", "model.num_labels", "model.attention", "model.init", "data.builder")
@@ -203,6 +221,25 @@ def _model_config(recipe: Recipe, ranks: int | None) -> Found:
     if recipe.model.config is not None:
         for key, message in config_problems(recipe.model.config, task=recipe.model.task):
             yield f"model.config.{key}" if key else "model.config", message
+        for key in _SIZES & recipe.model.config.keys():
+            size = recipe.model.config[key]
+            if isinstance(size, int) and not isinstance(size, bool) and size < 1:
+                yield f"model.config.{key}", f"must be at least 1; got {size}"
+
+
+_SIZES = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"),
+}
+"""Keys of a model.config that are a number of something in every model type that has them. transformers takes any number, and fails
+later, if at all, without naming the key."""
+
+
+@_rule("data.sequence_length", "data.kind", "data.builder")
+def _sequence_length(recipe: Recipe, ranks: int | None) -> Found:
+    data = recipe.data
+    if data.sequence_length == 1 and data.builder is None and data.kind != "classification":
+        yield "data.sequence_length", "1 leaves chats and prompts without a token to predict, and texts without a context; give 2 or more"
 
 
 def _kinds(recipe: Recipe) -> set[str]:
@@ -238,7 +275,7 @@ def _chat_template(recipe: Recipe, ranks: int | None) -> Found:
 @_rule("data.builder", "data.tokenizer", "model.config")
 def _vocabulary(recipe: Recipe, ranks: int | None) -> Found:
     size = (recipe.model.config or {}).get("vocab_size")
-    if recipe.data.builder is None and recipe.data.tokenizer == "bytes" and isinstance(size, int) and size < 257:
+    if recipe.data.builder is None and recipe.data.tokenizer == "bytes" and isinstance(size, int) and 0 < size < 257:
         yield (
             "model.config.vocab_size",
             f"{size} is too small for the tokenizer `bytes`: 256 bytes and an end of document; give 257 or more",
@@ -321,10 +358,12 @@ def _lora(recipe: Recipe, ranks: int | None) -> Found:
 
 
 def resumes(recipe: Recipe) -> bool:
-    """Whether there is a checkpoint that the run would go on from."""
-    if recipe.checkpoint.resume == "auto":
-        return next(Path(recipe.run.dir, "checkpoints").glob("step_*"), None) is not None
-    return recipe.checkpoint.resume != "never"
+    """Whether there is a checkpoint that the run would resume from."""
+    return _has_checkpoints(recipe) if recipe.checkpoint.resume == "auto" else recipe.checkpoint.resume != "never"
+
+
+def _has_checkpoints(recipe: Recipe) -> bool:
+    return next(Path(recipe.run.dir, "checkpoints").glob("step_*"), None) is not None
 
 
 def leaves_open(recipe: Recipe) -> bool:
@@ -374,7 +413,7 @@ def _evaluation(recipe: Recipe, ranks: int | None) -> Found:
         yield "evaluation.at_start", "needs data.validation"
 
 
-@_rule("checkpoint", "lora", "data.validation", "data.builder", "run.on_divergence")
+@_rule("checkpoint", "lora", "data.validation", "data.builder", "run.on_divergence", "run.dir")
 def _checkpoint(recipe: Recipe, ranks: int | None) -> Found:
     if recipe.checkpoint.keep_best is not None and recipe.data.validation is None and recipe.data.builder is None:
         yield "checkpoint.keep_best", "needs data.validation, whose loss it goes by"
@@ -383,7 +422,8 @@ def _checkpoint(recipe: Recipe, ranks: int | None) -> Found:
     if recipe.checkpoint.export_merged and (recipe.checkpoint.export is None or recipe.lora is None):
         yield "checkpoint.export_merged", "needs checkpoint.export: at_end, and lora, whose adapters it adds in"
     resume = recipe.checkpoint.resume
-    if resume not in ("auto", "never") and not os.path.isdir(resume):
+    # A folder with checkpoints of its own resumes from these: where it came from may be gone
+    if resume not in ("auto", "never") and not os.path.isdir(resume) and not _has_checkpoints(recipe):
         yield (
             "checkpoint.resume",
             f"no such folder: {resume}; give auto, never, or a checkpoint such as runs/NAME/checkpoints/step_00000500",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,15 +49,23 @@ def config_problems(config: dict[str, Any], *, task: str) -> Iterator[tuple[str,
         yield "model_type", f"{model_type} is no {what}"
         return
     module = _special_modules(package).get(model_type, model_type.replace("-", "_"))
+    folder = package / f"models/{module}"
     fields = _fields(package / f"models/{module}/configuration_{module}.py", types.get(model_type, ""))
     if not fields:
         return
     for key in config:
         if key in _OURS:
             yield key, f"is set by {_OURS[key]}"
-        elif key not in fields and key not in _ALSO_ACCEPTED:
+        elif key not in fields and key not in _ALSO_ACCEPTED and not _read_by_model(folder, key):
             near = suggestion(key, fields) or f"; {types[model_type]} has {', '.join(sorted(fields - _base_fields(package)))}"
             yield key, f"unknown key{near}"
+
+
+def _read_by_model(folder: Path, key: str) -> bool:
+    """Whether the model's code reads this attribute of its config. The class of some configs does not declare all of them: it keeps
+    what it does not know, and the model takes it (head_dim of qwen3_moe)."""
+    reads = re.compile(rf"""\bconfig\.{re.escape(key)}\b|getattr\((?:self\.)?config, ["']{re.escape(key)}["']""")
+    return any(reads.search(file.read_text(encoding="utf-8")) for file in folder.glob("modeling_*.py"))
 
 
 def _package() -> Path | None:

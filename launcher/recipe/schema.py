@@ -56,6 +56,9 @@ class Run:
     """Folder that everything the run writes goes into; relative to where the command is started."""
     seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234
     """Seed of the initial weights, the order of samples and dropout."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What all ranks compute on. auto: a GPU each; CPUs only where no rank sees a GPU and torch is built for none. cuda: a GPU each
+    (ROCm's are called so too)."""
     deterministic: bool = False
     """Bit-reproducible on CUDA too, at some cost in speed."""
     timeout: PositiveInt = 600
@@ -188,7 +191,7 @@ class Data:
     streaming: bool = False
     """Tokenize while training, for sets larger than the disk."""
     shuffle_buffer: PositiveInt = 1000
-    """streaming: documents of each lane that are shuffled among one another."""
+    """streaming: rows held in memory to be shuffled, over all shards together."""
     cache: str | None = None
     """Folder of tokenized data; null: $XDG_CACHE_HOME/launcher or ~/.cache/launcher."""
 
@@ -313,7 +316,8 @@ class Checkpoint:
     keep_best: Literal["eval_loss"] | None = None
     """eval_loss: keep the one with the lowest evaluation loss, too."""
     resume: str = "auto"
-    """auto: go on from the newest valid checkpoint of run.dir, if there is one | never | the path of a checkpoint."""
+    """auto: resume from the newest valid checkpoint of run.dir, if there is one | never | the path of a checkpoint, to start an empty
+    run.dir from; later starts resume from run.dir's own checkpoints."""
     allow_changes: bool = False
     """Resume although the recipe's data, model, global batch or seed differ from the checkpoint's."""
     asynchronous: bool = True
@@ -345,13 +349,13 @@ class Logging:
     """Where numbers go, beside metrics.jsonl and the console."""
 
     every_steps: PositiveInt = 1
-    """Optimizer steps between lines. A number that is logged is the only thing the loop waits for the device for."""
+    """Optimizer steps between lines. The numbers of a step are read after the next one has started: 1 costs no gap on a GPU."""
     wandb: Wandb | None = None
     """{project: NAME, mode: online | offline}."""
     tensorboard: bool = False
     """Write RUN_DIR/tensorboard."""
-    memory_plan: bool = True
-    """After the second step say how the memory that it took compares with the plan's; planning takes seconds of one core."""
+    memory_plan: bool = False
+    """Plan the memory beside the training, and log how the measured peak compares. Planning takes seconds of one core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +363,7 @@ class Profile:
     """torch.profiler over a few steps: one Chrome trace a rank in RUN_DIR/profile."""
 
     start_step: PositiveInt
-    """First step that is profiled."""
+    """First step that is profiled, a step of the run: 1000 is step 1000 after a resume, too."""
     steps: PositiveInt
     """Number of steps."""
     memory_snapshot: bool = False

@@ -33,6 +33,8 @@ LLAMA = "{model_type: llama, vocab_size: 64, hidden_size: 32, intermediate_size:
 num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}"
 GPT2 = "{model_type: gpt2, vocab_size: 64, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 64, resid_pdrop: 0.1, embd_pdrop: 0.1, \
 attn_pdrop: 0.1}"
+EXPERTS = "{model_type: mixtral, vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, \
+num_key_value_heads: 2, max_position_embeddings: 64, num_local_experts: 4, output_router_logits: true, router_aux_loss_coef: 1.0}"
 BASE = """
 run: {name: equivalence, max_steps: 10, seed: 7}
 model: {config: %s}
@@ -207,6 +209,11 @@ def main(folder):
         object_setting = {"ranks": 2, "compare": False}
         train(f"float16 {strategy}", [*overrides, *fp16, "run.max_steps=6"], **object_setting)
         train(f"overflow {strategy}", [*overrides, *fp16, "run.max_steps=6"], before_step=overflow_on_rank_1, **object_setting)
+
+    balanced = {"ranks": 2, "accumulation": 2, "compare": False}
+    for strategy, overrides in STRATEGIES.items():
+        train(f"experts {strategy}", overrides, config=EXPERTS, **balanced)
+    train("experts without", STRATEGIES["ddp"], config=EXPERTS.replace("logits: true", "logits: false"), **balanced)
 
     finals = {}
     for strategy in ("ddp", "fsdp"):

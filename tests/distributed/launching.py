@@ -7,7 +7,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+DEVICE = "cpu" if torch.version.cuda or torch.version.hip else "auto"
+"""Of trainings in tests: the CPU, whatever the machine has."""
 
 
 @dataclass
@@ -21,15 +27,15 @@ class Result:
         return self
 
 
-def run(command, *, timeout=120, cwd=REPOSITORY, during=None, **variables):
+def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **variables):
     """Runs a command; `during(process)` is called while it runs. Its whole process group is killed at the time limit.
 
-    A training makes no plan of its memory, which takes seconds, unless it is told to.
+    device: run.device of a training that does not give it.
     """
     command = [str(part) for part in command]
     trains = any(part.endswith("train.py") for part in command) and any(part.startswith("recipe=") for part in command)
-    if trains and not any("memory_plan" in part for part in command):
-        command.append("logging.memory_plan=false")
+    if trains and not any("run.device" in part for part in command):
+        command.append(f"run.device={device}")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
     process = subprocess.Popen(

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -56,3 +57,37 @@ def test_a_process_that_is_killed_takes_those_it_started_with_it(tmp_path):
 
     result = run([sys.executable, "-c", script, rows_file(tmp_path), cache], during=kill, PYTHONPATH=str(REPOSITORY))
     assert result.status == -signal.SIGKILL
+
+
+def test_one_of_several_processes_tokenizes_and_another_one_takes_over_when_it_is_killed(tmp_path):
+    """Of any jobs: three start at once, the one that tokenizes is killed, and one of the others goes on."""
+    script = (
+        "import sys, time; from launcher.data.store import open_store; from launcher.recipe import schema;"
+        "import launcher.data.encoder as encoder; slow = encoder.read_prompt;"
+        "encoder.read_prompt = lambda *a, **k: (time.sleep(float(sys.argv[3])), slow(*a, **k))[1];"
+        "found = open_store(kind='instruct', patterns=(sys.argv[1],), data=schema.Data(cache=sys.argv[2], processes=1), tokenizer='bytes',"
+        " build=True, report=lambda line: print(line, flush=True)); print('documents:', found.documents)"
+    )
+    file, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
+    file.write_text((json.dumps({"prompt": "what?", "response": "so"}) + "\n") * 300)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+
+    def start(seconds):
+        command = [sys.executable, "-c", script, str(file), str(cache), str(seconds)]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    started = [start(60)]
+    try:
+        assert "tokenizing 1 files" in started[0].stdout.readline()
+        started += [start(0.001), start(0.001)]
+        time.sleep(2)  # whether the others wait by now or come later, one of them tokenizes
+        started[0].kill()
+        outputs = [process.communicate(timeout=100)[0] for process in started[1:]]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert all("documents: 300" in output for output in outputs), outputs
+    assert sum("tokenizing 1 files" in output for output in outputs) == 1, outputs
+    assert "has not finished tokenizing: taking over" in "".join(outputs)
+    assert [path.name.startswith(".") for path in cache.iterdir()] == [False], "a store, and nothing beside it"

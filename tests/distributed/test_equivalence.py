@@ -95,6 +95,16 @@ def test_float16_overflow_on_one_rank_skips_the_step_on_all(results, strategy):
     assert overflow["losses"][4] > smooth["losses"][4]
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "offload"])
+def test_experts_train_with_the_auxiliary_loss_alike(results, strategy):
+    """Rows of unequal length, two micro-batches on each of two ranks."""
+    ddp, other, without = results["experts ddp"], results[f"experts {strategy}"], results["experts without"]
+    assert deviation(other["losses"], ddp["losses"]) <= 1e-5
+    assert deviation(other["norms"], ddp["norms"]) <= 1e-5
+    assert deviation(ddp["norms"], without["norms"]) > 1e-2, "the gradient has the auxiliary loss"
+    assert ddp["losses"][0] == pytest.approx(without["losses"][0], rel=1e-6), "the loss is the cross-entropy"
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("mode", ["{mode: full}", "{mode: selective}"])
 def test_dropout_is_bit_identical_under_checkpointing(results, strategy, mode):

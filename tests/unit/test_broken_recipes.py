@@ -271,6 +271,13 @@ BROKEN = [
         "300", "200", "x.yaml:7: model.config.vocab_size: 200 is too small for the tokenizer `bytes`: 256 bytes and ...; give 257 or more"
     ),
     edit("300", "300\n    attn_implementation: eager", "x.yaml:8: model.config.attn_implementation: is set by model.attention"),
+    override("model.config.vocab_size=-1", "model.config.vocab_size=-1: must be at least 1; got -1"),
+    override("model.config.num_attention_heads=0", "model.config.num_attention_heads=0: must be at least 1; got 0"),
+    override(
+        "data.sequence_length=1", "data.sequence_length=1: 1 leaves chats and prompts without a token to predict, ...; give 2 or more"
+    ),
+    override("run.dir=data.txt", "run.dir=data.txt: CWD/data.txt is a file, and must be a folder; give another, or move the file away"),
+    override("run.dir=data.txt/a", "run.dir=data.txt/a: CWD/data.txt is a file, and must be a folder; give another, ..."),
     override(
         "model.config.vocab_size=256", "model.config.vocab_size=256: 256 is too small for the tokenizer `bytes`: ...; give 257 or more"
     ),
@@ -311,6 +318,11 @@ BROKEN = [
         )
         for name in ("mine", ":mine", "a b:c", "a.b.c", "a/b.py:c", "a:b.c")
     ],
+    override(
+        ["model.config=null", "model.builder=a.b:c", *OWN_DATA, "logging.memory_plan=true"],
+        "logging.memory_plan=true: not available with model.builder and data.builder: the plan would call your code a second time; "
+        "use `launcher plan`",
+    ),
     override(["data.builder=mine", "data.train=null"], "data.builder=mine: must be `package.module:function`; got 'mine'"),
     Broken(
         ["x.yaml:8: data.builder: missing; a model of your own (model.builder) needs its data and loss from data.builder"],

@@ -1,6 +1,5 @@
 """Tokenization in processes, what becomes of bad rows, and what is found again."""
 
-import fcntl
 import itertools
 import json
 import os
@@ -217,19 +216,84 @@ def test_several_bad_rows_are_told_at_once(tmp_path):
 # What is left and found again
 
 
+def record(**more):
+    mine = json.loads(store._Owner().text)
+    return json.dumps(mine | more)
+
+
 def test_what_a_killed_process_left_is_removed_and_never_taken_for_whole(tmp_path):
     cache = tmp_path / "cache"
-    dead, alive, young = (cache / f"{store._SCRATCH}{name}" for name in ("dead", "alive", "young"))
-    for folder in (dead, alive, young):
+    texts = {
+        "dead": record(started=1),
+        "alive": record(),
+        "elsewhere": record(machine="another"),
+        "silent": record(machine="another"),
+        "of an older version": "",
+    }
+    for name, text in texts.items():
+        folder = cache / f"{store._SCRATCH}{name}"
         folder.mkdir(parents=True)
         (folder / "ids.npy").write_bytes(b"half")
-        (folder / "lock").write_text("")
-    for folder in (dead, alive):
-        os.utime(folder, (time.time() - 3600,) * 2)
-    with (alive / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert texts_of(opened(tmp_path, jsonl(tmp_path / "a.jsonl", ["x"]))) == ["x"]
-        assert (dead.exists(), alive.exists(), young.exists()) == (False, True, True)
+        (cache / f".{name}.lock").write_text(text)
+        (folder / "lock").write_text(text)
+        if name not in ("dead", "elsewhere"):
+            for lock in (cache / f".{name}.lock", folder / "lock"):
+                os.utime(lock, (time.time() - 2 * store._ABANDONED_SECONDS,) * 2)
+    assert texts_of(opened(tmp_path, jsonl(tmp_path / "a.jsonl", ["x"]))) == ["x"]
+    left = [path.name for path in cache.iterdir() if path.name.startswith(".")]
+    assert sorted(left) == sorted([".alive.lock", ".elsewhere.lock", f"{store._SCRATCH}alive", f"{store._SCRATCH}elsewhere"])
+
+
+def test_a_lock_of_another_machine_is_abandoned_when_it_is_not_touched(tmp_path, monkeypatch):
+    """By this machine's clock alone; what the file server's says does not matter."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    lock = tmp_path / "lock"
+    lock.write_text(record(machine="another", host="node7", pid=12))
+    watched = store._Watched(lock)
+    for touched in range(10):
+        os.utime(lock, (touched, touched))  # a clock of 1970
+        watched.look()
+        now[0] += store.STALE_SECONDS - 1
+        assert not watched.abandoned()
+    now[0] += 2
+    watched.look()
+    assert watched.abandoned()
+    assert watched.describe() == "process 12 on node7"
+    lock.unlink()
+    watched.look()
+    assert not watched.abandoned(), "released"
+
+
+def test_looks_become_rare(monkeypatch):
+    """A thousand ranks may wait for hours on one file system."""
+    now, slept, told = [0.0], [], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), now.__setitem__(0, now[0] + seconds)))
+    for _ in store._looks(told.append, lambda: "process 1 on node7"):
+        if now[0] > 3600:
+            break
+    assert len(slept) < 800
+    assert slept[0] < 0.1
+    assert slept[-1] == store.LOOK_SECONDS
+    assert told[0].startswith("waiting for process 1 on node7 to tokenize (6")
+
+
+def test_a_lock_is_touched_while_it_is_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "TOUCH_SECONDS", 0.01)
+    owner = store._Owner()
+    assert owner.create(tmp_path / "lock")
+    assert not owner.create(tmp_path / "lock")
+    assert owner.holds(tmp_path / "lock")
+    os.utime(tmp_path / "lock", (1, 1))
+    deadline = time.monotonic() + 30
+    while (tmp_path / "lock").stat().st_mtime == 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (tmp_path / "lock").stat().st_mtime > 1
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").write_text("another's")
+    assert not owner.holds(tmp_path / "lock")
+    owner.close()
 
 
 def test_a_store_that_is_there_needs_neither_tokenizer_nor_datasets(tmp_path, many_tasks, monkeypatch):

@@ -92,6 +92,9 @@ def test_without_nvidia_smi_or_with_parts_of_gpus_torch_is_believed(smi):
     (found,) = gpu_findings([], expected=1, seen=["NVIDIA H100 MIG 3g.40gb"])
     assert found.state == "note"
     assert "is not known" in found.text
+    (found,) = gpu_findings([], expected=1, seen=["AMD Instinct MI300X"], rocm="6.4")
+    assert found.state == "note"
+    assert found.text.startswith("1 x AMD Instinct MI300X, ROCm 6.4; AMD GPUs are not examined; amd-smi ")
     assert bad(gpu_findings([], expected=8, seen=["H100"] * 7)) == ["GPUs: 7 of 8 are there"]
 
 

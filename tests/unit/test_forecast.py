@@ -23,15 +23,23 @@ ANSWER = {"peak": 100 * MiB, "where": "in the backward pass of lm_head"}
             "which component it is says `launcher plan ... --verify`",
         ),
         (
-            400 * MiB,
+            1600 * MiB,
             250 * MiB,
-            "memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; resident memory grew by 150.0 MiB, 50% more "
-            "(with libraries, and what the allocator keeps)",
+            "memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; resident memory grew by 1.3 GiB, with libraries "
+            "and what the allocator keeps",
         ),
     ],
 )
 def test_words(measured, resident, expected):
     assert in_words(ANSWER, measured, resident=resident) == expected
+
+
+def test_resident_memory_is_compared_where_the_tensors_are_most_of_it():
+    large = ANSWER | {"peak": 4096 * MiB}
+    assert in_words(large, 6394 * MiB, resident=250 * MiB) == (
+        "memory: 4.0 GiB at the peak by plan, in the backward pass of lm_head; resident memory grew by 6.0 GiB, 50% more "
+        "(with libraries, and what the allocator keeps)"
+    )
 
 
 class OnGpu:

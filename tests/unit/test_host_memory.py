@@ -1,5 +1,7 @@
 """What the kernel tells of memory, from made-up files of it."""
 
+import pytest
+
 from launcher import host_memory
 
 GIB = 2**30
@@ -52,3 +54,17 @@ def test_without_these_files_nothing_is_known(tmp_path):
 def test_here():
     assert (host_memory.available() or GIB) > 0
     assert host_memory.resident() > 2**20
+
+
+def test_the_peak_is_that_since_the_last_call():
+    size = 64 * 2**20
+    host_memory.take_peak()
+    begin = host_memory.resident()
+    block = bytearray(b"x") * size
+    del block
+    assert host_memory.take_peak() >= begin + size // 2
+    try:
+        open("/proc/self/clear_refs", "w").close()
+    except OSError:
+        pytest.skip("the kernel lets nobody reset the peak here")
+    assert host_memory.take_peak() < begin + size // 2

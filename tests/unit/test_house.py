@@ -34,10 +34,10 @@ MAY_IMPORT = {
     "keeper": {"checkpoints", "errors", "metrics", "optimizer", "processes", "recipe", "resume"},
     "strategies": {"processes", "recipe"},
     "optimizer": {"recipe"},
-    "data": {"batching", "errors", "functions", "hub", "loss", "processes", "recipe"},
+    "data": {"batching", "errors", "functions", "hub", "loss", "ownership", "processes", "recipe"},
     "evaluation": {"batching", "data", "loss", "processes", "recipe", "strategies"},
     "loop": {"data", "loss", "optimizer", "strategies"},
-    "metrics": {"loop", "processes", "recipe"},
+    "metrics": {"host_memory", "loop", "processes", "recipe"},
     "reporting": {
         "batching",
         "data",

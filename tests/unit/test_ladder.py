@@ -64,7 +64,41 @@ def machine(memory=80 * GIB, nodes=1, gpus=8, **settings):
         ("NVIDIA L4", "L4"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("rtx4090", "RTX 4090"),
-        ("NVIDIA L40", None),
+        ("NVIDIA L40", "L40"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-16GB", "V100 16GB"),
+        ("Tesla V100-PCIE-32GB", "V100 32GB PCIe"),
+        ("v100", "V100 32GB"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A30", "A30"),
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", None),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Server"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H800", "H800"),
+        ("NVIDIA A800-SXM4-80GB", "A800 80GB"),
+        ("NVIDIA A800 40GB Active", "A800 40GB"),
+        ("NVIDIA GH200 480GB", "GH200 480GB"),
+        ("NVIDIA GH200 144G HBM3e", "GH200 144G"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("AMD Instinct MI250X", "MI250X"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("AMD Instinct MI325X", "MI325X"),
+        ("AMD Instinct MI355X", "MI355X"),
+        ("AMD Radeon Graphics", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 5090 D", None),
+        ("rtx4090d", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+        ("NVIDIA A40-8Q", None),
         ("NVIDIA GeForce RTX 2080", None),
     ],
 )
@@ -79,7 +113,7 @@ def test_each_gpu_is_found_by_its_own_name_and_memory_decides_where_that_does_no
 
 
 def test_an_unknown_gpu_names_all_that_are_known():
-    with pytest.raises(RecipeError, match=r"gpu=h1000: is not known; give one of .*h100-pcie.*rtx-3090, cpu"):
+    with pytest.raises(RecipeError, match=r"gpu=h1000: is not known; give one of .*h100-pcie.*rtx-3090.*mi355x, cpu"):
         known_machine("h1000", nodes=1, gpus_per_node=8)
 
 

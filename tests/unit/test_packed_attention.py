@@ -1,5 +1,8 @@
 """Packed documents give the logits and gradients that they give alone, and what cannot keep them apart is refused."""
 
+import itertools
+import types
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -119,6 +122,21 @@ def test_models_that_do_not_keep_documents_apart_are_found(model_type, crosses):
     else:
         check_isolation(model, name=model_type, vocabulary=64, device=CPU)
     assert model.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_of_the_dtype_is_no_crossing(dtype):
+    """Logits that differ by a few roundings, as where kernels add up in another order; a tenth is a document that is seen."""
+
+    def check(change):
+        logits = itertools.cycle([torch.ones(1, 16, 4), torch.full((1, 16, 4), 1 - change)])
+        model = torch.nn.Module()
+        model.forward = lambda **inputs: types.SimpleNamespace(logits=next(logits))
+        check_isolation(model, name="Model", vocabulary=64, device=CPU, dtype=dtype)
+
+    check(2 * torch.finfo(dtype).eps)
+    with pytest.raises(RecipeError, match=r"its logits change by 8\.0e-02"):
+        check(0.08)
 
 
 def test_layers_that_carry_a_state_are_refused():

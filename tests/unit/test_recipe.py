@@ -16,6 +16,7 @@ from launcher.errors import RecipeError
 from launcher.recipe import schema
 from launcher.recipe.decode import dotted, section_fields, subsection
 from launcher.recipe.load import load_recipe, scalar_as_yaml, to_yaml
+from launcher.recipe.model_config import config_problems
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,
@@ -72,6 +73,7 @@ def test_shipped_recipes_decode(file):
     assert recipe == load(*yours(file), recipe=file)
     assert recipe.run.name == file.stem
     assert recipe.run.dir == f"runs/{file.stem}"
+    assert not recipe.logging.memory_plan, "a plan costs seconds of a core in every start"
 
 
 @pytest.mark.parametrize("file", COMPLETE, ids=lambda file: file.stem)
@@ -437,3 +439,10 @@ def test_a_recipe_is_checked_without_torch():
     print(done.stderr)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_a_config_key_that_only_the_model_reads_is_known():
+    """The config class of qwen3_moe does not declare head_dim; its attention reads it."""
+    config = {"model_type": "qwen3_moe", "head_dim": 32}
+    assert list(config_problems(config, task="causal_lm")) == []
+    assert [key for key, _ in config_problems(config | {"head_dims": 32}, task="causal_lm")] == ["head_dims"]

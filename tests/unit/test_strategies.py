@@ -1,14 +1,19 @@
 """Parts of the strategies that need no second process."""
 
+import json
 import os
+import socket
+import threading
 import types
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from launcher import processes
+from launcher import processes, train
 from launcher.environment import Environment
+from launcher.errors import TrainingError
 from launcher.strategies.activation_checkpointing import checkpoint_blocks, is_checkpointed
 
 
@@ -149,14 +154,106 @@ def test_bfloat16_on_a_gpu_without_it_names_float16(monkeypatch):
     processes.check_dtype(torch.device("cpu"), "bfloat16")
 
 
-def test_a_rank_without_a_gpu_of_its_own_takes_the_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+# Devices
+
+
+def node(host="n1", gpus=8, ranks=8, build="CUDA 12.8"):
+    return processes.Node(host, gpus, ranks, "2.13.0", build)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes", "kind"),
+    [
+        ("auto", [node(), node("n2", ranks=4)], "cuda"),
+        ("cuda", [node()], "cuda"),
+        ("auto", [node(gpus=0, build=None), node("n2", gpus=0, build=None)], "cpu"),
+        ("any", [node(gpus=0), node("n2")], "cpu"),
+        ("any", [node(), node("n2")], "cuda"),
+    ],
+)
+def test_all_ranks_compute_on_one_kind_of_device(wanted, nodes, kind):
+    assert processes.device_for(wanted, nodes) == (kind, None)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes", "lines"),
+    [
+        ("auto", [node(gpus=0)], ["node n1: torch 2.13.0 is built for CUDA 12.8 and finds no GPU; see the driver (nvidia-smi, "]),
+        (
+            "auto",
+            [node(gpus=0, build="ROCm 6.4")],
+            ["node n1: torch 2.13.0 is built for ROCm 6.4 and finds no GPU; see the driver (amd-smi, "],
+        ),
+        ("auto", [node(), *[node("n2", gpus=4)] * 8], ["node n2: 4 GPUs for 8 ranks; start --nproc-per-node 4"]),
+        ("auto", [node(), node("n2", gpus=0, build=None)], ["node n2: torch 2.13.0 is built without CUDA or ROCm; install"]),
+        ("cuda", [node(gpus=0, build=None), node("n2", gpus=1)], ["node n1: torch 2.13.0 is built without", "node n2: 1 GPUs for 8 ranks"]),
+    ],
+)
+def test_a_rank_without_a_gpu_is_an_error_that_names_the_node(wanted, nodes, lines):
+    kind, problem = processes.device_for(wanted, nodes)
+    assert kind is None
+    first, *told, last = problem.splitlines()
+    assert first == f"run.device is {wanted}, and not every rank has a GPU:"
+    assert [line.strip()[: len(start)] for line, start in zip(told, lines, strict=True)] == lines
+    assert last.endswith("set run.device=cpu")
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """The number of GPUs that each host's ranks see, by its name: threads stand in for ranks, named HOST-RANK."""
+    counts = {}
+    host = lambda: threading.current_thread().name.split("-")[0]  # noqa: E731
+    monkeypatch.setattr(socket, "gethostname", host)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: counts[host()] > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: counts[host()])
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert processes.choose_device(environment()) == torch.device("cpu")
-    assert "1 GPUs for 2 ranks on this node" in processes.idle_gpus(environment())
-    assert processes.choose_device(environment(local_world_size=1)) == torch.device("cuda", 0)
-    assert processes.idle_gpus(environment(local_world_size=1)) == ""
+    return counts
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cpu"])
+@pytest.mark.parametrize("second", [2, 1, 0])
+def test_ranks_agree_on_the_device_before_there_is_a_process_group(gpus, second, wanted):
+    """Two nodes of two ranks; the second may lack GPUs. A rank of each node used to choose by itself."""
+    gpus |= {"n1": 2, "n2": second}
+    store, found = dist.HashStore(), {}
+
+    def choose(rank):
+        place = environment(rank=rank, world_size=4, local_rank=rank % 2)
+        try:
+            found[rank] = processes.choose_device(place, store, wanted)
+        except TrainingError as error:
+            found[rank] = (error.reason, str(error))
+
+    ranks = [threading.Thread(target=choose, args=(rank,), name=f"n{1 + rank // 2}-{rank}") for rank in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
+    if wanted == "cpu":
+        assert list(found.values()) == [torch.device("cpu")] * 4
+    elif second == 2:
+        assert found == {rank: torch.device("cuda", rank % 2) for rank in range(4)}
+    else:
+        assert len(set(found.values())) == 1
+        reason, problem = found[0]
+        assert reason == "no_gpu"
+        assert "n1" not in problem
+        assert "  node n2: " in problem
+
+
+def test_a_run_without_its_gpu_says_so_and_is_failed(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(train, "prepare_cuda", lambda **settings: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ["recipe=quickstart", f"run.dir={tmp_path}", "run.float32_matmul=highest"]
+    assert train.main(words) == 1
+    printed = capsys.readouterr().err
+    assert printed.count(f"node {socket.gethostname()}: torch {torch.__version__} is built for CUDA 12.8 and finds no GPU") == 1
+    assert "Traceback" not in printed
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("failed", "no_gpu")
+    assert "run.device=cpu" in status["error"]
 
 
 def test_stop_requests(monkeypatch):
@@ -223,4 +320,5 @@ def test_peak_flops_by_name():
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA L40S") == 362e12
     assert peak_flops("NVIDIA GeForce RTX 4090") == 165e12
-    assert peak_flops("NVIDIA L40") is None
+    assert peak_flops("NVIDIA L40") == 181e12
+    assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU") is None

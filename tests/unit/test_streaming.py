@@ -1,15 +1,17 @@
-"""A stream gives each lane its own documents, every row to one of them in each pass, whatever reads it."""
+"""A stream has the same samples whatever reads it, goes on where it stood, and starts in bounded time."""
 
 import functools
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from launcher.batching import RankSlots
-from launcher.data.encoder import make_encoder
+from launcher.data import streaming
+from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.loader import _sound
-from launcher.data.sources import find_parts
+from launcher.data.sources import find_parts, read_rows
 from launcher.data.streaming import StreamingDataset, StreamOrder, deal
 from launcher.errors import RecipeError
 from launcher.hub import load_data_set
@@ -19,23 +21,28 @@ from launcher.recipe import schema
 END = 256
 
 
-def make_stream(source, *, lanes=4, micro=2, rank=0, ranks=1, first_step=0, steps=3, kind="text", shuffle=True, skip=False, **more):
-    folder = more.pop("folder", source)
+@pytest.fixture
+def small_shards(monkeypatch):
+    """Small inputs are divided as large ones are."""
+    monkeypatch.setattr(streaming, "_SHARD_BYTES", 50)
+
+
+def make_stream(source, *, batch=4, micro=2, rank=0, ranks=1, first_step=0, steps=3, kind="text", shuffle=True, skip=False, **more):
+    folder, saved = more.pop("folder", source), more.pop("saved", None)
     data = schema.Data(train=(str(source),), kind=kind, tokenizer="bytes")
     slots = RankSlots(
-        order=StreamOrder(), global_batch_size=lanes, micro_batch_size=micro, rank=rank, ranks=ranks, first_step=first_step, steps=steps
+        order=StreamOrder(), global_batch_size=batch, micro_batch_size=micro, rank=rank, ranks=ranks, first_step=first_step, steps=steps
     )
-    options = {"length": 16, "packing": True, "isolation": "mask", "vocabulary": 260, "seed": 3} | more
+    options = {"length": 16, "packing": True, "isolation": "mask", "vocabulary": 260, "seed": 3, "shuffle_buffer": 1000} | more
     return StreamingDataset(
         find_parts(data.train, kind=kind),
         make_encoder(kind, data, tokenizer="bytes"),
         slots=slots,
         shuffle=shuffle,
-        shuffle_buffer=data.shuffle_buffer,
         skip_bad_rows=skip,
         skipped_rows=folder.parent / "skipped_rows.jsonl",
         **options,
-    )
+    ).starting(slots, saved)
 
 
 def rows_of(stream):
@@ -58,35 +65,77 @@ def texts(tmp_path):
     return folder
 
 
-def documents(lanes_rows):
-    """The texts in a lane's sequences, joined over their cuts; a pass ends with padding."""
-    ids = [token for ids, _ in lanes_rows for token in ids]
+def documents(rows):
+    """The texts in a shard's sequences, joined over their cuts."""
+    ids = [token for ids, _ in rows for token in ids]
     return [bytes(group).decode() for between, group in itertools.groupby(ids, key=lambda token: token in (END, 0)) if not between]
 
 
-@pytest.mark.parametrize("lanes", [1, 4, 9])
-def test_every_row_belongs_to_one_lane(texts, lanes):
+def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
+    """The rows of each step, in the order of the run, over all ranks and loader processes; and the states after each step."""
+    streams = [make_stream(source, rank=rank, ranks=ranks, steps=steps, first_step=first_step, **more) for rank in range(ranks)]
+    assert streams[0].workers(workers) == workers
+    running = [[stream._micro_batches(worker, workers) for worker in range(workers)] for stream in streams]
+    micro_batches, batch = streams[0]._slots.micro_batches(0), streams[0]._slots.global_batch_size
+    found, states = [], []
+    for step in range(first_step, steps):
+        places, rows = {}, []
+        for of_rank in running:
+            for number in range(micro_batches):
+                collated = next(of_rank[number % workers])
+                rows += [row for row in rows_of([collated]) if any(row[0])]
+                of_rank_places = collated["places"]
+                places |= of_rank_places
+        found.append(sorted(rows))
+        alone = SimpleNamespace(size=1)
+        states.append(streams[0].state(places, samples=(step + 1) * batch, ranks=alone))
+    return found, json.loads(json.dumps(states))
+
+
+@pytest.mark.parametrize("size", [50, 350, 10**6])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_row_belongs_to_one_shard(texts, monkeypatch, size, shuffle):
+    monkeypatch.setattr(streaming, "_SHARD_BYTES", size)
+    (texts / "empty.txt").write_text("")
     parts = find_parts((str(texts),), kind="text")
-    dealt = deal(parts, lanes=lanes, seed=3, shuffle=True)
-    assert len(dealt) == lanes
-    assert all(dealt), "no lane without a unit, though there are fewer files than lanes"
-    taken = [(unit.part.name, unit.part.start, place) for lane in dealt for unit in lane for place in range(unit.first, 100, unit.every)]
-    assert len(taken) == len(set(taken)) == 200
-    assert dealt == deal(parts, lanes=lanes, seed=3, shuffle=True)
+    dealt = deal(parts, seed=3, shuffle=shuffle)
+    assert len(dealt) == {50: 8, 350: 2, 10**6: 1}[size], "a power of two"
+    rows = [row.values["text"] for shard in dealt for unit in shard for row in unit.rows("text")]
+    assert sorted(rows) == sorted(f"<{number}>" for number in range(47)), "each file is read once, each line by one shard"
+    held = [sum(unit.part.size for unit in shard) for shard in dealt]
+    assert max(held) - min(held) <= max(unit.part.size for shard in dealt for unit in shard)
+    assert dealt == deal(parts, seed=3, shuffle=shuffle)
 
 
-def test_large_files_are_divided_among_the_lanes(tmp_path):
+def test_a_line_longer_than_a_unit_is_read_once(tmp_path, small_shards):
+    file = tmp_path / "long.jsonl"
+    texts = ["a" * 500, "b", "c" * 130, "d" * 3, "e" * 49]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    dealt = deal(find_parts((str(file),), kind="text"), seed=3, shuffle=False)
+    assert sorted(row.values["text"] for shard in dealt for unit in shard for row in unit.rows("text")) == texts
+
+
+def test_the_shards_do_not_depend_on_the_batch(texts, small_shards):
+    of_batches = [[row for step in steps_of(texts, batch=batch, micro=1, steps=48 // batch)[0] for row in step] for batch in (4, 12)]
+    assert len(of_batches[0]) == 48
+    assert sorted(of_batches[0]) == sorted(of_batches[1])
+
+
+def test_the_first_step_reads_no_more_for_a_larger_batch(tmp_path, monkeypatch, small_shards):
     file = tmp_path / "large.jsonl"
-    file.write_text("".join(json.dumps({"text": "x" * 1000, "number": number}) + "\n" for number in range(1500)))
-    dealt = deal(find_parts((str(file),), kind="text"), lanes=4, seed=0, shuffle=False)
-    units = [unit for lane in dealt for unit in lane]
-    assert len(units) >= 16
-    assert {unit.every for unit in units} == {1}, "each row is read by its lane alone"
-    assert sum(unit.part.size for unit in units) == file.stat().st_size
+    file.write_text("".join(json.dumps({"text": "x" * 100}) + "\n" for _ in range(20_000)))
+    read = []
+    monkeypatch.setattr(streaming, "read_rows", lambda *a, **k: (read.append(1) or row for row in read_rows(*a, **k)))
+    counts = []
+    for batch in (16, 1024):
+        read.clear()
+        next(iter(make_stream(file, batch=batch, micro=2, shuffle_buffer=640, length=64)))
+        counts.append(len(read))
+    assert counts[0] == counts[1] <= 640 + 64 * (streaming._ENCODED_ROWS + 1)
 
 
 def test_a_pass_reads_each_document_once_and_the_next_one_in_another_order(texts):
-    stream = make_stream(texts, lanes=1, micro=1, steps=60)
+    stream = make_stream(texts, batch=1, micro=1, steps=60)
     seen = documents(rows_of(stream))
     first, second = seen[:47], seen[47:94]
     assert sorted(first) == sorted(second) == sorted(f"<{number}>" for number in range(47))
@@ -94,28 +143,84 @@ def test_a_pass_reads_each_document_once_and_the_next_one_in_another_order(texts
 
 
 def test_without_shuffle_documents_come_in_the_order_of_the_files(texts):
-    seen = documents(rows_of(make_stream(texts, lanes=1, micro=1, steps=14, shuffle=False)))
+    seen = documents(rows_of(make_stream(texts, batch=1, micro=1, steps=14, shuffle=False)))
     assert seen[:40] == [f"<{number}>" for number in range(40)]
 
 
 def test_every_token_is_the_target_of_the_one_before_it_also_over_a_cut(texts):
-    rows = rows_of(make_stream(texts, lanes=1, micro=1, steps=8, length=7))
+    rows = rows_of(make_stream(texts, batch=1, micro=1, steps=8, length=7))
     ids, targets = ([token for row in rows for token in row[side]] for side in (0, 1))
     for token, target, following in zip(ids, targets, ids[1:], strict=False):
         assert target == (IGNORED if token == END else following)
     assert len(ids) == 56, "no padding"
 
 
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 4), (2, 2), (2, 1), (4, 1)])
-def test_ranks_and_micro_batches_do_not_change_a_step(texts, ranks, micro):
-    whole = rows_of(make_stream(texts, micro=4))
-    of_ranks = [list(make_stream(texts, micro=micro, rank=rank, ranks=ranks)) for rank in range(ranks)]
-    together = [rows_of([one]) for turn in zip(*of_ranks, strict=True) for one in turn]
-    assert [row for rows in together for row in rows] == whole
+WAYS = [
+    {"ranks": 1, "micro": 1},
+    {"ranks": 1, "micro": 1, "workers": 4},
+    {"ranks": 2, "micro": 3, "workers": 2},
+    {"ranks": 4, "micro": 1},
+    {"ranks": 3, "micro": 4},
+    {"ranks": 5, "micro": 2},  # does not divide the batch: only a resumed run may have it
+]
 
 
-def test_a_later_step_is_found_by_reading_up_to_it(texts):
-    assert rows_of(make_stream(texts, steps=9, first_step=4)) == rows_of(make_stream(texts, steps=9))[4 * 4 :]
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_ranks_micro_batches_and_loader_processes_do_not_change_a_step(texts, small_shards, way):
+    whole, states = steps_of(texts, batch=12, micro=12)
+    assert steps_of(texts, batch=12, **way) == (whole, states)
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_a_resume_goes_on_where_the_shards_stood(tmp_path, small_shards, kind):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in ("a", "b"):
+        sizes = [1 + (number * 37) % 41 for number in range(60)]
+        rows = [{"input_ids": [1 + number] * size, "text": (f"{name}{number} " * size)[:size]} for number, size in enumerate(sizes)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"batch": 12, "kind": kind, "steps": 20, "shuffle_buffer": 40}
+    whole, states = steps_of(folder, micro=12, **options)
+    passes = {place[0] for place in states[-1]["places"]}
+    assert max(passes) >= 1, "into the second pass"
+    for way in WAYS:
+        found, again = steps_of(folder, first_step=18, saved=states[17], **way, **options)
+        assert found == whole[18:]
+        assert again == states[18:]
+    # Batches are left out after the checkpoint; and without the places all is tokenized again
+    assert steps_of(folder, first_step=18, saved=states[14], **WAYS[2], **options)[0] == whole[18:]
+    assert steps_of(folder, first_step=18, **WAYS[2], **options)[0] == whole[18:]
+
+
+def test_a_resume_does_not_tokenize_what_was_seen(tmp_path, monkeypatch):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"input_ids": [number % 200] * 10}) + "\n" for number in range(1000)))
+    encoded = []
+    monkeypatch.setattr(
+        Encoder, "encode_rows", lambda *a, real=Encoder.encode_rows, **k: (encoded.append(1) or one for one in real(*a, **k))
+    )
+    whole, states = steps_of(file, steps=100, kind="tokens")
+    assert len(encoded) > 300
+    encoded.clear()
+    assert steps_of(file, steps=100, first_step=98, saved=states[97], kind="tokens")[0] == whole[98:]
+    assert len(encoded) < 60
+
+
+def test_places_of_another_order_are_not_used(texts, small_shards):
+    whole, states = steps_of(texts, batch=12, micro=12, seed=4)
+    _, others = steps_of(texts, batch=12, micro=12, seed=5)
+    assert others[0]["order"] != states[0]["order"]
+    assert steps_of(texts, batch=12, micro=12, seed=4, first_step=1, saved=others[0])[0] == whole[1:]
+
+
+def test_the_ranks_divide_the_tokenization(texts, small_shards):
+    """Each of two ranks, each with two loader processes, tokenizes a quarter of the shards."""
+    stream = [make_stream(texts, batch=8, micro=1, rank=rank, ranks=2) for rank in range(2)]
+    read = [set(next(one._micro_batches(worker, 2))["places"]) for one in stream for worker in range(2)]
+    assert [len(shards) for shards in read] == [2, 2, 2, 2]
+    assert set.union(*read) == set(range(8))
+    assert stream[0].describe()[0].endswith("in 8 shards, sequences of up to 16, packed; each rank reads 4 shards")
+    assert "each shard is tokenized by 3 ranks" in make_stream(texts, batch=6, micro=1, ranks=6).describe()[1]
 
 
 @pytest.mark.parametrize(("wanted", "workers"), [(0, 0), (1, 1), (2, 2), (3, 2), (8, 4)])
@@ -129,30 +234,46 @@ def test_whole_documents_stay_whole_where_they_fit(tmp_path):
     folder.mkdir()
     sizes = [5, 6, 9, 20, 3]
     (folder / "a.jsonl").write_text("".join(json.dumps({"input_ids": [size] * size}) + "\n" for size in sizes))
-    rows = rows_of(make_stream(folder, lanes=1, micro=1, steps=5, kind="tokens", shuffle=False))
+    rows = rows_of(make_stream(folder, batch=1, micro=1, steps=5, kind="tokens", shuffle=False))
     assert [[ids[place] for place in (0, 5, 11)] for ids, _ in rows[:2]] == [[5, 6, 0], [9, 9, 0]]
     assert [ids.count(20) for ids, _ in rows] == [0, 0, 16, 4, 0]
-    assert rows[3][0][:8] == [20] * 4 + [3] * 3 + [0]
-    loose = rows_of(make_stream(folder, lanes=1, micro=1, steps=6, kind="tokens", shuffle=False, packing=False))
+    assert rows[3][0][:13] == [20] * 4 + [3] * 3 + [5] * 5 + [0], "the next pass follows without padding"
+    loose = rows_of(make_stream(folder, batch=1, micro=1, steps=6, kind="tokens", shuffle=False, packing=False))
     assert [len(ids) for ids, _ in loose] == [5, 6, 9, 16, 4, 3]
 
 
 def test_rows_that_cannot_be_used(texts):
     (texts / "c.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\nnot json\n')
     with pytest.raises(RecipeError, match=r"c\.jsonl:[23]: "):
-        rows_of(make_stream(texts, lanes=1, micro=1, steps=30))
-    seen = documents(rows_of(make_stream(texts, lanes=1, micro=1, steps=60, skip=True)))
+        rows_of(make_stream(texts, batch=1, micro=1, steps=30))
+    seen = documents(rows_of(make_stream(texts, batch=1, micro=1, steps=60, skip=True)))
     assert seen.count("fine") >= 2
     listed = [json.loads(line) for line in (texts.parent / "skipped_rows.jsonl").read_text().splitlines()]
     assert [one["where"].rpartition("/")[2] for one in sorted(listed, key=lambda one: one["where"])] == ["c.jsonl:2", "c.jsonl:3"]
 
 
-def test_more_lanes_than_documents_are_refused(tmp_path):
+def test_rows_are_listed_once_whoever_reads_them(texts, small_shards):
+    (texts / "c.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\nnot json\n')
+    steps_of(texts, ranks=3, batch=12, micro=1, workers=4, steps=8, skip=True)
+    listed = [json.loads(line)["where"] for line in (texts.parent / "skipped_rows.jsonl").read_text().splitlines()]
+    assert len(listed) == len(set(listed)) == 2
+
+
+@pytest.mark.parametrize("row", ['{"text": ""}\n', ""])
+def test_data_without_a_document_is_refused(tmp_path, row):
+    folder = tmp_path / "few"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(row)
+    (folder / "b.txt").write_text("")
+    with pytest.raises(RecipeError, match=r"a\.jsonl"):
+        rows_of(make_stream(folder, skip=True))
+
+
+def test_few_documents_make_a_large_batch(tmp_path):
     folder = tmp_path / "few"
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    with pytest.raises(RecipeError, match=r"data\.streaming: there is no document for lane \d of 4 \(batch\.global_batch_size\)"):
-        rows_of(make_stream(folder))
+    assert len(rows_of(make_stream(folder, batch=64, micro=8))) == 3 * 64
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(texts):
@@ -160,8 +281,7 @@ def test_an_id_beyond_the_vocabulary_is_refused(texts):
         rows_of(make_stream(texts, vocabulary=256))
 
 
-@pytest.mark.parametrize("lanes", [2, 5])
-def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch, lanes):
+def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
     """The hub is out of reach here: the same kind of data set, from files, stands in for it."""
     import datasets
 
@@ -178,9 +298,9 @@ def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch, lanes):
     monkeypatch.setattr("launcher.data.streaming.load_data_set", functools.cache(load_data_set.__wrapped__))
     real = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    stream = make_stream("owner/set", lanes=lanes, micro=1, steps=30, folder=tmp_path)
-    of_lanes = [[row for place, row in enumerate(rows_of(stream)) if place % lanes == lane] for lane in range(lanes)]
-    seen = [set(documents(rows)) for rows in of_lanes]
-    assert set.union(*seen) == {f"<{number}.{row}>" for number in range(3) for row in range(8)}
-    assert sum(map(len, seen)) == 24, "each row in one lane"
+    whole, states = steps_of("owner/set", batch=2, micro=1, steps=16, folder=tmp_path)
+    assert len(states[0]["places"]) == 2, "three files, and a power of two"
+    assert steps_of("owner/set", batch=2, micro=1, ranks=2, first_step=9, steps=16, saved=states[8], folder=tmp_path)[0] == whole[9:]
+    seen = [text for shard in (0, 1) for text in documents(rows_of(make_stream("owner/set", batch=2, steps=16, folder=tmp_path))[shard::2])]
+    assert set(seen) >= {f"<{number}.{row}>" for number in range(3) for row in range(8)}
     assert set(asked) == {("owner/set", None, "train", True)}

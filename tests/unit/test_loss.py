@@ -1,0 +1,103 @@
+"""The auxiliary loss of a mixture of experts, against transformers' own forward."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from launcher.loss import IGNORED, summed_loss
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.3,
+    "shared_expert_intermediate_size": 24,
+}
+MODELS = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4},
+    "qwen3_moe": {"num_experts": 4},
+    "gpt_oss": {"num_local_experts": 4, "layer_types": ["full_attention", "full_attention"]},
+}
+
+
+def tiny(kind, **more):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(SIZES | MODELS[kind] | more))
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_same(mine, expected):
+    assert mine.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("lengths", [(12, 12, 12), (12, 5, 8)], ids=["full", "padded"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_micro_batch_has_the_gradient_of_transformers_own_loss(kind, lengths):
+    model = tiny(kind)
+    ids = torch.randint(1, 64, (3, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(12) < torch.tensor(lengths)[:, None]
+    ids = ids * mask
+    labels = ids.masked_fill(~mask, IGNORED)
+    targets = torch.cat([labels[:, 1:], torch.full((3, 1), IGNORED)], dim=1)
+    own = model(input_ids=ids, attention_mask=mask.long(), labels=labels, use_cache=False)
+    expected = gradients(model, own.loss)
+    count = int((targets != IGNORED).sum())
+    summed = summed_loss(model, {"input_ids": ids, "targets": targets})
+    assert summed.item() / count == pytest.approx((own.loss - 0.3 * own.aux_loss).item(), rel=1e-5), "the value is the cross-entropy"
+    assert_same(gradients(model, summed / count), expected)
+    model.config.output_router_logits = False
+    without = gradients(model, summed_loss(model, {"input_ids": ids, "targets": targets}) / count)
+    router = next(name for name in without if "router" in name or ".gate.weight" in name)
+    assert not torch.allclose(without[router], expected[router], rtol=1e-2), "the auxiliary loss decides the router's gradient here"
+
+
+def test_micro_batches_weigh_by_their_targets_and_one_without_any_weighs_nothing():
+    model = tiny("mixtral")
+    parts = []
+    for seed, trained in ((1, 11), (2, 4), (3, 0)):
+        ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(seed))
+        targets = torch.full((2, 12), IGNORED)
+        targets[:, :trained] = ids[:, 1 : trained + 1]
+        parts.append({"input_ids": ids[:, : max(trained, 11) + 1], "targets": targets})
+    total = sum(int((part["targets"] != IGNORED).sum()) for part in parts)
+    mine = gradients(model, sum(summed_loss(model, part) for part in parts) / total)
+    expected = 0
+    for part in parts[:2]:
+        count = int((part["targets"] != IGNORED).sum())
+        real = torch.arange(12) <= part["targets"].ne(IGNORED).sum(1, keepdim=True)
+        labels = torch.cat([torch.full((2, 1), IGNORED), part["targets"][:, :-1]], dim=1)
+        own = model(input_ids=part["input_ids"], attention_mask=real.long(), labels=labels, use_cache=False)
+        expected = expected + own.loss * count / total
+    assert_same(mine, gradients(model, expected))
+
+
+class NoCoefficient(torch.nn.Module):
+    config = SimpleNamespace()
+
+    def forward(self, input_ids, use_cache):
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 8, requires_grad=True), aux_loss=torch.ones(()))
+
+
+def test_an_auxiliary_loss_without_a_coefficient_is_an_error():
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="NoCoefficient returns an auxiliary loss and has no router_aux_loss_coef"):
+        summed_loss(NoCoefficient(), {"input_ids": ids, "targets": ids})
