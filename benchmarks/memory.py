@@ -4,8 +4,9 @@
     python benchmarks/memory.py --sizes 0.1b 1b --ranks 1 --output table.md
     python benchmarks/memory.py --sizes tiny --ranks 2            # without a GPU
 
-What by plan does not fit is left out. On a GPU `measured` is `max_memory_allocated` and `reserved` is `max_memory_reserved`, which
-should be below the plan with its margin. Exit status 3 where a peak is off by more than 5 %, or under by more than 2 %.
+What by plan does not fit is left out. On a GPU `measured` is `max_memory_allocated`, of all steps from the first, and `reserved` is
+`max_memory_reserved`, which has what the allocator caches while the device has room.
+Exit status 3 where a peak is off by more than 5 %, or under by more than 2 %.
 """
 
 from __future__ import annotations

@@ -178,9 +178,7 @@ def endless(loader: Any) -> Any:
 
 
 def rate(arguments: argparse.Namespace, step: int) -> float:
-    return learning_rate_at(
-        step, peak=arguments.learning_rate, warmup_steps=arguments.warmup_steps, steps=arguments.steps
-    )
+    return learning_rate_at(step, peak=arguments.learning_rate, warmup_steps=arguments.warmup_steps, steps=arguments.steps)
 
 
 LOOPS = {"accelerate": accelerate_loop, "trainer": trainer_loop, "fabric": fabric_loop}

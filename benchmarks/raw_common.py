@@ -78,9 +78,7 @@ def read_config(file: Path) -> LlamaConfig:
     return LlamaConfig(**json.loads(file.read_text()), attn_implementation="sdpa")
 
 
-def load_rows(
-    file: Path, device: torch.device, positions: Path | None = None
-) -> tuple[dict[str, torch.Tensor], torch.Tensor, float]:
+def load_rows(file: Path, device: torch.device, positions: Path | None = None) -> tuple[dict[str, torch.Tensor], torch.Tensor, float]:
     """What the model is called with and the targets, (rows, tokens) each, on the device from the start; targets a row.
 
     A document's last token has no target. With `positions` rows hold several documents, which transformers keeps apart by a

@@ -19,7 +19,7 @@ from launcher.data.run_data import RunData, open_run_data, tokenizer_to_keep
 from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.evaluation import Evaluator
 from launcher.loop import Step, train_steps
-from launcher.model.attention import Isolation, check_isolation, isolate_documents
+from launcher.model.attention import Isolation, check_isolation, drop_causal_mask, isolate_documents
 from launcher.model.build import build_model, class_count, find_blocks, flops_per_token, padding_id, vocabulary_size
 from launcher.model.checkpoint import starting_weights
 from launcher.model.export import export_hugging_face
@@ -115,13 +115,16 @@ def prepare_model(
     compute_dtype = getattr(torch, precision.param_dtype) if precision is not None else torch.float32
     model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels, say=say)
     blocks = find_blocks(model)
-    fill, export_dtype = starting_weights(recipe.model, model, blocks=blocks, seed=recipe.run.seed, group=group, say=say)
+    fill, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed, group=group, say=say)
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, blocks=blocks, base_dtype=compute_dtype, base=recipe.model.path, say=say)
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
-    packed = data.packing and data.builder is None and data.kind != "classification"
+    sequences = data.builder is None and data.kind != "classification"
+    packed = data.packing and sequences
+    if sequences and not packed:
+        drop_causal_mask(model)
     return PreparedModel(
         model,
         blocks,

@@ -445,7 +445,7 @@ def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False
         deadline = time.monotonic() + INIT_SECONDS
         while not examined.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-    with processes.process_group(environment, device="any", cpu_offload=True, init_timeout=INIT_SECONDS) as (ranks, _):
+    with processes.process_group(environment, device="any", init_timeout=INIT_SECONDS) as (ranks, _):
         device = ranks.device
         processes.set_threads(environment, device=device, cpu_offload=True)
         if first_of_node:

@@ -41,9 +41,9 @@ class Environment:
     meeting_point: str | None = None
     """HOST:PORT that the ranks meet at."""
     job: str | None = None
-    """Slurm's job id; of an array, the task's own."""
+    """Slurm's job id. In a job of `launcher submit`: of the first of the jobs that go on with one another's work."""
     job_restart_count: int = 0
-    """How often Slurm has requeued the job."""
+    """How often the job was started before: requeued by Slurm, or gone on with by another job."""
     refusal_file: str | None = None
     """Where the job's script looks for a refusal, after which it does not try again."""
 
@@ -76,10 +76,10 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     Raises RecipeError where they are half set, are no integers, or where srun started several tasks without torchrun:
     each of those would train a model of its own into the same folder.
     """
-    restarts = variables.get("SLURM_RESTART_COUNT", "0")
+    restarts = variables.get("LAUNCHER_START") or variables.get("SLURM_RESTART_COUNT", "0")
     job: dict[str, Any] = {
         "parent": os.getppid(),
-        "job": variables.get("SLURM_JOB_ID") or None,
+        "job": variables.get("LAUNCHER_JOB") or variables.get("SLURM_JOB_ID") or None,
         "job_restart_count": int(restarts) if restarts.isdigit() else 0,
         "refusal_file": variables.get("LAUNCHER_REFUSED") or None,
     }

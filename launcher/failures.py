@@ -1,8 +1,10 @@
 """When one rank fails, all end within seconds, and one of them says why.
 
 The first rank that raises claims the failure in the store that the ranks met at; what the others raise afterwards,
-having lost a peer, is a consequence and stays in their logs. A rank that is stuck in a collective raises nothing: each
-rank therefore watches the store from a thread, and ends itself when a peer has failed and it does not get away.
+having lost a peer, is a consequence and stays in their logs. A rank that is stuck in a collective raises nothing (under
+NCCL the CPU waits for the device, and no exception comes). A thread of each rank therefore watches the store, and ends
+this rank when another one has failed. It also watches the processes of the other ranks on this node, and reports a
+process that was killed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch._C._distributed_c10d import Store
 from launcher import host_memory
 from launcher.environment import Environment
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, RecipeError, TrainingError
-from launcher.ownership import Ownership
+from launcher.ownership import Ownership, process_start, this_machine
 from launcher.run_folder import RunFolder
 
 _KEY = "failed"
@@ -34,6 +36,8 @@ _KERNEL = "the kernel killed a process on this node, where memory ran out"
 _KILLED = "was ended by the kernel, whose out-of-memory killer acts where host memory runs out"
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 4.0
+_FAILED_POLLS = 6
+"""Polls of the store in a row that may fail before a lost neighbour is reported without it."""
 _TIMEOUT_SIGNS = ("timed out waiting", "collective operation timeout")
 _MEMORY_SIGNS = ("can't allocate memory", "out of memory", "cublas_status_alloc_failed")
 _EXPLAIN_SECONDS = 60.0
@@ -54,7 +58,8 @@ class Progress:
         self.micro_batch = 0
         """The micro-batch that is at work, from 1; 0: none of this step was begun."""
         self.slow_phase: str | None = "start"
-        """What may take as long as it likes; until the first step is done, everything (compilation, tokenizing, loading)."""
+        """What may take as long as it likes: everything until the first step is done (compilation,
+        tokenization, loading), and from a rewind until the next step is done (loading, skipping)."""
         self.preparing = True
         """No step was begun: who asks to stop need not wait, there is nothing to save."""
 
@@ -67,6 +72,11 @@ class Progress:
     def step_done(self, step: int) -> None:
         """A step was trained."""
         self.step, self.beats, self.micro_batch, self.slow_phase = step, 0, 0, None
+
+    def slow_until_step(self, what: str) -> None:
+        """From here to the end of the next step nothing counts as a hang."""
+        self.slow_phase = what
+        self.beat(what)
 
     @contextlib.contextmanager
     def slow(self, what: str) -> Iterator[None]:
@@ -120,8 +130,11 @@ class FailureWatch:
         self._store = self.connect(store)
         self._shared = store
         self._done = threading.Event()
+        self._claiming = threading.Lock()
         self._tells = False
-        """This rank tells of a failure: its watch does not end it meanwhile."""
+        """A thread of this rank reports the failure: no other thread ends the process meanwhile."""
+        self._neighbours: dict[int, tuple[int, int]] | None = None
+        """Process id and start of each other rank on this node; None: not known yet."""
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         if self.ranks > 1:
             self._thread.start()
@@ -145,27 +158,47 @@ class FailureWatch:
 
     def close(self) -> None:
         """This rank got through. A thread that were still in the store when the interpreter ends would abort it."""
+        if self.ranks > 1:
+            with contextlib.suppress(Exception):  # the neighbours must not take the end of this process for a loss
+                self._speak()
         self._done.set()
         if self._thread.is_alive():
             self._thread.join(timeout=11)
 
-    def claim(self, *, unreachable: bool = True) -> bool:
-        """True for the first rank that failed. unreachable: the answer where nobody can be asked."""
-        try:
-            return bool(self._store.add(f"{_KEY}/claims", 1) == 1)
-        except Exception:
-            return unreachable
-        finally:
-            with contextlib.suppress(Exception):
-                self._store.set(f"{_KEY}/rank_{self.rank}", _KERNEL if host_memory.killed_since(self._killed) else "")
+    def claim(self, *, unreachable: bool | None = None) -> bool:
+        """True for the first thread of the first rank that failed.
 
-    def silent_ranks(self) -> list[int] | None:
-        """Ranks that have not said that they failed too, after a moment to do so: killed, most likely. None: the store does
-        not answer either."""
+        unreachable: the answer where the store cannot be asked; None: whether status.json does not say `failed` yet.
+        """
+        with self._claiming:
+            if self._tells:
+                return False
+            try:
+                self._tells = bool(self._store.add(f"{_KEY}/claims", 1) == 1)
+            except Exception:
+                if unreachable is None:
+                    time.sleep(min(5.0, 0.2 * self.rank))  # one after the other: the first reports, the others see it
+                    unreachable = self.run.read_status().get("state") in (None, "running")
+                self._tells = unreachable
+            with contextlib.suppress(Exception):
+                self._speak()
+            return self._tells
+
+    def _speak(self) -> None:
+        """Tells the other ranks that this one ends in order, or has failed and says so itself."""
+        self._store.set(f"{_KEY}/alive_{self.rank}", "")
+        self._store.set(f"{_KEY}/rank_{self.rank}", _KERNEL if host_memory.killed_since(self._killed) else "")
+
+    def silent_ranks(self, *, stuck: bool) -> list[int] | None:
+        """Ranks that were killed, most likely: their threads do not notice the failure in time.
+
+        None: the store does not answer either. stuck: also ranks that run, but have not failed.
+        """
+        said = "rank" if stuck else "alive"
         with contextlib.suppress(Exception):
             deadline = time.monotonic() + 2.0
             while True:
-                silent = [r for r in range(self.ranks) if not self._store.check([f"{_KEY}/rank_{r}"])]
+                silent = [r for r in range(self.ranks) if not self._store.check([f"{_KEY}/{said}_{r}"])]
                 if not silent or time.monotonic() > deadline:
                     return silent
                 time.sleep(0.1)
@@ -228,6 +261,8 @@ class FailureWatch:
         """Ends this rank, and with it all others, as stopped: nothing was trained, nothing is to be saved."""
         first = True
         with contextlib.suppress(Exception):
+            if lost := self._lost_neighbours():  # torchrun ends the others with this signal, sooner than they are polled
+                self._report_lost(lost)
             if self._store.check([f"{_KEY}/claims"]):  # a rank failed, and torchrun ends the others with this signal
                 self.end(EXIT_FAILED)
             first = self._store.add(_STOPPED, 1) == 1
@@ -263,12 +298,14 @@ class FailureWatch:
         if not isinstance(error, (RecipeError, TrainingError)):
             with contextlib.suppress(OSError), log_file.open("a", encoding="utf-8") as log:
                 traceback.print_exception(error, file=log)
-        if not self.claim():
+            error = first_cause(error)
+        if not self.claim(unreachable=True):
+            if self._tells:  # the watch of this rank has noticed it too, reports it, and ends the process
+                threading.Event().wait()
             if ran_out_of_memory(error):  # all ranks do, often: the first one may not have said yet that it asks
                 time.sleep(_POLL_SECONDS)
             self._let_explain()
             return EXIT_USAGE if user else EXIT_FAILED
-        self._tells = True
         if ran_out_of_memory(error):
             self._explaining(True)
         account: Account | None = None
@@ -285,35 +322,82 @@ class FailureWatch:
         elif "DataLoader worker" in str(error) and host_memory.killed_since(self._killed):
             reason, account = "out_of_memory", self._account(error, killed=f"a loader process of rank {rank}")
             told = account.told if account is not None else f"a loader process of rank {rank} {_KILLED}"
-        elif lost_a_peer(error) and (silent := self.silent_ranks()) is None:
-            reason = "rank_lost"
-            what = f"lost the others in step {step + 1}: neither they answer nor the store where ranks meet"
-            told = f"rank {rank} of {ranks} {what}. Is the network down, or the node of rank 0?\nHow it noticed is in {log_file}"
-        elif lost_a_peer(error) and silent:
-            who = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(str(r) for r in silent)
-            if any(sign in str(error).lower() for sign in _TIMEOUT_SIGNS):
-                reason = "timeout"
-                what = f"did not answer in step {step + 1} within the time a collective may take (run.timeout)"
-            elif self._kernel_acted(silent):
-                reason, what, account = "out_of_memory", _KILLED, self._account(error, killed=f"{who} of {ranks}")
-            else:
+        elif lost_a_peer(error):
+            timeout = any(sign in str(error).lower() for sign in _TIMEOUT_SIGNS)
+            silent = self.silent_ranks(stuck=timeout)
+            if silent is None:
                 reason = "rank_lost"
-                what = f"ended without a word in step {step + 1}. Killed? Exit code -9 is what the kernel does where host memory runs out"
-            told = account.told if account is not None else f"{who} of {ranks} {what}."
-            told += f"\nHow rank {rank} noticed is in {log_file}"
+                what = f"lost the others in step {step + 1}: neither they answer nor the store where ranks meet"
+                told = f"rank {rank} of {ranks} {what}. Is the network down, or the node of rank 0?"
+            elif silent and timeout:
+                reason = "timeout"
+                told = f"{self._names(silent)} did not answer in step {step + 1} within the time a collective may take (run.timeout)."
+            elif silent:
+                reason, told, account = self._loss(silent, error)
+            if reason != "error":
+                told += f"\nHow rank {rank} noticed is in {log_file}"
+        self._tell(told, reason, account)
+        return EXIT_USAGE if user else EXIT_FAILED
+
+    def _tell(self, told: str, reason: str, account: Account | None) -> None:
         self.fail(told, reason=reason, **(account.noted if account is not None else {}))
         if account is not None:
             self._conclude(account, told)
         self._explaining(False)
-        return EXIT_USAGE if user else EXIT_FAILED
 
-    def _account(self, error: BaseException, *, killed: str | None = None) -> Account | None:
+    def _names(self, ranks: list[int]) -> str:
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.ranks}"
+
+    def _loss(self, lost: list[int], error: BaseException | None = None) -> tuple[str, str, Account | None]:
+        """Reason and message for ranks that were killed, and what there is to tell of memory if the kernel did it."""
+        names, step = self._names(lost), self.progress.step + 1
+        if self._kernel_acted(lost):
+            account = self._account(error, killed=names)
+            return "out_of_memory", account.told if account is not None else f"{names} {_KILLED}.", account
+        how = "Killed? Exit code -9 is what the kernel does where host memory runs out"
+        return "rank_lost", f"{names} ended without a word in step {step}. {how}.", None
+
+    def _lost_neighbours(self) -> list[int]:
+        """Ranks of this node whose processes are gone, in whatever way. Asks the kernel only."""
+        gone = [rank for rank, (pid, start) in (self._neighbours or {}).items() if process_start(pid) != start]
+        # Where even this process cannot be read (no file descriptor is left) nothing is known of the others
+        return gone if gone and process_start(os.getpid()) is not None else []
+
+    def _report_lost(self, lost: list[int]) -> None:
+        """Reports those that have not said that they end, and ends this process.
+
+        Returns where there are none, or where another rank reports a failure.
+        """
+        lost = [rank for rank in lost if not self._store.check([f"{_KEY}/rank_{rank}"])]
+        if lost and not self._store.check([_STOPPED]):
+            self._end_without(lost)
+
+    def _end_without(self, lost: list[int]) -> None:
+        if self.claim():
+            reason, told, account = self._loss(lost)
+            self._tell(f"{told}\nRank {self.rank}, on the same node, saw that its process was gone", reason, account)
+            self.end(EXIT_FAILED)
+
+    def _find_neighbours(self) -> None:
+        """Publishes this rank's process, and learns those of the other ranks on this node.
+
+        torchrun numbers a node's ranks in a row.
+        """
+        machine, key, first = this_machine(), f"{_KEY}/process_{{}}".format, self.rank - self.environment.local_rank
+        ranks = range(max(0, first), min(self.ranks, first + self.environment.local_world_size))
+        self._store.set(key(self.rank), f"{machine} {os.getpid()} {process_start(os.getpid())}")
+        if self._store.check([key(rank) for rank in ranks]):
+            said = {rank: self._store.get(key(rank)).decode().split() for rank in ranks if rank != self.rank}
+            self._neighbours = {rank: (int(pid), int(start)) for rank, (where, pid, start) in said.items() if where == machine}
+
+    def _account(self, error: BaseException | None, *, killed: str | None = None) -> Account | None:
         """killed: what was, by the kernel. None where nothing is known yet, or counting itself fails."""
         step = self.progress.step
         if self.post_mortem is not None:
             with contextlib.suppress(Exception):
                 if killed is not None:
                     return self.post_mortem.killed(killed, step)
+                assert error is not None
                 return self.post_mortem.examine(error, step=step, phase=self.progress.phase, micro_batch=self.progress.micro_batch)
         return None
 
@@ -321,16 +405,34 @@ class FailureWatch:
         return EXIT_DONE if self.environment.torchrun else EXIT_STOPPED
 
     def _watch(self) -> None:
-        with contextlib.suppress(Exception):
-            while not self._done.wait(_POLL_SECONDS):
-                if self._store.check([_STOPPED]):
-                    self.end(self._stopped_status())
-                if self._store.check([f"{_KEY}/claims"]):
-                    if not self._done.wait(_GRACE_SECONDS) and not self._tells:
-                        self._let_explain()
-                        print(f"rank {self.rank}: another rank failed while this one was busy; ending", file=sys.stderr, flush=True)
-                        self.end(EXIT_FAILED)
+        failed = 0
+        while not self._done.wait(_POLL_SECONDS):
+            lost = self._lost_neighbours()  # before the store is asked: who ends in order says so there first
+            try:
+                if self._look_at_store(lost):
                     return
+                if self._neighbours is None:
+                    self._find_neighbours()
+                failed = 0
+            except Exception:  # of the store: one error may pass, and the watchdog notices its end
+                failed += 1
+                if failed >= _FAILED_POLLS and lost:
+                    self._end_without(lost)
+
+    def _look_at_store(self, lost: list[int]) -> bool:
+        """True: this rank ends by itself; nothing is left to watch."""
+        if self._store.check([_STOPPED]):
+            self.end(self._stopped_status())
+        if self._store.check([f"{_KEY}/claims"]):
+            self._store.set(f"{_KEY}/alive_{self.rank}", "")
+            if not self._done.wait(_GRACE_SECONDS) and not self._tells:
+                self._let_explain()
+                print(f"rank {self.rank}: another rank failed while this one was busy; ending", file=sys.stderr, flush=True)
+                self.end(EXIT_FAILED)
+            return True
+        if lost:
+            self._report_lost(lost)
+        return False
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -338,6 +440,20 @@ def lost_a_peer(error: BaseException) -> bool:
     text = str(error).lower()
     signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", *_TIMEOUT_SIGNS)
     return isinstance(error, RuntimeError) and not isinstance(error, TrainingError) and any(sign in text for sign in signs)
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The earliest lost peer or lack of memory in an exception's chain of causes; itself if none.
+
+    A worker of the data loader, say, that is ended while a lost connection is handled raises an
+    exception of its own.
+    """
+    cause, earlier = error, error
+    while (before := earlier.__cause__ or (None if earlier.__suppress_context__ else earlier.__context__)) is not None:
+        earlier = before
+        if lost_a_peer(earlier) or ran_out_of_memory(earlier):
+            cause = earlier
+    return cause
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -67,6 +67,7 @@ class Measured:
 
     device: Literal["cpu", "cuda"]
     peak: int
+    """CUDA: of all steps, the first one included. CPU: of the later step that has less."""
     peak_of_ranks: int
     """The largest peak of any rank."""
     phases: dict[str, int]
@@ -94,13 +95,15 @@ class Measured:
     """What head and loss have left. None: the model has no output embedding; or it is frozen, and does not keep what it is given; or
     ddp under autocast, whose cast copy of it is there too."""
     spread: int
-    """By how much the peaks of the measured steps differ."""
+    """By how much the peaks of the steps but the first differ."""
     residue: int
     """Left when the model is gone: what the instrument missed, or something else kept."""
     reserved: int | None
     """CUDA: the most that the caching allocator held."""
     context: int | None
     """CUDA: taken on the device, outside of the allocator, by this process and any other."""
+    step_peaks: list[int] = field(default_factory=list)
+    """The peak of each step, the first one included."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,7 @@ class CudaMeter:
 
     def start(self) -> None:
         """From here on."""
+        self._release()
         torch.cuda.empty_cache()
         self._before = torch.cuda.memory_allocated(self._device)
         self.mark("start")
@@ -205,8 +209,16 @@ class CudaMeter:
         self._now = (name, torch.cuda.memory_allocated(self._device) - self._before)
         torch.cuda.memory.reset_peak_memory_stats(self._device)
 
+    def _release(self) -> None:
+        """Frees cuBLAS' workspaces, and tensors of finished collectives, which NCCL's process group keeps until its next one."""
+        assert dist.group.WORLD is not None
+        dist.group.WORLD._wait_for_pending_works()
+        dist.barrier(device_ids=[self._device.index])
+        torch._C._cuda_clearCublasWorkspaces()
+
     def stop(self) -> list[Mark]:
         """All marks."""
+        self._release()
         self.mark("end")
         assert self._now is not None
         return [*self._marks, Mark(*self._now, self._now[1])]
@@ -339,13 +351,15 @@ def evaluate(marks: list[Mark], counted: _Counted, *, device: str) -> Measured:
     """Marks of whole steps, to what they say; of the steps but the first, the least."""
     starts = [index for index, mark in enumerate(marks) if mark.name == "data"]
     assert len(starts) == STEPS + 1
-    steps = [_of_step(marks[first : last + 1], counted, number) for number, (first, last) in enumerate(pairwise(starts))][1:]
-    least = {key: min(step[key] for step in steps) for key in steps[0]}
+    steps = [_of_step(marks[first : last + 1], counted, number) for number, (first, last) in enumerate(pairwise(starts))]
     peaks = [max(step[phase] for phase in PHASES) for step in steps]
+    peak = max(peaks) if device == "cuda" else min(peaks[1:])
+    steps = steps[1:]
+    least = {key: min(step[key] for step in steps) for key in steps[0]}
     return Measured(
         device="cuda" if device == "cuda" else "cpu",
-        peak=min(peaks),
-        peak_of_ranks=min(peaks),
+        peak=peak,
+        peak_of_ranks=peak,
         phases={phase: least[phase] for phase in PHASES},
         step_start=least["step_start"],
         after_forward=least["after_forward"],
@@ -357,10 +371,11 @@ def evaluate(marks: list[Mark], counted: _Counted, *, device: str) -> Measured:
         gathered=None if counted.casts else least["gathered"],
         activations=least["activations"] if counted.head_apart else least["activations_and_logits"],
         logits=least["logits"] if counted.head_apart else None,
-        spread=max(peaks) - min(peaks),
+        spread=max(peaks[1:]) - min(peaks[1:]),
         residue=marks[-1].live,
         reserved=counted.reserved,
         context=counted.context,
+        step_peaks=peaks,
     )
 
 
@@ -391,7 +406,7 @@ def _of_step(marks: list[Mark], counted: _Counted, number: int) -> dict[str, int
 def run(setting: dict[str, Any]) -> None:
     """On every rank: measures each recipe; rank 0 writes the results as JSON into the file `result`."""
     environment = read_environment()
-    with processes.process_group(environment, device="any", cpu_offload=True, init_timeout=300) as (ranks, _):
+    with processes.process_group(environment, device="any", init_timeout=300) as (ranks, _):
         processes.set_threads(environment, device=ranks.device, cpu_offload=True)
         results = []
         for arguments in setting["recipes"]:

@@ -75,7 +75,9 @@ class LossScale:
         self._good_steps = torch.zeros((), device=device)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps of it; waits for the device."""
+        """What a checkpoint keeps of it; waits for the device where the scale is used."""
+        if not self.enabled:
+            return {"value": 1.0, "good_steps": 0.0}
         return {"value": self.value.item(), "good_steps": self._good_steps.item()}
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -88,7 +90,7 @@ class LossScale:
         """skipped: a scalar, 1 where the step's gradients were not finite, else 0."""
         if not self.enabled:
             return
-        skipped = skipped.to(self.value.device)
+        skipped = skipped.to(self.value.device, non_blocking=True)
         good = (self._good_steps + 1) * (1 - skipped)
         grow = good >= 2000
         self.value = torch.where(skipped > 0, self.value * 0.5, torch.where(grow, self.value * 2, self.value))

@@ -36,9 +36,8 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
     A failure of any rank ends this process (`failing_together`). Raises TrainingError where the ranks do not meet, or lack a GPU.
     """
     recipe, progress = loaded.recipe, Progress()
-    may_offload = recipe.strategy.cpu_offload is not None or recipe.strategy.kind == "auto"
     processes.set_numerics(deterministic=recipe.run.deterministic, float32_matmul=recipe.run.float32_matmul)
-    group = processes.process_group(environment, device=recipe.run.device, cpu_offload=may_offload, init_timeout=recipe.run.init_timeout)
+    group = processes.process_group(environment, device=recipe.run.device, init_timeout=recipe.run.init_timeout)
     with (
         StopRequest() as stop,
         group as (ranks, store),
@@ -90,6 +89,7 @@ def pipeline(
         skipped_rows=skipped_rows,
         beat=progress.beat,
     )
+    processes.set_timeout(recipe.run.init_timeout)
     post_mortem.training = Trained(training.wrapped.module, training.optimizer, ranks.device)
     wrapped, run_data, evaluator = training.wrapped, training.data, training.evaluator
     steps = run_data.steps
@@ -159,7 +159,9 @@ def pipeline(
             progress.step_done(step.number)
             reporter.step(step)
             compare_memory()
-            profile_step(step.number)
+            if recipe.profile is not None:
+                with progress.slow("profile"):  # it may write a trace
+                    profile_step(step.number)
             if step.number == point.step + 1:
                 processes.set_timeout(recipe.run.timeout)
             last = step.number == steps
@@ -193,6 +195,7 @@ def pipeline(
             except DivergedError as error:
                 rewinds += 1
                 progress.step = error.last_step  # nothing is kept of the step that was trained since
+                progress.slow_until_step("rewind")
                 if recipe.run.on_divergence == "stop" or keeper is None or rewinds > MAX_REWINDS:
                     raise
                 point = rewind(error, point, keeper, reporter)
@@ -215,7 +218,8 @@ def pipeline(
         exported = "the adapter, for peft's PeftModel.from_pretrained" if adapter else "the weights, for transformers' from_pretrained"
     reason = None if finished else stop.signal or "signal"
     kept = None if keeper is None else keeper.saved_step
-    reporter.end("finished" if finished else "stopped", reason=reason, exported=exported, kept=kept)
+    with progress.slow("end"):
+        reporter.end("finished" if finished else "stopped", reason=reason, exported=exported, kept=kept)
     return finished
 
 

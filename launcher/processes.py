@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import gc
 import json
 import os
 import socket
+import struct
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,6 +23,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from launcher.environment import Environment
 from launcher.errors import TrainingError
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""By device. A group with a backend for the CPU sends objects over it (torch 2.11 to 2.14, `_get_object_coll_device`).
+
+So an exchange of objects waits for no device, and needs no communicator of NCCL. Gradients that are clipped in host
+memory, with CPU offload, are reduced over gloo too.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +133,36 @@ def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-@contextmanager
-def process_group(environment: Environment, *, device: str, cpu_offload: bool, init_timeout: int) -> Iterator[tuple[DataParallel, Store]]:
+_SIOCGIFADDR = 0x8915
+"""netdevice(7): the IPv4 address of an interface."""
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface with the IPv4 address that this machine reaches a host from; None where it cannot be told."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: the kernel looks up the route
+        address = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))[20:24] == address:
+                    return name
+    return None
+
+
+def choose_gloo_interface(environment: Environment) -> None:
+    """Has gloo listen on the interface that leads to MASTER_ADDR, unless the user chose one.
+
+    By default gloo takes the address that this machine's own name resolves to, and that may be none, or one that other
+    nodes cannot reach. The loopback interface is left to gloo: it leads to MASTER_ADDR where all ranks are on one machine.
+    """
+    if "GLOO_SOCKET_IFNAME" not in os.environ and environment.meeting_point is not None:
+        name = interface_to(environment.meeting_point.rsplit(":", 1)[0])
+        if name not in (None, "lo"):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+@contextlib.contextmanager
+def process_group(environment: Environment, *, device: str, init_timeout: int) -> Iterator[tuple[DataParallel, Store]]:
     """The default process group for as long as the context lasts.
 
     device: what is wanted, as of `choose_device`.
@@ -149,11 +186,10 @@ def process_group(environment: Environment, *, device: str, cpu_offload: bool, i
         except (dist.DistError, TimeoutError) as error:
             raise TrainingError(f"not all of {environment.world_size} ranks came within {init_timeout} s: {error}") from error
         store = PrefixStore(f"generation{generation}", found)
+        choose_gloo_interface(environment)
     chosen = choose_device(environment, store, device)
-    # With offload the gradients that are clipped are in host memory, which NCCL cannot reduce.
-    backend = "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
     dist.init_process_group(
-        backend,
+        BACKENDS[chosen.type],
         store=store,
         rank=environment.rank,
         world_size=environment.world_size,
@@ -228,9 +264,18 @@ def notice_silence(environment: Environment) -> None:
             connection.detach()
 
 
+CHECKPOINT_GROUP = "checkpoint"
+"""Description of the group of checkpoints, in which the others wait for the rank whose disk is slowest."""
+
+
 def set_timeout(seconds: int) -> None:
-    """From now on a collective of any group may take so long; called once the slow first ones are done."""
+    """From now on a collective of any group but that of checkpoints may take so long.
+
+    Called when all groups are made, since those of a mesh have a default of their own, and once the
+    slow first collectives are done.
+    """
     from torch.distributed import distributed_c10d
 
     for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        if group.group_desc != CHECKPOINT_GROUP:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

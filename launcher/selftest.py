@@ -170,7 +170,7 @@ def run(setting: dict[str, Any]) -> int:
     environment = read_environment()
     processes.set_numerics(deterministic=False, float32_matmul="highest")
     main = environment.main
-    with processes.process_group(environment, device=setting["device"], cpu_offload=True, init_timeout=600) as (everyone, _):
+    with processes.process_group(environment, device=setting["device"], init_timeout=600) as (everyone, _):
         device = everyone.device
         processes.set_threads(environment, device=device, cpu_offload=True)
         try:

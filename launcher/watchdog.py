@@ -84,6 +84,8 @@ class Watch:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=11)
+        with contextlib.suppress(Exception):  # rank 0 may be busy for long, and must not miss this one
+            self._store.set(f"{_KEY}/{self._rank}", json.dumps({"left": True}))
         faulthandler.cancel_dump_traceback_later()
         if self._stopped_by_file:
             self._stop_file.unlink(missing_ok=True)
@@ -132,7 +134,7 @@ class Watch:
         try:
             self._run.check()
         except TrainingError as error:
-            if self._failures.claim():
+            if self._failures.claim(unreachable=True):
                 self._failures.fail(str(error), reason=error.reason)  # to the console: the folder's files are another's
             self._failures.end(EXIT_FAILED)
         except OSError:
@@ -144,17 +146,16 @@ class Watch:
         self._position = position
 
     def _agent_lost(self, why: str) -> None:
-        """The agent may have hosted the store: rank 0 tells it where nobody can be asked."""
-        if self._failures.claim(unreachable=self._rank == 0):
+        if self._failures.claim():
             told = f"{why} Ended after step {self._progress.step}: without it nobody would restart or end this rank"
             self._failures.fail(told, reason="agent_lost")
         self._failures.end(EXIT_FAILED)
 
     def _hang_alone(self) -> None:
         """Nothing moves, and the store does not answer either."""
-        where = self._dump()
-        told = f"rank {self._rank} hangs in step {self._progress.step + 1}, {where}, and the store where ranks meet does not answer"
-        if self._failures.claim(unreachable=self._rank == 0):
+        where = self._dump()["where"]
+        told = f"rank {self._rank} hangs in step {self._progress.step + 1}, at {where}, and the store where ranks meet does not answer"
+        if self._failures.claim():
             self._failures.fail(told, reason="hang")
         self._failures.end(EXIT_FAILED)
 
@@ -197,6 +198,8 @@ class Watch:
             self._judge(elapsed)
         elif store.check([f"{_KEY}/0"]):
             first = json.loads(store.get(f"{_KEY}/0"))
+            if "left" in first:
+                return
             if self._silence(0, first, elapsed) > self._hang_timeout + 2 * self._seconds and store.add(f"{_KEY}/judges", 1) == 1:
                 self._judge(elapsed)
 
@@ -210,7 +213,8 @@ class Watch:
         """Ends the run where a rank has given no sign of life for too long."""
         store, timeout = self._store, self._hang_timeout
         there = [rank for rank in range(self._ranks) if rank in self._seen or store.check([f"{_KEY}/{rank}"])]
-        states = {rank: json.loads(text) for rank, text in zip(there, store.multi_get([f"{_KEY}/{rank}" for rank in there]), strict=True)}
+        texts = zip(there, store.multi_get([f"{_KEY}/{rank}" for rank in there]), strict=True)
+        states = {rank: state for rank, text in texts if "left" not in (state := json.loads(text))}
         silent = {rank: self._silence(rank, state, elapsed) for rank, state in states.items()}
         if self._rank != 0:
             silent[0] = timeout  # which is why this rank judges
@@ -232,13 +236,13 @@ class Watch:
         for rank in states:
             while rank not in found and rank not in dumb and time.monotonic() < deadline:
                 if store.check([f"{_KEY}/dumped/{rank}"]):
-                    found[rank] = store.get(f"{_KEY}/dumped/{rank}").decode()
+                    found[rank] = json.loads(store.get(f"{_KEY}/dumped/{rank}"))
                 else:
                     time.sleep(0.1)
         self._failures.fail(self._describe(states, dumb, found), reason="hang")
         self._failures.end(EXIT_FAILED)
 
-    def _describe(self, states: dict[int, dict[str, Any]], dumb: list[int], found: dict[int, str]) -> str:
+    def _describe(self, states: dict[int, dict[str, Any]], dumb: list[int], found: dict[int, dict[str, Any]]) -> str:
         """Which rank is behind, where, and what the others wait in."""
         positions = {rank: (state["step"], state["beats"]) for rank, state in states.items()}
         first = min(positions.values())
@@ -252,34 +256,36 @@ class Watch:
             where = f"in step {state['step'] + 1}, {state['phase']}"
             lines.append(f"rank {rank} of {self._ranks} (process {state['pid']} on {state['host']}) is behind: {what}; {where}")
             if rank in found:
-                lines.append(f"  {found[rank]}")
+                lines.append(f"  at {found[rank]['where']}")
             elif rank in dumb:
                 lines += [f"  {line}" for line in process_state(state["pid"])[:2] if state["machine"] == self._machine]
         others = [rank for rank in states if rank not in behind]
         for rank in others[:2]:
-            lines.append(f"rank {rank} waits in step {states[rank]['step'] + 1}, {states[rank]['phase']}; {found.get(rank, '')}")
+            where = f"; at {found[rank]['where']}" if rank in found else ""
+            lines.append(f"rank {rank} waits in step {states[rank]['step'] + 1}, {states[rank]['phase']}{where}")
+        lines += compare_collectives({rank: told["collectives"] for rank, told in found.items()})
         lines.append(f"stacks and states of the processes are in {self._run.log / 'hang'}")
         return "\n".join(lines)
 
-    def _take_part(self, verdict: dict[str, Any]) -> str:
+    def _take_part(self, verdict: dict[str, Any]) -> dict[str, Any]:
         """Writes down what this rank does, and what is seen from outside of those beside it that cannot."""
         self._took_part = True
-        where = self._dump()
+        told = self._dump()
         for rank, (witness, pid) in verdict["silent"].items():
             if witness == self._rank:
                 with contextlib.suppress(OSError):
                     text = "\n".join([f"rank {rank}, process {pid}, as seen by rank {self._rank}", *process_state(pid)])
                     self._file(int(rank), "txt").write_text(text + "\n")
-        self._store.set(f"{_KEY}/dumped/{self._rank}", where)
-        return where
+        self._store.set(f"{_KEY}/dumped/{self._rank}", json.dumps(told))
+        return told
 
     def _file(self, rank: int, ending: str) -> Path:
         folder = self._run.log / "hang"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"rank_{rank}.{ending}"
 
-    def _dump(self) -> str:
-        """Writes the stacks of all threads, and the flight recorder; returns where the main thread is, in a line."""
+    def _dump(self) -> dict[str, Any]:
+        """Writes the stacks of all threads, and the flight recorder; returns where the main thread is, and `collectives`."""
         frames = sys._current_frames()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         main = threading.main_thread().ident
@@ -295,7 +301,7 @@ class Watch:
             if recorded is not None:
                 self._file(self._rank, "flight_recorder.json").write_bytes(recorded)
         where = innermost(frames[main]) if main in frames else "?"
-        return f"at {where}" + (f"; last collective: {last}" if (last := last_collective(recorded)) else "")
+        return {"where": where, "collectives": collectives(recorded)}
 
 
 def innermost(frame: FrameType) -> str:
@@ -338,11 +344,41 @@ def flight_recorder() -> bytes | None:
         return None
 
 
-def last_collective(recorded: bytes | None) -> str | None:
-    """Name, number and shapes of the newest entry of a flight recorder."""
-    try:
-        entries = json.loads(recorded or b"{}").get("entries", [])
-        last = max(entries, key=lambda entry: entry["record_id"])
-        return f"{last['profiling_name']}, the {last['collective_seq_id']}th of its group, {last['input_sizes']}"
-    except (ValueError, KeyError, TypeError):
-        return None
+def collectives(recorded: bytes | None) -> dict[str, dict[str, Any]]:
+    """By process group: the number of the newest collective, and the oldest unfinished ones.
+
+    A flight recorder's newest entry was only enqueued. What hangs is the oldest unfinished one.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        for entry in json.loads(recorded or b"{}").get("entries") or []:
+            if entry["is_p2p"]:
+                continue
+            number = entry["collective_seq_id"]
+            group = groups.setdefault(" ".join(entry["process_group"]), {"newest": 0, "unfinished": {}})
+            group["newest"] = max(group["newest"], number)
+            # gloo retires what is finished and leaves its state as it was
+            if entry["state"] != "completed" and not entry["retired"] and len(group["unfinished"]) < 8:
+                group["unfinished"][str(number)] = f"{entry['profiling_name']} {entry['input_sizes']}"
+    return groups
+
+
+def compare_collectives(ranks: dict[int, dict[str, dict[str, Any]]]) -> list[str]:
+    """A line for each group that waits: its oldest unfinished collective, and who has not begun it.
+
+    ranks: `collectives` of each. Groups with a rank that has not begun come first; three at most.
+    """
+    lines = []
+    for name in sorted({name for groups in ranks.values() for name in groups}):
+        members = {rank: groups[name] for rank, groups in ranks.items() if name in groups}
+        numbers = [int(number) for group in members.values() for number in group["unfinished"]]
+        if not numbers:
+            continue
+        oldest = min(numbers)
+        begun: dict[str, list[int]] = {}
+        for rank, group in members.items():
+            other = "is finished" if group["newest"] >= oldest else "not begun"
+            begun.setdefault(group["unfinished"].get(str(oldest), other), []).append(rank)
+        who = "; ".join(f"{what}: rank {', '.join(map(str, sorted(of)[:8]))}{' ...' * (len(of) > 8)}" for what, of in sorted(begun.items()))
+        lines.append(("not begun" not in begun, f"oldest unfinished collective of group {name}, number {oldest}: {who}"))
+    return [line for _, line in sorted(lines)[:3]]

@@ -3,6 +3,8 @@
 They refuse what the kernels of a GPU refuse, which the operator's fake kernel does not check.
 """
 
+from itertools import pairwise
+
 import torch
 from torch.nn.attention import varlen
 
@@ -10,7 +12,8 @@ CALLS = {"forward": 0, "backward": 0}
 """How often each kernel ran in this process."""
 
 
-def _check(query, key, value):
+def check_heads(query, key, value):
+    """What the kernel of a GPU asks for."""
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     assert len(sizes) == 1, f"one head size, not {sizes}"
     size = sizes.pop()
@@ -23,7 +26,7 @@ def _documents(query, key, value, bounds, scale, window, causal):
     """For each document: where it is, q, k, v (heads, tokens, size), with k and v repeated for grouped heads, and scores."""
     bounds = bounds.tolist()
     left, right = window or (-1, -1)
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         place = slice(start, end)
         q, k, v = (tensor[place].transpose(0, 1).float() for tensor in (query, key, value))
         k, v = (tensor.repeat_interleave(q.shape[0] // tensor.shape[0], dim=0) for tensor in (k, v))
@@ -35,7 +38,7 @@ def _documents(query, key, value, bounds, scale, window, causal):
 
 
 def _forward(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None, *rest):
-    _check(query, key, value)
+    check_heads(query, key, value)
     CALLS["forward"] += 1
     out, lse = torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
     for place, _, _, v, scores in _documents(query, key, value, cu_seq_q, scale, window_size, is_causal):
@@ -44,9 +47,7 @@ def _forward(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=Fals
     return out, lse, torch.zeros(2, dtype=torch.uint64)
 
 
-def _backward(
-    grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, rng_state, scale=None, window_size=None
-):
+def _backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, rng_state, scale=None, window_size=None):
     CALLS["backward"] += 1
     gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
     for place, q, k, v, scores in _documents(query, key, value, cu_seq_q, scale, window_size, is_causal):

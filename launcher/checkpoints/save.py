@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from launcher.checkpoints import files
 from launcher.checkpoints.files import Checksums, StoredFile
 from launcher.checkpoints.layout import ALIGNMENT, LOCAL, Layout, as_bytes, local_part, plan, signature
-from launcher.processes import DataParallel
+from launcher.processes import CHECKPOINT_GROUP, DataParallel
 
 CHUNK = 16 * 2**20
 """Bytes that are written at once; a multiple of ALIGNMENT."""
@@ -31,8 +32,13 @@ _STEPPED = ("model.", "optimizer.")
 
 def checkpoint_group(ranks: DataParallel) -> dist.ProcessGroup:
     """A group of the same ranks for checkpoints alone, over gloo: the thread that saves uses it while training uses its own
-    (over the same group the two hang). All ranks of the default group must call it."""
-    group = dist.new_group(dist.get_process_group_ranks(ranks.group), backend="gloo")
+    (over the same group the two hang). All ranks of the default group must call it.
+
+    A collective of it may take a day: the others wait in one for the rank whose disk is slowest. A rank that is lost is
+    noticed by other means (`failures.py`, `watchdog.py`).
+    """
+    members, timeout = dist.get_process_group_ranks(ranks.group), timedelta(days=1)
+    group = dist.new_group(members, timeout=timeout, backend="gloo", group_desc=CHECKPOINT_GROUP)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -253,6 +259,9 @@ class Checkpointer:
     def _stage(self, work: _Work) -> None:
         buffer = self._buffer
         assert buffer is not None
+        if self._stream is not None:
+            # A new thread starts on device 0: `stream` would make a context there when it restores that device's stream
+            torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             for at, values in work.pieces:
                 buffer[at : at + len(values)].copy_(values, non_blocking=True)
@@ -345,9 +354,11 @@ def write_chunks(path: Path, chunks: Iterator[memoryview], *, size: int) -> Stor
                     written = os.pwrite(descriptor, chunk, at)
                 except OSError as problem:
                     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-                    if problem.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                    if problem.errno not in (errno.EINVAL, errno.EFAULT) or not flags & os.O_DIRECT:
                         raise
-                    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # as after a part of a chunk
+                    # EINVAL: not aligned as this file system wants it, for instance after a short write.
+                    # EFAULT: the disk cannot read this memory itself, as with memory that some drivers pin.
+                    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                     continue
                 chunk, at = chunk[written:], at + written
         os.ftruncate(descriptor, size)

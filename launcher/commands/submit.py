@@ -327,7 +327,7 @@ def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
 
 
 def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
-    """Until the jobs have left the queue, over all their requeues; then how the runs ended."""
+    """Until the jobs and their successors have left the queue, over all requeues; then how the runs ended."""
     told: dict[Path, int] = {}
     log = runs[0].folder / "log" / "rank_0.log"
     told[log] = log.stat().st_size if log.exists() else 0
@@ -340,7 +340,10 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
                 asked = time.monotonic()
                 with contextlib.suppress(RecipeError):  # a controller that is restarted is back in a moment
                     active = submit.active_jobs()
-                    before, state = state, ", ".join(sorted({active[job].lower() for job in ids if job in active}))
+                    jobs = {job for run in runs for job in submit.Submission(run.folder, "").jobs()}
+                    running = {active[job].lower() for job in jobs if job in active}
+                    # Successors are pending all the time
+                    before, state = state, ", ".join(sorted(running - {"pending"} or running))
                     if follow and state and state != before:
                         print(f"-- job {ids[0]}: {state}", flush=True)
             time.sleep(min(0.5, _SQUEUE_SECONDS))

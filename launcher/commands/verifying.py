@@ -32,7 +32,7 @@ def compared(plan: Plan, measured: Measured) -> Iterator[tuple[str, int, int]]:
 
 
 def is_true(plan: Plan, measured: Measured) -> bool:
-    """Whether the peak is as planned, and the allocator holds no more than that and the margin."""
+    """Whether the peak is as planned. What the allocator reserves beside it is no part of this: while the device has room it
+    caches what each stream once used, and gives it back when the device is full."""
     planned = plan.step.peak.components.total
-    close = -TOLERANCE_UNDER * measured.peak <= planned - measured.peak <= TOLERANCE * measured.peak
-    return close and (measured.reserved is None or measured.reserved <= planned + plan.margin)
+    return -TOLERANCE_UNDER * measured.peak <= planned - measured.peak <= TOLERANCE * measured.peak

@@ -134,7 +134,7 @@ def _ignore_interrupts(worker: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a stream tokenizes here: one thread a process
 
 
-class _Mover:
+class Mover:
     """Copies to the device on a stream of its own, so that a copy does not queue behind the compute."""
 
     def __init__(self, device: torch.device) -> None:
@@ -142,6 +142,7 @@ class _Mover:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def move(self, tensors: Tensors) -> Tensors:
+        """The micro-batch on the device. The current stream waits for the copy."""
         if self.stream is None:
             return tensors
         with torch.cuda.stream(self.stream):
@@ -237,7 +238,7 @@ def training_batches(
         pin_memory=data.pin_memory,
         device=ranks.device,
     )
-    mover = _Mover(ranks.device)
+    mover = Mover(ranks.device)
     loaded = iter(loader)
     for step in range(first_step, steps):
         started = time.perf_counter()

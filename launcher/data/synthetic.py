@@ -12,7 +12,7 @@ import torch
 from launcher import loss
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import Isolation, collate_sequences
-from launcher.data.loader import Counts, GlobalBatch, Tensors, to_device
+from launcher.data.loader import Counts, GlobalBatch, Mover, Tensors
 from launcher.processes import DataParallel
 from launcher.recipe import schema
 
@@ -32,9 +32,10 @@ class SyntheticData:
     def batches(self, ranks: DataParallel, *, micro_batches: int, steps: int) -> Iterator[GlobalBatch]:
         """The same global batch at every step."""
         values = [self.loss_tokens * micro_batches, self.tokens * micro_batches, 0, 0]
+        mover = Mover(ranks.device)
         for step in range(1, steps + 1):
-            moved = [to_device(self.tensors, ranks.device) for _ in range(micro_batches)]
-            yield GlobalBatch(step, moved, Counts(values, ranks, None), step, 0.0)
+            moved = [mover.move(self.tensors) for _ in range(micro_batches)]
+            yield GlobalBatch(step, moved, Counts(values, ranks, mover.stream), step, 0.0)
 
 
 def rows_of(batch: schema.Batch, *, sequence_length: int) -> int:

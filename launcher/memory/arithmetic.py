@@ -26,7 +26,7 @@ from typing import Literal
 
 from launcher.batching import accumulation_steps
 from launcher.data.synthetic import rows_of
-from launcher.memory.components import Components, Moment, Phase, StepMemory
+from launcher.memory.components import CUBLAS_WORKSPACES, Components, Moment, Phase, StepMemory, pinned
 from launcher.recipe.schema import Recipe, Strategy
 
 Style = Literal["autocast", "cast"]
@@ -72,6 +72,8 @@ class Held:
     """Elements."""
     largest: int
     """Bytes of the largest."""
+    pinned: int
+    """Bytes of the masters and of the gradients in page-locked memory."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Weights:
         """Of rank 0, which has the larger part where `shards` does not divide: fully_shard cuts the first dimension."""
         known = self._shares.get((shards, dtype_bytes))
         if known is None:
-            masters = trained = largest = 0
+            masters = trained = largest = in_pinned = 0
             for weight in self.parameters:
                 first, *others = weight.shape or (1,)
                 elements = -(-first // shards) * math.prod(others)
@@ -113,7 +115,8 @@ class Weights:
                 masters += elements * size
                 trained += elements if weight.trained else 0
                 largest = max(largest, elements * size)
-            known = self._shares[(shards, dtype_bytes)] = Held(masters, trained, largest)
+                in_pinned += pinned(elements * size) + (pinned(4 * elements) if weight.trained else 0)
+            known = self._shares[(shards, dtype_bytes)] = Held(masters, trained, largest, in_pinned)
         return known
 
 
@@ -330,7 +333,11 @@ class _Walk:
         self.shard = 4 * sum(share.trained for share in shares)
         self.block_shards = list(accumulate((4 * share.trained for share in shares[:-1]), initial=0))
         self.root_shard = 4 * shares[-1].trained
-        self.transfers = (max(share.largest for share in shares), max(share.masters for share in shares)) if self.offloads else (0, 0)
+        # Shards on the device before they are cast: one at a time; without a cast all of a group
+        uploads = max(share.largest if self.size < 4 else share.masters for share in shares)
+        self.upload = uploads if self.offloads else 0
+        pins = strategy.cpu_offload is not None and strategy.cpu_offload.pin_memory
+        self.on_host = sum(share.pinned if pins else share.masters + 4 * share.trained for share in shares) + 2 * self.shard
         self.trained = list(accumulate((block.trained for block in self.blocks), initial=0))
         self.whole = list(accumulate((self.size * block.count for block in self.blocks), initial=0))
         elements = footprint.logits.at(rows)
@@ -347,6 +354,7 @@ class _Walk:
         """A moment; what is held between steps is added."""
         on_device = not self.offloads
         parts["gradients"] = parts.get("gradients", 0) + (self.shard if self.ddp else 0)
+        parts["temporary"] = parts.get("temporary", 0) + (CUBLAS_WORKSPACES if self.profile.device == "cuda" else 0)
         components = Components(
             parameters=(self.masters if on_device else 0) + self.profile.buffers,
             optimizer=2 * self.shard if on_device else 0,
@@ -449,7 +457,6 @@ class _Walk:
         total = self.trained[count] + root_unreduced
         unreduced_before = self.reduce * total if micro_batch and holds else 0
         in_flight = self.reduce * root_unreduced if micro_batch and not holds else 0
-        to_device, to_host = self.transfers
         everything = self.whole[count]
         for index in self.indices:
             block = self.size * self.blocks[index].count
@@ -463,7 +470,7 @@ class _Walk:
                 gathered=root + gathered,
                 activations=acts.before[index + 1],
                 temporary=acts.passing[index],
-                communication=in_flight + to_device + following * (2 if index < count - 1 else 1),
+                communication=in_flight + self.upload + following * (2 if index < count - 1 else 1),
             )
         gathered = everything if keeps or gathered_before else 0
         activations = acts.before[count] + acts.head
@@ -476,7 +483,7 @@ class _Walk:
                 gathered=root + gathered,
                 activations=activations,
                 logits=logits,
-                communication=in_flight + (to_device if phase == "forward" else to_host),
+                communication=in_flight,
             )
         head = 0 if self.profile.tied else self.size * self.profile.root.largest_trained
         self.note(
@@ -486,7 +493,7 @@ class _Walk:
             gradients=shards_before + unreduced_before + head,
             gathered=root + gathered,
             activations=activations,
-            communication=in_flight + to_host,
+            communication=in_flight,
             temporary=acts.head_temporary,
         )
         for index in reversed(self.indices):
@@ -517,7 +524,7 @@ class _Walk:
                 **(common | {"gradients": grown + head + self.size * group.largest_trained}),
                 activations=acts.before[index] + acts.working[index],
                 temporary=acts.temporary[index],
-                communication=flight + prefetched + to_host + self._averaged(index, micro_batch),
+                communication=flight + prefetched + self._averaged(index, micro_batch),
             )
             if not holds or last:  # its reduction begins: gradients as computed, and packed for the collective
                 self.note(
@@ -527,7 +534,7 @@ class _Walk:
                     gradients=grown + head + self.size * group.trained,
                     gathered=root + (kept - block if not stays else kept),
                     activations=acts.before[index],
-                    communication=self.reduce * group.trained + prefetched + to_host + self._averaged(index, micro_batch),
+                    communication=self.reduce * group.trained + prefetched + self._averaged(index, micro_batch),
                 )
         grown = self.reduce * total if holds and not last else (shards_before or self.block_shards[count] * on_device)
         if holds and last:
@@ -540,12 +547,12 @@ class _Walk:
             gradients=grown + (self.size * root_unreduced if reduces else 0),
             gathered=root + everything if stays else 0,
             activations=0 if count else activations,
-            communication=(self.reduce * root_unreduced if reduces else 0) + to_host + self._averaged(-1, micro_batch),
+            communication=(self.reduce * root_unreduced if reduces else 0) + self._averaged(-1, micro_batch),
         )
 
     def _averaged(self, index: int, micro_batch: int) -> int:
         """Hybrid sharding: what was averaged over the copies stays until the backward pass ends, where it is added to gradients."""
-        averages = self.strategy.replicate > 1 and micro_batch > 0 and self.sync
+        averages = self.strategy.replicate > 1 and (self.offloads or (micro_batch > 0 and self.sync))
         return self.block_shards[-1] - self.block_shards[index + 1] if averages else 0
 
     def result(self) -> StepMemory:
@@ -566,7 +573,7 @@ class _Walk:
         if self.ddp:
             backward = next(moment for moment in self.timeline if moment.phase == "backward")
             after = dataclasses.replace(after, gathered=backward.components.gathered)
-        host = self.activations.host + (self.masters + 3 * self.shard if self.offloads else 0)
+        host = self.activations.host + (self.on_host if self.offloads else 0)
         return StepMemory(
             method="arithmetic",
             peak=max(phases.values(), key=lambda moment: moment.components.total),

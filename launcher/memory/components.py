@@ -8,6 +8,15 @@ from typing import Literal
 
 Phase = Literal["forward", "backward", "optimizer"]
 
+CUBLAS_WORKSPACES = 2 * 32 * 2**20
+"""Bytes that PyTorch allocates for cuBLAS with the first matrix product: 32 MiB each for the thread of the forward pass and that
+of the backward pass. Before compute capability 9.0 they are 8.125 MiB each; deterministic runs have 32 MiB."""
+
+
+def pinned(size: int) -> int:
+    """Bytes that PyTorch's allocator of page-locked host memory takes for an allocation: the next power of two."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
@@ -64,9 +73,9 @@ class StepMemory:
     phases: dict[Phase, Moment]
     """The highest moment of each phase."""
     held: Components
-    """Between steps."""
+    """Between steps, without cuBLAS' workspaces, which the moments count as temporary."""
     after_forward: Components
-    """When the first micro-batch's forward pass has ended: what its backward pass will need."""
+    """When the first micro-batch's forward pass has ended: what its backward pass will need. Without cuBLAS' workspaces."""
     timeline: tuple[Moment, ...]
     """In order: the highest moment of each module's forward and backward, for a drawing."""
     host: int

@@ -254,7 +254,10 @@ def _ways(
     for batch in list(_batches(written, machine)) if micro_batches else [written.batch]:
         sized = dataclasses.replace(written, batch=batch)
         accumulates = micro_batches_of(sized, ranks=machine.ranks) > 1
-        pairs = _pairs(written, machine, accumulates=accumulates, precisions=precisions) if strategies else _as_written(written)
+        if strategies:
+            pairs = _pairs(written, machine, accumulates=accumulates, precisions=precisions)
+        else:
+            pairs = _as_written(written, accumulates=accumulates)
         for strategy, checkpointing in pairs:
             key = (batch, strategy, checkpointing)
             if key in seen:
@@ -271,8 +274,12 @@ def _ways(
             )
 
 
-def _as_written(written: Recipe) -> Iterator[tuple[Strategy, ActivationCheckpointing | None]]:
-    yield written.strategy, written.activation_checkpointing
+def _as_written(written: Recipe, *, accumulates: bool) -> Iterator[tuple[Strategy, ActivationCheckpointing | None]]:
+    """As written; with CPU offload also with one reduction a step, where `auto` leaves that open."""
+    strategy, checkpointing = written.strategy, written.activation_checkpointing
+    yield strategy, checkpointing
+    if strategy.cpu_offload is not None and accumulates and strategy.sync_every_micro_batch == "auto":
+        yield dataclasses.replace(strategy, sync_every_micro_batch=False), checkpointing
 
 
 def _batches(written: Recipe, machine: Machine) -> Iterator[Any]:
@@ -326,7 +333,7 @@ def _pairs(
                 )
                 for checkpointing in (*plain, *to_host):
                     yield strategy, checkpointing
-                if on_gpu and not keeps_forward and sync and replicate in (1, written.strategy.replicate):
+                if on_gpu and not keeps_forward and replicate in (1, written.strategy.replicate):
                     offload = written.strategy.cpu_offload or CpuOffload()
                     for checkpointing in (*plain[1:], *to_host):
                         yield dataclasses.replace(strategy, cpu_offload=offload), checkpointing

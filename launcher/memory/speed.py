@@ -67,8 +67,10 @@ def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Ste
     - what overlaps costs the longer: max(computing, gathering) in the forward pass, max(computing, gathering +
       reducing) in the backward pass; so only what computing does not hide is counted. Reductions of ddp overlap with the backward
       pass of the last micro-batch only.
-    - offload: float32 shards to the device for each gathering, gradients to host memory for each reduction; activations out
-      in the forward pass and back in the backward pass; AdamW at the host's rate.
+    - offload: float32 shards to the device for each gathering, which nothing hides where one rank has all of a parameter (FSDP2 then
+      copies on the stream that computes); gradients to host memory for each reduction. From the step's second
+      reduction on the backward pass waits for each copy and for its addition on the host (12 bytes a parameter, where AdamW
+      moves 28). Activations go out in the forward pass and come back in the backward pass. AdamW runs at the host's rate.
     - optimizer on the device: 28 bytes a parameter (`rates.ADAMW_BYTES`), and 4 for the norm, / memory bandwidth.
     """
     strategy, rates = recipe.strategy, machine.rates
@@ -94,7 +96,7 @@ def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Ste
     groups = len(profile.block_classes) + 1
 
     gather_forward = gather_backward = reduce = 0.0
-    copies_forward = copies_backward = 0.0
+    copies_forward = copies_backward = stall = 0.0
     if ddp:
         reduce = 2 * _collective(4.0 * profile.trained, ranks, machine, groups=max(1, round(4 * profile.trained / 25e6)))
     else:
@@ -112,8 +114,14 @@ def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Ste
             )
         reduce *= reductions
         if strategy.cpu_offload is not None and machine.device == "cuda":
-            copies_forward += forward_gathers * masters / rates.host_bandwidth
-            copies_backward += (backward_gathers * masters + reductions * 4 * trained) / rates.host_bandwidth
+            upload = masters / rates.host_bandwidth
+            if shards == 1:  # copied on the stream that computes
+                stall += (forward_gathers + backward_gathers) * upload
+            else:
+                copies_forward += forward_gathers * upload
+                copies_backward += backward_gathers * upload
+            copies_backward += 4 * trained / rates.host_bandwidth
+            stall += (reductions - 1) * (4 * trained / rates.host_bandwidth + 12 / 28 * trained / rates.host_adamw)
     checkpointing = recipe.activation_checkpointing
     if checkpointing is not None and checkpointing.offload_to_cpu and machine.device == "cuda":
         inputs = sum(
@@ -122,9 +130,7 @@ def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Ste
             if on
         )
         # save_on_cpu waits for each copy: nothing hides it
-        stall = 2 * inputs * micro_batches / rates.host_bandwidth
-    else:
-        stall = 0.0
+        stall += 2 * inputs * micro_batches / rates.host_bandwidth
 
     exposed_forward = _exposed([gather_forward, copies_forward], forward)
     hiding = backward + recomputation

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,15 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from launcher.assembly import PreparedModel, prepare_model
 from launcher.data.loader import GlobalBatch
 from launcher.data.synthetic import SyntheticData
 from launcher.loop import train_steps
-from launcher.memory.components import COMPONENTS, Components, Moment, Phase, StepMemory
+from launcher.memory.components import COMPONENTS, CUBLAS_WORKSPACES, Components, Moment, Phase, StepMemory
 from launcher.memory.tracker import HOST, Held, Place, Tracker, resizing_watched
 from launcher.model.weights import clean_name, materialize
 from launcher.optimizer import LossScale, make_optimizer
@@ -66,7 +65,7 @@ def trace_step(recipe: Recipe, *, ranks: int, device: Literal["cpu", "cuda"], mi
             cut_to(larger, depths[1])
             second = _run(larger, recipe, group, device=device, micro_batches=micro_batches)
             traced = _drawn_out([traced, second], depths=depths, period=period, names=names)
-    return _as_step(traced.moments, traced.held, traced.after_forward)
+    return _as_step(traced, workspaces=CUBLAS_WORKSPACES if device == "cuda" else 0)
 
 
 def _prepare(recipe: Recipe, *, device: str) -> PreparedModel:
@@ -141,6 +140,9 @@ class _Reducer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        """Nothing is timed."""
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         self._reduces = False
@@ -187,10 +189,14 @@ def _run(prepared: PreparedModel, recipe: Recipe, ranks: DataParallel, *, device
         return "logits" if wide and tensor.numel() == data.tokens * (vocabulary or 0) else None
 
     tracker = Tracker(label_of, gloo=device == "cpu")
-    offloads = recipe.strategy.cpu_offload is not None and device == "cuda"
-    with _standing_in(tracker, data, device=device):
+    offload = recipe.strategy.cpu_offload if device == "cuda" else None
+    offloads = offload is not None
+    transfers = _offloading(tracker, pinned=offload.pin_memory) if offload is not None else nullcontext()
+    with _standing_in(tracker, data, device=device), transfers:
         wrapped = prepared.wrap(recipe, ranks, fill=fill)
         with fake, tracker:
+            if offload is not None:
+                tracker.mark_host(wrapped.module.parameters(), pinned=offload.pin_memory)
             tracker.mark(wrapped.module.parameters(), HOST if offloads else "parameters")
             tracker.mark(wrapped.module.buffers(), "parameters")
             tracker.mark(getattr(wrapped.model, "buckets", ()), "gradients")
@@ -212,34 +218,7 @@ def _run(prepared: PreparedModel, recipe: Recipe, ranks: DataParallel, *, device
                     pass
             except Exception as error:  # whatever a model's code does with a tensor that has no values
                 raise UntraceableError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
-    traced = driver.traced()
-    return _with_transfers(traced, wrapped.module, copies=recipe.strategy.replicate > 1) if offloads else traced
-
-
-def _with_transfers(traced: _Traced, model: nn.Module, *, copies: bool) -> _Traced:
-    """Offload's buffers on the device, by arithmetic: a fake tensor does not tell host from device.
-
-    While a group is gathered, the shard of one parameter at a time lies on the device in float32, before it is cast and
-    packed; while one is reduced, the group's gradient shard does, before it is copied to host memory. With copies of the model
-    (hybrid) FSDP keeps what it has reduced over them, of all groups, until the backward pass has ended (torch 2.13); from the
-    second micro-batch on the trace sees that by itself, since there the gradients are added to others.
-    """
-    owners = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    groups, one = dict.fromkeys(owners, 0), 0
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        shard = parameter._local_tensor.untyped_storage().nbytes()
-        one = max(one, shard)
-        groups[max((owner for owner in owners if not owner or name.startswith(f"{owner}.")), key=len)] += shard
-    largest, kept, moments = max(groups.values()), 0, []
-    for place, held in traced.moments:
-        extra = {"forward": one, "backward": largest + kept, "optimizer": 0}[place.phase]
-        moments.append((place, held | {"communication": held["communication"] + extra}))
-        if place.phase != "backward" or place.micro_batch > 0:
-            kept = 0
-        elif copies:
-            kept += groups.get(place.where, 0)
-    return dataclasses.replace(traced, moments=moments)
+    return driver.traced()
 
 
 def _head(model: Any) -> dict[str, nn.Module]:
@@ -400,12 +379,33 @@ def _standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Itera
 
 
 @contextmanager
+def _offloading(tracker: Tracker, *, pinned: bool) -> Iterator[None]:
+    """CPU offload: FSDP copies shards to the device and gradients to host memory. On fake tensors both are on one device, where
+    `Tensor.to` copies nothing."""
+    plain = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        file = sys._getframe(1).f_code.co_filename
+        if "non_blocking" not in kwargs or not file.endswith(("_fsdp_param.py", "_fsdp_collectives.py")):
+            return plain(tensor, *args, **kwargs)
+        copied = tensor.clone()
+        if file.endswith("_fsdp_param.py"):
+            tracker.mark([copied], "communication")
+        else:
+            tracker.mark_host([copied], pinned=pinned)
+        return copied
+
+    with replaced(torch.Tensor, "to", to):
+        yield
+
+
+@contextmanager
 def _saving_on_host(tracker: Tracker, pin_memory: bool = False) -> Iterator[None]:
     """Activation offload: what is saved goes to host memory, and comes back as a copy."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         host = tensor.detach().clone()
-        tracker.mark([host], HOST)
+        tracker.mark_host([host], pinned=pin_memory)
         return host
 
     def unpack(host: torch.Tensor) -> torch.Tensor:
@@ -448,19 +448,25 @@ def cuda_attention(
     return out
 
 
-def _as_step(moments: list[tuple[Place, Held]], held: Held, after_forward: Held) -> StepMemory:
+def _as_step(traced: _Traced, *, workspaces: int) -> StepMemory:
     timeline = [
-        Moment(phase=place.phase, micro_batch=place.micro_batch, where=place.where, components=_components(at)) for place, at in moments
+        Moment(
+            phase=place.phase,
+            micro_batch=place.micro_batch,
+            where=place.where,
+            components=_components(at) + Components(temporary=workspaces),
+        )
+        for place, at in traced.moments
     ]
     phases = {phase: max((m for m in timeline if m.phase == phase), key=lambda m: m.components.total) for phase in PHASES}
     return StepMemory(
         method="traced",
         peak=max(phases.values(), key=lambda m: m.components.total),
         phases=phases,
-        held=_components(held),
-        after_forward=_components(after_forward),
+        held=_components(traced.held),
+        after_forward=_components(traced.after_forward),
         timeline=tuple(timeline),
-        host=max(at[HOST] for _, at in moments),
+        host=max(at[HOST] for _, at in traced.moments),
     )
 
 

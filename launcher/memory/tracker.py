@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from launcher.memory import components
 from launcher.memory.components import COMPONENTS, Phase
 
 HOST = "host"
@@ -114,6 +115,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             record = self.see(tensor, label=None)
             if record is not None and (record.label is None or not only_unlabelled):
                 record.label = label
+
+    def mark_host(self, tensors: Iterable[torch.Tensor], *, pinned: bool) -> None:
+        """These lie in host memory, page-locked or not."""
+        for tensor in tensors:
+            record = self.see(tensor, label=HOST)
+            if pinned and record is not None:
+                local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+                self.resized(local.untyped_storage(), components.pinned(record.size))
 
     @property
     def events(self) -> int:

@@ -9,7 +9,9 @@ squared.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -82,61 +84,94 @@ def _has_kernel(model: nn.Module, device: torch.device, compute_dtype: torch.dty
     return compute_dtype in (torch.bfloat16, torch.float16) and dropout == 0
 
 
-class _Seen(Exception):  # noqa: N818
-    """Ends the trial of `_passes_bounds` early."""
+def drop_causal_mask(model: nn.Module) -> None:
+    """For rows of one document each, padded on the right: takes transformers' mask away where it says no more than causal.
 
-
-def _passes_bounds(model: nn.Module, *, largest_head: int | None = None) -> bool:
-    """Whether attention gets the documents' bounds, and is asked for nothing that it cannot compute.
-
-    Calls the model on meta until a layer of each kind has called attention. largest_head: the largest head
-    size of q, k and v that the kernel takes; None: any.
+    transformers asks the device in every forward pass whether `position_ids` are those of packed documents. Tokens never
+    see the padding behind them, so that `sdpa` without a mask is exact wherever there is a target. Models that make another
+    mask (layers of another kind, images, prefixes) keep it, and the wait.
     """
+    pretrained: Any = model
+    config: Any = getattr(pretrained, "config", None)
+    if getattr(config, "_attn_implementation", None) != "sdpa" or config.get_text_config() is not config:
+        return
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        return
+    layers = set(_layer_types(config))
+    if not layers <= {"full_attention", "sliding_attention"}:
+        return
+    slides = "sliding_attention" in layers or getattr(config, "sliding_window", None) is not None
+    _register()
+    pretrained.set_attn_implementation(VARLEN)
+    calls = _attention_calls(model)
+    if not calls or not all(call.plain for call in calls) or (slides and not all("sliding_window" in call.arguments for call in calls)):
+        pretrained.set_attn_implementation("sdpa")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Of a layer to its attention."""
+
+    head_size: int
+    """The largest of q, k and v."""
+    plain: bool
+    """Asks for what `varlen_attention` computes: causal, without masks, biases, caps and sinks."""
+    arguments: dict[str, Any]
+
+
+class _Seen(Exception):  # noqa: N818
+    """Ends the trial of `_attention_calls` early."""
+
+
+def _attention_calls(model: nn.Module, **inputs: Any) -> list[_Call]:
+    """Calls the model on meta until a layer of each kind has called attention. Empty: none did."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     pretrained: Any = model
     name = pretrained.config._attn_implementation
     layer_types = _layer_types(pretrained.config) or ["attention"]
-    calls: list[bool] = []
+    calls: list[_Call] = []
 
-    def trial(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-        bounds = all(kwargs.get(key) is not None for key in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
-        fits = largest_head is None or max(query.shape[-1], value.shape[-1]) <= largest_head
-        plain = attention_mask is None and _is_plain(module, kwargs)
-        calls.append(bounds and fits and (name in _FLASH or plain))
+    def trial(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **arguments: Any) -> Any:
+        causal = arguments.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        others = [attention_mask, *(arguments.get(key) for key in ("position_bias", "softcap", "s_aux"))]
+        plain = bool(causal) and all(other is None for other in others)
+        calls.append(_Call(max(query.shape[-1], value.shape[-1]), plain, arguments))
         if set(layer_types[: len(calls)]) == set(layer_types):
             raise _Seen
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
     ALL_ATTENTION_FUNCTIONS.register(name, trial)
-    try:
-        ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-        bounds = torch.zeros(2, dtype=torch.int32, device="meta")
-        pretrained(
-            input_ids=ids,
-            position_ids=ids,
-            cu_seq_lens_q=bounds,
-            cu_seq_lens_k=bounds,
-            max_length_q=2,
-            max_length_k=2,
-            use_cache=False,
-        )
-    except Exception:
-        # _Seen; or the model does not take these arguments; or it cannot run on meta beyond the layers that were seen,
-        # as most mixtures of experts.
-        pass
-    finally:
-        ALL_ATTENTION_FUNCTIONS.register(name, before)
-    return bool(calls) and all(calls)
+    # _Seen; or the model does not take these arguments; or it cannot run on meta beyond the layers that were seen, as most
+    # mixtures of experts
+    with contextlib.suppress(Exception):
+        pretrained(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=False, **inputs)
+    ALL_ATTENTION_FUNCTIONS.register(name, before)
+    return calls
 
 
-def _is_plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether a layer asks for what `varlen_attention` computes: causal, without biases, caps and sinks."""
-    causal = kwargs.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", True)
-    return bool(causal) and all(kwargs.get(key) is None for key in ("position_bias", "softcap", "s_aux"))
+def _passes_bounds(model: nn.Module, *, largest_head: int | None = None) -> bool:
+    """Whether attention gets the documents' bounds, and is asked for nothing that it cannot compute.
+
+    largest_head: the largest head size of q, k and v that the kernel takes; None: any.
+    """
+    bounds = {
+        "cu_seq_lens_q": torch.zeros(2, dtype=torch.int32, device="meta"),
+        "cu_seq_lens_k": torch.zeros(2, dtype=torch.int32, device="meta"),
+        "max_length_q": 2,
+        "max_length_k": 2,
+    }
+    calls = _attention_calls(model, position_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), **bounds)
+    config: Any = model.config
+    flash = config._attn_implementation in _FLASH
+    return bool(calls) and all(
+        all(call.arguments.get(key) is not None for key in bounds)
+        and (flash or call.plain)
+        and (largest_head is None or call.head_size <= largest_head)
+        for call in calls
+    )
 
 
 def _text_config(config: Any) -> Any:

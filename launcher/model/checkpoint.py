@@ -83,7 +83,6 @@ def starting_weights(
     section: schema.Model,
     model: nn.Module,
     *,
-    blocks: dict[str, nn.Module],
     seed: int,
     group: dist.ProcessGroup | None,
     say: Callable[[str], None] | None = None,
@@ -93,11 +92,11 @@ def starting_weights(
     model: on meta, nothing wrapped around it yet. Raises RecipeError as `open_checkpoint`.
     """
     if not is_pretrained(section):
-        return partial(random_weights, blocks=blocks, seed=seed), torch.float32
+        return partial(random_weights, seed=seed), torch.float32
     folder = checkpoint_folder(section)
     assert folder is not None
     checkpoint = open_checkpoint(folder, model, say=say)
-    return partial(pretrained_weights, checkpoint=checkpoint, blocks=blocks, seed=seed, group=group), checkpoint.dtype
+    return partial(pretrained_weights, checkpoint=checkpoint, seed=seed, group=group), checkpoint.dtype
 
 
 def _same_tensor(model: nn.Module) -> list[list[str]]:
@@ -195,7 +194,6 @@ def pretrained_weights(
     buffers: torch.device,
     *,
     checkpoint: Checkpoint,
-    blocks: dict[str, nn.Module],
     seed: int,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -205,7 +203,7 @@ def pretrained_weights(
     group: the ranks that hold each plain parameter, every one of which must call this; one that is sharded brings its own.
     """
     materialize(model, parameters=parameters, buffers=buffers)
-    initialize(model, blocks=blocks, seed=seed, loaded=checkpoint.loaded)
+    initialize(model, seed=seed, loaded=checkpoint.loaded)
     held = named_tensors(model)
     for conversion in checkpoint.conversions:
         _load(conversion, checkpoint, {name: held[name].detach() for name in conversion.targets}, group)

@@ -1,10 +1,16 @@
 """What the job's script asks at its beginning and at its end: may the run go on, and is the job requeued.
 
-    python -m launcher.slurm.attempts begin ...   status 0: go on; prints in how many seconds to warn, where Slurm's warning is too late
+    python -m launcher.slurm.attempts begin ...   status 0: go on; prints in how many seconds to warn, where Slurm's warning is too late,
+                                                  or `over` where there is nothing to go on with
+    python -m launcher.slurm.attempts signalled ...   after a SIGTERM: was the job cancelled, or did Slurm end it
     python -m launcher.slurm.attempts end ...     requeues the job where it should be; the exit status is the job's
 
 RUN_DIR/slurm/attempts.json counts failures since the last new checkpoint. An attempt that was begun and never ended (its node was
 lost, say) is counted by the next one. Runs on the job's first node; imports no torch.
+
+A job that has ended by its time limit, or was killed, cannot requeue itself. Each job therefore has a successor in the queue: the
+same script, which Slurm starts when the job has ended without success (--dependency=afternotok). It is removed when the run is
+over, and one that is started all the same finds in attempts.json that there is nothing to do.
 """
 
 from __future__ import annotations
@@ -19,15 +25,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from launcher.checkpoints.files import list_checkpoints, step_of
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, RecipeError
 from launcher.ownership import current_owner
 from launcher.run_folder import RunFolder, read_lines
+from launcher.slurm.submit import slurm_command
 
 DEFAULT_LEAD = 300
 """Seconds to save in before a limit, where nothing is known of the run yet."""
@@ -50,6 +57,10 @@ class Record:
     """status.json when the attempt began."""
     open: bool
     """The attempt has not ended, as far as anybody knows."""
+    left: bool = False
+    """The job that made the attempt could not be requeued, and its successor goes on."""
+    successor: str | None = None
+    """Job that Slurm starts where this one ends without success."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,8 @@ class Ended:
     terminated: bool
     """By scancel, or `scontrol requeue`."""
     preempted: bool
+    timed_out: bool
+    """Ended by Slurm at the time limit."""
     refused: bool
     """The recipe, or the run's folder, is at fault."""
     bad_nodes: tuple[str, ...]
@@ -94,7 +107,9 @@ def decide(ended: Ended, *, max_failures: int) -> Decision:
     saved = "and saved" if ended.state == "stopped" else "and could not save"
     if ended.preempted:  # whatever signal it was told by, and whoever got that
         return Decision("requeue", EXIT_DONE, before, f"preempted {saved}: goes on in another allocation")
-    if ended.terminated:
+    if ended.timed_out and ended.new_checkpoint:
+        return Decision("requeue", EXIT_FAILED, before, f"ended by Slurm at the time limit {saved}: goes on from the last checkpoint")
+    if ended.terminated and not ended.timed_out:
         return Decision("end", EXIT_STOPPED, before, f"terminated {saved}: not requeued")
     by_file = (ended.reason or "").startswith("the file ")  # RUN_DIR/stop was there before the warning
     if ended.state == "stopped" and (by_file or not ended.warned):
@@ -104,6 +119,8 @@ def decide(ended: Ended, *, max_failures: int) -> Decision:
     failures = before + 1
     if ended.bad_nodes:
         what = f"not fit to train: {', '.join(ended.bad_nodes)}"
+    elif ended.timed_out:
+        what = "ended by Slurm at the time limit before a checkpoint was written"
     elif ended.warned:
         what = "warned by Slurm before a checkpoint was written"
     else:
@@ -169,7 +186,7 @@ def begin(run_dir: Path, job: str, *, lead: int, max_failures: int, end_time: fl
     if before.open and (status == before.found or status.get("state") not in ("stopped", "finished")):
         failures += 1
     may = failures < max_failures
-    _write_record(run_dir, Record(job, failures, checkpoint, status, may))
+    _write_record(run_dir, Record(job, failures, checkpoint, status, may, successor=before.successor))
     if not may:
         why = f"failed {failures} times in a row without a new checkpoint (slurm.max_failures={max_failures}): not tried again"
         _give_up(run_dir, job, why)
@@ -185,13 +202,54 @@ def begin(run_dir: Path, job: str, *, lead: int, max_failures: int, end_time: fl
 
 
 def end(run_dir: Path, job: str, ended: Ended, *, max_failures: int) -> Decision:
-    """Decides, counts, and says so in status.json where the run is given up."""
+    """Decides, counts, and says so in status.json where the run is given up, or its ranks were all killed."""
     decision = decide(ended, max_failures=max_failures)
-    record = read_record(run_dir, job)
-    _write_record(run_dir, Record(job, decision.failures, newest_checkpoint(run_dir), record.found, False))
+    record, run = read_record(run_dir, job), RunFolder(run_dir)
+    _write_record(run_dir, replace(record, failures=decision.failures, checkpoint=newest_checkpoint(run_dir), open=False))
     if decision.action == "end" and decision.status == EXIT_FAILED:
         _give_up(run_dir, job, decision.why)
+    elif ended.state == "running":
+        run.write_status("failed", step=run.read_status().get("step") or 0, reason="killed", error=decision.why)
     return decision
+
+
+def nothing_left(run_dir: Path, job: str, before: str) -> str | None:
+    """Why a successor, submitted by the job `before`, has nothing to do; None: it goes on."""
+    record, known = read_record(run_dir, job), Job.read(before)
+    if known is not None and known.state == "CANCELLED":
+        return f"job {before} was cancelled"
+    return None if record.open or record.left else f"job {before} has ended by itself"
+
+
+def submit_successor(run_dir: Path, job: str, this: str, script: str, excluded: str) -> None:
+    """Queues the job that goes on where this one ends without success, unless it is queued already.
+
+    this: the job that runs. script: its own, for sbatch. excluded: nodes that it must not get.
+    """
+    record = read_record(run_dir, job)
+    if record.successor is not None and (known := Job.read(record.successor)) is not None and known.state == "PENDING":
+        return
+    task = [f"--array={this.partition('_')[2]}"] if "_" in this else []
+    exclude = [f"--exclude={excluded}"] if excluded else []
+    words = [f"--dependency=afternotok:{this}", "--kill-on-invalid-dep=yes", *task, *exclude, script, job, this]
+    try:
+        successor = slurm_command("sbatch", "--parsable", *words).strip().split(";")[0]
+    except RecipeError as error:
+        say(f"no successor is queued, should Slurm end this job before it can requeue itself: {error}")
+        return
+    _write_record(run_dir, replace(record, successor=successor))
+    with (run_dir / "slurm" / "submissions.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps({"job": successor + "_" * bool(task) + this.partition("_")[2], "after": this, "time": time.time()}) + "\n")
+
+
+def remove_successor(run_dir: Path, job: str) -> None:
+    """Nothing is left to go on with."""
+    successor = read_record(run_dir, job).successor
+    if successor is not None:
+        try:
+            slurm_command("scancel", successor)
+        except RecipeError as error:
+            say(f"job {successor}, which would go on, could not be removed; it will find nothing to do: {error}")
 
 
 def _give_up(run_dir: Path, job: str, why: str) -> None:
@@ -217,6 +275,7 @@ class Job:
     preempted: bool
     end_time: float | None
     excluded: str
+    timed_out: bool = False
 
     @classmethod
     def read(cls, job: str) -> Job | None:
@@ -240,6 +299,7 @@ class Job:
             preempted is not None and preempted >= (started or 0.0),  # not in an earlier start
             seconds("EndTime"),
             "" if excluded == "(null)" else excluded,
+            values["JobState"] == "TIMEOUT" or values.get("Reason") == "TimeLimit",
         )
 
 
@@ -270,39 +330,53 @@ def restart_count() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
-def carry_out(decision: Decision, job: str, bad_nodes: Sequence[str]) -> int:
-    """Requeues the job where that is decided; returns the exit status of the script."""
+def carry_out(decision: Decision, this: str, bad_nodes: Sequence[str]) -> tuple[bool, int]:
+    """Requeues the job that runs, where that is decided.
+
+    Returns whether the run is left to the successor, and the exit status of the script.
+    """
     mine = restart_count()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which a requeue sends
-    known = Job.read(job)
+    known = Job.read(this)
     if decision.action == "end":
-        return decision.status
+        return False, decision.status
     # A job that was cancelled, or whose place another start of it has taken, would rise again
     if known is None or known.state != "RUNNING" or known.restarts != mine:
-        say(f"Slurm has ended this start of the job ({known.state if known else 'unknown'}): what is next is left to it")
-        return decision.status
-    if scontrol("requeue", job) is None:
-        say("could not be requeued: submit it once more, and it goes on")
-        return EXIT_FAILED
+        say(f"Slurm has ended this start of the job ({known.state if known else 'unknown'}): its successor goes on")
+        return True, EXIT_FAILED
+    if scontrol("requeue", this) is None:
+        say("could not be requeued: the job's successor goes on")
+        return True, EXIT_FAILED
     # Where none of several is fit the fault is hardly theirs. The job does not start before this script has ended
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or 0)
     if bad_nodes and (len(bad_nodes) < nodes or nodes == 1):
         excluded = ",".join(filter(None, [known.excluded, *bad_nodes]))
-        scontrol("update", f"JobId={job}", f"ExcNodeList={excluded}")
-    return EXIT_DONE
+        scontrol("update", f"JobId={this}", f"ExcNodeList={excluded}")
+    return False, EXIT_DONE
+
+
+def was_cancelled(this: str) -> bool:
+    """Whether it was scancel that sent this job a SIGTERM: not Slurm at the time limit, or to preempt or requeue it."""
+    known = Job.read(this)
+    return known is not None and known.state in ("CANCELLED", "COMPLETING") and not (known.timed_out or known.preempted)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`begin` or `end`."""
+    """`begin`, `signalled` or `end`."""
     parser = argparse.ArgumentParser(prog="python -m launcher.slurm.attempts")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("begin", "end"):
+    for verb in ("begin", "signalled", "end"):
         one = verbs.add_parser(verb)
         one.add_argument("--run-dir", type=Path, required=True)
-        one.add_argument("--job", required=True)
+        one.add_argument("--job", required=True, help="the first of the jobs that go on with one another's work")
+        one.add_argument("--this", required=True, help="the job that runs")
+        if verb == "signalled":
+            continue
         one.add_argument("--max-failures", type=int, required=True)
         if verb == "begin":
             one.add_argument("--lead", type=int, required=True)
+            one.add_argument("--after", default="", help="the job that this one is the successor of")
+            one.add_argument("--script", required=True)
         else:
             one.add_argument("--status", type=int, required=True)
             one.add_argument("--warned", type=int, required=True)
@@ -310,21 +384,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
             one.add_argument("--refused", type=Path, required=True)
             one.add_argument("--bad-nodes", default="")
     options = parser.parse_args(arguments)
-    known = Job.read(options.job)
     if options.verb == "begin":
-        end_time = known.end_time if known is not None else None
-        may, text = begin(
-            options.run_dir, options.job, lead=options.lead, max_failures=options.max_failures, end_time=end_time, now=time.time()
-        )
-        if not may:
-            say(text)
-            return EXIT_FAILED
-        print(text)
+        return _begin(options)
+    if options.verb == "end":
+        return _end(options)
+    if was_cancelled(options.this):  # at once: this script may be killed before the ranks have saved
+        remove_successor(options.run_dir, options.job)
+    return EXIT_DONE
+
+
+def _begin(options: argparse.Namespace) -> int:
+    run_dir, job = options.run_dir, options.job
+    # A successor that was requeued is not asked again
+    if options.after and restart_count() == 0 and (why := nothing_left(run_dir, job, options.after)) is not None:
+        say(f"nothing to go on with: {why}")
+        print("over")
         return EXIT_DONE
+    known = Job.read(options.this)
+    end_time = known.end_time if known is not None else None
+    may, text = begin(run_dir, job, lead=options.lead, max_failures=options.max_failures, end_time=end_time, now=time.time())
+    if not may:
+        say(text)
+        remove_successor(run_dir, job)
+        return EXIT_FAILED
+    submit_successor(run_dir, job, options.this, options.script, known.excluded if known is not None else "")
+    print(text)
+    return EXIT_DONE
+
+
+def _end(options: argparse.Namespace) -> int:
+    run_dir, job, known = options.run_dir, options.job, Job.read(options.this)
     if known is not None and known.restarts != restart_count():
         say("Slurm has requeued the job itself: this start of it ends")
         return EXIT_FAILED
-    record, status = read_record(options.run_dir, options.job), RunFolder(options.run_dir).read_status()
+    record, status = read_record(run_dir, job), RunFolder(run_dir).read_status()
     fresh = status if status != record.found else {}
     ended = Ended(
         state=fresh.get("state"),
@@ -332,19 +425,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warned=bool(options.warned),
         terminated=bool(options.terminated),
         preempted=known is not None and known.preempted,
+        timed_out=known is not None and known.timed_out,
         refused=options.refused.exists(),
         bad_nodes=tuple(options.bad_nodes.split()),
-        new_checkpoint=newest_checkpoint(options.run_dir) > record.checkpoint,
+        new_checkpoint=newest_checkpoint(run_dir) > record.checkpoint,
         failures=record.failures,
     )
-    if foreign_owner(options.run_dir, options.job):
+    if foreign_owner(run_dir, job):
         say("the run's folder belongs to another job now: this one ends")
+        remove_successor(run_dir, job)
         return EXIT_FAILED
-    decision = end(options.run_dir, options.job, ended, max_failures=options.max_failures)
+    decision = end(run_dir, job, ended, max_failures=options.max_failures)
     say(f"{decision.why} (srun's exit status: {options.status})")
     if ended.refused:
         print(options.refused.read_text().strip(), file=sys.stderr, flush=True)
-    return carry_out(decision, options.job, ended.bad_nodes)
+    if decision.action == "end":
+        remove_successor(run_dir, job)
+    left, exit_status = carry_out(decision, options.this, ended.bad_nodes)
+    if left:
+        _write_record(run_dir, replace(read_record(run_dir, job), left=True))
+    return exit_status
 
 
 if __name__ == "__main__":

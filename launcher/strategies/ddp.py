@@ -34,11 +34,15 @@ class Ddp:
             **no_buffers,
             gradient_as_bucket_view=True,
         )
+        # DDP waits for events to time itself in the first ten iterations, which cannot be switched off, and in every 100th
+        self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
         self.model: nn.Module = self._ddp
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._device_type = ranks.device.type
         self._param_dtype = param_dtype
         self._sync_every_micro_batch = sync_every_micro_batch
+        self._group = ranks.group
+        self._reductions = 0
 
     def description(self) -> str:
         """Seen on the first parameter and on DDP itself."""
@@ -55,9 +59,17 @@ class Ddp:
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Reduces gradients in the last micro-batch of a step, or in each."""
-        with nullcontext() if last or self._sync_every_micro_batch else self._ddp.no_sync():
+        """Reduces gradients in the last micro-batch of a step, or in each.
+
+        After the first reduction DDP makes new buckets. NCCL's process group may still hold the old ones then, until it
+        has seen that their reduction is done: waiting for that once saves a copy of all gradients at the peak.
+        """
+        if self._reductions == 1 and self._device_type == "cuda":
+            self._group._wait_for_pending_works()
+        reduces = last or self._sync_every_micro_batch
+        with nullcontext() if reduces else self._ddp.no_sync():
             yield
+        self._reductions += reduces
 
     def reshard(self) -> None:
         """Nothing is gathered."""

@@ -146,7 +146,7 @@ class Worker:
             precision = strategy.mixed_precision
             dtype = torch.float32 if precision is None else getattr(torch, precision.param_dtype)
             add_adapters(model, lora, blocks=blocks, base_dtype=dtype, base=str(path), say=say)
-        fill = partial(pretrained_weights, checkpoint=checkpoint, blocks=blocks, seed=5, group=self.ranks.group)
+        fill = partial(pretrained_weights, checkpoint=checkpoint, seed=5, group=self.ranks.group)
         return wrap(model, strategy=strategy, checkpointing=checkpointing, compile=False, blocks=blocks, ranks=self.ranks, fill=fill)
 
     def no_cache(self, wrapped):
@@ -227,7 +227,7 @@ class Worker:
         for strategy_name, strategy in STRATEGIES.items():
             model = build_model(Model(config={"model_type": name} | config), sequence_length=16)
             blocks = find_blocks(model)
-            fill = partial(random_weights, blocks=blocks, seed=5)
+            fill = partial(random_weights, seed=5)
             wrapped = wrap(model, strategy=strategy, checkpointing=FULL, compile=False, blocks=blocks, ranks=self.ranks, fill=fill)
             losses = self.train(wrapped)
             trained = self.logits(wrapped)
@@ -260,7 +260,7 @@ class Worker:
             model = build_model(Model(path=str(path)), sequence_length=16)
             blocks = find_blocks(model)
             checkpoint = open_checkpoint(path, model)
-            fill = partial(pretrained_weights, checkpoint=checkpoint, blocks=blocks, seed=5, group=self.ranks.group)
+            fill = partial(pretrained_weights, checkpoint=checkpoint, seed=5, group=self.ranks.group)
             figures = {"whole": sum(p.numel() for p in model.parameters()) * 4}
             figures["block"] = sum(p.numel() for p in blocks["model.layers.0"].parameters()) * 4
 

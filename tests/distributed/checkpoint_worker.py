@@ -69,7 +69,7 @@ class Run:
         self.group = worker.checkpoint_groups[size]
         model = build_model(recipe.model, sequence_length=32, labels=None, say=lambda text: None)
         blocks = find_blocks(model)
-        fill, _ = starting_weights(recipe.model, model, blocks=blocks, seed=size, group=self.ranks.group, say=lambda text: None)
+        fill, _ = starting_weights(recipe.model, model, seed=size, group=self.ranks.group, say=lambda text: None)
         if recipe.lora is not None:
             add_adapters(model, recipe.lora, blocks=blocks, base_dtype=torch.float32)
         self.wrapped = wrap(

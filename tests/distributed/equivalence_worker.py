@@ -6,6 +6,7 @@ FOLDER has train.jsonl; results.json is written to it.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -24,9 +25,12 @@ from launcher import loss
 from launcher.assembly import assemble
 from launcher.data.loader import Counts
 from launcher.evaluation import over_all
-from launcher.model.weights import clean_name
+from launcher.model.weights import clean_name, random_weights
 from launcher.processes import DataParallel
 from launcher.recipe.load import load_recipe
+from launcher.recipe.schema import CpuOffload, Strategy
+from launcher.strategies import wrap
+from tests.unit.odd_model import Odd
 
 STEPS, BATCH = 10, 16
 LLAMA = "{model_type: llama, vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, \
@@ -48,6 +52,9 @@ OFFLOAD = ["strategy.cpu_offload={pin_memory: true}", "activation_checkpointing=
 STRATEGIES = {"ddp": ["strategy.kind=ddp"], "fsdp": ["strategy.kind=fsdp"], "offload": ["strategy.kind=fsdp", *OFFLOAD]}
 
 
+INITIAL = {"ddp": {"kind": "ddp"}, "fsdp": {}, "offload": {"cpu_offload": CpuOffload()}}
+
+
 def full(tensor):
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -60,7 +67,7 @@ class Worker:
     def __init__(self, folder):
         dist.init_process_group("gloo")
         self.folder, self.rank = folder, dist.get_rank()
-        self.groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 4)}
+        self.groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3, 4)}
         self.results = {}
         self.initial = self.plain = None
 
@@ -215,6 +222,7 @@ def main(folder):
         train(f"experts {strategy}", overrides, config=EXPERTS, **balanced)
     train("experts without", STRATEGIES["ddp"], config=EXPERTS.replace("logits: true", "logits: false"), **balanced)
 
+    initial_weights(worker)
     finals = {}
     for strategy in ("ddp", "fsdp"):
         for mode in ("null", "{mode: full}", "{mode: selective}"):
@@ -249,6 +257,34 @@ def main(folder):
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # as the launcher ends: threads of torch can abort the interpreter's own end
+
+
+def initial_weights(worker):
+    """Digests of first values, on numbers of ranks that divide no dimension, and how many collectives they took."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    cases = {f"{strategy} ranks={ranks}": (ranks, options) for strategy, options in INITIAL.items() for ranks in (1, 2, 3)}
+    for name, (ranks, options) in (cases | {"hybrid ranks=4": (4, {"replicate": 2})}).items():
+        note = {}
+        if worker.rank < ranks:
+            with torch.device("meta"):
+                model = torch.nn.Sequential(Odd((1,)), Odd((1,)))
+            blocks = {"0": model[0]}
+
+            def fill(model, *devices, note=note):
+                with CommDebugMode() as communication:
+                    random_weights(model, *devices, seed=3)
+                note["collectives"] = communication.get_total_counts()
+
+            data_parallel = DataParallel(rank=worker.rank, size=ranks, group=worker.groups[ranks], device=torch.device("cpu"))
+            strategy = Strategy(**({"kind": "fsdp", "mixed_precision": None} | options))
+            wrapped = wrap(model, strategy=strategy, checkpointing=None, compile=False, blocks=blocks, ranks=data_parallel, fill=fill)
+            digest = hashlib.sha256()
+            for _, parameter in sorted(wrapped.module.named_parameters()):
+                digest.update(full(parameter).contiguous().numpy().tobytes())
+            note["digest"] = digest.hexdigest()
+        dist.barrier()
+        worker.results[f"initial {name}"] = note
 
 
 def evaluations(worker):

@@ -2,7 +2,8 @@
 
 SAMPLES=FOLDER: each rank appends a line (step, digest of its input ids) to FOLDER/rank_N.jsonl. SLOW_SAVE=SECONDS: each file
 of a checkpoint takes so much longer. SLOW_STEP=SECONDS: each step does. FULL_DISK=STEP,STEP: saves of these steps find no
-space. NAN=CALL: the loss of this forward pass is not finite.
+space. NAN=CALL: the loss of this forward pass is not finite. PHASES=FILE: a line for each time a checkpoint is loaded and for each
+forward pass, with what may take long then without being taken for a hang.
 """
 
 import errno
@@ -84,6 +85,31 @@ def spoil_a_loss(at):
     loss.summed_loss = summed_loss
 
 
+def note_phases(file):
+    from launcher import keeper, loss, pipeline
+
+    restore, summed_loss, made = keeper.Keeper.restore, loss.summed_loss, []
+
+    class Noted(pipeline.Progress):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    def note(what):
+        with open(file, "a") as lines:
+            lines.write(f"{what} {made[0].slow_phase}\n")
+
+    def restore_and_note(self, *args, **more):
+        note("load")
+        return restore(self, *args, **more)
+
+    def loss_and_note(model, micro_batch):
+        note("forward")
+        return summed_loss(model, micro_batch)
+
+    keeper.Keeper.restore, loss.summed_loss, pipeline.Progress = restore_and_note, loss_and_note, Noted
+
+
 def start():
     """Installs what is asked for once torch may be imported, then trains."""
     from launcher import train
@@ -98,6 +124,8 @@ def start():
             save_slowly(float(os.environ["SLOW_SAVE"]))
         if "SLOW_STEP" in os.environ:
             slow_steps(float(os.environ["SLOW_STEP"]))
+        if "PHASES" in os.environ:
+            note_phases(os.environ["PHASES"])
         if "NAN" in os.environ:
             spoil_a_loss(int(os.environ["NAN"]))
         if "FULL_DISK" in os.environ:

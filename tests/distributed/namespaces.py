@@ -43,7 +43,7 @@ class Node:
         """Runs a command on the node; what it prints goes to a file."""
         unshare = ["unshare", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _START.format(name=self.name), "sh"]
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": DEVICE, **variables}
+        environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
         self.log = Path(log)
         with self.log.open("w") as stream:
             self.process = subprocess.Popen(

@@ -78,6 +78,13 @@ def test_same_as_the_plain_loop_in_float32(results, name):
     assert_same(results[name], results["plain"], loss=1e-5, norm=1e-5, final=1e-5)
 
 
+def test_first_values_are_the_same_bits_on_any_number_of_ranks(results):
+    notes = {name: note for name, note in results.items() if name.startswith("initial ")}
+    assert len(notes) == 10
+    assert {note["digest"] for note in notes.values()} == {notes["initial ddp ranks=1"]["digest"]}
+    assert {note["collectives"] for note in notes.values()} == {0}
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload"])
 def test_same_as_the_plain_loop_in_bfloat16(results, strategy):
     assert_same(results[f"bfloat16 {strategy}"], results["plain"], loss=1e-3, norm=2e-2)

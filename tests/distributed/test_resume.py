@@ -371,13 +371,19 @@ def test_a_run_that_diverges_goes_back_and_leaves_out_what_it_diverged_on(folder
     plain.mkdir()
     train(folder, folder / "plain", "batch.micro_batch_size=8", ranks=1, SAMPLES=str(plain)).check()
     rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", "batch.micro_batch_size=8"]
-    output = train(folder, run_dir, *rewind, ranks=1, SAMPLES=str(seen), NAN="6").check().output
+    phases = folder / "rewound-phases"
+    output = train(folder, run_dir, *rewind, ranks=1, SAMPLES=str(seen), NAN="6", PHASES=str(phases)).check().output
     assert "back to the checkpoint of step 4; the samples of steps 5 to 6 are left out" in output
     assert [line["step"] for line in records(run_dir)] == list(range(1, 13))
     assert all(line["loss"] is not None for line in records(run_dir))
     trained, expected = samples(seen, 0), samples(plain, 0)
     assert [trained[step] for step in (3, 4)] == [expected[step] for step in (3, 4)]
     assert [trained[step] for step in (5, 6, 10)] == [expected[step] for step in (7, 8, 12)]
+    # No hang: the load, and what comes before the next step is done, such as samples of a stream that are skipped
+    noted = phases.read_text().splitlines()
+    at = noted.index("load rewind")
+    assert noted[:2] == ["load start", "forward start"]
+    assert noted[at - 1 : at + 3] == ["forward None", "load rewind", "forward rewind", "forward None"]
 
 
 def test_a_stream_goes_on_where_it_stood_and_leaves_out_what_it_diverged_on(folder):

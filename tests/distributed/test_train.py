@@ -237,6 +237,49 @@ def scalars(run_dir, name):
     return EventAccumulator(str(run_dir / "tensorboard")).Reload().Scalars(name)
 
 
+def reported_loss(run_dir, rank, output):
+    """The only failure in the run's record is the loss of this rank."""
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert [(event["reason"], event["step"]) for event in events if event["event"] == "failed"] == [("rank_lost", 2)], output
+    assert f"{rank} ended without a word in step 3. Killed?" in output
+    assert "on the same node, saw that its process was gone" in output
+
+
+def test_a_rank_is_killed_and_the_other_never_comes_back_from_a_collective(tmp_path):
+    """As under NCCL: no exception comes. Reported before torchrun kills the other rank (30 s), and restarted."""
+    strategy = ["strategy.kind=fsdp", "strategy.replicate=2", "run.init_timeout=777", "run.max_steps=4", f"run.dir={tmp_path}/run"]
+    variables = {"FAULT": "block:1:3", "ONCE": f"{tmp_path}/once", "TIMEOUTS": str(tmp_path)}
+    result = torchrun("--max-restarts", "1", FAULTY, *SMALL, *strategy, "checkpoint.export=null", ranks=2, timeout=180, **variables).check()
+    reported_loss(tmp_path / "run", "rank 1 of 2", result.output)
+    assert status(tmp_path / "run")["state"] == "finished"
+    # Every group has the run's timeouts, those of the mesh too; only what waits for a slow disk has none of them
+    day = 24 * 3600
+    for step, seconds in ((1, 777), (3, 600)):
+        timeouts = dict(json.loads((tmp_path / f"step_{step}.json").read_text()))
+        assert timeouts == {"default_pg": seconds, "mesh_shard": seconds, "checkpoint": day}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["block:3:3", "ignore:2:3", "ignore:0:3"])
+def test_a_rank_of_two_nodes_is_killed_and_the_others_never_come_back(fault, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    node = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-id", "t"]
+    command = [sys.executable, "-m", "torch.distributed.run", *node, "--rdzv-endpoint", f"127.0.0.1:{port}", FAULTY, *SMALL]
+    command += ["run.max_steps=4", "batch.micro_batch_size=4", f"run.dir={tmp_path}/run", "checkpoint.export=null"]
+    results = []
+    options = {"timeout": 150, "FAULT": fault, "ONCE": f"{tmp_path}/once"}
+    threads = [threading.Thread(target=lambda: results.append(run(command, **options))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    output = "".join(result.check().output for result in results)
+    reported_loss(tmp_path / "run", f"rank {fault.split(':')[1]} of 4", output)
+    assert status(tmp_path / "run")["state"] == "finished"
+
+
 def test_a_rank_that_is_stuck_ends_too(tmp_path):
     """Rank 0 sleeps in its own code, beyond any exception, when rank 1 fails: its watch ends it."""
     code = f"""

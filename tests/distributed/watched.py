@@ -62,7 +62,7 @@ def main():
         run.create("")
         run.note("started", ranks=environment.world_size)
         run.write_status("running", step=0)
-    group = processes.process_group(environment, device="cpu", cpu_offload=False, init_timeout=60)
+    group = processes.process_group(environment, device="cpu", init_timeout=60)
     with (
         StopRequest() as stop,
         group as (ranks, store),

@@ -20,7 +20,7 @@ class Event:
     thread: int
     thread_name: str
     kind: str
-    """context, allocate, refuse, pin, wait, nccl, stuck, stub or mark."""
+    """context, allocate, refuse, free, pin, unpin, pageable (a copy from such memory), wait, nccl, stuck, stub or mark."""
     arguments: list[str]
 
 

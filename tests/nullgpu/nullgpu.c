@@ -8,6 +8,7 @@
 // NULLGPU_CAPABILITY  compute capability, major * 10 + minor (80)
 // NULLGPU_NAME        name of the devices
 // NULLGPU_LOG         folder for the log of each process
+// NULLGPU_STACKS      file that the Python stack of each wait is appended to
 //
 // The exported functions nullgpu_* at the end are for the tests, through ctypes.
 #define _GNU_SOURCE
@@ -15,6 +16,7 @@
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -24,6 +26,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #define MAX_DEVICES 64
@@ -176,7 +179,10 @@ static int take(int device, size_t size) {
   return fits;
 }
 
-static void give_back(int device, size_t size) { __sync_fetch_and_sub(&used[device], size); }
+static void give_back(int device, size_t size) {
+  __sync_fetch_and_sub(&used[device], size);
+  log_event("free %d %zu", device, size);
+}
 
 cudaError_t cudaMalloc(void **pointer, size_t size) {
   if (lost) return cudaErrorDevicesUnavailable;
@@ -190,6 +196,7 @@ cudaError_t cudaFree(void *pointer) {
   if (!pointer) return cudaSuccess;
   Block block = remove_block(pointer);
   if (block.device >= 0) give_back(block.device, block.size);
+  if (block.device == HOST) log_event("unpin %zu", block.size);
   if (block.start) munmap(block.start, block.size ? block.size : 1);
   return cudaSuccess;
 }
@@ -217,7 +224,8 @@ cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
 }
 
 cudaError_t cudaHostUnregister(void *pointer) {
-  remove_block(pointer);
+  Block block = remove_block(pointer);
+  log_event("unpin %zu", block.size);
   return cudaSuccess;
 }
 
@@ -277,6 +285,12 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CU
   return CUDA_SUCCESS;
 }
 
+// What is mapped there next is zeros, as it is in a process that has just started.
+CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
+  madvise((void *)pointer, size, MADV_DONTNEED);
+  return CUDA_SUCCESS;
+}
+
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   Physical *physical = (Physical *)handle;
   give_back(physical->device, physical->size);
@@ -310,6 +324,8 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMe
     waited("copy");
     has_waited = 1;
   }
+  // Of pageable memory the driver makes a copy first, and it may wait for earlier ones.
+  if (block_of(to).device >= 0 && block_of(from).device == UNKNOWN) log_event("pageable %zu", size);
   move(to, from, size);
   return cudaSuccess;
 }
@@ -333,13 +349,27 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t strea
 
 typedef struct {
   int after_stuck;  // recorded behind a collective that never completes
+  struct timespec recorded;
 } Event;
 
 static long waits;
 
+// Appends this thread's Python stack to NULLGPU_STACKS; faulthandler's function, found in the interpreter.
+static void dump_stack(void) {
+  const char *path = getenv("NULLGPU_STACKS");
+  void *(*thread_state)(void) = path ? dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState") : NULL;
+  void (*dump)(int, void *) = path ? dlsym(RTLD_DEFAULT, "_Py_DumpTraceback") : NULL;
+  if (!thread_state || !dump || !thread_state()) return;
+  int file = open(path, O_CREAT | O_WRONLY | O_APPEND | O_CLOEXEC, 0600);
+  dprintf(file, "process %d ", getpid());
+  dump(file, thread_state());
+  close(file);
+}
+
 void waited(const char *for_what) {
   __sync_fetch_and_add(&waits, 1);
   log_event("wait %s", for_what);
+  dump_stack();
 }
 
 static cudaError_t wait_until_done(const char *for_what, int blocked) {
@@ -369,11 +399,13 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
   ((Event *)event)->after_stuck = stuck;
+  clock_gettime(CLOCK_MONOTONIC, &((Event *)event)->recorded);
   return lost ? cudaErrorDevicesUnavailable : cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
-  *milliseconds = 1;
+  struct timespec *from = &((Event *)start)->recorded, *to = &((Event *)end)->recorded;
+  *milliseconds = (to->tv_sec - from->tv_sec) * 1e3 + (to->tv_nsec - from->tv_nsec) / 1e6;
   return cudaSuccess;
 }
 
@@ -606,6 +638,7 @@ static const struct {
     {"cuMemAddressReserve", cuMemAddressReserve},
     {"cuMemAddressFree", cuMemAddressFree},
     {"cuMemCreate", cuMemCreate},
+    {"cuMemUnmap", cuMemUnmap},
     {"cuMemRelease", cuMemRelease},
     {"cuFuncGetAttribute", cuFuncGetAttribute},
     {"cuModuleLoadData", cuModuleLoadData},

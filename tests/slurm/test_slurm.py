@@ -83,6 +83,15 @@ class Jobs:
         lines = map(json.loads, (self.run_dir(name) / "events.jsonl").read_text().splitlines())
         return [line for line in lines if line["event"] == event]
 
+    def submission(self, name):
+        """What is kept of the job that was submitted first."""
+        return json.loads((self.run_dir(name) / "slurm/submissions.jsonl").read_text().splitlines()[0])
+
+    def successors(self, name):
+        """Ids of the jobs that go on where another one was ended, by Slurm's state of each."""
+        lines = map(json.loads, (self.run_dir(name) / "slurm/submissions.jsonl").read_text().splitlines())
+        return {line["job"]: self.cluster.state(line["job"]) for line in lines if "after" in line}
+
     def starts(self, name):
         return len(self.events(name, "started")) if (self.run_dir(name) / "events.jsonl").exists() else 0
 
@@ -145,6 +154,8 @@ def jobs(cluster, folder):
     jobs.whole = jobs.begin("submit", "recipe=job.yaml", *whole, "--follow")
     cluster.wait_for(lambda: (jobs.run_dir("whole") / "slurm/submissions.jsonl").exists(), 60, "the submission")
     jobs.cancelled = jobs.submit(CANCELLED, "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", "run.max_steps=5000")
+    kill = "[ $# -gt 0 ] || { until [ -s runs/killed/metrics.jsonl ]; do sleep 0.2; done; kill -KILL $$; } &"
+    jobs.killed = jobs.submit("killed", "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", f"setup={kill}")
     jobs.failing = jobs.submit("failing", "cpus=1", OTHERS)
     sweep = ["sweep.optimizer.learning_rate=1e-3,2e-3,3e-3,4e-3", "throttle=2", "run.max_steps=2", "cpus=1"]
     jobs.sweep = jobs.submit("sweep", *sweep, OTHERS, f"data.arguments.fail={folder}/no")
@@ -201,6 +212,19 @@ def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
     assert same_as(jobs, name, "whole")
 
 
+def test_a_job_that_is_killed_without_a_warning_is_gone_on_with(jobs):
+    """Its script cannot requeue it: its successor goes on with the run, and is the last job of it."""
+    name = "killed"
+    assert jobs.ends(name, jobs.killed) == "FAILED"
+    successor = next(iter(jobs.successors(name)))
+    assert jobs.ends(name, successor) == "COMPLETED"
+    assert jobs.status(name)["state"] == "finished"
+    assert jobs.starts(name) == 2
+    assert [line["step"] for line in jobs.records(name)] == list(range(1, 61))
+    for run in (name, "whole"):
+        assert all(state != "PENDING" for state in jobs.successors(run).values()), "removed when the run is finished"
+
+
 def test_a_cancelled_job_has_saved_and_does_not_rise_again(jobs):
     jobs.trains(CANCELLED, start=1)
     jobs.cluster.run("scancel", jobs.cancelled)
@@ -211,6 +235,7 @@ def test_a_cancelled_job_has_saved_and_does_not_rise_again(jobs):
     assert [event["step"] for event in jobs.events(CANCELLED, "saved")][-1] == status["step"]
     assert jobs.cluster.run("squeue", "-h", "-t", "all", "-j", jobs.cancelled, "-o", "%j").stdout == f"{CANCELLED}\n"
     assert "terminated and saved: not requeued" in jobs.log(CANCELLED)
+    assert set(jobs.successors(CANCELLED).values()) == {"CANCELLED"}
     assert not list(jobs.folder.rglob("HACKED"))
     assert not (REPOSITORY / "HACKED").exists()
 
@@ -218,7 +243,7 @@ def test_a_cancelled_job_has_saved_and_does_not_rise_again(jobs):
 def test_who_follows_sees_the_run_and_how_it_ends(jobs):
     said, _ = jobs.whole.communicate(timeout=90)
     assert jobs.whole.returncode == 0, said
-    snapshot = json.loads((jobs.run_dir("whole") / "slurm/submissions.jsonl").read_text())
+    snapshot = jobs.submission("whole")
     for line in (
         f"submitted job {snapshot['job']}: whole, 2 nodes x 1 GPU, 30 at a time",
         "  run folder  runs/whole",
@@ -236,7 +261,7 @@ def test_the_job_sees_what_it_asked_for(jobs):
     assert jobs.starts("whole") == 1
     for rank in range(2):
         assert "devices: 0; threads: 1" in (jobs.run_dir("whole") / f"log/rank_{rank}.log").read_text()
-    job = jobs.cluster.job(json.loads((jobs.run_dir("whole") / "slurm/submissions.jsonl").read_text())["job"])
+    job = jobs.cluster.job(jobs.submission("whole")["job"])
     assert job["NumNodes"] == "2"
     assert job["TresPerNode"] == "gres:gpu:1"
     assert job["Requeue"] == "1"
@@ -257,6 +282,7 @@ def test_a_run_that_fails_three_times_without_a_checkpoint_is_given_up(jobs):
     assert "3 in a row without a new checkpoint, of slurm.max_failures=3" in status["error"]
     assert "a failure of this test" in status["error"]
     assert jobs.starts(name) == 3
+    assert set(jobs.successors(name).values()) == {"CANCELLED"}
 
 
 def test_a_sweep_is_an_array_with_a_run_folder_each(jobs):
@@ -344,6 +370,33 @@ def test_the_time_limit_itself(alone, whole_cluster):
     assert all(event["reason"] == "SIGUSR1" for event in stops)
     assert 40 < stops[1]["time"] - starts[1]["time"] < 75, "60 s before the end of two minutes, which begin before the run does"
     assert same_as(alone, name, "whole")
+
+
+@pytest.mark.long
+def test_a_save_that_does_not_end_before_the_time_limit(alone, whole_cluster):
+    """Slurm ends the first start of the job in its save; the successor goes on from the checkpoint before."""
+    slow, python, name = alone.folder / "slow", alone.folder / "slow_python", "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "if os.environ.get('LAUNCHER_START') == '0' and 'RANK' in os.environ:\n"
+        "    import pathlib\n"
+        "    original = pathlib.Path.mkdir\n"
+        "    def mkdir(path, *args, **more):\n"
+        "        if 'step_' in str(path) and list(path.parent.glob('step_*')): time.sleep(600)\n"
+        "        return original(path, *args, **more)\n"
+        "    pathlib.Path.mkdir = mkdir\n"
+    )
+    python.write_text(f'#!/bin/sh\nexport PYTHONPATH="{slow}:$PYTHONPATH"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    job = alone.submit(name, "nodes=2", "cpus=2", "time=2", "lead=20", f"python={python}", "data.arguments.seconds=0.9")
+    assert alone.ends(name, job, 300) == "TIMEOUT"
+    successor = next(iter(alone.successors(name)))
+    whole_cluster.run("scontrol", "update", f"JobId={successor}", "TimeLimit=10")
+    assert alone.ends(name, successor, 300) == "COMPLETED"
+    assert alone.events(name, "resumed")[0]["step"] > 0
+    assert same_as(alone, name, "whole")
+    assert "PENDING" not in alone.successors(name).values()
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.model import checkpoint as checkpoints
-from launcher.model.build import build_model, find_blocks
+from launcher.model.build import build_model
 from launcher.model.checkpoint import open_checkpoint, pretrained_weights
 from launcher.model.export import export_hugging_face
 from launcher.recipe.schema import Model
@@ -70,7 +70,7 @@ def change(folder, **tensors):
 def load(folder, say=None, **section):
     model = build_model(Model(path=str(folder), **section), sequence_length=16)
     found = open_checkpoint(Path(folder), model, say=say)
-    pretrained_weights(model, CPU, CPU, checkpoint=found, blocks=find_blocks(model), seed=3)
+    pretrained_weights(model, CPU, CPU, checkpoint=found, seed=3)
     return model.eval()
 
 
@@ -329,7 +329,7 @@ def test_a_classifiers_head_is_new_drawn_from_the_seed_and_knows_its_labels(save
     def loaded(seed, said):
         model = build_model(section, sequence_length=16, labels=["bad", "good", "other"], pad_token_id=5)
         found = open_checkpoint(saved, model, say=said.append)
-        pretrained_weights(model, CPU, CPU, checkpoint=found, blocks=find_blocks(model), seed=seed)
+        pretrained_weights(model, CPU, CPU, checkpoint=found, seed=seed)
         return model
 
     said = []

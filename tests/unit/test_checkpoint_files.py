@@ -1,5 +1,6 @@
 """Which folder is a checkpoint: damage of every sort, which one is chosen, which are deleted."""
 
+import errno
 import json
 import os
 import pickle
@@ -191,7 +192,8 @@ def test_files_need_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=60)
 
 
-def test_a_file_system_without_direct_writing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
+def test_a_file_system_without_direct_writing(tmp_path, monkeypatch, number):
     """Refused at once, refused at the first write, and short writes: the file is the same."""
     data = bytes(range(256)) * 100  # not a multiple of 4,096
     padded = torch.zeros(28672 + 4096, dtype=torch.uint8)
@@ -202,7 +204,7 @@ def test_a_file_system_without_direct_writing(tmp_path, monkeypatch):
 
     def refused(descriptor, chunk, at):
         if save.fcntl.fcntl(descriptor, save.fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(save.errno.EINVAL, "no")
+            raise OSError(number, "no")
         return pwrite(descriptor, chunk[:1000], at)
 
     def refused_at_once(path, flags, *more):

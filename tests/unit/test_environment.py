@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from launcher import environment as environment_module
+from launcher import processes
 from launcher.environment import Environment, prepare_cuda, read_environment
 from launcher.errors import RecipeError
 
@@ -33,11 +36,38 @@ def test_torchrun():
     assert read_environment(TORCHRUN | {"RANK": "0"}).main
 
 
+def test_objects_on_a_gpu_travel_over_the_cpu(monkeypatch):
+    """Without a GPU an object that went to the device would fail."""
+    assert processes.BACKENDS["cuda"] == "cpu:gloo,cuda:nccl"
+    alone = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0)
+
+    def exchange(backends):
+        monkeypatch.setitem(processes.BACKENDS, "cpu", backends)
+        with processes.process_group(alone, device="cpu", init_timeout=30) as (ranks, _):
+            found, received, shared = [None], [None], [{"a": 1}]
+            dist.all_gather_object(found, "mine", group=ranks.group)
+            dist.broadcast_object_list(shared, group=ranks.group, group_src=0)
+            dist.scatter_object_list(received, found, group=ranks.group, group_src=0)
+            dist.gather_object("yours", found, group=ranks.group, group_dst=0)
+            return found + received + shared
+
+    assert exchange(processes.BACKENDS["cuda"].replace("nccl", "gloo")) == ["yours", "mine", {"a": 1}]
+    if not torch.cuda.is_available():
+        with pytest.raises((AssertionError, RuntimeError)):
+            exchange("cuda:gloo")
+        dist.destroy_process_group()
+
+
 def test_one_process_alone():
     read = read_environment({"HOME": "/root", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"})
     job = {"job": "7", "job_restart_count": 3, "parent": os.getppid()}
     assert read == Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0, **job)
     assert read.main
+
+
+def test_a_job_that_goes_on_with_anothers_work_counts_as_that_one():
+    read = read_environment({"SLURM_JOB_ID": "9", "LAUNCHER_JOB": "7", "LAUNCHER_START": "2"})
+    assert (read.job, read.job_restart_count, read.restarted) == ("7", 2, True)
 
 
 def test_another_launcher_with_torchruns_variables():

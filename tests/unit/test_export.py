@@ -24,7 +24,7 @@ def adapted(folder, *, lora=None, seed=3, dtype=torch.float32, say=None, task="c
     blocks = find_blocks(model)
     found = open_checkpoint(folder, model)
     add_adapters(model, lora or Lora(rank=4, alpha=6.0), blocks=blocks, base_dtype=dtype, base=str(folder), say=say)
-    pretrained_weights(model, CPU, CPU, checkpoint=found, blocks=blocks, seed=seed)
+    pretrained_weights(model, CPU, CPU, checkpoint=found, seed=seed)
     if trained:
         torch.manual_seed(5)
         with torch.no_grad():
@@ -118,7 +118,7 @@ def test_gpt2s_projections_start_as_nothing_too(tmp_path):
 def test_dtype_of_an_export(llama, tmp_path, dtype, expected):
     model = build_model(Model(path=str(llama)), sequence_length=16)
     found = open_checkpoint(llama, model)
-    pretrained_weights(model, CPU, CPU, checkpoint=found, blocks=find_blocks(model), seed=1)
+    pretrained_weights(model, CPU, CPU, checkpoint=found, seed=1)
     exported(model, tmp_path / "out", dtype=dtype)
     assert {tensor.dtype for tensor in load_file(tmp_path / "out/model.safetensors").values()} == {expected}
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
@@ -132,7 +132,7 @@ def test_tokenizer_and_generation_config_go_along(tmp_path):
     (base / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "top_p": 0.7, "eos_token_id": [2, 5]}))
     model = build_model(Model(path=str(base)), sequence_length=16)
     found = open_checkpoint(base, model)
-    pretrained_weights(model, CPU, CPU, checkpoint=found, blocks=find_blocks(model), seed=1)
+    pretrained_weights(model, CPU, CPU, checkpoint=found, seed=1)
 
     class Tokenizer:
         def save_pretrained(self, folder):
@@ -180,7 +180,7 @@ def test_export_of_a_run(tmp_path, llama, capsys):
     run.mkdir()
     model = build_model(Model(path=str(llama)), sequence_length=16)
     materialize(model, parameters=CPU, buffers=CPU)
-    initialize(model, blocks={}, seed=9)
+    initialize(model, seed=9)
     exported(model, run / "hf", max_file_bytes=20_000)
     (run / "hf" / "tokenizer.json").write_text("{}")
     assert main(["export", str(run), str(tmp_path / "out"), "dtype=bfloat16"]) == 0

@@ -189,7 +189,35 @@ def test_offload_waits_for_the_bus_and_the_hosts_adamw(load):
     profile = profile_model(recipe, device="cuda")
     assert step_seconds(profile, recipe, unhindered(host_adamw=1e6)).optimizer == pytest.approx(profile.parameters / 8 / 1e6, rel=0.01)
     assert step_seconds(profile, recipe, unhindered(host_bandwidth=1e6)).offload > 100
-    assert step_seconds(profile, recipe, unhindered()).offload == 0
+    assert step_seconds(profile, recipe, unhindered()).offload == pytest.approx(0, abs=1e-12)
+
+
+def test_offload_reduces_once_a_step_where_whole_gradients_fit(load):
+    """From the second reduction of a step on the backward pass waits for the copy to host memory, and for the addition there."""
+    rows = ["batch.micro_batch_size=2", "strategy.cpu_offload.pin_memory=true"]
+    profile = profile_model(load(*rows), device="cuda")
+
+    def offload(*overrides, **rates):
+        return step_seconds(profile, load(*rows, *overrides), unhindered(**rates)).offload
+
+    assert offload(host_bandwidth=1e9) - offload("strategy.sync_every_micro_batch=false", host_bandwidth=1e9) > 0
+    exposed = 3 * 12 / 28 * profile.parameters / 8 / 1e6
+    assert offload(host_adamw=1e6) == pytest.approx(exposed, rel=0.01)
+    assert offload("strategy.sync_every_micro_batch=false", host_adamw=1e6) == 0
+    asked = load("batch.micro_batch_size=auto", "strategy.cpu_offload.pin_memory=true", "batch.global_batch_size=512")
+    found = fastest_that_fits(asked, machine(), plan_of=by_arithmetic, limit_micro_batch=1)
+    assert found.recipe.strategy.sync_every_micro_batch is False
+    tight = machine(memory=found.plan.needed - 2**20)
+    found = fastest_that_fits(asked, tight, plan_of=by_arithmetic, limit_micro_batch=1)
+    assert found.recipe.strategy.sync_every_micro_batch == "auto"
+
+
+def test_on_one_gpu_nothing_hides_the_uploads_of_offload(load):
+    recipe = load("strategy.cpu_offload.pin_memory=true", "batch.global_batch_size=8", "batch.micro_batch_size=8", ranks=1)
+    profile = profile_model(recipe, device="cuda")
+    one = dataclasses.replace(unhindered(host_bandwidth=1e12), gpus_per_node=1)
+    uploads = 2 * 4 * profile.parameters / 1e12  # float32 masters, for the forward pass and for the backward pass
+    assert step_seconds(profile, recipe, one).offload == pytest.approx(uploads, rel=0.01)
 
 
 # The ladder

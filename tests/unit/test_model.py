@@ -4,11 +4,14 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from launcher.errors import RecipeError
+from launcher.model import philox
 from launcher.model.build import build_model, find_blocks, flops_per_token, vocabulary_size
-from launcher.model.weights import random_weights
+from launcher.model.weights import initialize, materialize, random_weights
 from launcher.recipe.schema import Model
+from tests.unit.odd_model import Odd
 
 LLAMA = {
     "model_type": "llama",
@@ -24,7 +27,7 @@ CPU = torch.device("cpu")
 
 def filled(config, seed=1):
     model = build_model(Model(config=config), sequence_length=16)
-    random_weights(model, CPU, CPU, blocks=find_blocks(model), seed=seed)
+    random_weights(model, CPU, CPU, seed=seed)
     return model
 
 
@@ -68,6 +71,90 @@ def test_weights_depend_on_seed_and_name_alone():
         assert torch.equal(tensor, deeper[name]), "another block changes nothing for the others"
         assert "norm" in name or not torch.equal(tensor, other[name])
     assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
+
+
+def odd(seed=1, dtype=None):
+    with torch.device("meta"):
+        model = Odd()
+    model.to(dtype)
+    random_weights(model, CPU, CPU, seed=seed)
+    return dict(model.named_parameters())
+
+
+def test_first_values_of_every_kind():
+    state = odd()
+    for name, tensor in state.items():
+        assert type(tensor) is nn.Parameter, name
+        assert tensor.requires_grad
+        assert torch.equal(tensor, odd()[name]), name
+        assert name == "scalar" or not torch.equal(tensor, odd(seed=2)[name]), name
+    assert (state["uniform"].min() >= -3, state["uniform"].max() <= -1) == (True, True)
+    assert (state["cut"].std().item(), state["cut"].abs().max() < 0.1) == (pytest.approx(0.02, rel=0.05), True)
+    padded = state["padded"]
+    assert (padded[3] == 0).all()
+    assert (padded[-1] == 7).all()
+    assert (padded[[0, 1, 2, 4, 5, 6, 7]] != 0).all()
+    assert (state["scaled"].min().item(), state["scaled"].max().item()) == pytest.approx((0.9, 1.1))
+    assert torch.allclose(state["orthogonal"] @ state["orthogonal"].T, torch.eye(6), atol=1e-5)
+    assert (state["sorted"].diff() >= 0).all()
+    assert state["scalar"].item() == 3
+    assert state["doubled"].abs().max() > 3
+
+
+def test_what_is_drawn_at_once_changes_nothing(monkeypatch):
+    whole = odd()
+    asked = []
+    draw = philox.normal
+    monkeypatch.setattr(philox, "numbers_at_once", lambda device: 37)
+    monkeypatch.setattr(philox, "normal", lambda key, first, count, device: asked.append(count) or draw(key, first, count, device))
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in odd().items())
+    assert max(asked) == 37
+
+
+def test_weights_in_fewer_bits_are_the_same_draw_rounded():
+    whole = odd()
+    assert all(torch.equal(tensor, whole[name].bfloat16()) for name, tensor in odd(dtype=torch.bfloat16).items())
+
+
+def test_what_is_loaded_is_not_drawn():
+    with torch.device("meta"):
+        model = Odd()
+    materialize(model, parameters=CPU, buffers=CPU)
+    for parameter in model.parameters():
+        parameter.data.fill_(5)
+    initialize(model, seed=1, loaded={"normal", "cut", "padded", "scalar"})
+    drawn = odd()
+    for name, tensor in model.named_parameters():
+        expected = torch.full_like(tensor, 5) if name in ("normal", "cut", "padded", "scalar") else drawn[name]
+        assert torch.equal(tensor, expected), name
+
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.scale, self.shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.scale)
+
+
+def test_a_parameter_without_a_value_is_refused():
+    with torch.device("meta"):
+        model = Half()
+    with pytest.raises(RecipeError, match=r"model: Half leaves the parameter shift without a value: .*compute it in reset_parameters"):
+        random_weights(model, CPU, CPU, seed=1)
+
+
+def test_a_shared_parameter_is_drawn_once():
+    """As after tie_weights of transformers: the first module's values, not those of the last."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"first": nn.Embedding(6, 4, padding_idx=2), "second": nn.Linear(4, 6, bias=False)})
+    model["second"].weight = model["first"].weight
+    random_weights(model, CPU, CPU, seed=1)
+    assert model["first"].weight is model["second"].weight
+    assert (model["first"].weight[2] == 0).all()
+    assert model["first"].weight[0].abs().max() > 0.5, "as nn.Embedding draws, not as nn.Linear"
 
 
 def test_tied_embeddings_stay_tied_and_rotary_buffers_are_those_of_from_config():
@@ -212,7 +299,7 @@ def test_a_builder_of_ones_own():
     assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters())
     assert vocabulary_size(model) is None
     assert flops_per_token(model, sequence_length=16) == 0.0
-    random_weights(model, CPU, CPU, blocks=blocks, seed=1)
+    random_weights(model, CPU, CPU, seed=1)
     assert model.blocks[0].linear.weight.abs().max().item() == pytest.approx(8**-0.5, rel=0.2)  # as torch initializes it
     assert torch.equal(model.blocks[1].norm.running_var, torch.ones(8))
     assert torch.equal(model.blocks[1].norm.weight, torch.ones(8))
@@ -245,4 +332,4 @@ def test_builder_refused(builder, arguments, message):
 def test_what_a_builder_leaves_without_a_value(builder, message):
     model = build_model(Model(builder=builder), sequence_length=16)
     with pytest.raises(RecipeError, match=message):
-        random_weights(model, CPU, CPU, blocks={}, seed=1)
+        random_weights(model, CPU, CPU, seed=1)

@@ -5,11 +5,11 @@ import types
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from launcher.errors import RecipeError
 from launcher.model import attention as attention_module
-from launcher.model.attention import VARLEN, check_isolation, isolate_documents
+from launcher.model.attention import VARLEN, check_isolation, drop_causal_mask, isolate_documents
 from tests import varlen_on_cpu
 
 CPU = torch.device("cpu")
@@ -26,7 +26,15 @@ BASE = {
     "pad_token_id": 2,
 }
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 1}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 8, "num_key_value_heads": 4}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
 MODELS = {
     "llama": BASE,
     "mistral": BASE | {"sliding_window": 4},
@@ -105,6 +113,49 @@ def test_a_whole_row_needs_no_bounds():
     expected = model(input_ids=ids, use_cache=False).logits
     model.set_attn_implementation(VARLEN)
     torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_padded_rows_need_no_mask(model_type, monkeypatch):
+    """transformers is not asked for a mask, and where a token has a target nothing changes, padded or not, bit for bit."""
+    attention = None if model_type == "gemma2" else "sdpa"  # gemma2 has eager attention alone
+    with torch.device("meta"):
+        shape = AutoModelForCausalLM.from_config(config(model_type), dtype=torch.float32, attn_implementation=attention)
+    drop_causal_mask(shape)
+    name = shape.config._attn_implementation
+    assert name == (VARLEN if attention else "eager")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(model_type), dtype=torch.float32, attn_implementation=attention)
+    ids = torch.randint(3, 64, (2, 16))
+    ids[1, 9:] = 0  # padding
+    weight = torch.randn(2, 16, 64)
+    weight[1, 9:] = 0
+
+    def logits_and_gradients(**mask):
+        model.zero_grad()
+        logits = model(input_ids=ids, use_cache=False, **mask).logits
+        (logits * weight).sum().backward()
+        return [logits[0], logits[1, :9], *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+    expected = logits_and_gradients()
+    masked = logits_and_gradients(attention_mask=(torch.arange(16) < torch.tensor([[16], [9]])).long())
+    model.set_attn_implementation(name)
+    if attention:
+        monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)  # called, it would raise
+    for found, same, near in zip(logits_and_gradients(), expected, masked, strict=True):
+        assert torch.equal(found, same)
+        torch.testing.assert_close(found, near, rtol=1e-4, atol=1e-4)
+
+
+def test_models_with_another_mask_keep_it():
+    """Alibi, which is part of the mask; layers that see chunks; no attention of transformers' interface; not causal."""
+    for model_type, more in (("bloom", {}), ("llama4_text", {"attention_chunk_size": 4}), ("mamba", {}), ("llama", {"is_causal": False})):
+        settings = AutoConfig.for_model(model_type, **BASE | more)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+        before = model.config._attn_implementation
+        drop_causal_mask(model)
+        assert model.config._attn_implementation == before, model_type
 
 
 @pytest.mark.parametrize(("model_type", "crosses"), [("llama", False), ("bloom", True), ("falcon", True)])

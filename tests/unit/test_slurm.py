@@ -348,6 +348,7 @@ PLAIN = Ended(
     warned=False,
     terminated=False,
     preempted=False,
+    timed_out=False,
     refused=False,
     bad_nodes=(),
     new_checkpoint=False,
@@ -373,6 +374,9 @@ PLAIN = Ended(
         ({"state": "stopped", "reason": "the file stop"}, "end", 75, 0),
         ({"state": "stopped", "reason": "the file stop", "warned": True, "new_checkpoint": True}, "end", 75, 0),
         ({"terminated": True}, "end", 75, 0),
+        ({"state": "running", "warned": True, "terminated": True, "timed_out": True, "new_checkpoint": True}, "requeue", 1, 0),
+        ({"state": "running", "terminated": True, "timed_out": True, "failures": 1}, "requeue", 1, 2),
+        ({"state": "running", "terminated": True, "timed_out": True, "failures": 2}, "end", 1, 3),
         ({}, "requeue", 1, 1),
         ({"failures": 1}, "requeue", 1, 2),
         ({"failures": 2}, "end", 1, 3),
@@ -498,9 +502,77 @@ def test_a_bad_node_is_left_out(monkeypatch, nodes, bad, excluded):
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", str(nodes))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     decision = decide(dataclasses.replace(PLAIN, state=None, reason=None, bad_nodes=bad), max_failures=3)
-    assert attempts.carry_out(decision, "7", bad) == 0
+    assert attempts.carry_out(decision, "7", bad) == (False, 0)
     updates = [words for words in said if words[0] == "update"]
     assert updates == ([] if excluded is None else [("update", "JobId=7", f"ExcNodeList={excluded}")])
+
+
+def slurm_job(state="RUNNING", reason="None"):
+    return attempts.Job(state, 0, False, None, "n9", state == "TIMEOUT" or reason == "TimeLimit")
+
+
+def test_a_successor_is_queued_once_and_removed_when_nothing_is_left(run, monkeypatch):
+    said, jobs = [], {}
+    monkeypatch.setattr(attempts, "slurm_command", lambda *words: said.append(words) or "8\n")
+    monkeypatch.setattr(attempts.Job, "read", jobs.get)
+    begin(run)
+    attempts.submit_successor(run.path, "7", "7", "/spool/script", "n9")
+    jobs["8"] = slurm_job("PENDING")
+    begin(run)  # requeued: the successor is still there
+    attempts.submit_successor(run.path, "7", "7", "/spool/script", "")
+    options = ("--dependency=afternotok:7", "--kill-on-invalid-dep=yes", "--exclude=n9")
+    assert said == [("sbatch", "--parsable", *options, "/spool/script", "7", "7")]
+    assert submit.Submission(run.path, "").jobs() == ["8"], "no other job of this folder is submitted meanwhile"
+    attempts.remove_successor(run.path, "7")
+    assert said[1:] == [("scancel", "8")]
+    begin(run, job="7_2")
+    attempts.submit_successor(run.path, "7_2", "9_2", "/spool/script", "")
+    assert said[2][2:] == ("--dependency=afternotok:9_2", "--kill-on-invalid-dep=yes", "--array=2", "/spool/script", "7_2", "9_2")
+    assert submit.Submission(run.path, "").jobs() == ["8", "8_2"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "why"),
+    [("RUNNING", None), ("TIMEOUT", None), (None, None), ("CANCELLED", "job 7 was cancelled")],
+)
+def test_a_successor_goes_on_where_the_job_before_was_ended(run, monkeypatch, cluster, why):
+    monkeypatch.setattr(attempts.Job, "read", lambda job: cluster and slurm_job(cluster))
+    begin(run)
+    assert attempts.nothing_left(run.path, "7", "7") == why, "killed"
+    attempts.end(run.path, "7", PLAIN, max_failures=3)
+    assert attempts.nothing_left(run.path, "7", "7") == (why or "job 7 has ended by itself")
+
+
+def test_who_killed_the_ranks_of_a_run_stands_in_its_status(run):
+    begin(run)
+    run.write_status("running", step=4)
+    ended = dataclasses.replace(PLAIN, state="running", reason=None, timed_out=True, terminated=True)
+    attempts.end(run.path, "7", ended, max_failures=3)
+    status = run.read_status()
+    assert (status["state"], status["reason"], status["step"]) == ("failed", "killed", 4)
+    assert "ended by Slurm at the time limit before a checkpoint was written" in status["error"]
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "removed"),
+    [("COMPLETING", "None", True), ("CANCELLED", "None", True), ("COMPLETING", "TimeLimit", False), ("RUNNING", "None", False)],
+)
+def test_only_scancel_removes_the_successor_at_once(run, monkeypatch, state, reason, removed):
+    said = []
+    monkeypatch.setattr(attempts, "slurm_command", lambda *words: said.append(words) or "8\n")
+    monkeypatch.setattr(attempts.Job, "read", lambda job: slurm_job(state, reason))
+    begin(run)
+    attempts.submit_successor(run.path, "7", "7", "script", "")
+    attempts.main(["signalled", "--run-dir", str(run.path), "--job", "7", "--this", "7"])
+    assert (("scancel", "8") in said) == removed
+
+
+def test_the_job_before_is_an_argument_of_the_script():
+    text = render(job())
+    assert "job=${1:-$this} after=${2:-}" in text
+    assert '--this "$this" --after "$after" --script "$0"' in text
+    assert "export LAUNCHER_JOB=$job LAUNCHER_START=$restart" in text
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in text, "torch's default is right"
 
 
 # The agent's side

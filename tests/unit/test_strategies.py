@@ -15,6 +15,7 @@ from launcher import processes, train
 from launcher.environment import Environment
 from launcher.errors import TrainingError
 from launcher.strategies.activation_checkpointing import checkpoint_blocks, is_checkpointed
+from launcher.strategies.ddp import Ddp
 
 
 class Block(nn.Module):
@@ -322,3 +323,19 @@ def test_peak_flops_by_name():
     assert peak_flops("NVIDIA GeForce RTX 4090") == 165e12
     assert peak_flops("NVIDIA L40") == 181e12
     assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+
+
+@pytest.fixture
+def process_group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_does_not_time_itself_after_ten_steps(process_group):
+    """Its timers wait for the device. By default they do in every 100th step too."""
+    ranks = processes.DataParallel(rank=0, size=1, group=torch.distributed.group.WORLD, device=torch.device("cpu"))
+    wrapped = Ddp(nn.Linear(2, 2), ranks=ranks, param_dtype=torch.float32, sync_every_micro_batch=False, fill=lambda *_: None)
+    for _ in range(101):
+        wrapped.model(torch.ones(1, 2)).sum().backward()
+    assert wrapped.model._get_ddp_logging_data()["iteration"] == 10

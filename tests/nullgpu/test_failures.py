@@ -1,0 +1,40 @@
+"""A rank that dies while its peers wait for a collective that never completes, as NCCL's peers do."""
+
+import json
+
+from tests.distributed.launching import torchrun
+from tests.nullgpu.devices import TRAIN
+
+RECIPE = """
+run: {{name: small, dir: {folder}/run, max_steps: 8, max_skipped_steps: 100}}
+model:
+  config: {{model_type: llama, vocab_size: 512, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2,
+           num_attention_heads: 2, num_key_value_heads: 2, eos_token_id: 1}}
+data: {{train: [{folder}/text.txt], tokenizer: bytes, sequence_length: 128, workers: 0}}
+batch: {{global_batch_size: 4, micro_batch_size: 1}}
+strategy: {{kind: fsdp, mixed_precision: {{param_dtype: bfloat16}}}}
+checkpoint: {{every_steps: 2}}
+"""
+
+
+def train(gpus, folder, *overrides, ranks=2, restarts=0, **variables):
+    (folder / "text.txt").write_text("All ranks read the same text. " * 2000)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=folder))
+    started = [f"--max-restarts={restarts}", TRAIN, f"recipe={recipe}", *overrides]
+    return torchrun(*started, ranks=ranks, timeout=150, device="cuda", **gpus.variables, **variables)
+
+
+def test_a_killed_rank_is_reported_and_the_run_restarts(null_gpus, tmp_path):
+    gpus = null_gpus(count=2)
+    result = train(gpus, tmp_path, restarts=1, FAULT="kill:1:5")
+    result.check()
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    (failed,) = (event for event in events if event["event"] == "failed")
+    assert failed["reason"] == "rank_lost"
+    assert "rank 1 of 2" in result.output
+    assert any(log.rank == 0 and log.of_kind("stuck") for log in gpus.logs()), "rank 0 waited for a collective of rank 1"
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["step"]) == ("finished", 8)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 9))

@@ -1,0 +1,144 @@
+"""The traced plan against PyTorch's real caching allocator, at the shapes of real models, in every step from the first.
+
+LAUNCHER_MEMORY_TABLE=FILE has the long test's table written, in Markdown, for benchmarks/README.md.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.measuring import measure
+from launcher.memory.arithmetic import micro_batches_of
+from launcher.memory.trace import trace_step
+from launcher.recipe.load import load_recipe
+
+OVER, UNDER = 0.05, 0.02
+"""Of the measured peak, that the plan may be off by."""
+
+LLAMA = "model_type: llama, tie_word_embeddings: false, bos_token_id: null, eos_token_id: 1, max_position_embeddings: 8192"
+WIDTHS_1B = "hidden_size: 2048, intermediate_size: 8192, num_attention_heads: 32, num_key_value_heads: 8"
+SHAPES = {
+    "4 blocks of 1B": f"{WIDTHS_1B}, vocab_size: 32000, num_hidden_layers: 4",
+    "1B": f"{WIDTHS_1B}, vocab_size: 128256, num_hidden_layers: 16",
+    "8B": "hidden_size: 4096, intermediate_size: 14336, num_attention_heads: 32, num_key_value_heads: 8,"
+    " vocab_size: 128256, num_hidden_layers: 32",
+    "70B": "hidden_size: 8192, intermediate_size: 28672, num_attention_heads: 64, num_key_value_heads: 8,"
+    " vocab_size: 128256, num_hidden_layers: 80",
+}
+BF16, FP16 = "strategy.mixed_precision.param_dtype=bfloat16", "strategy.mixed_precision.param_dtype=float16"
+FP32 = "strategy.mixed_precision=null"
+DDP, HYBRID = "strategy.kind=ddp", "strategy.replicate=2"
+OFFLOAD = "strategy.cpu_offload.pin_memory=true"
+FULL, SELECTIVE = "activation_checkpointing.mode=full", "activation_checkpointing.mode=selective"
+TO_HOST = "activation_checkpointing={mode: full, offload_to_cpu: true}"
+PADDED, LORA = "data.packing=false", "lora.rank=16"
+HELD_BACK, GATHERED = "strategy.sync_every_micro_batch=false", "strategy.reshard_after_backward=false"
+
+SMALL = "4 blocks of 1B"
+FEW = [
+    (SMALL, 1, [DDP, BF16]),
+    (SMALL, 1, [BF16, SELECTIVE]),
+    (SMALL, 2, [FP16, GATHERED, HELD_BACK]),
+    (SMALL, 2, [BF16, OFFLOAD, FULL]),
+    (SMALL, 1, [BF16, LORA, PADDED, FULL]),
+]
+"""Model, micro-batches, overrides."""
+
+GRID = {
+    # (ranks, compute capability): cases
+    (2, 80): [
+        ("1B", 1, [DDP, BF16]),
+        ("1B", 1, [DDP, BF16, FULL]),
+        ("1B", 1, [DDP, FP16, SELECTIVE, PADDED]),
+        ("1B", 1, [DDP, FP32, FULL]),
+        ("1B", 2, [DDP, BF16, FULL]),
+        ("1B", 1, [DDP, BF16, LORA]),
+        ("1B", 1, [BF16]),
+        ("1B", 1, [BF16, PADDED]),
+        ("1B", 1, [BF16, SELECTIVE]),
+        ("1B", 1, [BF16, FULL]),
+        ("1B", 1, [BF16, TO_HOST]),
+        ("1B", 1, [FP16, FULL]),
+        ("1B", 1, [FP32, FULL, PADDED]),
+        ("1B", 2, [BF16, FULL, HELD_BACK]),
+        ("1B", 2, [BF16, FULL, GATHERED]),
+        ("1B", 2, [BF16, GATHERED, HELD_BACK]),
+        ("1B", 1, [BF16, FULL, LORA]),
+        (SMALL, 1, [BF16, OFFLOAD, FULL]),
+        (SMALL, 2, [BF16, OFFLOAD, FULL, PADDED]),
+        (SMALL, 1, [FP32, OFFLOAD, SELECTIVE]),
+        (SMALL, 1, [BF16, OFFLOAD, LORA, TO_HOST]),
+    ],
+    (1, 80): [(SMALL, 1, [DDP, BF16]), (SMALL, 1, [BF16, FULL]), (SMALL, 2, [BF16, OFFLOAD, FULL])],
+    (4, 90): [
+        ("1B", 1, [HYBRID, BF16, FULL]),
+        ("1B", 2, [HYBRID, BF16, SELECTIVE]),
+        ("1B", 2, [HYBRID, BF16, FULL, HELD_BACK]),
+        (SMALL, 2, [HYBRID, BF16, OFFLOAD, FULL]),
+    ],
+    (8, 80): [("8B", 1, [BF16, FULL]), ("70B", 1, [BF16, LORA, FULL])],
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """With a recipe for each model."""
+    for name, config in SHAPES.items():
+        (tmp_path / f"{name.replace(' ', '_')}.yaml").write_text(
+            "run: {name: measured, max_steps: 3}\n"
+            f"model: {{config: {{{LLAMA}, {config}}}}}\n"
+            "data: {train: [none.txt], tokenizer: bytes, sequence_length: 4096}\n"
+            "batch: {global_batch_size: 1, micro_batch_size: 1}\n"
+        )
+    return tmp_path
+
+
+def compared(folder, cases, *, ranks, timeout):
+    """(case, planned, measured) of each, all measured in one launch."""
+    arguments = [
+        [f"recipe={folder / name.replace(' ', '_')}.yaml", f"batch.global_batch_size={accumulated * ranks}", *overrides]
+        for name, accumulated, overrides in cases
+    ]
+    for case, own, measured in zip(cases, arguments, measure(arguments, ranks=ranks, timeout=timeout), strict=True):
+        recipe = load_recipe(own, ranks=ranks, files=False).recipe
+        step = trace_step(recipe, ranks=ranks, device="cuda", micro_batches=micro_batches_of(recipe, ranks=ranks))
+        yield case, step.peak.components.total, measured
+
+
+def check(results):
+    off = [
+        f"{case}: planned {planned:,}, measured {measured.peak:,} ({planned / measured.peak - 1:+.2%}), by step {measured.step_peaks}"
+        for case, planned, measured in results
+        if not -UNDER <= planned / measured.peak - 1 <= OVER
+    ]
+    assert not off, "planned is not what was measured:\n" + "\n".join(off)
+
+
+def test_the_plan_is_what_the_caching_allocator_sees(null_gpus, folder, monkeypatch):
+    for name, value in null_gpus(count=2).variables.items():
+        monkeypatch.setenv(name, value)
+    results = list(compared(folder, FEW, ranks=2, timeout=300))
+    check(results)
+    (_, _, ddp), *_ = results
+    # DDP's buckets before they were rebuilt are gone when those after it are allocated
+    assert ddp.step_peaks[1] == ddp.step_peaks[2]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "capability"), GRID)
+def test_the_plan_is_what_the_caching_allocator_sees_in_all_combinations(null_gpus, folder, monkeypatch, ranks, capability):
+    for name, value in null_gpus(count=ranks, capability=capability).variables.items():
+        monkeypatch.setenv(name, value)
+    results = list(compared(folder, GRID[ranks, capability], ranks=ranks, timeout=1800))
+    if file := os.environ.get("LAUNCHER_MEMORY_TABLE"):
+        with Path(file).open("a") as table:
+            for (name, accumulated, overrides), planned, measured in results:
+                settings = ", ".join(
+                    override.removeprefix("strategy.").replace("activation_checkpointing", "checkpointing") for override in overrides
+                )
+                table.write(
+                    f"| {name} | {ranks} | {capability} | {accumulated} | {settings} | {measured.peak / 2**30:.2f} | {planned / 2**30:.2f} "
+                    f"| {planned / measured.peak - 1:+.2%} | {measured.reserved / measured.peak - 1:+.0%} |\n"
+                )
+    check(results)

@@ -1,0 +1,177 @@
+"""Between logged steps nothing waits for the device, takes or gives back memory, or touches another rank's device."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.distributed.launching import torchrun
+
+LAYERS = 2
+PARAMETERS = 9 * LAYERS + 3
+"""Tensors of a Llama model."""
+RECIPE = {
+    "run": {"name": "waits", "max_steps": 8, "max_skipped_steps": 100},
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+        }
+    },
+    "data": {"tokenizer": "bytes", "sequence_length": 512, "workers": 0},
+    "batch": {"micro_batch_size": 2},
+    "strategy": {"kind": "fsdp", "mixed_precision": {"param_dtype": "bfloat16"}},
+    "logging": {"memory_plan": False, "every_steps": 5},
+    "checkpoint": {"every_steps": None},
+}
+PADDED = ["data.packing=false", "data.train=[padded.jsonl]"]
+DDP = ["strategy.kind=ddp", "run.max_steps=14"]
+OFFLOAD = ["strategy.cpu_offload={pin_memory: true}"]
+HELD = ["strategy.sync_every_micro_batch=false"]
+STEADY = 7
+"""From here on steps are like one another: the first ones allocate, reorder DDP's buckets, and pin memory for their records."""
+TIMED = 11
+"""Up to this step DDP waits for its own timers, eight times a step; torch has no switch for that."""
+
+
+def started(folder, gpus, trainings, *, ranks):
+    """Trains one after another, with two micro-batches a step; the log of each rank, by training."""
+    drawn = random.Random(0)
+    for name, lengths in (("packed", [127] * 400), ("padded", drawn.choices([300, 500], k=300))):
+        rows = ({"text": "".join(drawn.choices("abcdefgh ", k=length))} for length in lengths)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = json.loads(json.dumps(RECIPE))
+    recipe["batch"]["global_batch_size"] = 4 * ranks
+    recipe["data"]["train"] = ["packed.jsonl"]
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    all_arguments = {
+        name: ["recipe=recipe.yaml", f"run.dir={folder}/{name.partition('-')[0]}", *arguments] for name, arguments in trainings.items()
+    }
+    script = Path(__file__).parent / "trainings.py"
+    torchrun(script, json.dumps(all_arguments), ranks=ranks, timeout=300, cwd=folder, **gpus.variables).check()
+    found = []
+    for log in gpus.ranks():
+        parts = {}
+        for event in log.events:
+            if event.kind == "mark" and event.arguments[0] == "training":
+                parts[event.arguments[1]] = []
+            elif parts:
+                parts[list(parts)[-1]].append(event)
+        found.append({name: replace(log, events=events) for name, events in parts.items()})
+    assert len(found) == ranks
+    assert all(list(parts) == list(trainings) for parts in found)
+    return found
+
+
+def unexpected(log, *, every_steps=5, first=STEADY, each_step=None, pageable=False):
+    """What a rank did in a training's steps from `first` on that it should not have done; empty where all is well.
+
+    Its log has the work between the ends of two steps. A logged step's numbers are read, by one wait, after the next step
+    was launched: behind that one's mark. each_step: waits that every step may have, by what for.
+    """
+    steps, found = log.steps(), []
+    last = max(steps)
+    for step in range(first, last + 1):
+        logged = (step - 2) % every_steps == 0
+        waits = Counter(each_step or {}) + Counter({"event": 1} if logged else {})
+        if log.waits(step) != waits:
+            found.append(f"step {step} waits for {dict(log.waits(step))}, not {dict(waits)}")
+        taken = [event.kind for event in steps[step] if event.kind in ("allocate", "free", "pin", "unpin", "refuse")]
+        taken += [event.kind for event in steps[step] if event.kind == "pageable" and not pageable]
+        if taken:
+            found.append(f"step {step}: {dict(Counter(taken))}")
+    return found
+
+
+def check(found, checks):
+    trouble = [
+        f"rank {rank}, {name}: {what}"
+        for rank, parts in enumerate(found)
+        for name, options in checks.items()
+        for what in unexpected(parts[name], **options)
+    ]
+    assert not trouble, "\n".join(trouble)
+
+
+# FSDP2 waits for the copy of each gradient to host memory, after the last backward pass of a step: the optimizer runs there
+COPIED = {"event": PARAMETERS}
+# ... and, where it reduces once more, for the copy of each gradient before it adds it to the one on the host
+ADDED = COPIED | {"copy": PARAMETERS}
+
+
+def test_two_ranks(null_gpus, tmp_path):
+    """Also: checkpoints beside training, evaluation, loader processes, export and a resume leave each rank on its own device."""
+    gpus = null_gpus(count=2)
+    everything = ["data.workers=1", "data.validation=[padded.jsonl]", "evaluation={every_steps: 3, max_batches: 2}",
+                  "checkpoint={every_steps: 2, export: at_end}"]  # fmt: skip
+    found = started(
+        tmp_path,
+        gpus,
+        {
+            "hybrid_padded": ["strategy.replicate=2", *PADDED],
+            "fsdp_packed": ["run.max_steps=12"],
+            "fsdp_padded": [*PADDED, "logging.every_steps=1"],
+            "ddp_padded": [*DDP, *PADDED],
+            "everything": [*everything, "run.max_steps=4"],
+            "everything-resumed": [*everything, "run.max_steps=7"],
+            "offload_packed": [*OFFLOAD, *HELD, "logging.every_steps=1"],
+        },
+        ranks=2,
+    )
+    check_contexts(gpus)
+    check(
+        found,
+        {
+            "hybrid_padded": {},
+            "fsdp_packed": {},
+            "fsdp_padded": {"every_steps": 1},
+            "ddp_padded": {"first": TIMED + 1},
+            "offload_packed": {"each_step": COPIED, "pageable": True, "every_steps": 1},
+        },
+    )
+    for parts in found:
+        timed = [sum(parts["ddp_padded"].waits(step).values()) for step in range(STEADY, TIMED + 1)]
+        assert max(timed) <= 9, f"DDP times itself by {timed} waits"
+        assert list(parts["everything-resumed"].steps()) == [5, 6, 7]
+        log = parts["everything"]
+        assert any(event.thread != log.main_thread for event in log.of_kind("wait")), "no thread of its own copies what is saved"
+
+
+def check_contexts(gpus):
+    """Each rank has a context on its own device and no other; torchrun's agent and loader processes have none."""
+    for log in gpus.logs():
+        own = {log.rank} if log.of_kind("mark") else set()
+        assert log.contexts == own, (log.rank, log.process, log.contexts)
+
+
+@pytest.mark.long
+def test_one_rank(null_gpus, tmp_path):
+    trainings = {"fsdp": PADDED, "ddp": DDP, "offload": OFFLOAD, "offload_padded": [*OFFLOAD, *HELD, *PADDED]}
+    found = started(tmp_path, null_gpus(count=1), trainings, ranks=1)
+    offload = {"pageable": True}
+    check(
+        found,
+        {
+            "fsdp": {},
+            "ddp": {"first": TIMED + 1},
+            "offload": {"each_step": ADDED, **offload},
+            "offload_padded": {"each_step": COPIED, **offload},
+        },
+    )
+
+
+@pytest.mark.long
+def test_hybrid_on_four_ranks(null_gpus, tmp_path):
+    gpus = null_gpus(count=4)
+    check(started(tmp_path, gpus, {"packed": ["strategy.replicate=2"]}, ranks=4), {"packed": {}})
+    check_contexts(gpus)

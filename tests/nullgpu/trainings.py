@@ -1,0 +1,34 @@
+"""Several trainings one after another in the same processes, each marked in the devices' log.
+
+The only argument is a JSON object: of each training its name and the arguments of launcher/train.py. Hybrid sharding must
+come first: splitting NCCL's communicator crashes on these devices once another process group was destroyed (torch 2.13).
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from launcher.environment import prepare_cuda
+
+prepare_cuda(deterministic=False)
+
+import torch  # noqa: E402
+
+import launcher.pipeline  # noqa: E402, F401
+from launcher.failures import Progress, end_process  # noqa: E402
+from launcher.train import main  # noqa: E402
+from tests.nullgpu.train import LIBRARY, marked  # noqa: E402
+
+if __name__ == "__main__":
+    Progress.step_done = marked  # type: ignore[method-assign]
+    gc.freeze()  # libraries are no garbage: looking through them would take most of the time
+    for name, arguments in json.loads(sys.argv[1]).items():
+        LIBRARY.nullgpu_mark(f"training {name}".encode())
+        if status := main(arguments):
+            end_process(status)
+        gc.collect()
+        torch.cuda.empty_cache()  # the next training starts with zeros in place of what this one left
+    end_process(0)

@@ -1,0 +1,229 @@
+"""How a rank notices that another one failed, and what it reports: with processes that are killed and stores that fail."""
+
+import io
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from launcher import failures, processes
+from launcher.environment import Environment
+from launcher.failures import FailureWatch, Progress
+from launcher.ownership import process_start, this_machine
+from launcher.run_folder import RunFolder
+from launcher.watchdog import collectives, compare_collectives
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # SystemExit, of what ends a process
+
+
+class Flaky:
+    """A store, some of whose calls fail."""
+
+    def __init__(self, store, failing=()):
+        self.store, self.failing = store, set(failing)
+        self.calls = 0
+
+    def __getattr__(self, name):
+        self.calls += 1
+        if self.calls in self.failing:
+            raise RuntimeError("Broken pipe")
+        return getattr(self.store, name)
+
+
+@pytest.fixture
+def neighbour():
+    """A process that stands for rank 1."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+class Rank0:
+    """Of two ranks on a node. `ended` has the exit status once the watch has ended the process."""
+
+    def __init__(self, folder, monkeypatch, failing=()):
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.ended, self.end = [], threading.Event()
+        monkeypatch.setattr(failures, "_POLL_SECONDS", 0.02)
+        monkeypatch.setattr(failures, "_GRACE_SECONDS", 0.1)
+        monkeypatch.setattr(FailureWatch, "connect", lambda watch, store=None: Flaky(self.store.clone(), failing))
+        monkeypatch.setattr(FailureWatch, "end", lambda watch, status: self._end(status))
+        self.run = RunFolder(folder)
+        self.run.log.mkdir()
+        self.run.write_status("running", step=4)
+        environment = Environment(rank=0, world_size=2, local_rank=0, local_world_size=2, torchrun=True, restart_count=0)
+        progress = Progress()
+        progress.step = 4
+        self.watch = FailureWatch(self.store, environment=environment, run=self.run, console=io.StringIO(), progress=progress)
+
+    def _end(self, status):
+        self.ended.append(status)
+        self.end.set()
+        sys.exit()
+
+    def meet(self, process):
+        """Rank 1 says which process it is; returns once the watch knows."""
+        self.store.set("failed/process_1", f"{this_machine()} {process.pid} {process_start(process.pid)}")
+        for _ in range(500):
+            if self.watch._neighbours is not None or self.end.wait(0.02):
+                return
+        raise AssertionError("the neighbours were not found")
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    started = []
+
+    def start(failing=()):
+        started.append(Rank0(tmp_path, monkeypatch, failing))
+        return started[-1]
+
+    yield start
+    for rank in started:
+        rank.watch.close()
+
+
+@pytest.mark.parametrize("failing", [(), (1, 3, 4, 12, 13)], ids=["store answers", "store fails now and then"])
+def test_a_killed_neighbour_is_reported(start, neighbour, failing):
+    rank = start(failing)
+    rank.meet(neighbour)
+    neighbour.kill()
+    assert rank.end.wait(30)
+    assert rank.ended == [1]
+    status = rank.run.read_status()
+    assert (status["state"], status["reason"], status["step"]) == ("failed", "rank_lost", 4)
+    assert status["error"].startswith("rank 1 of 2 ended without a word in step 5")
+
+
+def test_a_killed_neighbour_is_reported_where_the_store_is_gone_too(start, neighbour):
+    rank = start()
+    rank.meet(neighbour)
+    rank.watch._store.failing = set(range(10**6))
+    neighbour.kill()
+    assert rank.end.wait(30)
+    assert rank.run.read_status()["reason"] == "rank_lost"
+
+
+@pytest.mark.parametrize("key", ["failed/rank_1", "stopped"])
+def test_a_neighbour_that_ends_in_order_is_not_lost(start, neighbour, key):
+    """It finished, reported a failure itself, or stopped as it was asked to."""
+    rank = start()
+    rank.meet(neighbour)
+    rank.store.set(key, "")
+    neighbour.kill()
+    neighbour.wait()
+    assert rank.end.wait(0.5) == (key == "stopped")
+    assert rank.ended == ([0] if key == "stopped" else [])
+    assert rank.run.read_status()["state"] == "running"
+
+
+def test_a_request_to_stop_that_follows_a_loss_before_training_is_no_stop(start, neighbour, monkeypatch):
+    """torchrun sends SIGTERM to the others at once when a rank has died."""
+    rank = start()
+    rank.meet(neighbour)
+    monkeypatch.setattr(failures, "_POLL_SECONDS", 60)
+    rank.end.wait(0.1)
+    neighbour.kill()
+    neighbour.wait()
+    with pytest.raises(SystemExit):
+        rank.watch.stop_before_training("SIGTERM")
+    assert rank.run.read_status()["reason"] == "rank_lost"
+
+
+def raised(act):
+    try:
+        act()
+    except Exception as error:
+        return error
+
+
+LOST = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4")
+WORKER = RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
+
+
+def test_the_first_cause_is_reported_not_what_was_raised_while_it_was_handled(start):
+    rank = start()
+
+    def act():
+        try:
+            raise LOST
+        except RuntimeError:
+            raise WORKER  # noqa: B904
+
+    assert rank.watch.report(raised(act)) == 1
+    status = rank.run.read_status()
+    assert status["reason"] == "rank_lost"
+    assert "rank 1 of 2 ended without a word" in status["error"]
+    assert "DataLoader worker" in (rank.run.log / "rank_0.log").read_text()
+
+
+def test_an_exception_that_hides_nothing_stays_what_it_is():
+    def handled():
+        try:
+            raise KeyError("a")
+        except KeyError:
+            raise WORKER  # noqa: B904
+
+    def hidden():
+        try:
+            raise LOST
+        except RuntimeError:
+            raise ValueError("b") from None
+
+    assert failures.first_cause(raised(handled)) is WORKER
+    assert isinstance(failures.first_cause(raised(hidden)), ValueError)
+
+
+# Hang reports
+
+
+def recorded(*entries, state="started"):
+    """A flight recorder of collectives, each (number, name, whether it is finished) of group `shard`."""
+    keys = [{"collective_seq_id": n, "profiling_name": name, "state": "completed" if done else state} for n, name, done in entries]
+    common = {"process_group": ["1", "shard"], "input_sizes": [[8]], "retired": False, "is_p2p": False}
+    return json.dumps({"entries": [common | entry for entry in keys]}).encode()
+
+
+def test_the_oldest_unfinished_collective_is_compared_over_ranks():
+    """Ranks 0 and 2 have enqueued one more than the one that hangs; rank 1 has begun another; rank 3 none."""
+    ranks = {
+        0: recorded((6, "nccl:all_gather", True), (7, "nccl:all_reduce", False), (8, "nccl:reduce_scatter", False)),
+        1: recorded((6, "nccl:all_gather", True), (7, "nccl:broadcast", False)),
+        2: recorded((7, "nccl:all_reduce", False), (8, "nccl:reduce_scatter", False), state="scheduled"),
+        3: recorded((6, "nccl:all_gather", True)),
+        4: recorded((7, "nccl:all_reduce", True)),
+        5: None,
+    }
+    (line,) = compare_collectives({rank: collectives(entries) for rank, entries in ranks.items()})
+    assert line == (
+        "oldest unfinished collective of group 1 shard, number 7: is finished: rank 4; nccl:all_reduce [[8]]: rank 0, 2; "
+        "nccl:broadcast [[8]]: rank 1; not begun: rank 3"
+    )
+    assert compare_collectives({0: collectives(ranks[3])}) == [], "nothing waits"
+    assert collectives(b"no JSON") == {}
+
+
+# The interface of gloo
+
+
+def test_gloo_listens_on_the_interface_that_leads_to_the_others(monkeypatch):
+    environment = Environment(
+        rank=0, world_size=2, local_rank=0, local_world_size=1, torchrun=True, restart_count=0, meeting_point="127.0.0.1:1"
+    )
+    assert processes.interface_to("127.0.0.1") == "lo"
+    assert processes.interface_to("no.such.host.invalid") is None
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    processes.choose_gloo_interface(environment)
+    assert "GLOO_SOCKET_IFNAME" not in processes.os.environ, "all on one machine: left to gloo"
+    monkeypatch.setattr(processes, "interface_to", lambda host: {"127.0.0.1": "ib0"}[host])
+    with monkeypatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+        processes.choose_gloo_interface(environment)
+        assert processes.os.environ["GLOO_SOCKET_IFNAME"] == "eth7", "the user's"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is removed after the test
+    del processes.os.environ["GLOO_SOCKET_IFNAME"]
+    processes.choose_gloo_interface(environment)
+    assert processes.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
