@@ -132,7 +132,9 @@ def prepare_model(
         export_dtype=export_dtype,
         compute_dtype=compute_dtype,
         packed=packed,
-        isolation=isolate_documents(model, device=device, compute_dtype=compute_dtype) if packed else "mask",
+        isolation=isolate_documents(model, sequence_length=data.sequence_length, device=device, compute_dtype=compute_dtype)
+        if packed
+        else "mask",
         vocabulary=vocabulary_size(model),
     )
 

@@ -9,11 +9,14 @@ squared.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from launcher.errors import RecipeError
 
@@ -22,34 +25,44 @@ Isolation = Literal["mask", "varlen"]
 handed the documents' bounds."""
 
 VARLEN = "launcher_varlen"
+LARGEST_HEAD = 256
+"""Of torch's variable-length kernel, FlashAttention-2: the largest head size."""
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-def isolate_documents(model: nn.Module, *, device: torch.device, compute_dtype: torch.dtype) -> Isolation:
+def isolate_documents(model: nn.Module, *, sequence_length: int, device: torch.device, compute_dtype: torch.dtype) -> Isolation:
     """How this model keeps packed documents apart: `varlen` or `mask`.
 
     Where the model attends through `sdpa`, its attention is replaced by one that takes the documents' bounds, if the model
-    hands them down to its layers (tried here) and the device has a kernel for it.
-    Raises RecipeError where something else than attention crosses tokens, which neither would stop.
+    passes them to its layers (tried here) and the device has a kernel for it. sequence_length: tokens of a packed row.
+    Raises RecipeError where something else than attention crosses tokens, which neither would stop, and where attention is
+    chunked within a row.
     """
     pretrained: Any = model
     config = pretrained.config
-    others = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    layer_types = set(_layer_types(config))
+    others = layer_types - _ATTENTION_LAYERS
     if others or getattr(model, "_is_stateful", False):
         what = ", ".join(sorted(others)) or "a state"
         raise RecipeError(
             f"data.packing: {type(model).__name__} has layers ({what}) that carry something from document to document "
             "within a sequence; use packing: false"
         )
+    chunk = getattr(_text_config(config), "attention_chunk_size", None)
+    if "chunked_attention" in layer_types and chunk is not None and sequence_length > chunk:
+        raise RecipeError(
+            f"data.packing: {type(model).__name__} attends within chunks of {chunk} tokens, which are counted from the start of "
+            f"a sequence and not of a document; use a data.sequence_length of at most {chunk}, or packing: false"
+        )
     name = config._attn_implementation
     if name in _FLASH:
-        return "varlen" if _hands_down_bounds(model) else "mask"
+        return "varlen" if _passes_bounds(model) else "mask"
     if name != "sdpa" or not _has_kernel(model, device, compute_dtype):
         return "mask"
     _register()
     pretrained.set_attn_implementation(VARLEN)
-    if _hands_down_bounds(model):
+    if _passes_bounds(model, largest_head=LARGEST_HEAD if device.type == "cuda" else None):
         return "varlen"
     pretrained.set_attn_implementation("sdpa")
     return "mask"
@@ -67,11 +80,8 @@ def _has_kernel(model: nn.Module, device: torch.device, compute_dtype: torch.dty
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return False  # where there is no GPU a plan is made for one, a recent one
     config: Any = model.config
-    heads = getattr(config, "num_attention_heads", 0)
-    size = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
     dropout = max((float(getattr(config, key, 0) or 0) for key in ("attention_dropout", "attn_pdrop")), default=0.0)
-    half = compute_dtype in (torch.bfloat16, torch.float16)
-    return half and 0 < size <= 256 and size % 8 == 0 and dropout == 0
+    return compute_dtype in (torch.bfloat16, torch.float16) and dropout == 0
 
 
 def drop_causal_mask(model: nn.Module) -> None:
@@ -87,62 +97,90 @@ def drop_causal_mask(model: nn.Module) -> None:
         return
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         return
-    layers = set(getattr(config, "layer_types", None) or ())
+    layers = set(_layer_types(config))
     if not layers <= {"full_attention", "sliding_attention"}:
         return
     slides = "sliding_attention" in layers or getattr(config, "sliding_window", None) is not None
     _register()
     pretrained.set_attn_implementation(VARLEN)
-    call = _first_attention(model)
-    if (
-        call is None
-        or call.mask is not None
-        or not (call.arguments.get("is_causal") in (None, True) and getattr(call.module, "is_causal", True))
-        or (slides and "sliding_window" not in call.arguments)
-    ):
+    calls = _attention_calls(model)
+    if not calls or not all(call.plain for call in calls) or (slides and not all("sliding_window" in call.arguments for call in calls)):
         pretrained.set_attn_implementation("sdpa")
 
 
-class _Reached(Exception):  # noqa: N818
-    """Raised by the trial: attention was called, with these arguments."""
+@dataclass(frozen=True)
+class _Call:
+    """Of a layer to its attention."""
 
-    def __init__(self, module: nn.Module, mask: Any, arguments: dict[str, Any]) -> None:
-        self.module, self.mask, self.arguments = module, mask, arguments
+    head_size: int
+    """The largest of q, k and v."""
+    plain: bool
+    """Asks for what `varlen_attention` computes: causal, without masks, biases, caps and sinks."""
+    arguments: dict[str, Any]
 
 
-def _first_attention(model: nn.Module, **inputs: Any) -> _Reached | None:
-    """Calls the model, on meta, and ends the call in the first attention layer. None: it did not get there."""
+class _Seen(Exception):  # noqa: N818
+    """Ends the trial of `_attention_calls` early."""
+
+
+def _attention_calls(model: nn.Module, **inputs: Any) -> list[_Call]:
+    """Calls the model on meta until a layer of each kind has called attention. Empty: none did."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     pretrained: Any = model
     name = pretrained.config._attn_implementation
+    layer_types = _layer_types(pretrained.config) or ["attention"]
+    calls: list[_Call] = []
 
-    def trial(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **arguments: Any) -> Any:
-        raise _Reached(module, attention_mask, arguments)
+    def trial(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **arguments: Any) -> Any:
+        causal = arguments.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        others = [attention_mask, *(arguments.get(key) for key in ("position_bias", "softcap", "s_aux"))]
+        plain = bool(causal) and all(other is None for other in others)
+        calls.append(_Call(max(query.shape[-1], value.shape[-1]), plain, arguments))
+        if set(layer_types[: len(calls)]) == set(layer_types):
+            raise _Seen
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
     ALL_ATTENTION_FUNCTIONS.register(name, trial)
-    try:
+    # _Seen; or the model does not take these arguments; or it cannot run on meta beyond the layers that were seen, as most
+    # mixtures of experts
+    with contextlib.suppress(Exception):
         pretrained(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=False, **inputs)
-    except _Reached as reached:
-        return reached
-    except Exception:  # the model takes no such arguments, or cannot run on meta
-        return None
-    finally:
-        ALL_ATTENTION_FUNCTIONS.register(name, before)
-    return None
+    ALL_ATTENTION_FUNCTIONS.register(name, before)
+    return calls
 
 
-def _hands_down_bounds(model: nn.Module) -> bool:
-    """Whether the model's attention gets the documents' bounds."""
+def _passes_bounds(model: nn.Module, *, largest_head: int | None = None) -> bool:
+    """Whether attention gets the documents' bounds, and is asked for nothing that it cannot compute.
+
+    largest_head: the largest head size of q, k and v that the kernel takes; None: any.
+    """
     bounds = {
         "cu_seq_lens_q": torch.zeros(2, dtype=torch.int32, device="meta"),
         "cu_seq_lens_k": torch.zeros(2, dtype=torch.int32, device="meta"),
         "max_length_q": 2,
         "max_length_k": 2,
     }
-    call = _first_attention(model, position_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), **bounds)
-    return call is not None and all(call.arguments.get(key) is not None for key in bounds)
+    calls = _attention_calls(model, position_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), **bounds)
+    config: Any = model.config
+    flash = config._attn_implementation in _FLASH
+    return bool(calls) and all(
+        all(call.arguments.get(key) is not None for key in bounds)
+        and (flash or call.plain)
+        and (largest_head is None or call.head_size <= largest_head)
+        for call in calls
+    )
+
+
+def _text_config(config: Any) -> Any:
+    """Of a model of text and images, the part for text; else the config itself."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def _layer_types(config: Any) -> list[str]:
+    return list(getattr(_text_config(config), "layer_types", None) or ())
 
 
 def _register() -> None:
@@ -202,7 +240,7 @@ def varlen_attention(
             q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in document)
             parts.append(_dense(module, q, k, v, dropout, scaling, sliding_window, kwargs)[0])
         out = torch.cat(parts)
-    return out.view(batch, tokens, *out.shape[1:]), None
+    return out.reshape(batch, tokens, *out.shape[1:]), None
 
 
 def _kernel(
@@ -218,7 +256,14 @@ def _kernel(
 
     known = inspect.signature(varlen_attn).parameters
     left = sliding_window - 1 if sliding_window is not None else -1
-    options: dict[str, Any] = {"scale": scaling}
+    # The kernel takes one head size, a multiple of 8, and multi-head latent attention has two (192 and 128 in DeepSeek).
+    # Zeros behind q and k change no score; those behind v give columns that are cut off again.
+    size, value_size = query.shape[-1], value.shape[-1]
+    width = -(-max(size, value_size) // 8) * 8
+    query, key, value = (
+        tensor if tensor.shape[-1] == width else functional.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value)
+    )
+    options: dict[str, Any] = {"scale": scaling if scaling is not None else size**-0.5}
     if "window_size" in known:
         options["window_size"] = (left, 0)  # 0 to the right: causal
     else:
@@ -232,7 +277,7 @@ def _kernel(
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     out = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
     assert isinstance(out, torch.Tensor)
-    return out
+    return out if value_size == width else out[..., :value_size]
 
 
 def _dense(

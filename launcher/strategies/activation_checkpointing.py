@@ -65,7 +65,11 @@ def kept_operations() -> set[Any]:
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_fused_attention_overrideable",
     )
-    return {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
+    kept = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
+    # Attention of packed documents (launcher/model/attention.py), once its module is imported
+    if hasattr(torch.ops.torch_attn, "_varlen_attn"):
+        kept.add(torch.ops.torch_attn._varlen_attn.default)
+    return kept
 
 
 def _selective_contexts() -> Any:

@@ -83,7 +83,8 @@ def test_variable_length_attention(model_type):
     settings = AutoConfig.for_model(model_type, **sizes, **window, num_key_value_heads=2, max_position_embeddings=512)
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    assert isolate_documents(shape, device=torch.device("cuda"), compute_dtype=torch.bfloat16) == "varlen", "the kernel is there and used"
+    isolation = isolate_documents(shape, sequence_length=256, device=torch.device("cuda"), compute_dtype=torch.bfloat16)
+    assert isolation == "varlen", "the kernel is there and used"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16, attn_implementation="eager").cuda()
     ids = torch.randint(512, (2, 256), device="cuda")

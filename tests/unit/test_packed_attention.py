@@ -8,7 +8,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from launcher.errors import RecipeError
+from launcher.model import attention as attention_module
 from launcher.model.attention import VARLEN, check_isolation, drop_causal_mask, isolate_documents
+from tests import varlen_on_cpu
 
 CPU = torch.device("cpu")
 BASE = {
@@ -24,6 +26,15 @@ BASE = {
     "pad_token_id": 2,
 }
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 1}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
 MODELS = {
     "llama": BASE,
     "mistral": BASE | {"sliding_window": 4},
@@ -31,6 +42,12 @@ MODELS = {
     "gemma2": BASE | {"head_dim": 8, "sliding_window": 4},
     "gpt2": GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "mixtral": BASE | {"num_local_experts": 4},
+    # Multi-head latent attention: q and k have 12 + 8, v has 12
+    "minicpm3": BASE | LATENT,
+    "deepseek_v3": BASE
+    | LATENT
+    | {"first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+    | {"num_experts_per_tok": 2},
 }
 DOCUMENTS = [[5, 9, 2], [16]]
 """Tokens of each document, row by row; the first row is padded by a document that is padding."""
@@ -40,13 +57,24 @@ def config(model_type):
     return AutoConfig.for_model(model_type, **MODELS.get(model_type, BASE))
 
 
-def isolate(model_type, attention=None, settings=None):
+def isolate(model_type, attention=None, settings=None, *, sequence_length=16, device=CPU):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings or config(model_type), dtype=torch.float32, attn_implementation=attention)
-    return isolate_documents(model, device=CPU, compute_dtype=torch.float32), model.config._attn_implementation
+    dtype = torch.float32 if device == CPU else torch.bfloat16
+    isolation = isolate_documents(model, sequence_length=sequence_length, device=device, compute_dtype=dtype)
+    return isolation, model.config._attn_implementation
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.fixture(params=["sdpa", "eager", "kernel of a GPU"])
+def attention(request, monkeypatch):
+    """kernel of a GPU: the code for CUDA, with a kernel of the same operator for the CPU."""
+    if request.param == "kernel of a GPU":
+        varlen_on_cpu.register()
+        monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
+        return "sdpa"
+    return request.param
+
+
 @pytest.mark.parametrize("model_type", MODELS)
 def test_packed_documents_are_as_alone(model_type, attention):
     if (model_type, attention) == ("gemma2", "sdpa"):
@@ -165,3 +193,28 @@ def test_rounding_of_the_dtype_is_no_crossing(dtype):
 def test_layers_that_carry_a_state_are_refused():
     with pytest.raises(RecipeError, match=r"data\.packing: MambaForCausalLM has layers .* use packing: false"):
         isolate("mamba", settings=AutoConfig.for_model("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2))
+
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "expected"),
+    [
+        ("deepseek_v3", {"num_hidden_layers": 2}, "varlen"),
+        ("gemma3_text", {"num_hidden_layers": 7}, "varlen"),
+        # Every sixth layer has heads of 512: more than the kernel takes
+        ("gemma4_text", {"num_hidden_layers": 6}, "mask"),
+        # Its layers make a mask of their own
+        ("doge", {"num_hidden_layers": 2}, "mask"),
+    ],
+)
+def test_a_gpu_gets_variable_length_attention_where_its_kernel_can_compute_it(model_type, settings, expected):
+    assert isolate(model_type, settings=AutoConfig.for_model(model_type, **settings), device=CUDA)[0] == expected
+
+
+def test_attention_in_chunks_is_refused_where_a_row_has_several():
+    settings = AutoConfig.for_model("llama4_text", **BASE, attention_chunk_size=16, num_local_experts=2, head_dim=8)
+    assert isolate("llama4_text", settings=settings, sequence_length=16)[0] == "varlen"
+    with pytest.raises(RecipeError, match=r"data\.packing: Llama4ForCausalLM attends within chunks of 16 tokens.*at most 16"):
+        isolate("llama4_text", settings=settings, sequence_length=17)

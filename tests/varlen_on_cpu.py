@@ -1,0 +1,66 @@
+"""torch's variable-length attention on a CPU: kernels in plain torch for the operator that a GPU has, to see its values.
+
+They refuse what the kernels of a GPU refuse, which the operator's fake kernel does not check.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch.nn.attention import varlen
+
+CALLS = {"forward": 0, "backward": 0}
+"""How often each kernel ran in this process."""
+
+
+def check_heads(query, key, value):
+    """What the kernel of a GPU asks for."""
+    sizes = {tensor.shape[-1] for tensor in (query, key, value)}
+    assert len(sizes) == 1, f"one head size, not {sizes}"
+    size = sizes.pop()
+    assert size % 8 == 0, f"a head size of {size} is not a multiple of 8"
+    assert size <= 256, f"a head size of {size} is more than 256"
+    assert query.dtype == key.dtype == value.dtype, (query.dtype, key.dtype, value.dtype)
+
+
+def _documents(query, key, value, bounds, scale, window, causal):
+    """For each document: where it is, q, k, v (heads, tokens, size), with k and v repeated for grouped heads, and scores."""
+    bounds = bounds.tolist()
+    left, right = window or (-1, -1)
+    for start, end in pairwise(bounds):
+        place = slice(start, end)
+        q, k, v = (tensor[place].transpose(0, 1).float() for tensor in (query, key, value))
+        k, v = (tensor.repeat_interleave(q.shape[0] // tensor.shape[0], dim=0) for tensor in (k, v))
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
+        seen = (distance >= 0) if causal or right == 0 else torch.ones_like(distance, dtype=torch.bool)
+        if left >= 0:
+            seen &= distance <= left
+        yield place, q, k, v, (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
+
+
+def _forward(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None, *rest):
+    check_heads(query, key, value)
+    CALLS["forward"] += 1
+    out, lse = torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+    for place, _, _, v, scores in _documents(query, key, value, cu_seq_q, scale, window_size, is_causal):
+        out[place] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
+        lse[:, place] = scores.logsumexp(-1)
+    return out, lse, torch.zeros(2, dtype=torch.uint64)
+
+
+def _backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, rng_state, scale=None, window_size=None):
+    CALLS["backward"] += 1
+    gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    for place, q, k, v, scores in _documents(query, key, value, cu_seq_q, scale, window_size, is_causal):
+        weights = (scores - lse[:, place, None]).exp()
+        grad, result = (tensor[place].transpose(0, 1).float() for tensor in (grad_out, out))
+        of_scores = weights * (grad @ v.transpose(1, 2) - (grad * result).sum(-1, keepdim=True)) * scale
+        for target, found in zip(gradients, (of_scores @ k, of_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad), strict=True):
+            groups = found.unflatten(0, (target.shape[1], -1)).sum(1)
+            target[place] = groups.transpose(0, 1).to(target.dtype)
+    return tuple(gradients)
+
+
+def register():
+    """For the rest of the process."""
+    varlen._varlen_attn.register_kernel("cpu")(_forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
