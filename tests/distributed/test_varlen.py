@@ -1,0 +1,55 @@
+"""Attention of packed documents as a GPU computes it: the same losses as document by document, in every combination."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launching import torchrun
+from tests.distributed.test_equivalence import write_rows
+from tests.distributed.varlen_worker import CASES, COMPILED
+
+WORKER = Path(__file__).with_name("varlen_worker.py")
+CALLS = 3 * 2 * 2
+"""Steps x micro-batches x blocks."""
+
+
+def launch(folder, *arguments, timeout=300):
+    write_rows(folder / "train.jsonl")
+    torchrun(WORKER, folder, *arguments, ranks=2, timeout=timeout).check()
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("varlen"))
+
+
+def same(note, expected):
+    assert note["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert note["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+
+
+def check(results, strategy, mode, compiled):
+    note = results[f"{strategy} {mode} compile={compiled}"]
+    assert results["document by document"]["calls"] == {"forward": 0, "backward": 0}
+    same(note, results["document by document"])
+    # Selective checkpointing keeps what attention computed
+    assert note["calls"] == {"forward": 2 * CALLS if mode == "{mode: full}" else CALLS, "backward": CALLS}
+
+
+@pytest.mark.parametrize(("strategy", "mode", "compiled"), CASES)
+def test_same_losses_as_document_by_document(results, strategy, mode, compiled):
+    check(results, strategy, mode, compiled)
+
+
+@pytest.mark.long
+def test_same_losses_when_compiled(tmp_path):
+    results = launch(tmp_path, "compiled", timeout=900)
+    for case in COMPILED:
+        check(results, *case)
+
+
+def test_heads_of_two_sizes(results):
+    assert results["latent fsdp"]["calls"]["forward"] == CALLS
+    same(results["latent fsdp"], results["latent document by document"])

@@ -1,0 +1,100 @@
+"""The attention of packed documents as on a GPU, with values: its kernel computes on the CPU (tests/varlen_on_cpu.py).
+
+    torchrun --nproc-per-node 2 varlen_worker.py FOLDER [compiled]
+
+FOLDER has train.jsonl; results.json is written to it. Compilation takes long: with `compiled` all cases of it are
+trained, without it one.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from launcher.assembly import assemble
+from launcher.model import attention
+from launcher.processes import DataParallel
+from launcher.recipe.load import load_recipe
+from tests import varlen_on_cpu
+
+STEPS = 3
+RECIPE = f"""
+run: {{name: varlen, max_steps: {STEPS}, seed: 7}}
+model: {{config: {{model_type: llama, vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4,
+  num_key_value_heads: 2, max_position_embeddings: 64}}}}
+data: {{kind: tokens, train: FOLDER/train.jsonl, sequence_length: 32, workers: 0, cache: FOLDER/cache}}
+batch: {{global_batch_size: 8, micro_batch_size: 2}}
+strategy: {{mixed_precision: null}}
+optimizer: {{learning_rate: 2.0e-3}}
+schedule: {{warmup_steps: 2}}
+"""
+LATENT = (
+    "{model_type: minicpm3, vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, "
+    "num_key_value_heads: 4, max_position_embeddings: 64, q_lora_rank: 16, kv_lora_rank: 16, qk_nope_head_dim: 12, "
+    "qk_rope_head_dim: 8, v_head_dim: 12}"
+)
+STRATEGIES = {
+    "ddp": ["strategy.kind=ddp"],
+    "fsdp": ["strategy.kind=fsdp"],
+    "offload": ["strategy.kind=fsdp", "strategy.cpu_offload={pin_memory: true}"],
+}
+CHECKPOINTING = ("null", "{mode: full}", "{mode: selective}")
+CASES = [
+    *((strategy, mode, False) for strategy in STRATEGIES for mode in CHECKPOINTING),
+    ("fsdp", "{mode: selective}", True),
+]
+"""Strategy, checkpointing, compiled."""
+COMPILED = [(strategy, mode, True) for strategy in STRATEGIES for mode in CHECKPOINTING]
+
+
+def train(folder, overrides, ranks):
+    """Losses and gradient norms, and how often the kernel ran."""
+    torch._dynamo.reset()
+    recipe = load_recipe([f"recipe={folder}/recipe.yaml", *overrides], ranks=ranks.size).recipe
+    before = dict(varlen_on_cpu.CALLS)
+    training = assemble(recipe, ranks=ranks, build_data=ranks.rank == 0, say=lambda text: None)
+    losses, norms = [], []
+    for step in training.trained:
+        loss = step.loss.clone()
+        dist.all_reduce(loss)
+        losses.append(loss.item())
+        norms.append(step.grad_norm.item())
+    calls = {name: count - before[name] for name, count in varlen_on_cpu.CALLS.items()}
+    return {"losses": losses, "norms": norms, "calls": calls}
+
+
+def main(folder, cases):
+    dist.init_process_group("gloo")
+    ranks = DataParallel(rank=dist.get_rank(), size=dist.get_world_size(), group=dist.group.WORLD, device=torch.device("cpu"))
+    if ranks.rank == 0:
+        (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
+    dist.barrier()
+    latent = [f"model.config={LATENT}"]
+    results = {
+        "document by document": train(folder, ["strategy.kind=ddp"], ranks),
+        "latent document by document": train(folder, ["strategy.kind=ddp", *latent], ranks),
+    }
+    varlen_on_cpu.register()
+    attention.has_varlen_kernel = lambda tensor: True
+    # Without a compiler of C++, which takes a minute: the graphs are what is tested
+    compile_block = nn.Module.compile
+    nn.Module.compile = lambda module: compile_block(module, backend="aot_eager", fullgraph=True)
+    for strategy, mode, compiled in cases:
+        overrides = [*STRATEGIES[strategy], f"activation_checkpointing={mode}", f"model.compile={str(compiled).lower()}"]
+        results[f"{strategy} {mode} compile={compiled}"] = train(folder, overrides, ranks)
+    results["latent fsdp"] = train(folder, ["strategy.kind=fsdp", "activation_checkpointing={mode: selective}", *latent], ranks)
+    if ranks.rank == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # as the launcher ends: threads of torch can abort the interpreter's own end
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), COMPILED if "compiled" in sys.argv else CASES)

@@ -1,0 +1,151 @@
+"""Whole runs through launcher/train.py on null GPUs: what a user starts, stops, resumes, exports and reads after a failure."""
+
+import json
+import re
+import sys
+
+import pytest
+import yaml
+
+from tests.distributed.launching import REPOSITORY, run, torchrun
+
+TRAIN = REPOSITORY / "tests/nullgpu/train.py"
+# Values are zeros or garbage: a step may count as not finite
+RECIPE = """
+run: {name: runs, max_steps: 4, seed: 3, max_skipped_steps: 1000}
+model: {config: {model_type: llama, vocab_size: 260, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4,
+  num_key_value_heads: 2, max_position_embeddings: 128}}
+data: {train: [FOLDER/text.jsonl], validation: [FOLDER/text.jsonl], tokenizer: bytes, sequence_length: 128, workers: 0, cache: FOLDER/cache}
+batch: {global_batch_size: 16, micro_batch_size: 4}
+strategy: {kind: fsdp}
+evaluation: {every_steps: 2, max_batches: 2}
+checkpoint: {every_steps: 2}
+schedule: {kind: constant, warmup_steps: 0}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    documents = [{"text": "null devices compute nothing " * (1 + i % 7)} for i in range(200)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(tmp_path)))
+    return tmp_path
+
+
+def train(folder, gpus, *overrides, ranks=1, restarts=0, timeout=240, **variables):
+    words = [TRAIN, f"recipe={folder}/recipe.yaml", "run.device=cuda", f"run.dir={folder}/run", *overrides]
+    variables = gpus.variables | variables
+    if ranks == 1 and not restarts:
+        return run([sys.executable, *words], timeout=timeout, **variables)
+    return torchrun("--max-restarts", restarts, *words, ranks=ranks, timeout=timeout, **variables)
+
+
+def status(folder):
+    return json.loads((folder / "run/status.json").read_text())
+
+
+def records(folder, kind="metrics"):
+    return [json.loads(line) for line in (folder / f"run/{kind}.jsonl").read_text().splitlines()]
+
+
+def steps(folder):
+    return [record["step"] for record in records(folder) if "loss" in record]
+
+
+def test_evaluated_saved_resumed_on_other_ranks_and_exported(folder, null_gpus):
+    gpus = null_gpus(count=2)
+    train(folder, gpus, ranks=2).check()
+    assert status(folder)["state"] == "finished"
+    assert [record["step"] for record in records(folder) if "eval_loss" in record] == [2, 4]
+    train(folder, gpus, "run.max_steps=6", ranks=2).check()
+    output = train(folder, gpus, "run.max_steps=8", "checkpoint.export=at_end").check().output
+    assert "step_00000006, step 6" in output
+    assert steps(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [record["ranks"] for record in records(folder, "events") if record["event"] == "saved"] == [2, 2, 2, 1]
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "run/hf")
+    assert model.config.hidden_size == 64
+    for log in gpus.ranks():
+        assert log.contexts == {log.rank}
+
+
+@pytest.mark.long
+def test_a_gpu_that_is_too_small(folder, null_gpus):
+    """The caching allocator itself runs out of memory."""
+    large = ["model.config.hidden_size=1024", "model.config.intermediate_size=4096", "model.config.num_hidden_layers=8"]
+    result = train(folder, null_gpus(count=1, gib=1), *large)
+    assert result.status == 1
+    outcome = status(folder)
+    assert (outcome["state"], outcome["reason"]) == ("failed", "out_of_memory")
+    assert "ran out of GPU memory" in outcome["error"]
+    assert "optimizer state" in outcome["error"]
+    # A plan that takes more than a minute, on a slow machine, is not waited for
+    assert re.search("what fits by plan, the fastest first, as overrides:|planning took more than", outcome["error"])
+    assert "Traceback" not in outcome["error"]
+
+
+def test_auto_takes_a_smaller_micro_batch_after_it_ran_out_of_memory(folder, null_gpus):
+    auto = ["strategy.kind=auto", "batch.micro_batch_size=auto"]
+    result = train(folder, null_gpus(count=2), *auto, ranks=2, restarts=1, FAULT="out_of_memory:1:2").check()
+    assert status(folder)["state"] == "finished"
+    (failed,) = [event for event in records(folder, "events") if event["event"] == "failed"]
+    assert (failed["reason"], failed["micro_batch_size"]) == ("out_of_memory", 8)
+    assert yaml.safe_load((folder / "run/recipe.yaml").read_text())["batch"]["micro_batch_size"] in (1, 2, 4)
+    assert steps(folder) == [1, 2, 3, 4]
+    assert "The fastest that fits: by plan" in result.output
+
+
+def test_a_device_that_is_lost(folder, null_gpus):
+    """torch may end the process itself: page-locked memory that is freed then raises in a destructor."""
+    result = train(folder, null_gpus(count=2), ranks=2, FAULT="lose_device:1:2")
+    assert result.status == 1
+    outcome = status(folder)
+    assert outcome["state"] == "failed"
+    assert outcome["reason"] in ("rank_lost", "error")
+    assert "rank 1" in outcome["error"]
+
+
+def test_fewer_gpus_than_ranks(folder, null_gpus):
+    result = train(folder, null_gpus(count=1), ranks=2)
+    assert result.status == 1
+    assert "1 GPU" in result.output
+    assert "run.device" in result.output
+
+
+@pytest.mark.long
+def test_eight_ranks(folder, null_gpus):
+    """Two copies of a model on four devices each."""
+    gpus = null_gpus(count=8)
+    train(
+        folder,
+        gpus,
+        "strategy.replicate=2",
+        "evaluation.every_steps=null",
+        "data.validation=null",
+        "run.max_steps=2",
+        "batch.micro_batch_size=1",
+        ranks=8,
+    ).check()
+    assert steps(folder) == [1, 2]
+    for log in gpus.ranks():
+        assert log.contexts == {log.rank}
+        calls = [event.arguments for event in log.steps()[2] if event.kind == "nccl"]
+        large = {(name, ranks) for name, _, ranks, size in calls if int(size.removeprefix("bytes=")) > 1024}
+        assert large == {("all_gather", "ranks=4"), ("reduce_scatter", "ranks=4"), ("all_reduce", "ranks=2")}
+
+
+@pytest.mark.long
+def test_compiled_blocks(folder, null_gpus):
+    """Inductor and Triton compile for the device, and its driver loads and launches what they made."""
+    caches = {"TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    train(folder, null_gpus(count=1), "model.compile=true", "data.validation=null", timeout=400, **caches).check()
+    assert steps(folder) == [1, 2, 3, 4]
+    assert list((folder / "triton").glob("*/*.cubin"))
+
+
+@pytest.mark.long
+def test_doctor(null_gpus):
+    result = run([sys.executable, "-m", "launcher.cli", "doctor"], timeout=200, **null_gpus(count=2).variables)
+    assert "A100" in result.output
+    assert "Traceback" not in result.output
