@@ -120,7 +120,8 @@ def killer(run_dir, times, seed):
                 time.sleep(generator.random() * 0.4)
                 where = "in a save" if writing else "no save came"
             else:
-                time.sleep(generator.random() * 1.5)
+                # The second start lives long enough to write a checkpoint of its own
+                time.sleep(generator.random() * 1.5 + (2.0 if number == 1 else 0.0))
                 where = "anywhere"
             ranks = workers(process.pid)
             if process.poll() is not None or not ranks:

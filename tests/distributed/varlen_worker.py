@@ -1,9 +1,9 @@
 """The attention of packed documents as on a GPU, with values: its kernel computes on the CPU (tests/varlen_on_cpu.py).
 
-    torchrun --nproc-per-node 2 varlen_worker.py FOLDER [compiled]
+    torchrun --nproc-per-node 2 varlen_worker.py FOLDER [all]
 
-FOLDER has train.jsonl; results.json is written to it. Compilation takes long: with `compiled` all cases of it are
-trained, without it one.
+FOLDER has train.jsonl; results.json is written to it. With `all` every combination is trained, compiled too, which
+takes minutes.
 """
 
 import json
@@ -46,11 +46,13 @@ STRATEGIES = {
 }
 CHECKPOINTING = ("null", "{mode: full}", "{mode: selective}")
 CASES = [
-    *((strategy, mode, False) for strategy in STRATEGIES for mode in CHECKPOINTING),
-    ("fsdp", "{mode: selective}", True),
+    ("ddp", "null", False),
+    ("ddp", "{mode: full}", False),
+    *(("fsdp", mode, False) for mode in CHECKPOINTING),
+    ("offload", "{mode: selective}", False),
 ]
 """Strategy, checkpointing, compiled."""
-COMPILED = [(strategy, mode, True) for strategy in STRATEGIES for mode in CHECKPOINTING]
+ALL = [(strategy, mode, compiled) for strategy in STRATEGIES for mode in CHECKPOINTING for compiled in (False, True)]
 
 
 def train(folder, overrides, ranks):
@@ -97,4 +99,4 @@ def main(folder, cases):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), COMPILED if "compiled" in sys.argv else CASES)
+    main(Path(sys.argv[1]), ALL if "all" in sys.argv else CASES)
