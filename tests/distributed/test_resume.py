@@ -387,6 +387,7 @@ def test_a_run_that_diverges_goes_back_and_leaves_out_what_it_diverged_on(folder
     assert noted[at - 1 : at + 3] == ["forward None", "load rewind", "forward rewind", "forward None"]
 
 
+@pytest.mark.long
 def test_a_stream_goes_on_where_it_stood_and_leaves_out_what_it_diverged_on(folder):
     """On two ranks with loader processes, then on one, which also goes back; the samples are those of one start on one rank."""
     file, run_dir, plain, seen = (folder / name for name in ("stream.jsonl", "stream", "stream-plain", "stream-seen"))
