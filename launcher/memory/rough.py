@@ -83,7 +83,8 @@ def rough_bytes(recipe: Recipe, *, ranks: int) -> int | None:
     """Of one GPU at its peak, what is `auto` as frugal as can be; None where the model, or how it is trained, is not known here.
 
     16 bytes a parameter (float32 weights, gradients, AdamW), over the ranks that share a copy, none of them with offload; 4 more where
-    whole gradients wait for the last micro-batch; two blocks and the embeddings in the compute dtype, with gradients in float32;
+    whole gradients wait for the last micro-batch; two blocks and the embeddings in the compute dtype, gradients of one block and
+    the embeddings in float32;
     34 or, with a gated feed-forward, 49 bytes x hidden size a token and block, of which full checkpointing keeps 2, and one block
     computed again; 12 bytes x vocabulary a token for logits and loss.
     """
@@ -110,7 +111,7 @@ def rough_bytes(recipe: Recipe, *, ranks: int) -> int | None:
     if strategy.cpu_offload is not None:
         states = 0
     reduced = 4 if recipe.lora is None else 0
-    gathered = compute * whole if strategy.kind == "ddp" else (compute + reduced) * (2 * block + rest)
+    gathered = compute * whole if strategy.kind == "ddp" else compute * (2 * block + rest) + reduced * (block + rest)
     a_block = (49 if sizes["matrices"] == 3 else 34) * sizes["hidden"] * tokens * compute / 2
     checkpointing = recipe.activation_checkpointing
     again = 0 if checkpointing is None else math.ceil(sizes["layers"] / checkpointing.every_n_blocks)
