@@ -265,13 +265,18 @@ class FailureWatch:
                 self._report_lost(lost)
             if self._store.check([f"{_KEY}/claims"]):  # a rank failed, and torchrun ends the others with this signal
                 self.end(EXIT_FAILED)
-            first = self._store.add(_STOPPED, 1) == 1
+            first = self._store.add(f"{_STOPPED}/claims", 1) == 1
+            if not first:
+                self._store.wait([_STOPPED], timedelta(seconds=10))
         if first:
             with contextlib.suppress(OSError):
                 print(f"stopped before the first step, asked by {who}: there is nothing to save", file=self.console, flush=True)
             with contextlib.suppress(OSError, TrainingError):
                 self.run.write_status("stopped", step=self.progress.step, reason=who)
                 self.run.note("stopped", ranks=self.ranks, step=self.progress.step, reason=who)
+            # Only now may the others end: rank 0 lets the folder go, and this rank could not write
+            with contextlib.suppress(Exception):
+                self._store.set(_STOPPED, "")
         self.end(self._stopped_status())
 
     def end(self, status: int) -> NoReturn:
