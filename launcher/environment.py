@@ -41,9 +41,9 @@ class Environment:
     meeting_point: str | None = None
     """HOST:PORT that the ranks meet at."""
     job: str | None = None
-    """Slurm's job id. In a job of `launcher submit`: of the first of the jobs that go on with one another's work."""
+    """Slurm's job id. In a job of `launcher submit`: of the first job of its chain of successors."""
     job_restart_count: int = 0
-    """How often the job was started before: requeued by Slurm, or gone on with by another job."""
+    """How often the job was started before, as a requeue by Slurm or as a successor."""
     refusal_file: str | None = None
     """Where the job's script looks for a refusal, after which it does not try again."""
 

@@ -42,7 +42,7 @@ _TIMEOUT_SIGNS = ("timed out waiting", "collective operation timeout")
 _MEMORY_SIGNS = ("can't allocate memory", "out of memory", "cublas_status_alloc_failed")
 _EXPLAIN_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
-"""That metrics services have to take the last records when a run fails. torchrun kills a rank after 30."""
+"""Seconds that the metrics services get to take the last records when a run fails. torchrun kills a rank after 30."""
 
 
 class Progress:
@@ -160,7 +160,7 @@ class FailureWatch:
         """This rank got through. A thread that were still in the store when the interpreter ends would abort it."""
         if self.ranks > 1:
             with contextlib.suppress(Exception):  # the neighbours must not take the end of this process for a loss
-                self._speak()
+                self._announce_end()
         self._done.set()
         if self._thread.is_alive():
             self._thread.join(timeout=11)
@@ -181,11 +181,11 @@ class FailureWatch:
                     unreachable = self.run.read_status().get("state") in (None, "running")
                 self._tells = unreachable
             with contextlib.suppress(Exception):
-                self._speak()
+                self._announce_end()
             return self._tells
 
-    def _speak(self) -> None:
-        """Tells the other ranks that this one ends in order, or has failed and says so itself."""
+    def _announce_end(self) -> None:
+        """Tells the other ranks that this one ends in order, or has failed and reports it itself."""
         self._store.set(f"{_KEY}/alive_{self.rank}", "")
         self._store.set(f"{_KEY}/rank_{self.rank}", _KERNEL if host_memory.killed_since(self._killed) else "")
 
@@ -369,7 +369,7 @@ class FailureWatch:
         return gone if gone and process_start(os.getpid()) is not None else []
 
     def _report_lost(self, lost: list[int]) -> None:
-        """Reports those that have not said that they end, and ends this process.
+        """Reports the lost ranks that did not announce their end, and ends this process.
 
         Returns where there are none, or where another rank reports a failure.
         """
@@ -412,7 +412,7 @@ class FailureWatch:
     def _watch(self) -> None:
         failed = 0
         while not self._done.wait(_POLL_SECONDS):
-            lost = self._lost_neighbours()  # before the store is asked: who ends in order says so there first
+            lost = self._lost_neighbours()  # before the store is asked: a rank that ends in order announces it there first
             try:
                 if self._look_at_store(lost):
                     return

@@ -18,7 +18,7 @@ from launcher.recipe.load import load_recipe
 def main(arguments: Sequence[str]) -> int:
     """0: every variant has the same losses; 3: one differs by more than its tolerance."""
     options, rest = take_options(arguments, {"ranks": 2, "steps": 5, "shrink": False})
-    recipe = load_recipe(rest, ranks=None).recipe  # its mistakes are told here, at once
+    recipe = load_recipe(rest, ranks=None).recipe  # reports mistakes before any process starts
     device = "cpu" if recipe.run.device == "cpu" else "any"
     ranks = options["ranks"]
     environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)  # torchrun's own default, without its warning

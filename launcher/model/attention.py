@@ -10,6 +10,7 @@ squared.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -243,6 +244,14 @@ def varlen_attention(
     return out.reshape(batch, tokens, *out.shape[1:]), None
 
 
+@functools.cache
+def _varlen_parameters() -> frozenset[str]:
+    """Names of the kernel's parameters, which differ between versions of torch. Cached: each layer asks in each forward pass."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
 def _kernel(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -254,7 +263,7 @@ def _kernel(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
+    known = _varlen_parameters()
     left = sliding_window - 1 if sliding_window is not None else -1
     # The kernel takes one head size, a multiple of 8, and multi-head latent attention has two (192 and 128 in DeepSeek).
     # Zeros behind q and k change no score; those behind v give columns that are cut off again.

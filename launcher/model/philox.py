@@ -1,6 +1,6 @@
 """Random numbers by position: the counter-based generator Philox4x32-10 in torch's integer arithmetic.
 
-A stream is a key of two 32-bit words. Its numbers have positions 0, 1, 2, ...; counter `position // 4`
+A stream is identified by a key of two 32-bit words. Its numbers have positions 0, 1, 2, ...; counter `position // 4`
 gives four 32-bit words, one a position. So any part of a stream can be drawn alone, on any device.
 Generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
@@ -55,7 +55,7 @@ def _words(key: tuple[int, int], first: int, count: int, device: torch.device) -
 
 
 def _in_order(lanes: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """lanes: (counters, 4). Returns (count,): without what stands before and after the positions."""
+    """lanes: (counters, 4). Returns (count,): the requested positions only."""
     return lanes.view(-1)[first % 4 : first % 4 + count]
 
 

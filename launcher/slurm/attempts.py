@@ -1,7 +1,7 @@
 """What the job's script asks at its beginning and at its end: may the run go on, and is the job requeued.
 
     python -m launcher.slurm.attempts begin ...   status 0: go on; prints in how many seconds to warn, where Slurm's warning is too late,
-                                                  or `over` where there is nothing to go on with
+                                                  or `over` if there is nothing to resume
     python -m launcher.slurm.attempts signalled ...   after a SIGTERM: was the job cancelled, or did Slurm end it
     python -m launcher.slurm.attempts end ...     requeues the job where it should be; the exit status is the job's
 
@@ -58,7 +58,7 @@ class Record:
     open: bool
     """The attempt has not ended, as far as anybody knows."""
     left: bool = False
-    """The job that made the attempt could not be requeued, and its successor goes on."""
+    """The job that made the attempt could not be requeued: its successor resumes the run."""
     successor: str | None = None
     """Job that Slurm starts where this one ends without success."""
 
@@ -108,7 +108,7 @@ def decide(ended: Ended, *, max_failures: int) -> Decision:
     if ended.preempted:  # whatever signal it was told by, and whoever got that
         return Decision("requeue", EXIT_DONE, before, f"preempted {saved}: goes on in another allocation")
     if ended.timed_out and ended.new_checkpoint:
-        return Decision("requeue", EXIT_FAILED, before, f"ended by Slurm at the time limit {saved}: goes on from the last checkpoint")
+        return Decision("requeue", EXIT_FAILED, before, f"ended by Slurm at the time limit {saved}: resumes from the last checkpoint")
     if ended.terminated and not ended.timed_out:
         return Decision("end", EXIT_STOPPED, before, f"terminated {saved}: not requeued")
     by_file = (ended.reason or "").startswith("the file ")  # RUN_DIR/stop was there before the warning
@@ -214,7 +214,7 @@ def end(run_dir: Path, job: str, ended: Ended, *, max_failures: int) -> Decision
 
 
 def nothing_left(run_dir: Path, job: str, before: str) -> str | None:
-    """Why a successor, submitted by the job `before`, has nothing to do; None: it goes on."""
+    """Why a successor, submitted by the job `before`, has nothing to do. None: it resumes the run."""
     record, known = read_record(run_dir, job), Job.read(before)
     if known is not None and known.state == "CANCELLED":
         return f"job {before} was cancelled"
@@ -222,7 +222,7 @@ def nothing_left(run_dir: Path, job: str, before: str) -> str | None:
 
 
 def submit_successor(run_dir: Path, job: str, this: str, script: str, excluded: str) -> None:
-    """Queues the job that goes on where this one ends without success, unless it is queued already.
+    """Queues the successor, which resumes the run if this job ends without success. Does nothing if it is queued.
 
     this: the job that runs. script: its own, for sbatch. excluded: nodes that it must not get.
     """
@@ -243,13 +243,13 @@ def submit_successor(run_dir: Path, job: str, this: str, script: str, excluded: 
 
 
 def remove_successor(run_dir: Path, job: str) -> None:
-    """Nothing is left to go on with."""
+    """Cancels the successor: the run is finished, given up or cancelled."""
     successor = read_record(run_dir, job).successor
     if successor is not None:
         try:
             slurm_command("scancel", successor)
         except RecipeError as error:
-            say(f"job {successor}, which would go on, could not be removed; it will find nothing to do: {error}")
+            say(f"job {successor}, which would resume the run, could not be removed; it will find nothing to do: {error}")
 
 
 def _give_up(run_dir: Path, job: str, why: str) -> None:
@@ -342,10 +342,10 @@ def carry_out(decision: Decision, this: str, bad_nodes: Sequence[str]) -> tuple[
         return False, decision.status
     # A job that was cancelled, or whose place another start of it has taken, would rise again
     if known is None or known.state != "RUNNING" or known.restarts != mine:
-        say(f"Slurm has ended this start of the job ({known.state if known else 'unknown'}): its successor goes on")
+        say(f"Slurm has ended this start of the job ({known.state if known else 'unknown'}): its successor resumes the run")
         return True, EXIT_FAILED
     if scontrol("requeue", this) is None:
-        say("could not be requeued: the job's successor goes on")
+        say("could not be requeued: the job's successor resumes the run")
         return True, EXIT_FAILED
     # Where none of several is fit the fault is hardly theirs. The job does not start before this script has ended
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or 0)
@@ -368,7 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for verb in ("begin", "signalled", "end"):
         one = verbs.add_parser(verb)
         one.add_argument("--run-dir", type=Path, required=True)
-        one.add_argument("--job", required=True, help="the first of the jobs that go on with one another's work")
+        one.add_argument("--job", required=True, help="the first job of the chain of successors")
         one.add_argument("--this", required=True, help="the job that runs")
         if verb == "signalled":
             continue
@@ -397,7 +397,7 @@ def _begin(options: argparse.Namespace) -> int:
     run_dir, job = options.run_dir, options.job
     # A successor that was requeued is not asked again
     if options.after and restart_count() == 0 and (why := nothing_left(run_dir, job, options.after)) is not None:
-        say(f"nothing to go on with: {why}")
+        say(f"nothing to resume: {why}")
         print("over")
         return EXIT_DONE
     known = Job.read(options.this)

@@ -213,7 +213,7 @@ def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
 
 
 def test_a_job_that_is_killed_without_a_warning_is_gone_on_with(jobs):
-    """Its script cannot requeue it: its successor goes on with the run, and is the last job of it."""
+    """Its script cannot requeue it: its successor resumes the run, and is the last job of it."""
     name = "killed"
     assert jobs.ends(name, jobs.killed) == "FAILED"
     successor = next(iter(jobs.successors(name)))
@@ -374,7 +374,7 @@ def test_the_time_limit_itself(alone, whole_cluster):
 
 @pytest.mark.long
 def test_a_save_that_does_not_end_before_the_time_limit(alone, whole_cluster):
-    """Slurm ends the first start of the job in its save; the successor goes on from the checkpoint before."""
+    """Slurm ends the first start of the job in its save; the successor resumes from the checkpoint before."""
     slow, python, name = alone.folder / "slow", alone.folder / "slow_python", "slow"
     slow.mkdir()
     (slow / "sitecustomize.py").write_text(
