@@ -64,10 +64,10 @@ def worker(options: argparse.Namespace) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from launcher.checkpoints.load import find_checkpoint, load
-    from launcher.checkpoints.save import Checkpointer, checkpoint_group
-    from launcher.checkpoints.state import model_and_optimizer, rank_state, total_bytes
-    from launcher.processes import DataParallel
+    from launcher.checkpoint.reader import find_checkpoint, load
+    from launcher.checkpoint.state import model_and_optimizer, rank_state, total_bytes
+    from launcher.checkpoint.writer import Checkpointer, checkpoint_group
+    from launcher.distributed.process_group import DataParallel
 
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= options.ranks
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -138,7 +138,7 @@ def worker(options: argparse.Namespace) -> None:
         checkpointer.save(number, tensors, state={"step": number}, local=rank_state(module, device))
 
     # The floor: each rank's part (with ddp: every n-th tensor), as one file
-    from launcher.checkpoints.layout import local_part
+    from launcher.checkpoint.layout import local_part
 
     part = {
         name: local_part(tensor)

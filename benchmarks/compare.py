@@ -425,7 +425,7 @@ def measures(result: Result, *, bench: Bench, mode: Mode, skip: int, gpu: str | 
     ]
     if gpu is not None:
         sys.path.insert(0, str(ROOT))
-        from launcher.hardware import peak_flops  # standard library only
+        from launcher.planner.hardware import peak_flops  # standard library only
 
         peak = peak_flops(gpu)
         if peak is not None:

@@ -55,7 +55,7 @@ print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - imported, "
 
 STREAM = """
 import json, resource, sys, time
-from launcher.batching import RankSlots
+from launcher.data.batching import RankSlots
 from launcher.data.encoder import make_encoder
 from launcher.data.sources import find_parts
 from launcher.data.streaming import StreamingDataset, StreamOrder

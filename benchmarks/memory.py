@@ -20,13 +20,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launcher.commands.plan import gpus_here
-from launcher.commands.verifying import TOLERANCE, TOLERANCE_UNDER, is_true
+from launcher.cli.plan import gpus_here
+from launcher.cli.plan_verification import TOLERANCE, TOLERANCE_UNDER, is_true
 from launcher.errors import EXIT_DONE, EXIT_NO
-from launcher.measuring import measure
-from launcher.memory.planning import make_plan
-from launcher.memory.rates import known_machine
 from launcher.metrics.console import bytes_as_text
+from launcher.planner.measure import measure
+from launcher.planner.planning import make_plan
+from launcher.planner.rates import known_machine
 from launcher.recipe.load import load_recipe
 
 LLAMA = "model_type: llama, tie_word_embeddings: false, bos_token_id: null, eos_token_id: 1, max_position_embeddings: 8192"

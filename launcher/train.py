@@ -16,11 +16,11 @@ if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().p
     # Started as a file: its folder would come before the standard library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launcher.environment import prepare_cuda, read_environment
+from launcher.checkpoint.resume import choose_resume
+from launcher.distributed.environment import prepare_cuda, read_environment
 from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.resume import choose_resume
-from launcher.run_folder import RunFolder, last_line
+from launcher.reliability.run_directory import RunFolder, last_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.sleep(10)  # rank 0 says it; torchrun ends everybody once the first has ended
         return EXIT_USAGE
     prepare_cuda(deterministic=loaded.recipe.run.deterministic)
-    from launcher.pipeline import train  # and with it torch
+    from launcher.training.run import train  # and with it torch
 
     try:
         return train(loaded, environment, run)
@@ -71,7 +71,7 @@ if __name__ == "__main__":
     _status = main()
     if "torch" in sys.modules:
         # Threads of torch can abort an interpreter that ends by itself: a finished run would count as failed
-        from launcher.failures import end_process
+        from launcher.reliability.failures import end_process
 
         end_process(_status)
     sys.exit(_status)

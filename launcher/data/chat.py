@@ -17,7 +17,7 @@ import numpy as np
 
 from launcher.data.tokenizer import Ids
 from launcher.errors import RecipeError
-from launcher.loss import IGNORED
+from launcher.training.loss import IGNORED
 
 Message = dict[str, Any]
 Span = tuple[int, int]

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.batching import NO_SAMPLE
+from launcher.data.batching import NO_SAMPLE
 from launcher.errors import RecipeError
-from launcher.functions import call_function
+from launcher.recipe.functions import call_function
 
 
 @dataclass(frozen=True, kw_only=True)

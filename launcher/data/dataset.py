@@ -12,12 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from launcher import loss
-from launcher.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
+from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
 from launcher.data.packing import Sequences, pack
-from launcher.data.store import TokenStore, open_store
-from launcher.loss import IGNORED
+from launcher.data.token_store import TokenStore, open_store
 from launcher.recipe import schema
+from launcher.training import loss
+from launcher.training.loss import IGNORED
 
 Row = dict[str, npt.NDArray[np.int64]]
 Collated = dict[str, Any]

@@ -15,8 +15,8 @@ from launcher.data.prompts import read_prompt
 from launcher.data.sources import Row
 from launcher.data.tokenizer import Ids, hugging_face_tokenizer, load_tokenizer, tokenizer_identity
 from launcher.errors import RecipeError
-from launcher.loss import IGNORED
 from launcher.recipe import schema
+from launcher.training.loss import IGNORED
 
 _Tokens = tuple[Ids, Ids | None, int | None]
 """Ids, labels and category of a row: what Encoded holds."""

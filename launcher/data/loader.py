@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from launcher.batching import NO_SAMPLE, Order, RankSlots, Slots, TokenSlots
+from launcher.data.batching import NO_SAMPLE, Order, RankSlots, Slots, TokenSlots
 from launcher.data.dataset import Collated, MapData, TrainingData
 from launcher.data.streaming import Place, StreamingDataset
+from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
-from launcher.processes import DataParallel
 from launcher.recipe import schema
 
 Tensors = dict[str, Any]

@@ -14,12 +14,12 @@ from launcher.data.dataset import SequenceDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.packing import Sequences, pack
 from launcher.data.sources import find_parts
-from launcher.data.store import TokenStore
 from launcher.data.streaming import deal
+from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
-from launcher.loss import IGNORED
 from launcher.recipe import schema
+from launcher.training.loss import IGNORED
 
 Integers = npt.NDArray[np.int64]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher.errors import RecipeError
-from launcher.hub import is_hub_id, load_data_set
+from launcher.recipe.hub import is_hub_id, load_data_set
 
 ROW_FILES = (".jsonl", ".json", ".parquet", ".csv")
 """Files of rows. Every other file is one document."""

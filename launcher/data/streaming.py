@@ -45,16 +45,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from launcher import loss
-from launcher.batching import RankSlots
+from launcher.data.batching import RankSlots
 from launcher.data.dataset import Collated, Isolation, Row, collate_sequences
 from launcher.data.encoder import Encoder
 from launcher.data.sources import Part, read_rows, split
 from launcher.data.sources import Row as Source
+from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
-from launcher.hub import load_data_set
-from launcher.loss import IGNORED
-from launcher.processes import DataParallel
+from launcher.recipe.hub import load_data_set
+from launcher.training import loss
+from launcher.training.loss import IGNORED
 
 VERSION = 2
 """Of the order of samples. Version 1 had a lane for each place of a batch, and saved no positions."""

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from launcher import loss
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import Isolation, collate_sequences
 from launcher.data.loader import Counts, GlobalBatch, Mover, Tensors
-from launcher.processes import DataParallel
+from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
+from launcher.training import loss
 
 PACKED_DOCUMENTS = 2
 """That a packed row is made of."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from launcher.errors import RecipeError
-from launcher.hub import model_folder
+from launcher.recipe.hub import model_folder
 
 Ids = npt.NDArray[np.int32]
 

@@ -17,10 +17,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from launcher.errors import RecipeError
-from launcher.recipe.check import check
 from launcher.recipe.decode import Decoder, KeyPath, Problem, default_of, dotted, section_fields, subsection
 from launcher.recipe.find import find_recipe, read_recipe, recipe_folders, shown_path
 from launcher.recipe.schema import Recipe
+from launcher.recipe.validate import check
 
 COMMAND_LINE = "command line"
 

@@ -30,10 +30,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.checkpoints.files import list_checkpoints, step_of
+from launcher.checkpoint.files import list_checkpoints, step_of
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, RecipeError
-from launcher.ownership import current_owner
-from launcher.run_folder import RunFolder, read_lines
+from launcher.reliability.lock import current_owner
+from launcher.reliability.run_directory import RunFolder, read_lines
 from launcher.slurm.submit import slurm_command
 
 DEFAULT_LEAD = 300

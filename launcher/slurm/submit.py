@@ -17,7 +17,7 @@ from typing import Any
 from launcher import __version__
 from launcher.errors import EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.metrics.console import bytes_as_text
-from launcher.run_folder import read_lines
+from launcher.reliability.run_directory import read_lines
 
 
 def slurm_environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -153,7 +153,7 @@ class PlanCheck:
     said: str
 
 
-def check_plan(arguments: Sequence[str], *, command: Sequence[str] = (sys.executable, "-m", "launcher.cli", "plan")) -> PlanCheck:
+def check_plan(arguments: Sequence[str], *, command: Sequence[str] = (sys.executable, "-m", "launcher.cli.main", "plan")) -> PlanCheck:
     """Asks the plan, in a process of its own: it imports torch, and a login node should not keep that.
 
     Raises RecipeError with what is wrong with the arguments.

@@ -66,7 +66,7 @@ def kept_operations() -> set[Any]:
         "_scaled_dot_product_fused_attention_overrideable",
     )
     kept = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
-    # Attention of packed documents (launcher/model/attention.py), once its module is imported
+    # Attention of packed documents (launcher/models/attention.py), once its module is imported
     if hasattr(torch.ops.torch_attn, "_varlen_attn"):
         kept.add(torch.ops.torch_attn._varlen_attn.default)
     return kept

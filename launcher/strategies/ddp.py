@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from launcher.processes import DataParallel
-from launcher.strategies import Fill
+from launcher.distributed.process_group import DataParallel
+from launcher.strategies.base import Fill
 
 
 class Ddp:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from launcher.processes import DataParallel
-from launcher.strategies import Fill
+from launcher.distributed.process_group import DataParallel
+from launcher.strategies.base import Fill
 
 
 def make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:

@@ -26,14 +26,14 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 import transformers
 
-from launcher.model.build import build_model, find_blocks
-from launcher.model.checkpoint import open_checkpoint, pretrained_weights
-from launcher.model.export import export_hugging_face
-from launcher.model.lora import add_adapters
-from launcher.model.weights import random_weights
-from launcher.processes import DataParallel
+from launcher.distributed.process_group import DataParallel
+from launcher.models.build import build_model, find_blocks
+from launcher.models.export import export_hugging_face
+from launcher.models.initialization import random_weights
+from launcher.models.load import open_checkpoint, pretrained_weights
+from launcher.models.lora import add_adapters
 from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Lora, MixedPrecision, Model, Strategy
-from launcher.strategies import wrap
+from launcher.strategies.wrap import wrap
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -350,7 +350,7 @@ def full(tensor):
 
 
 def stored_names(folder):
-    from launcher.model.stored import open_folder
+    from launcher.models.safetensors_files import open_folder
 
     return sorted(open_folder(folder).tensors)
 

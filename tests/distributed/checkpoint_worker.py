@@ -20,17 +20,17 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.checkpoints import files, save
-from launcher.checkpoints.load import find_checkpoint, load, read_local
-from launcher.checkpoints.save import Checkpointer, checkpoint_group
-from launcher.checkpoints.state import model_and_optimizer, rank_state, restore_rank_state
-from launcher.model.build import build_model, find_blocks
-from launcher.model.checkpoint import starting_weights
-from launcher.model.lora import add_adapters
-from launcher.optimizer import make_optimizer
-from launcher.processes import DataParallel
+from launcher.checkpoint import files, writer
+from launcher.checkpoint.reader import find_checkpoint, load, read_local
+from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state
+from launcher.checkpoint.writer import Checkpointer, checkpoint_group
+from launcher.distributed.process_group import DataParallel
+from launcher.models.build import build_model, find_blocks
+from launcher.models.load import starting_weights
+from launcher.models.lora import add_adapters
 from launcher.recipe.load import load_recipe
-from launcher.strategies import wrap
+from launcher.strategies.wrap import wrap
+from launcher.training.optimizer import make_optimizer
 
 CPU = torch.device("cpu")
 RECIPE = """
@@ -171,8 +171,8 @@ def goes_on(worker):
     """Asynchronous: what is in it is what was when it was called, however slow the copy; one after the other; random numbers."""
     run = Run(worker, "fsdp", 4, folder="goes_on")
     plans, stage = [], Checkpointer._stage
-    planned = save.plan
-    save.plan = lambda *arguments: (plans.append(1), planned(*arguments))[1]
+    planned = writer.plan
+    writer.plan = lambda *arguments: (plans.append(1), planned(*arguments))[1]
 
     def slow(self, work):
         time.sleep(0.3)
@@ -203,7 +203,7 @@ def goes_on(worker):
         plans=len(plans),
         random=torch.equal(torch.rand(3), drawn),
     )
-    save.plan = planned
+    writer.plan = planned
     # A synchronous save writes the same bytes
     run.save(3)
     third = run.finish().path

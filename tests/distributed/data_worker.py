@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.assembly import assemble
-from launcher.evaluation import over_all
-from launcher.processes import DataParallel
+from launcher.distributed.process_group import DataParallel
 from launcher.recipe.load import load_recipe
+from launcher.training.evaluation import over_all
+from launcher.training.setup import assemble
 
 SIZES = "vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, \
 max_position_embeddings: 64, bos_token_id: 0, eos_token_id: 1, pad_token_id: 2"

@@ -21,15 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import plain_loop
 
-from launcher import loss
-from launcher.assembly import assemble
 from launcher.data.loader import Counts
-from launcher.evaluation import over_all
-from launcher.model.weights import clean_name, random_weights
-from launcher.processes import DataParallel
+from launcher.distributed.process_group import DataParallel
+from launcher.models.initialization import clean_name, random_weights
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import CpuOffload, Strategy
-from launcher.strategies import wrap
+from launcher.strategies.wrap import wrap
+from launcher.training import loss
+from launcher.training.evaluation import over_all
+from launcher.training.setup import assemble
 from tests.unit.odd_model import Odd
 
 STEPS, BATCH = 10, 16

@@ -54,7 +54,7 @@ def note_timeouts(step):
 def install():
     import torch
 
-    from launcher import loss
+    from launcher.training import loss
 
     kind, rank, at, *rows = os.environ["FAULT"].split(":")
     original, calls = loss.summed_loss, [0]

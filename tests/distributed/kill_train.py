@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def note_samples(folder):
-    from launcher import reporting
+    from launcher.training import reporting
 
     original = reporting.Reporter.step
     file = Path(folder) / f"rank_{os.environ.get('RANK', '0')}.jsonl"
@@ -35,9 +35,9 @@ def note_samples(folder):
 
 
 def save_slowly(seconds):
-    from launcher.checkpoints import save
+    from launcher.checkpoint import writer
 
-    original = save.write_chunks
+    original = writer.write_chunks
 
     def write_chunks(*args, **more):
         time.sleep(seconds)
@@ -45,24 +45,24 @@ def save_slowly(seconds):
         time.sleep(seconds)
         return result
 
-    save.write_chunks = write_chunks
+    writer.write_chunks = write_chunks
 
 
 def fill_the_disk(steps):
-    from launcher.checkpoints import save
+    from launcher.checkpoint import writer
 
-    original = save.write_chunks
+    original = writer.write_chunks
 
     def write_chunks(path, *args, **more):
         if any(f"step_{step:08}" in str(path) for step in steps) and os.environ.get("RANK", "0") == "1":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(path, *args, **more)
 
-    save.write_chunks = write_chunks
+    writer.write_chunks = write_chunks
 
 
 def slow_steps(seconds):
-    from launcher import reporting
+    from launcher.training import reporting
 
     original = reporting.Reporter.step
 
@@ -74,7 +74,7 @@ def slow_steps(seconds):
 
 
 def spoil_a_loss(at):
-    from launcher import loss
+    from launcher.training import loss
 
     original, calls = loss.summed_loss, [0]
 
@@ -86,11 +86,12 @@ def spoil_a_loss(at):
 
 
 def note_phases(file):
-    from launcher import keeper, loss, pipeline
+    from launcher.checkpoint import manager
+    from launcher.training import loss, run
 
-    restore, summed_loss, made = keeper.Keeper.restore, loss.summed_loss, []
+    restore, summed_loss, made = manager.Keeper.restore, loss.summed_loss, []
 
-    class Noted(pipeline.Progress):
+    class Noted(run.Progress):
         def __init__(self):
             super().__init__()
             made.append(self)
@@ -107,7 +108,7 @@ def note_phases(file):
         note("forward")
         return summed_loss(model, micro_batch)
 
-    keeper.Keeper.restore, loss.summed_loss, pipeline.Progress = restore_and_note, loss_and_note, Noted
+    manager.Keeper.restore, loss.summed_loss, run.Progress = restore_and_note, loss_and_note, Noted
 
 
 def start():
@@ -133,7 +134,7 @@ def start():
 
     train.prepare_cuda = then_install
     status = train.main()
-    from launcher.failures import end_process
+    from launcher.reliability.failures import end_process
 
     end_process(status)
 

@@ -39,7 +39,8 @@ def test_a_bad_row_ends_all_ranks_and_their_processes(tmp_path):
 def test_a_process_that_is_killed_takes_those_it_started_with_it(tmp_path):
     """launching.run refuses to leave a process behind."""
     script = (
-        "import sys; from launcher.data import sources; from launcher.data.store import open_store; from launcher.recipe import schema;"
+        "import sys; from launcher.data import sources;"
+        "from launcher.data.token_store import open_store; from launcher.recipe import schema;"
         "import time, launcher.data.encoder as encoder; slow = encoder.read_prompt;"
         "encoder.read_prompt = lambda *a, **k: (time.sleep(0.01), slow(*a, **k))[1];"
         "open_store(kind='instruct', patterns=(sys.argv[1],), data=schema.Data(cache=sys.argv[2], processes=2), tokenizer='bytes',"
@@ -62,7 +63,7 @@ def test_a_process_that_is_killed_takes_those_it_started_with_it(tmp_path):
 def test_one_of_several_processes_tokenizes_and_another_one_takes_over_when_it_is_killed(tmp_path):
     """Of any jobs: three start at once, the one that tokenizes is killed, and one of the others goes on."""
     script = (
-        "import sys, time; from launcher.data.store import open_store; from launcher.recipe import schema;"
+        "import sys, time; from launcher.data.token_store import open_store; from launcher.recipe import schema;"
         "import launcher.data.encoder as encoder; slow = encoder.read_prompt;"
         "encoder.read_prompt = lambda *a, **k: (time.sleep(float(sys.argv[3])), slow(*a, **k))[1];"
         "found = open_store(kind='instruct', patterns=(sys.argv[1],), data=schema.Data(cache=sys.argv[2], processes=1), tokenizer='bytes',"

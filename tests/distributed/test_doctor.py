@@ -3,7 +3,7 @@
 import json
 import sys
 
-from launcher.memory.machine import Rates
+from launcher.planner.machine import Rates
 from tests.distributed.launching import run, torchrun
 
 NODE = """
@@ -13,15 +13,15 @@ os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "SLURMD_NODENAME": f"
 if rank == 1:
     read = time.time
     time.time = lambda: read() + 40
-from launcher import cli
-sys.exit(cli.main(["doctor", "quick=true", *sys.argv[1:]]))
+from launcher.cli import main
+sys.exit(main.main(["doctor", "quick=true", *sys.argv[1:]]))
 """
 """A rank that takes itself for a node of three, of which n2's clock is ahead, and n3 is Slurm's first."""
 
 
 def test_a_real_examination(tmp_path):
     file = tmp_path / "doctor.json"
-    done = run([sys.executable, "-m", "launcher.cli", "doctor", "ranks=2", f"json={file}", f"shared={tmp_path}"], timeout=90)
+    done = run([sys.executable, "-m", "launcher.cli.main", "doctor", "ranks=2", f"json={file}", f"shared={tmp_path}"], timeout=90)
     told = json.loads(file.read_text())
     assert done.status == (0 if told["fit"] else 3), done.output
     assert [

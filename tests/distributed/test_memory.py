@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.measuring import measure
-from launcher.memory.arithmetic import micro_batches_of
-from launcher.memory.trace import trace_step
-from launcher.memory.verification import compare
+from launcher.planner.estimate import micro_batches_of
+from launcher.planner.measure import measure
+from launcher.planner.trace import trace_step
+from launcher.planner.verification import compare
 from launcher.recipe.load import load_recipe
 
 RANKS = 2

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launcher.checkpoints.files import write_file
+from launcher.checkpoint.files import write_file
 from tests.distributed.launching import REPOSITORY, run, torchrun
 
 KILL_TRAIN = REPOSITORY / "tests/distributed/kill_train.py"
@@ -413,7 +413,7 @@ def test_a_stream_goes_on_where_it_stood_and_leaves_out_what_it_diverged_on(fold
 def test_a_checkpoint_can_be_exported(folder, undisturbed, tmp_path):
     from transformers import LlamaForCausalLM
 
-    exported = run([sys.executable, "-m", "launcher.cli", "export", undisturbed, tmp_path / "out"]).check()
+    exported = run([sys.executable, "-m", "launcher.cli.main", "export", undisturbed, tmp_path / "out"]).check()
     assert "step_00000040" in exported.output
     weights = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
     state = final_state(undisturbed)

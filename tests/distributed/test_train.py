@@ -126,8 +126,8 @@ def test_exported_weights_are_those_of_the_run(ddp):
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
     recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
     from launcher.data.dataset import open_dataset
-    from launcher.loss import summed_loss
     from launcher.recipe.load import load_recipe
+    from launcher.training.loss import summed_loss
 
     data = load_recipe([f"recipe={run_dir}/recipe.yaml"], ranks=2).recipe.data
     dataset = open_dataset(data, tuple(recipe["data"]["validation"]), tokenizer="bytes", vocabulary=512, build=True, report=print)
@@ -379,7 +379,7 @@ def test_a_broken_recipe_is_told_once_under_torchrun(tmp_path):
 
 
 def test_selftest_and_show(tmp_path):
-    launcher = [sys.executable, "-m", "launcher.cli"]
+    launcher = [sys.executable, "-m", "launcher.cli.main"]
     shown = run([*launcher, "show", "recipe=fsdp", "optimizer.learning_rate=1e-3"]).check().output
     assert yaml.safe_load(shown)["optimizer"]["learning_rate"] == 0.001
     assert any("learning_rate: 0.001" in line and line.endswith("# command line") for line in shown.splitlines())
@@ -396,7 +396,7 @@ def test_selftest_says_no_where_losses_differ(tmp_path):
     package = tmp_path / "sitecustomize.py"
     package.write_text(
         "import sys\n"
-        "if 'launcher.selftest' in sys.orig_argv:\n"
+        "if 'launcher.diagnostics.selftest' in sys.orig_argv:\n"
         "    import torch\n"
         "    from launcher import loss\n"
         "    from launcher.data.loader import Counts\n"
@@ -407,6 +407,6 @@ def test_selftest_says_no_where_losses_differ(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"input_ids": list(range(2 + 5 * (i % 4), 30))}) + "\n" for i in range(8)))
     data = ["data.kind=tokens", f"data.train={rows}", "data.validation=null", "data.packing=false", "strategy.mixed_precision=null"]
-    command = [sys.executable, "-m", "launcher.cli", "selftest", "recipe=fsdp", "shrink=true", "steps=2", *data]
+    command = [sys.executable, "-m", "launcher.cli.main", "selftest", "recipe=fsdp", "shrink=true", "steps=2", *data]
     result = run(command, PYTHONPATH=f"{tmp_path}:{REPOSITORY}", timeout=150).check(3)
     assert "TOO MUCH" in result.output

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.environment import Environment
-from launcher.ownership import Ownership
+from launcher.distributed.environment import Environment
+from launcher.reliability.lock import Ownership
 from tests.distributed.launching import REPOSITORY, run
 
 WATCHED = REPOSITORY / "tests/distributed/watched.py"

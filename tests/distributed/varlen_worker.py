@@ -17,10 +17,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.assembly import assemble
-from launcher.model import attention
-from launcher.processes import DataParallel
+from launcher.distributed.process_group import DataParallel
+from launcher.models import attention
 from launcher.recipe.load import load_recipe
+from launcher.training.setup import assemble
 from tests import varlen_on_cpu
 
 STEPS = 3

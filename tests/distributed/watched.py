@@ -17,14 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
-from launcher import processes
-from launcher.environment import read_environment
-from launcher.evaluation import Evaluator
-from launcher.failures import Progress, end_process, failing_together
+from launcher.distributed import process_group
+from launcher.distributed.environment import read_environment
 from launcher.recipe.schema import Data
-from launcher.run_folder import RunFolder, rank_log
-from launcher.stopping import StopRequest
-from launcher.watchdog import watching
+from launcher.reliability.failures import Progress, end_process, failing_together
+from launcher.reliability.run_directory import RunFolder, rank_log
+from launcher.reliability.signals import StopRequest
+from launcher.reliability.watchdog import watching
+from launcher.training.evaluation import Evaluator
 
 
 def spin():
@@ -62,7 +62,7 @@ def main():
         run.create("")
         run.note("started", ranks=environment.world_size)
         run.write_status("running", step=0)
-    group = processes.process_group(environment, device="cpu", init_timeout=60)
+    group = process_group.process_group(environment, device="cpu", init_timeout=60)
     with (
         StopRequest() as stop,
         group as (ranks, store),

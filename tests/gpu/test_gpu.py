@@ -29,7 +29,7 @@ def train(recipe, run_dir, *overrides, ranks=1):
 @pytest.mark.parametrize("ranks", sorted({1, GPUS}))
 @pytest.mark.parametrize("precision", ["null", "{param_dtype: bfloat16}", "{param_dtype: float16}"])
 def test_same_losses(precision, ranks):
-    command = [sys.executable, "-m", "launcher.cli", "selftest", "recipe=fsdp", "shrink=true", "data.sequence_length=128"]
+    command = [sys.executable, "-m", "launcher.cli.main", "selftest", "recipe=fsdp", "shrink=true", "data.sequence_length=128"]
     result = run([*command, f"ranks={ranks}", f"strategy.mixed_precision={precision}"], timeout=300).check()
     print(result.output)
     assert torch.cuda.get_device_name(0) in result.output
@@ -76,7 +76,7 @@ def test_variable_length_attention(model_type):
     """torch's kernel gives a packed document the logits and gradients that it has alone; grouped heads, a sliding window."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from launcher.model.attention import VARLEN, isolate_documents
+    from launcher.models.attention import VARLEN, isolate_documents
 
     sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
     window = {"sliding_window": 64} if model_type == "mistral" else {}

@@ -106,9 +106,9 @@ def run_case(case, folder, ranks):
     import torch
     from torch.distributed.tensor import DTensor
 
-    from launcher.assembly import assemble
-    from launcher.model.weights import clean_name
+    from launcher.models.initialization import clean_name
     from launcher.recipe.load import load_recipe
+    from launcher.training.setup import assemble
     from tests.nullgpu.devices import preloaded
 
     def local(tensor):
@@ -185,24 +185,25 @@ def count_attention():
 
 
 def main(folder):
-    from launcher.environment import prepare_cuda, read_environment
+    from launcher.distributed.environment import prepare_cuda, read_environment
 
     prepare_cuda(deterministic=False)  # before torch is imported, as launcher/train.py does
     import torch
     import torch.distributed as dist
 
-    from launcher import assembly, processes
-    from launcher.processes import DataParallel
+    from launcher.distributed import process_group
+    from launcher.distributed.process_group import DataParallel
+    from launcher.training import setup
     from tests.nullgpu.devices import preloaded
 
     count_attention()
     # It compares logits, and there are none.
-    assembly.check_isolation = lambda model, **what: None
+    setup.check_isolation = lambda model, **what: None
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
     (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
     environment = read_environment()
     results = {}
-    with processes.process_group(environment, device="any", init_timeout=300) as (world, _):
+    with process_group.process_group(environment, device="any", init_timeout=300) as (world, _):
         sizes = sorted({case.ranks for case in cases})
         groups = {size: dist.new_group(list(range(size))) for size in sizes}
         waiting = dist.new_group(backend="gloo")

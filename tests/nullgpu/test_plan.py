@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.measuring import measure
-from launcher.memory.arithmetic import micro_batches_of
-from launcher.memory.trace import trace_step
+from launcher.planner.estimate import micro_batches_of
+from launcher.planner.measure import measure
+from launcher.planner.trace import trace_step
 from launcher.recipe.load import load_recipe
 
 OVER, UNDER = 0.05, 0.02

@@ -146,6 +146,6 @@ def test_compiled_blocks(folder, null_gpus):
 
 @pytest.mark.long
 def test_doctor(null_gpus):
-    result = run([sys.executable, "-m", "launcher.cli", "doctor"], timeout=200, **null_gpus(count=2).variables)
+    result = run([sys.executable, "-m", "launcher.cli.main", "doctor"], timeout=200, **null_gpus(count=2).variables)
     assert "A100" in result.output
     assert "Traceback" not in result.output

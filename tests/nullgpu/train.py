@@ -14,11 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.environment import prepare_cuda
+from launcher.distributed.environment import prepare_cuda
 
 prepare_cuda(deterministic=False)  # before torch is imported, as launcher/train.py does
 
-from launcher.failures import Progress, end_process  # noqa: E402
+from launcher.reliability.failures import Progress, end_process  # noqa: E402
 from launcher.train import main  # noqa: E402
 from tests.nullgpu.devices import preloaded  # noqa: E402
 

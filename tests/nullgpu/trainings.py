@@ -11,14 +11,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.environment import prepare_cuda
+from launcher.distributed.environment import prepare_cuda
 
 prepare_cuda(deterministic=False)
 
 import torch  # noqa: E402
 
-import launcher.pipeline  # noqa: E402, F401
-from launcher.failures import Progress, end_process  # noqa: E402
+import launcher.training.run  # noqa: E402, F401
+from launcher.reliability.failures import Progress, end_process  # noqa: E402
 from launcher.train import main  # noqa: E402
 from tests.nullgpu.train import LIBRARY, marked  # noqa: E402
 

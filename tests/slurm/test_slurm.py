@@ -46,7 +46,7 @@ class Jobs:
 
     def launcher(self, *words, status=0, timeout=120):
         done = subprocess.run(
-            [sys.executable, "-m", "launcher.cli", *map(str, words)],
+            [sys.executable, "-m", "launcher.cli.main", *map(str, words)],
             cwd=self.folder,
             env=self.cluster.environment | {"PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
@@ -60,7 +60,7 @@ class Jobs:
     def begin(self, *words):
         """Starts a command that goes on; `communicate` ends it."""
         environment = self.cluster.environment | {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-m", "launcher.cli", *words]
+        command = [sys.executable, "-m", "launcher.cli.main", *words]
         return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def submit(self, name, *words):

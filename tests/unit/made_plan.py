@@ -3,9 +3,9 @@
 import dataclasses
 from types import SimpleNamespace
 
-from launcher.memory.components import Components, HostMemory, Moment, StepMemory
-from launcher.memory.machine import Machine, Rates
-from launcher.memory.plan import Plan
+from launcher.planner.components import Components, HostMemory, Moment, StepMemory
+from launcher.planner.machine import Machine, Rates
+from launcher.planner.plan import Plan
 from launcher.recipe.schema import ActivationCheckpointing, Batch, CpuOffload, Data, Model, Recipe, Run, Strategy
 
 GIB = 1024**3

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from launcher.memory.arithmetic import step_memory
-from launcher.memory.components import CUBLAS_WORKSPACES
-from launcher.memory.footprint import profile_model
-from launcher.memory.trace import UntraceableError
+from launcher.planner.components import CUBLAS_WORKSPACES
+from launcher.planner.estimate import step_memory
+from launcher.planner.footprint import profile_model
+from launcher.planner.trace import UntraceableError
 from launcher.recipe.load import load_recipe
 
 LLAMA_8B = """\
@@ -195,7 +195,7 @@ def test_a_float32_model_is_profiled_in_bfloat16_too(load):
 
 
 def test_a_model_without_blocks_is_one_group(load):
-    from launcher.memory import footprint
+    from launcher.planner import footprint
 
     recipe = load(*SMALL, "model.config.num_hidden_layers=2")
     prepare = footprint.prepare_model
@@ -211,7 +211,7 @@ def test_a_model_without_blocks_is_one_group(load):
 
 
 def test_a_model_that_does_not_run_without_values_is_estimated_by_shapes(load, llama, monkeypatch):
-    from launcher.memory import footprint
+    from launcher.planner import footprint
 
     def refuse(*args, **kwargs):
         raise UntraceableError("it asks for a number")
@@ -234,7 +234,7 @@ def test_a_model_that_does_not_run_without_values_is_estimated_by_shapes(load, l
     ids=str,
 )
 def test_it_agrees_with_the_traced_plan(load, overrides):
-    from launcher.memory.trace import trace_step
+    from launcher.planner.trace import trace_step
 
     sizes = ("model.config.hidden_size=256", "model.config.intermediate_size=512", "model.config.num_attention_heads=4",
              "model.config.num_key_value_heads=2", "model.config.vocab_size=600", "model.config.num_hidden_layers=4",

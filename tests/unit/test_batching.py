@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from launcher.batching import NO_SAMPLE, MixtureOrder, RankSlots, SampleOrder, TokenSlots, accumulation_steps, permuted, total_steps
+from launcher.data.batching import NO_SAMPLE, MixtureOrder, RankSlots, SampleOrder, TokenSlots, accumulation_steps, permuted, total_steps
 
 
 def permutation(size, *, seed=0, epoch=0):

@@ -13,9 +13,9 @@ from torch.nn.attention import varlen
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from launcher.errors import RecipeError
-from launcher.model import attention
-from launcher.model.build import build_model
-from launcher.model.weights import materialize
+from launcher.models import attention
+from launcher.models.build import build_model
+from launcher.models.initialization import materialize
 from launcher.recipe.schema import Model
 from tests.varlen_on_cpu import check_heads
 

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from launcher.errors import RecipeError
-from launcher.model import checkpoint as checkpoints
-from launcher.model.build import build_model
-from launcher.model.checkpoint import open_checkpoint, pretrained_weights
-from launcher.model.export import export_hugging_face
+from launcher.models import load as checkpoints
+from launcher.models.build import build_model
+from launcher.models.export import export_hugging_face
+from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.recipe.schema import Model
 
 CPU = torch.device("cpu")

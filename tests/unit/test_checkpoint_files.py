@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.checkpoints import files, save
-from launcher.checkpoints.files import DamagedCheckpointError, NoneLeftError, list_checkpoints, newest_valid, prune, verify
+from launcher.checkpoint import files, writer
+from launcher.checkpoint.files import DamagedCheckpointError, NoneLeftError, list_checkpoints, newest_valid, prune, verify
 from launcher.errors import RecipeError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -113,7 +113,7 @@ def test_each_part_of_a_big_file_is_checked_by_one_rank(tmp_path, monkeypatch):
 def test_killed_at_any_moment_it_is_not_valid(tmp_path):
     """The process dies before each call that changes the folder, one after the other."""
     code = (
-        "import os, sys; from pathlib import Path; from launcher.checkpoints import files\n"
+        "import os, sys; from pathlib import Path; from launcher.checkpoint import files\n"
         "folder, left = Path(sys.argv[1]), [int(sys.argv[2])]\n"
         "def hook(event, args):\n"
         "    if event in ('open', 'os.rename', 'os.mkdir') and str(folder) in str(args[0]):\n"
@@ -188,7 +188,7 @@ def test_space_is_checked(tmp_path):
 
 
 def test_files_need_no_torch():
-    code = "import sys, launcher.checkpoints.files; sys.exit('torch' in sys.modules)"
+    code = "import sys, launcher.checkpoint.files; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=60)
 
 
@@ -203,18 +203,18 @@ def test_a_file_system_without_direct_writing(tmp_path, monkeypatch, number):
     pwrite, open_ = os.pwrite, os.open
 
     def refused(descriptor, chunk, at):
-        if save.fcntl.fcntl(descriptor, save.fcntl.F_GETFL) & os.O_DIRECT:
+        if writer.fcntl.fcntl(descriptor, writer.fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(number, "no")
         return pwrite(descriptor, chunk[:1000], at)
 
     def refused_at_once(path, flags, *more):
         if flags & os.O_DIRECT:
-            raise OSError(save.errno.EINVAL, "no")
+            raise OSError(writer.errno.EINVAL, "no")
         return open_(path, flags, *more)
 
     def written(name):
         chunks = (memoryview(padded.numpy())[start : start + 8192] for start in range(0, 28672, 8192))
-        assert save.write_chunks(tmp_path / name, chunks, size=len(data)) == expected
+        assert writer.write_chunks(tmp_path / name, chunks, size=len(data)) == expected
         assert (tmp_path / name).read_bytes() == data
 
     written("direct")
@@ -240,13 +240,13 @@ class Bomb:
 
 
 def saved(folder, group, *, step=1, asynchronous=False):
-    from launcher.checkpoints import state
+    from launcher.checkpoint import state
 
     module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     module(torch.randn(5, 4)).square().sum().backward()
     optimizer.step()
-    checkpointer = save.Checkpointer(
+    checkpointer = writer.Checkpointer(
         folder, group=group, device=torch.device("cpu"), optimizer=optimizer, asynchronous=asynchronous, keep_last=2
     )
     tensors, local = state.model_and_optimizer(module, optimizer), state.rank_state(module, torch.device("cpu"))
@@ -257,16 +257,16 @@ def saved(folder, group, *, step=1, asynchronous=False):
 
 
 def test_one_process_saves_and_loads(tmp_path, group):
-    from launcher.checkpoints import load, state
+    from launcher.checkpoint import reader, state
 
     path, module, optimizer = saved(tmp_path, group)
     assert verify(path) is None
-    assert load.find_checkpoint(tmp_path, group=group) == path
-    assert load.read_state(path) == {"step": 1, "recipe": "run: {}\n"}
+    assert reader.find_checkpoint(tmp_path, group=group) == path
+    assert reader.read_state(path) == {"step": 1, "recipe": "run: {}\n"}
     other = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     fresh = torch.optim.AdamW(other.parameters(), fused=True)
     tensors = state.model_and_optimizer(other, fresh)
-    load.load(path, tensors, group=group)
+    reader.load(path, tensors, group=group)
     expected = state.model_and_optimizer(module, optimizer)
     assert tensors.keys() == expected.keys() >= {"model.0.weight", "optimizer.0.weight.exp_avg_sq", "buffer.1.running_mean"}
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
@@ -274,7 +274,7 @@ def test_one_process_saves_and_loads(tmp_path, group):
 
 
 def test_random_generators_go_on(tmp_path, group):
-    from launcher.checkpoints import load, state
+    from launcher.checkpoint import reader, state
 
     random.gauss(0, 1)  # keeps the second of a pair
     path, module, _ = saved(tmp_path, group)
@@ -285,25 +285,25 @@ def test_random_generators_go_on(tmp_path, group):
     expected, buffer = draw(), module[1].running_mean.clone()
     draw()
     module[1].running_mean += 1
-    state.restore_rank_state(load.read_local(path, 0), module, torch.device("cpu"))
+    state.restore_rank_state(reader.read_local(path, 0), module, torch.device("cpu"))
     assert draw() == expected
     assert torch.equal(module[1].running_mean, buffer)
 
 
 def test_of_another_model_it_is_refused(tmp_path, group):
-    from launcher.checkpoints import load, state
+    from launcher.checkpoint import reader, state
 
     path, _, _ = saved(tmp_path, group)
     module = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Identity(), torch.nn.Linear(2, 2, bias=False))
     tensors = state.model_and_optimizer(module, torch.optim.AdamW(module.parameters(), fused=True))
     with pytest.raises(RecipeError, match=r"is of another model: .*holds buffer.1.running_mean, which the model does not have.*more"):
-        load.load(path, tensors, group=group)
+        reader.load(path, tensors, group=group)
 
 
 @pytest.mark.parametrize("made_valid", [False, True])
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "index.json", "state.json", "commit.json", ".metadata"])
 def test_a_pickle_in_the_place_of_a_file_is_not_executed(tmp_path, group, name, made_valid):
-    from launcher.checkpoints import load, state
+    from launcher.checkpoint import reader, state
 
     folder = tmp_path / "checkpoints"
     path, module, optimizer = saved(folder, group)
@@ -320,12 +320,12 @@ def test_a_pickle_in_the_place_of_a_file_is_not_executed(tmp_path, group, name, 
         assert verify(path) is None
     elif name != ".metadata":
         with pytest.raises(NoneLeftError, match=name):
-            load.find_checkpoint(folder, lambda text: None, group=group)
+            reader.find_checkpoint(folder, lambda text: None, group=group)
     problems = []
     for read in (
-        lambda: load.load(path, state.model_and_optimizer(module, optimizer), group=group),
-        lambda: load.read_state(path),
-        lambda: load.read_local(path, 0),
+        lambda: reader.load(path, state.model_and_optimizer(module, optimizer), group=group),
+        lambda: reader.read_state(path),
+        lambda: reader.read_local(path, 0),
     ):
         try:
             read()

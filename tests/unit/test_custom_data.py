@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from launcher.batching import NO_SAMPLE
+from launcher.data.batching import NO_SAMPLE
 from launcher.data.custom import CustomData, CustomDataset, build_custom_data
 from launcher.errors import RecipeError
 from tests.distributed import vision

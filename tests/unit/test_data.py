@@ -12,16 +12,16 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from launcher.batching import NO_SAMPLE
 from launcher.data import packing
+from launcher.data.batching import NO_SAMPLE
 from launcher.data.dataset import SequenceDataset, open_dataset
 from launcher.data.encoder import make_encoder
 from launcher.data.sources import file_part, find_files, read_rows
-from launcher.data.store import TokenStore, cache_folder, open_store
+from launcher.data.token_store import TokenStore, cache_folder, open_store
 from launcher.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, tokenizer_identity
 from launcher.errors import RecipeError
-from launcher.loss import IGNORED
 from launcher.recipe import schema
+from launcher.training.loss import IGNORED
 from tests.unit.small_recipe import says
 
 END = ByteTokenizer.end

@@ -8,8 +8,8 @@ from launcher.data.chat import ChatTemplate, RowError, read_messages, read_tools
 from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.sources import file_part, read_rows
 from launcher.errors import RecipeError
-from launcher.loss import IGNORED
 from launcher.recipe import schema
+from launcher.training.loss import IGNORED
 
 SPECIAL = ["<bos>", "<eos>", "<|begin|>", "<|end|>", "<|head|>", "<|neck|>", "<turn>", "</turn>"]
 

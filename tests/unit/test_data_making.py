@@ -11,12 +11,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launcher import hub
-from launcher.data import making, store
+from launcher.data import token_store, tokenization
 from launcher.data.sources import Part, file_part, find_parts, read_all, read_rows, split
-from launcher.data.store import open_store
+from launcher.data.token_store import open_store
 from launcher.errors import RecipeError
-from launcher.recipe import schema
+from launcher.recipe import hub, schema
 from tests.unit.small_recipe import says
 
 END = 256
@@ -25,10 +24,10 @@ END = 256
 @pytest.fixture
 def many_tasks(monkeypatch):
     """Small inputs are taken for large ones: processes are started, and a task is some lines."""
-    monkeypatch.setattr(making, "_IN_PROCESS_BYTES", 0)
-    monkeypatch.setattr(making, "_TASK_BYTES", 64)
-    monkeypatch.setattr(making, "_TASKS_PER_PROCESS", 10**6)
-    monkeypatch.setattr(making, "_BLOCK_ROWS", 7)
+    monkeypatch.setattr(tokenization, "_IN_PROCESS_BYTES", 0)
+    monkeypatch.setattr(tokenization, "_TASK_BYTES", 64)
+    monkeypatch.setattr(tokenization, "_TASKS_PER_PROCESS", 10**6)
+    monkeypatch.setattr(tokenization, "_BLOCK_ROWS", 7)
 
 
 def jsonl(file, texts):
@@ -143,7 +142,7 @@ def test_labels_and_classes_come_through_processes(tmp_path, many_tasks):
 
 
 def test_progress_is_told_now_and_then(monkeypatch):
-    monkeypatch.setattr(making, "_PROGRESS_SECONDS", 0.001)
+    monkeypatch.setattr(tokenization, "_PROGRESS_SECONDS", 0.001)
     told = threading.Event()
     lines = []
 
@@ -152,7 +151,7 @@ def test_progress_is_told_now_and_then(monkeypatch):
         told.set()
 
     progress = np.array([[2**20, 10], [2**20, 30]], dtype=np.int64)
-    with making._watched(progress, 8 * 2**20, time.monotonic() - 2, report):
+    with tokenization._watched(progress, 8 * 2**20, time.monotonic() - 2, report):
         assert told.wait(20)
     assert says("tokenizing: 25% of 8 MiB, 1.0 MiB/s, ... tokens/s, 6 s left", lines[0]), lines[0]
 
@@ -217,7 +216,7 @@ def test_several_bad_rows_are_told_at_once(tmp_path):
 
 
 def record(**more):
-    mine = json.loads(store._Owner().text)
+    mine = json.loads(token_store._Owner().text)
     return json.dumps(mine | more)
 
 
@@ -231,17 +230,17 @@ def test_what_a_killed_process_left_is_removed_and_never_taken_for_whole(tmp_pat
         "of an older version": "",
     }
     for name, text in texts.items():
-        folder = cache / f"{store._SCRATCH}{name}"
+        folder = cache / f"{token_store._SCRATCH}{name}"
         folder.mkdir(parents=True)
         (folder / "ids.npy").write_bytes(b"half")
         (cache / f".{name}.lock").write_text(text)
         (folder / "lock").write_text(text)
         if name not in ("dead", "elsewhere"):
             for lock in (cache / f".{name}.lock", folder / "lock"):
-                os.utime(lock, (time.time() - 2 * store._ABANDONED_SECONDS,) * 2)
+                os.utime(lock, (time.time() - 2 * token_store._ABANDONED_SECONDS,) * 2)
     assert texts_of(opened(tmp_path, jsonl(tmp_path / "a.jsonl", ["x"]))) == ["x"]
     left = [path.name for path in cache.iterdir() if path.name.startswith(".")]
-    assert sorted(left) == sorted([".alive.lock", ".elsewhere.lock", f"{store._SCRATCH}alive", f"{store._SCRATCH}elsewhere"])
+    assert sorted(left) == sorted([".alive.lock", ".elsewhere.lock", f"{token_store._SCRATCH}alive", f"{token_store._SCRATCH}elsewhere"])
 
 
 def test_a_lock_of_another_machine_is_abandoned_when_it_is_not_touched(tmp_path, monkeypatch):
@@ -250,11 +249,11 @@ def test_a_lock_of_another_machine_is_abandoned_when_it_is_not_touched(tmp_path,
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     lock = tmp_path / "lock"
     lock.write_text(record(machine="another", host="node7", pid=12))
-    watched = store._Watched(lock)
+    watched = token_store._Watched(lock)
     for touched in range(10):
         os.utime(lock, (touched, touched))  # a clock of 1970
         watched.look()
-        now[0] += store.STALE_SECONDS - 1
+        now[0] += token_store.STALE_SECONDS - 1
         assert not watched.abandoned()
     now[0] += 2
     watched.look()
@@ -270,18 +269,18 @@ def test_looks_become_rare(monkeypatch):
     now, slept, told = [0.0], [], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), now.__setitem__(0, now[0] + seconds)))
-    for _ in store._looks(told.append, lambda: "process 1 on node7"):
+    for _ in token_store._looks(told.append, lambda: "process 1 on node7"):
         if now[0] > 3600:
             break
     assert len(slept) < 800
     assert slept[0] < 0.1
-    assert slept[-1] == store.LOOK_SECONDS
+    assert slept[-1] == token_store.LOOK_SECONDS
     assert told[0].startswith("waiting for process 1 on node7 to tokenize (6")
 
 
 def test_a_lock_is_touched_while_it_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "TOUCH_SECONDS", 0.01)
-    owner = store._Owner()
+    monkeypatch.setattr(token_store, "TOUCH_SECONDS", 0.01)
+    owner = token_store._Owner()
     assert owner.create(tmp_path / "lock")
     assert not owner.create(tmp_path / "lock")
     assert owner.holds(tmp_path / "lock")

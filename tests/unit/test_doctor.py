@@ -7,9 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli, doctor, health
-from launcher.commands import doctor as command
-from launcher.health import GIB, Finding, Report, gpu_findings, host_findings, place_findings, read_gpus, software_findings, unlike
+from launcher.cli import doctor as command
+from launcher.cli import main
+from launcher.diagnostics import group_checks, node_checks
+from launcher.diagnostics.node_checks import (
+    GIB,
+    Finding,
+    Report,
+    gpu_findings,
+    host_findings,
+    place_findings,
+    read_gpus,
+    software_findings,
+    unlike,
+)
 
 BASIC = "--query-gpu=index,uuid,name,driver_version,memory.total,memory.used"
 EIGHT = "\n".join(f"{i}, GPU-{i}abc, NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4" for i in range(8))
@@ -28,7 +39,7 @@ HEALTHY = {
 def smi(monkeypatch):
     """nvidia-smi, saying what `answers` holds; what it does not know it does not answer."""
     answers = dict(HEALTHY)
-    monkeypatch.setattr(health, "nvidia_smi", lambda *arguments: answers.get(arguments[0]))
+    monkeypatch.setattr(node_checks, "nvidia_smi", lambda *arguments: answers.get(arguments[0]))
     return answers
 
 
@@ -82,7 +93,7 @@ def test_only_gpus_that_were_given_count(smi):
 
 
 def test_without_gpus_it_is_only_noted(monkeypatch):
-    monkeypatch.setattr(health, "nvidia_smi", lambda *arguments: None)
+    monkeypatch.setattr(node_checks, "nvidia_smi", lambda *arguments: None)
     assert [finding.state for finding in gpu_findings(read_gpus(None), expected=None)] == ["note"]
     assert bad(gpu_findings([], expected=4)) == ["GPUs: 0 of 4 are there"]
 
@@ -99,16 +110,16 @@ def test_without_nvidia_smi_or_with_parts_of_gpus_torch_is_believed(smi):
 
 
 def test_a_whole_examination_of_this_node(monkeypatch, tmp_path):
-    monkeypatch.setattr(health, "torch_sees", lambda: {"torch": "2.13.0", "cuda": None, "nccl": None, "gpus": [], "error": None})
-    findings, versions = health.examine(expected_gpus=None, ranks=2, runs=tmp_path, shared=tmp_path, port=0, visible=None)
+    monkeypatch.setattr(node_checks, "torch_sees", lambda: {"torch": "2.13.0", "cuda": None, "nccl": None, "gpus": [], "error": None})
+    findings, versions = node_checks.examine(expected_gpus=None, ranks=2, runs=tmp_path, shared=tmp_path, port=0, visible=None)
     assert [finding.name for finding in findings if finding.name in ("GPUs", "torch", "host memory", "cores", "network")]
     assert versions["torch"] == "2.13.0"
 
     def hangs(*arguments):
         raise TimeoutError("nvidia-smi did not answer within 30 s")
 
-    monkeypatch.setattr(health, "nvidia_smi", hangs)
-    findings, _ = health.examine(expected_gpus=None, ranks=2, runs=tmp_path, shared=None, port=0, visible=None)
+    monkeypatch.setattr(node_checks, "nvidia_smi", hangs)
+    findings, _ = node_checks.examine(expected_gpus=None, ranks=2, runs=tmp_path, shared=None, port=0, visible=None)
     assert "GPUs: nvidia-smi did not answer within 30 s: the driver hangs, reboot the node" in bad(findings)
 
 
@@ -126,11 +137,11 @@ def test_software(smi):
 
 
 def test_what_hangs_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(health, "TORCH_SECONDS", 0.2)
-    monkeypatch.setattr(health, "_TORCH", "import time; time.sleep(30)")
-    assert health.torch_sees()["error"].startswith("torch did not start within")
+    monkeypatch.setattr(node_checks, "TORCH_SECONDS", 0.2)
+    monkeypatch.setattr(node_checks, "_TORCH", "import time; time.sleep(30)")
+    assert node_checks.torch_sees()["error"].startswith("torch did not start within")
     with pytest.raises(TimeoutError, match=r"did not answer within 0 s"):
-        health.ask([sys.executable, "-c", "import time; time.sleep(30)"], seconds=0.2)
+        node_checks.ask([sys.executable, "-c", "import time; time.sleep(30)"], seconds=0.2)
 
 
 @pytest.mark.parametrize(
@@ -147,11 +158,11 @@ def test_what_hangs_is_not_waited_for(monkeypatch):
     ],
 )
 def test_the_host(monkeypatch, probe, answer, state, said):
-    monkeypatch.setattr(health, "has_infiniband", lambda: True)
+    monkeypatch.setattr(node_checks, "has_infiniband", lambda: True)
     for name, good in (("host_memory", (100 * GIB, 90 * GIB)), ("cores", 64), ("free_bytes", 50 * GIB), ("open_files", 65536)):
-        monkeypatch.setattr(health, name, lambda *_, good=good: good)
-    monkeypatch.setattr(health, "locked_memory", lambda: None)
-    monkeypatch.setattr(health, probe, lambda *_: answer)
+        monkeypatch.setattr(node_checks, name, lambda *_, good=good: good)
+    monkeypatch.setattr(node_checks, "locked_memory", lambda: None)
+    monkeypatch.setattr(node_checks, probe, lambda *_: answer)
     findings = list(host_findings(ranks=8))
     odd = [finding for finding in findings if finding.state != "good"] or findings
     assert odd[0].state == state
@@ -162,8 +173,8 @@ def test_the_host(monkeypatch, probe, answer, state, said):
 def test_disks_and_ports(monkeypatch, tmp_path):
     assert bad(place_findings(runs=tmp_path / "not/there/yet", shared=tmp_path, port=0)) == []
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(health, "can_listen", lambda port: f"port {port} cannot be listened on: Address already in use")
-    monkeypatch.setattr(health, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(node_checks, "can_listen", lambda port: f"port {port} cannot be listened on: Address already in use")
+    monkeypatch.setattr(node_checks, "free_bytes", lambda folder: 1000)
     found = bad(place_findings(runs=Path("runs"), shared=tmp_path / "none", port=29500))
     assert found[0] == "disk of runs: 1000 bytes free for runs"
     assert found[1].endswith("none: No such file or directory")
@@ -176,7 +187,7 @@ def test_a_taken_port_is_seen():
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        assert "cannot be listened on" in health.can_listen(taken.getsockname()[1])
+        assert "cannot be listened on" in node_checks.can_listen(taken.getsockname()[1])
 
 
 def test_nodes_with_other_versions_are_named():
@@ -189,11 +200,11 @@ def test_nodes_with_other_versions_are_named():
 
 def test_nodes_are_called_as_slurm_calls_them(monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "gpu-7")
-    findings = [Finding(name="x", state="bad", text="x"), Finding(name="y", state="bad", text="y", host=health.ALL_NODES)]
+    findings = [Finding(name="x", state="bad", text="x"), Finding(name="y", state="bad", text="y", host=node_checks.ALL_NODES)]
     findings += [Finding(name="z", state="warning", text="z", host="gpu-8"), Finding(name="u", state="bad", text="u", host="gpu-3")]
     assert Report(findings=findings, device="CPU", nodes=3, ranks_per_node=1, versions={}).bad_nodes == ["gpu-3", "gpu-7"]
     monkeypatch.delenv("SLURMD_NODENAME")
-    assert health.host_name() == health.socket.gethostname()
+    assert node_checks.host_name() == node_checks.socket.gethostname()
 
 
 def told(**changes):
@@ -238,14 +249,14 @@ def told(**changes):
     ],
 )
 def test_the_node_that_holds_others_up_is_named(changes, host, said):
-    found = [finding for finding in doctor.judge(told(**changes), cpu=False) if finding.state == "bad"]
+    found = [finding for finding in group_checks.judge(told(**changes), cpu=False) if finding.state == "bad"]
     assert [finding.host for finding in found] == [host]
     assert found[0].text.startswith(said)
 
 
 def test_of_two_nodes_nobody_can_tell_which_is_at_fault():
     two = told(rank2={"offset": 9.0, "seen": [1]}, rank3={"offset": 9.0, "figures": {"link": 1e9}}, rank0={"seen": [0]})[:4]
-    found = [finding for finding in doctor.judge(two, cpu=False) if finding.state != "good"]
+    found = [finding for finding in group_checks.judge(two, cpu=False) if finding.state != "good"]
     assert [(finding.name, finding.state, finding.host) for finding in found] == [
         ("clocks", "bad", "all nodes"),
         ("shared folder", "bad", "all nodes"),
@@ -254,7 +265,7 @@ def test_of_two_nodes_nobody_can_tell_which_is_at_fault():
 
 @pytest.mark.parametrize("nodes", range(1, 10))
 def test_every_node_has_two_links_to_judge_it_by(nodes):
-    rounds = doctor.rounds_of_links(nodes)
+    rounds = group_checks.rounds_of_links(nodes)
     for pairs in rounds:
         ends = [node for pair in pairs for node in pair]
         assert len(set(ends)) == len(ends), "two at a time"
@@ -267,20 +278,20 @@ def test_every_node_has_two_links_to_judge_it_by(nodes):
 def test_a_slow_link_is_told_from_its_neighbours(nodes):
     """What each node measures where one is slow: the better of its links."""
     for slow in range(nodes):
-        links = [pair for pairs in doctor.rounds_of_links(nodes) for pair in pairs]
+        links = [pair for pairs in group_checks.rounds_of_links(nodes) for pair in pairs]
         best = [max(1e9 if slow in pair else 4e10 for pair in links if node in pair) for node in range(nodes)]
         ranks = [told()[0] | {"host": f"n{node}", "node": node, "seen": list(range(nodes))} for node in range(nodes)]
         for node, one in enumerate(ranks):
             one["figures"] = one["figures"] | {"link": best[node]}
-        assert [finding.host for finding in doctor.judge(ranks, cpu=False) if finding.state == "bad"] == [f"n{slow}"]
+        assert [finding.host for finding in group_checks.judge(ranks, cpu=False) if finding.state == "bad"] == [f"n{slow}"]
 
 
 def test_rates_are_held_against_the_plan():
     device = "NVIDIA H100 80GB HBM3"
-    rates = doctor.rates_of(told(), source="here") | {"host_adamw": 5e9}
+    rates = group_checks.rates_of(told(), source="here") | {"host_adamw": 5e9}
 
     def against(device, **changes):
-        return [(f.state, f.text) for f in doctor.against_plan(rates | changes, device=device, nodes=4, ranks_per_node=2)]
+        return [(f.state, f.text) for f in group_checks.against_plan(rates | changes, device=device, nodes=4, ranks_per_node=2)]
 
     assert against(device) == [("good", f"none under 50% of what the plan assumes of {device}")]
     assert against(device, float32_flops=None, host_adamw=None)[0][0] == "good"
@@ -296,39 +307,39 @@ def test_rates_are_held_against_the_plan():
 
 
 def test_ranks_that_are_alike_are_fit():
-    assert [finding.state for finding in doctor.judge(told(), cpu=False)] == ["good"]
-    assert [f.state for f in doctor.judge(told(rank4={"offset": 1.0}), cpu=False)] == ["warning"]
+    assert [finding.state for finding in group_checks.judge(told(), cpu=False)] == ["good"]
+    assert [f.state for f in group_checks.judge(told(rank4={"offset": 1.0}), cpu=False)] == ["warning"]
     slow_core = told(rank5={"figures": {"half_flops": 1e12}})
-    assert {f.state for f in doctor.judge(slow_core, cpu=True)} == {"warning", "good"}
+    assert {f.state for f in group_checks.judge(slow_core, cpu=True)} == {"warning", "good"}
 
 
 def test_a_shared_folder_that_is_not_shared_is_seen(monkeypatch, tmp_path):
     """Node 0 of three; node 1 writes elsewhere, node 2 cannot write."""
     told_others = {"wrote": [0, 1, None]}
-    monkeypatch.setattr(doctor.dist, "barrier", lambda group: None)
-    monkeypatch.setattr(doctor.dist, "broadcast_object_list", lambda token, src, group: token.__setitem__(0, "1"))
-    monkeypatch.setattr(doctor.dist, "all_gather_object", lambda out, mine, group: out.__setitem__(slice(None), told_others["wrote"]))
+    monkeypatch.setattr(group_checks.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(group_checks.dist, "broadcast_object_list", lambda token, src, group: token.__setitem__(0, "1"))
+    monkeypatch.setattr(group_checks.dist, "all_gather_object", lambda out, mine, group: out.__setitem__(slice(None), told_others["wrote"]))
     ranks = types.SimpleNamespace(rank=0, size=3, group=None)
-    assert doctor.sees_shared(tmp_path, ranks, node=0, first_of_node=True, seconds=0.1) == (None, [0])
+    assert group_checks.sees_shared(tmp_path, ranks, node=0, first_of_node=True, seconds=0.1) == (None, [0])
     assert list(tmp_path.iterdir()) == [], "its own is taken away"
     (tmp_path / ".launcher-doctor-1-1").write_text("seen")
-    assert doctor.sees_shared(tmp_path, ranks, node=0, first_of_node=True) == (None, [0, 1])
-    assert doctor.sees_shared(tmp_path, ranks, node=0, first_of_node=False) == (None, None)
+    assert group_checks.sees_shared(tmp_path, ranks, node=0, first_of_node=True) == (None, [0, 1])
+    assert group_checks.sees_shared(tmp_path, ranks, node=0, first_of_node=False) == (None, None)
     told_others["wrote"] = [None, 1, None]
-    problem, seen = doctor.sees_shared(tmp_path / "none", ranks, node=0, first_of_node=True, seconds=0.1)
+    problem, seen = group_checks.sees_shared(tmp_path / "none", ranks, node=0, first_of_node=True, seconds=0.1)
     assert problem == f"{tmp_path}/none cannot be written to: No such file or directory"
     assert seen == []
 
 
 def test_rates_are_those_of_the_slowest_rank():
-    rates = doctor.rates_of(told(rank5={"figures": {"half_flops": 500e12}}), source="here")
+    rates = group_checks.rates_of(told(rank5={"figures": {"half_flops": 500e12}}), source="here")
     assert rates["half_flops"] == 500e12
     assert rates["intra_node_bandwidth"] == 2.8e11
     assert rates["inter_node_bandwidth"] == 4e10
     alone = told()
     for one in alone:
         one["figures"] |= {"within_node": None, "across_nodes": None, "link": None}
-    assert doctor.rates_of(alone, source="here")["intra_node_bandwidth"] is None
+    assert group_checks.rates_of(alone, source="here")["intra_node_bandwidth"] is None
 
 
 def finding(state, text="x", *, host="n1", name="GPU 3"):
@@ -340,10 +351,10 @@ def faked(monkeypatch, tmp_path):
     """`launcher doctor` on a machine whose findings are in the list."""
     findings = [finding("good", name="torch")]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(health, "examine", lambda **node: (findings, {"torch": "2.13.0", "gpus": 0}))
+    monkeypatch.setattr(node_checks, "examine", lambda **node: (findings, {"torch": "2.13.0", "gpus": 0}))
 
     def measured(ranks, report):
-        rates = doctor.rates_of(told(), source="here")
+        rates = group_checks.rates_of(told(), source="here")
         return Report(**vars(report) | {"rates": rates, "within_node": {"all_gather": 3e11, "all_reduce": 2.8e11}})
 
     monkeypatch.setattr(command, "measured", measured)
@@ -351,15 +362,15 @@ def faked(monkeypatch, tmp_path):
 
 
 def test_a_node_in_one_line(faked, capsys):
-    assert cli.main(["doctor", "--node"]) == 0
+    assert main.main(["doctor", "--node"]) == 0
     assert capsys.readouterr().out.count("\n") == 1
     faked += [finding("warning", "slowed down"), finding("bad", "not free: 40.0 GiB in use")]
-    assert cli.main(["doctor", "--node"]) == 3
+    assert main.main(["doctor", "--node"]) == 3
     assert capsys.readouterr().out == "n1 unfit: GPU 3: not free: 40.0 GiB in use\n"
 
 
 def test_the_whole_examination(faked, capsys):
-    assert cli.main(["doctor", "ranks=2", "--json", "d.json"]) == 0
+    assert main.main(["doctor", "ranks=2", "--json", "d.json"]) == 0
     printed = capsys.readouterr().out
     assert "  ok    torch  x" in printed
     assert "600 TFLOP/s" in printed
@@ -370,11 +381,11 @@ def test_the_whole_examination(faked, capsys):
     assert written["bad_nodes"] == []
     assert written["rates"]["half_flops"] == 600e12
     faked.append(finding("bad", "not free"))
-    assert cli.main(["doctor"]) == 3
+    assert main.main(["doctor"]) == 3
     assert "Not fit to train: 1 thing is bad" in capsys.readouterr().out
-    assert cli.main(["doctor", "json=no/folder/d.json"]) == 2
-    assert cli.main(["doctor", "quick=true"]) == 2
-    assert cli.main(["doctor", "recipe=fsdp"]) == 2
+    assert main.main(["doctor", "json=no/folder/d.json"]) == 2
+    assert main.main(["doctor", "quick=true"]) == 2
+    assert main.main(["doctor", "recipe=fsdp"]) == 2
     assert "recipe=fsdp: no option of launcher doctor; there are ranks, json" in capsys.readouterr().err
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import TAKES, VERBS
-from launcher.memory.planning import make_plan
-from launcher.memory.rates import known_machine
-from launcher.memory.rough import rough_bytes
+from launcher.cli.main import TAKES, VERBS
+from launcher.planner.planning import make_plan
+from launcher.planner.rates import known_machine
+from launcher.planner.rough import rough_bytes
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from tests.distributed.launching import torchrun

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher import environment as environment_module
-from launcher import processes
-from launcher.environment import Environment, prepare_cuda, read_environment
+from launcher.distributed import environment as environment_module
+from launcher.distributed import process_group
+from launcher.distributed.environment import Environment, prepare_cuda, read_environment
 from launcher.errors import RecipeError
 
 RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000"}
@@ -38,12 +38,12 @@ def test_torchrun():
 
 def test_objects_on_a_gpu_travel_over_the_cpu(monkeypatch):
     """Without a GPU an object that went to the device would fail."""
-    assert processes.BACKENDS["cuda"] == "cpu:gloo,cuda:nccl"
+    assert process_group.BACKENDS["cuda"] == "cpu:gloo,cuda:nccl"
     alone = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0)
 
     def exchange(backends):
-        monkeypatch.setitem(processes.BACKENDS, "cpu", backends)
-        with processes.process_group(alone, device="cpu", init_timeout=30) as (ranks, _):
+        monkeypatch.setitem(process_group.BACKENDS, "cpu", backends)
+        with process_group.process_group(alone, device="cpu", init_timeout=30) as (ranks, _):
             found, received, shared = [None], [None], [{"a": 1}]
             dist.all_gather_object(found, "mine", group=ranks.group)
             dist.broadcast_object_list(shared, group=ranks.group, group_src=0)
@@ -51,7 +51,7 @@ def test_objects_on_a_gpu_travel_over_the_cpu(monkeypatch):
             dist.gather_object("yours", found, group=ranks.group, group_dst=0)
             return found + received + shared
 
-    assert exchange(processes.BACKENDS["cuda"].replace("nccl", "gloo")) == ["yours", "mine", {"a": 1}]
+    assert exchange(process_group.BACKENDS["cuda"].replace("nccl", "gloo")) == ["yours", "mine", {"a": 1}]
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError)):
             exchange("cuda:gloo")

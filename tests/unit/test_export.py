@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launcher.cli import main
+from launcher.cli.main import main
 from launcher.errors import RecipeError
-from launcher.model.build import build_model, find_blocks
-from launcher.model.checkpoint import open_checkpoint, pretrained_weights
-from launcher.model.export import export_hugging_face
-from launcher.model.lora import add_adapters
-from launcher.model.stored import Shape, Writer, open_folder
-from launcher.model.weights import initialize, materialize
+from launcher.models.build import build_model, find_blocks
+from launcher.models.export import export_hugging_face
+from launcher.models.initialization import initialize, materialize
+from launcher.models.load import open_checkpoint, pretrained_weights
+from launcher.models.lora import add_adapters
+from launcher.models.safetensors_files import Shape, Writer, open_folder
 from launcher.recipe.schema import Lora, Model
 from tests.unit.test_checkpoint import CPU, logits, reference, save
 

@@ -9,12 +9,13 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from launcher import failures, processes
-from launcher.environment import Environment
-from launcher.failures import FailureWatch, Progress
-from launcher.ownership import process_start, this_machine
-from launcher.run_folder import RunFolder
-from launcher.watchdog import collectives, compare_collectives
+from launcher.distributed import process_group
+from launcher.distributed.environment import Environment
+from launcher.reliability import failures
+from launcher.reliability.failures import FailureWatch, Progress
+from launcher.reliability.lock import process_start, this_machine
+from launcher.reliability.run_directory import RunFolder
+from launcher.reliability.watchdog import collectives, compare_collectives
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # SystemExit, of what ends a process
 
@@ -213,17 +214,17 @@ def test_gloo_listens_on_the_interface_that_leads_to_the_others(monkeypatch):
     environment = Environment(
         rank=0, world_size=2, local_rank=0, local_world_size=1, torchrun=True, restart_count=0, meeting_point="127.0.0.1:1"
     )
-    assert processes.interface_to("127.0.0.1") == "lo"
-    assert processes.interface_to("no.such.host.invalid") is None
+    assert process_group.interface_to("127.0.0.1") == "lo"
+    assert process_group.interface_to("no.such.host.invalid") is None
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    processes.choose_gloo_interface(environment)
-    assert "GLOO_SOCKET_IFNAME" not in processes.os.environ, "all on one machine: left to gloo"
-    monkeypatch.setattr(processes, "interface_to", lambda host: {"127.0.0.1": "ib0"}[host])
+    process_group.choose_gloo_interface(environment)
+    assert "GLOO_SOCKET_IFNAME" not in process_group.os.environ, "all on one machine: left to gloo"
+    monkeypatch.setattr(process_group, "interface_to", lambda host: {"127.0.0.1": "ib0"}[host])
     with monkeypatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-        processes.choose_gloo_interface(environment)
-        assert processes.os.environ["GLOO_SOCKET_IFNAME"] == "eth7", "the user's"
+        process_group.choose_gloo_interface(environment)
+        assert process_group.os.environ["GLOO_SOCKET_IFNAME"] == "eth7", "the user's"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is removed after the test
-    del processes.os.environ["GLOO_SOCKET_IFNAME"]
-    processes.choose_gloo_interface(environment)
-    assert processes.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    del process_group.os.environ["GLOO_SOCKET_IFNAME"]
+    process_group.choose_gloo_interface(environment)
+    assert process_group.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from launcher.memory import forecast
-from launcher.memory.forecast import Forecast, in_words
+from launcher.planner import comparison
+from launcher.planner.comparison import Forecast, in_words
 
 MiB = 2**20
 ANSWER = {"peak": 100 * MiB, "where": "in the backward pass of lm_head"}
@@ -51,12 +51,12 @@ def test_a_plan_that_is_late_is_waited_for_only_when_told_to(monkeypatch):
         time.sleep(0.3)
         return [ANSWER], ""
 
-    monkeypatch.setattr(forecast, "ask", slow)
+    monkeypatch.setattr(comparison, "ask", slow)
     asked = Forecast(None, OnGpu())
     assert asked.compare(100 * MiB) is None
     assert asked.compare(100 * MiB, seconds=5).endswith("the same")
 
 
 def test_a_plan_that_fails_is_told_and_harms_nothing(monkeypatch):
-    monkeypatch.setattr(forecast, "ask", lambda *_, **__: ([], "planning ended with status 1:\nTraceback\nValueError: what"))
+    monkeypatch.setattr(comparison, "ask", lambda *_, **__: ([], "planning ended with status 1:\nTraceback\nValueError: what"))
     assert Forecast(None, OnGpu()).compare(1, seconds=5) == "memory: there is no plan to hold the peak against: ValueError: what"

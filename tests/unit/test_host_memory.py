@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher import host_memory
+from launcher.distributed import host_memory
 
 GIB = 2**30
 

@@ -8,14 +8,14 @@ import re
 import numpy as np
 import pytest
 
-from launcher.commands.inspect import main
+from launcher.cli.inspect import main
 from launcher.data.byte_tokenizer import hugging_face_byte_tokenizer
 from launcher.data.dataset import SequenceDataset
 from launcher.data.packing import best_fit, separate, stream
 from launcher.data.samples import bins, load_decoder, pieces, statistics
-from launcher.data.store import TokenStore
+from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
-from launcher.loss import IGNORED
+from launcher.training.loss import IGNORED
 from tests.unit.small_recipe import SMALL
 
 

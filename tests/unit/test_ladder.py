@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import RecipeError
-from launcher.hardware import GPUS, find_gpu
-from launcher.memory.footprint import profile_model
-from launcher.memory.ladder import fastest_that_fits, make_ladder, overrides_between
-from launcher.memory.machine import Rates
-from launcher.memory.planning import make_plan
-from launcher.memory.rates import known_machine, read_rates
-from launcher.memory.speed import step_seconds, tokens_per_step
+from launcher.planner.footprint import profile_model
+from launcher.planner.hardware import GPUS, find_gpu
+from launcher.planner.machine import Rates
+from launcher.planner.planning import make_plan
+from launcher.planner.rates import known_machine, read_rates
+from launcher.planner.search import fastest_that_fits, make_ladder, overrides_between
+from launcher.planner.speed import step_seconds, tokens_per_step
 from launcher.recipe.load import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -269,12 +269,12 @@ def test_cpu_offload_is_the_last_resort(load):
     ids=str,
 )  # fmt: skip
 def test_all_overrides_of_shipped_recipes_load_and_mean_what_they_say(name, overrides):
-    from launcher.memory import ladder
+    from launcher.planner import search
 
     base = [f"recipe={RECIPES / name}.yaml", *overrides]
     written = load_recipe(base, ranks=4).recipe
     profile = profile_model(written, device="cuda")
-    ways = list(ladder._ways(profile, written, machine(nodes=2, gpus=2), strategies=True, micro_batches=True, precisions=True))
+    ways = list(search._ways(profile, written, machine(nodes=2, gpus=2), strategies=True, micro_batches=True, precisions=True))
     pasted = {overrides_between(written, way.recipe): way.recipe for way in ways}
     assert len(pasted) == len(ways)
     kinds = {(r.strategy.kind, r.strategy.cpu_offload is None) for r in pasted.values()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from launcher.loss import IGNORED, summed_loss
+from launcher.training.loss import IGNORED, summed_loss
 
 SIZES = {
     "vocab_size": 64,

@@ -5,9 +5,9 @@ import threading
 import torch
 from torch import nn
 
-from launcher import measuring
-from launcher.measuring import CpuMeter, Mark, storage_bytes
-from tests.unit.test_house import MAY_IMPORT
+from launcher.planner import measure
+from launcher.planner.measure import CpuMeter, Mark, storage_bytes
+from tests.unit.test_house import FILES, imports, module_name
 
 CPU = torch.device("cpu")
 
@@ -93,25 +93,26 @@ def test_marks_become_phases_and_components():
         ]
 
     marks = [Mark("start", 0, 100), *step(0.1), *step(2), *step(1), Mark("data", 104, 104), Mark("end", 3, 3)]
-    counted = measuring._Counted(parameters=40, gradients=50, optimizer=60, head_apart=True)
+    counted = measure._Counted(parameters=40, gradients=50, optimizer=60, head_apart=True)
     counted.gathered = {"forward": [(0, 0)] * 3, "head": [(20, 5)] * 3, "backward": [(30, 0)] * 3}
-    found = measuring.evaluate(marks, counted, device="cpu")
+    found = measure.evaluate(marks, counted, device="cpu")
     assert found.phases == {"forward": 700, "backward": 800, "optimizer": 180}  # the first step is left out, then the least counts
     assert (found.peak, found.spread, found.residue) == (800, 780, 3)
     assert (found.step_start, found.after_forward, found.after_backward, found.step_end) == (100, 500, 170, 100)
     assert (found.gathered, found.activations, found.logits) == (30, 300 - 110 - 25, 500 - 300 - 5)
     counted.casts, counted.head_apart = True, False
-    found = measuring.evaluate(marks, counted, device="cpu")
+    found = measure.evaluate(marks, counted, device="cpu")
     assert (found.gathered, found.activations, found.logits) == (None, 500 - 110 - 30, None)
 
 
 def test_a_model_that_nothing_is_gathered_of():
-    assert measuring.gathered_bytes(nn.Linear(3, 3), device=CPU) == (0, 0)
+    assert measure.gathered_bytes(nn.Linear(3, 3), device=CPU) == (0, 0)
 
 
 def test_the_measurement_does_not_know_the_plan():
-    seen, rooms = set(), ["measuring"]
-    while rooms:
-        seen.add(room := rooms.pop())
-        rooms += MAY_IMPORT.get(room, set()) - seen
-    assert "memory" not in seen
+    graph = {module_name(file): set(imports(file)) for file in FILES}
+    seen, waiting = set(), ["planner.measure"]
+    while waiting:
+        seen.add(module := waiting.pop())
+        waiting += graph.get(module, set()) - seen
+    assert {name for name in seen if name.startswith("planner")} <= {"planner", "planner.measure"}

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
-from launcher.model import philox
-from launcher.model.build import build_model, find_blocks, flops_per_token, vocabulary_size
-from launcher.model.weights import initialize, materialize, random_weights
+from launcher.models import philox
+from launcher.models.build import build_model, find_blocks, flops_per_token, vocabulary_size
+from launcher.models.initialization import initialize, materialize, random_weights
 from launcher.recipe.schema import Model
 from tests.unit.odd_model import Odd
 

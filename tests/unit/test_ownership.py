@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from launcher import ownership
-from launcher.environment import Environment
+from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
-from launcher.ownership import Ownership, current_owner, succeeds
-from launcher.run_folder import RunFolder
+from launcher.reliability import lock
+from launcher.reliability.lock import Ownership, current_owner, succeeds
+from launcher.reliability.run_directory import RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ALONE = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0)
 RACE = """
 import sys, time
 from pathlib import Path
-from launcher.environment import read_environment
+from launcher.distributed.environment import read_environment
 from launcher.errors import RecipeError
-from launcher.ownership import Ownership
+from launcher.reliability.lock import Ownership
 while time.time() < float(sys.argv[2]):
     pass
 try:
@@ -62,8 +62,8 @@ def take(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(ownership, "TOUCH_SECONDS", 0.1)
-    monkeypatch.setattr(ownership, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(lock, "TOUCH_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 1.0)
 
 
 def everything(folder):
@@ -164,7 +164,7 @@ def test_who_is_a_later_start_of_whom():
     def owner(**changes):
         base = {"job": None, "run_id": None, "restart_count": 0, "agent": None, "meeting_point": None, "job_restart_count": 0}
         rest = {"token": "", "host": "", "machine": "", "pid": 1, "started": 1, "time": 0.0}
-        return ownership.Owner(**base | rest | changes)
+        return lock.Owner(**base | rest | changes)
 
     def over(new, old):
         return succeeds(owner(**new), owner(**old))
@@ -197,15 +197,15 @@ def test_a_late_decision_does_not_take_a_folder_back(take, tmp_path, monkeypatch
     """One that saw owner 1 dead creates number 2 after 2 and 3 have come, and 2 has gone."""
     take()
     rewrite(tmp_path / "run", started=0)
-    create = ownership._create
+    create = lock._create
 
     def slow(record_file, owner):
-        monkeypatch.setattr(ownership, "_create", create)
+        monkeypatch.setattr(lock, "_create", create)
         take().release()
         take()
         return create(record_file, owner)
 
-    monkeypatch.setattr(ownership, "_create", slow)
+    monkeypatch.setattr(lock, "_create", slow)
     with pytest.raises(RecipeError, match="belongs to a run that goes on"):
         take()
     assert [file.name for file in (tmp_path / "run/owner").iterdir()] == ["00000003.json"]

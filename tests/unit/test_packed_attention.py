@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from launcher.errors import RecipeError
-from launcher.model import attention as attention_module
-from launcher.model.attention import VARLEN, check_isolation, drop_causal_mask, isolate_documents
+from launcher.models import attention as attention_module
+from launcher.models.attention import VARLEN, check_isolation, drop_causal_mask, isolate_documents
 from tests import varlen_on_cpu
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from launcher.memory.page import formulas, render_page
-from launcher.memory.words import NAMES
+from launcher.planner.formatting import NAMES
+from launcher.planner.html import formulas, render_page
 from launcher.recipe.schema import ActivationCheckpointing, Lora
 from tests.unit.made_plan import GIB, RECIPE, made_ladder, made_plan
 

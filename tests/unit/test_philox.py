@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from launcher.model import philox
+from launcher.models import philox
 
 CPU = torch.device("cpu")
 KEY = 0x243F6A88, 0x85A308D3

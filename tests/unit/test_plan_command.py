@@ -8,14 +8,14 @@ import types
 
 import pytest
 
-from launcher import cli, measuring
-from launcher.commands import plan as command
-from launcher.commands.options import count, read_options, size, truth, word
+from launcher.cli import main
+from launcher.cli import plan as command
+from launcher.cli.options import count, read_options, size, truth, word
 from launcher.errors import RecipeError
-from launcher.memory import ladder as ladders
-from launcher.memory import planning, rates
-from launcher.memory.components import COMPONENTS
-from launcher.memory.words import NAMES, batch_in_words, disagreement, strategy_in_words, where
+from launcher.planner import planning, rates
+from launcher.planner import search as ladders
+from launcher.planner.components import COMPONENTS
+from launcher.planner.formatting import NAMES, batch_in_words, disagreement, strategy_in_words, where
 from launcher.recipe.schema import Strategy
 from tests.unit.made_plan import GIB, RECIPE, machine, made_ladder, made_plan
 
@@ -188,15 +188,15 @@ def test_json_is_one_object_with_bytes_as_whole_numbers(faked, capsys):
 
 def test_exit_statuses(faked, capsys):
     words = ["recipe=x.yaml", "gpu=h100", "ladder=false"]
-    assert cli.main(["plan", *words]) == 0
+    assert main.main(["plan", *words]) == 0
     faked.plan = made_plan(memory=40 * GIB)
-    assert cli.main(["plan", *words]) == 3
+    assert main.main(["plan", *words]) == 3
     faked.plan = made_plan(memory=None)
-    assert cli.main(["plan", *words]) == 0
+    assert main.main(["plan", *words]) == 0
     assert faked.ladder == 0
-    assert cli.main(["plan", *words, "gpu_memory=80"]) == 2
+    assert main.main(["plan", *words, "gpu_memory=80"]) == 2
     assert "gpu_memory=80: must be a size with a unit" in capsys.readouterr().err
-    assert cli.main(["plan", *words, "html=not/there/a.html"]) == 2
+    assert main.main(["plan", *words, "html=not/there/a.html"]) == 2
 
 
 def test_without_a_gpu_it_says_what_to_give(faked, capsys):
@@ -264,17 +264,17 @@ def test_verify_trains_here_and_judges(faked, monkeypatch, capsys):
         asked.append((recipes, ranks, gpus))
         return [measured_like(faked.plan, scale=faked.scale)]
 
-    monkeypatch.setattr(measuring, "measure", measure)
+    monkeypatch.setattr(measure, "measure", measure)
     words = ["recipe=x.yaml", "gpu=h100", "gpus_per_node=8", "--verify"]
-    assert cli.main(["plan", *words]) == 2
+    assert main.main(["plan", *words]) == 2
     assert "verify: there is no GPU here for 8 ranks" in capsys.readouterr().err
     monkeypatch.setattr(command, "gpus_here", lambda: ("NVIDIA H100", 80 * GIB, 8))
     for faked.scale, status in ((0.96, 0), (1.015, 0), (0.94, 3), (1.03, 3)):
-        assert cli.main(["plan", *words]) == status
+        assert main.main(["plan", *words]) == status
     assert asked[0] == ([["recipe=x.yaml"]], 8, True)
     assert faked.ladder == 0
     capsys.readouterr()
-    assert cli.main(["plan", *words, "--json"]) == 3
+    assert main.main(["plan", *words, "--json"]) == 3
     verified = json.loads(capsys.readouterr().out)["verified"]
     assert verified["true"] is False
     assert verified["compared"][-1]["what"] == "peak"

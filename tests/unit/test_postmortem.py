@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from launcher import host_memory
-from launcher.environment import Environment
+from launcher.distributed import host_memory
+from launcher.distributed.environment import Environment
 from launcher.errors import TrainingError
-from launcher.failures import FailureWatch, Progress, ran_out_of_memory
-from launcher.memory import postmortem
-from launcher.memory.postmortem import Inventory, PostMortem, Trained, asked_for, take_inventory
+from launcher.planner import out_of_memory
+from launcher.planner.out_of_memory import Inventory, PostMortem, Trained, asked_for, take_inventory
 from launcher.recipe.schema import Batch
-from launcher.run_folder import RunFolder, read_lines
+from launcher.reliability.failures import FailureWatch, Progress, ran_out_of_memory
+from launcher.reliability.run_directory import RunFolder, read_lines
 from tests.unit.made_plan import GIB, RECIPE, machine, made_plan
 
 CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.00 GiB is free."
@@ -120,7 +120,7 @@ def concluded(monkeypatch, account, found, trouble=""):
         asked.update(how, task=task)
         return found, trouble
 
-    monkeypatch.setattr(postmortem, "ask", ask)
+    monkeypatch.setattr(out_of_memory, "ask", ask)
     return account.conclude(60), asked
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import main
-from launcher.data.store import open_store
+from launcher.cli.main import main
+from launcher.data.token_store import open_store
 from launcher.recipe.load import load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def test_every_set_is_tokenized_and_found_again(recipe, capsys, monkeypatch):
         assert line in printed
     assert printed.endswith("ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none\n")
     data = load_recipe([recipe], ranks=None).recipe.data
-    for module in ("datasets", "transformers", "launcher.data.making"):
+    for module in ("datasets", "transformers", "launcher.data.tokenization"):
         monkeypatch.setitem(sys.modules, module, None)
     told = []
     for kind, files in (("text", ("prose.jsonl",)), ("tokens", ("ids.jsonl",)), ("text", ("near.txt",)), ("text", ("far.csv",))):
@@ -102,7 +102,7 @@ def test_a_model_in_the_cache_of_the_hub(recipe, tmp_path):
         "batch: {global_batch_size: 8, micro_batch_size: 8}\n"
     )
     environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "launcher.cli", "prepare", "recipe=hub.yaml"]
+    command = [sys.executable, "-m", "launcher.cli.main", "prepare", "recipe=hub.yaml"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"model      me/model: {snapshot} (1." in done.stdout

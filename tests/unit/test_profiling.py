@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from launcher.profiling import profiled
 from launcher.recipe import schema
+from launcher.training.profiling import profiled
 
 
 @pytest.mark.parametrize(

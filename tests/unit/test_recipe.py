@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.commands.show import main as show
+from launcher.cli.show import main as show
 from launcher.errors import RecipeError
 from launcher.recipe import schema
 from launcher.recipe.decode import dotted, section_fields, subsection

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from launcher import host_memory
 from launcher.data.loader import Counts, GlobalBatch
+from launcher.distributed import host_memory
+from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
-from launcher.loop import Step
-from launcher.metrics import record
-from launcher.metrics.record import StepRecorder
-from launcher.processes import DataParallel
+from launcher.metrics import recorder
+from launcher.metrics.recorder import StepRecorder
 from launcher.recipe.load import load_recipe
-from launcher.reporting import Reporter
-from launcher.run_folder import RunFolder
+from launcher.reliability.run_directory import RunFolder
+from launcher.training.loop import Step
+from launcher.training.reporting import Reporter
 
 ALONE = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
 
@@ -29,7 +29,7 @@ def step(number, *, tokens=100, loss=1.0, skipped=0.0, waited=0.5):
 def clock(monkeypatch):
     """Time that passes when it is told to."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(record.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(recorder.time, "perf_counter", lambda: clock.now)
     return clock
 
 
@@ -70,7 +70,7 @@ def test_the_peak_of_a_gpu_is_reset_once_it_was_read(monkeypatch):
     peak = [700]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 200))
-    assert [record._peak_memory(torch.device("cuda")) for _ in range(2)] == [700, 200]
+    assert [recorder._peak_memory(torch.device("cuda")) for _ in range(2)] == [700, 200]
 
 
 @pytest.fixture

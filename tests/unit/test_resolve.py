@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.errors import RecipeError
-from launcher.memory import deciding, here, remedies, resolve
-from launcher.recipe.check import leaves_open
+from launcher.planner import detect, resolve, separate_process, suggestions
 from launcher.recipe.schema import ActivationCheckpointing, Batch, CpuOffload, Lora, Strategy
+from launcher.recipe.validate import leaves_open
 from tests.unit.made_plan import GIB, RECIPE, machine, made_ladder, made_plan, rung
 
 OPEN = dataclasses.replace(RECIPE, strategy=Strategy(kind="auto"), batch=Batch(global_batch_size=64, micro_batch_size="auto"))
@@ -55,7 +55,7 @@ def test_where_nothing_fits_what_would_is_told(monkeypatch):
 def test_after_the_smallest_micro_batch_failed_it_is_refused_with_remedies(monkeypatch):
     monkeypatch.setattr(resolve, "fastest_that_fits", lambda *_, **__: rung((), made_plan(), 70_000, micro=1))
     monkeypatch.setattr(resolve, "make_plan", lambda *_, **__: made_plan())
-    monkeypatch.setattr(remedies, "make_ladder", lambda *_, **__: made_ladder())
+    monkeypatch.setattr(suggestions, "make_ladder", lambda *_, **__: made_ladder())
     with pytest.raises(RecipeError) as caught:
         resolve.resolve(OPEN, machine(), limit_micro_batch=0)
     first, *rest = caught.value.problems
@@ -64,7 +64,7 @@ def test_after_the_smallest_micro_batch_failed_it_is_refused_with_remedies(monke
 
 
 def failed(**changes):
-    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | here.noted_of(RECIPE, machine())
+    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | detect.noted_of(RECIPE, machine())
     return event | changes
 
 
@@ -74,29 +74,29 @@ def test_only_what_ran_out_here_counts():
         *({"event": "failed", "reason": "out_of_memory", "ranks": 8}, {"event": "started"}),
         failed(micro_batch_size=None),
     ]
-    assert here.failed_micro_batches(others, machine=machine(), recipe=OPEN) == []
-    assert here.failed_micro_batches([*others, failed(), failed(micro_batch_size=2)], machine=machine(), recipe=OPEN) == [4, 2]
+    assert detect.failed_micro_batches(others, machine=machine(), recipe=OPEN) == []
+    assert detect.failed_micro_batches([*others, failed(), failed(micro_batch_size=2)], machine=machine(), recipe=OPEN) == [4, 2]
 
 
 def test_what_is_noted_is_what_is_looked_for():
-    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | here.noted_of(RECIPE, machine())
-    assert here.failed_micro_batches([event], machine=machine(), recipe=OPEN) == [4]
+    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | detect.noted_of(RECIPE, machine())
+    assert detect.failed_micro_batches([event], machine=machine(), recipe=OPEN) == [4]
 
 
 def test_who_takes_a_remedy_is_not_held_to_what_failed_before_it():
     written = dataclasses.replace(RECIPE, batch=dataclasses.replace(RECIPE.batch, micro_batch_size="auto"))
-    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | here.noted_of(RECIPE, machine())
-    assert here.failed_micro_batches([event], machine=machine(), recipe=written) == [4]
+    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | detect.noted_of(RECIPE, machine())
+    assert detect.failed_micro_batches([event], machine=machine(), recipe=written) == [4]
     for remedy in (
         {"activation_checkpointing": ActivationCheckpointing(mode="full")},
         {"strategy": dataclasses.replace(RECIPE.strategy, cpu_offload=CpuOffload())},
         {"lora": Lora()},
     ):
-        assert here.failed_micro_batches([event], machine=machine(), recipe=dataclasses.replace(written, **remedy)) == []
+        assert detect.failed_micro_batches([event], machine=machine(), recipe=dataclasses.replace(written, **remedy)) == []
 
 
 def test_a_machine_comes_through_json():
-    assert deciding.machine_from(dataclasses.asdict(machine(host_memory=GIB))) == machine(host_memory=GIB)
+    assert separate_process.machine_from(dataclasses.asdict(machine(host_memory=GIB))) == machine(host_memory=GIB)
 
 
 def limits_of(monkeypatch, plan, **measured):
@@ -106,8 +106,8 @@ def limits_of(monkeypatch, plan, **measured):
         seen.append(machine.memory)
         return SimpleNamespace(rungs=())
 
-    monkeypatch.setattr(remedies, "make_ladder", ladder)
-    assert remedies.what_fits(RECIPE, plan.machine, plan, **measured) == []
+    monkeypatch.setattr(suggestions, "make_ladder", ladder)
+    assert suggestions.what_fits(RECIPE, plan.machine, plan, **measured) == []
     return seen[0]
 
 
@@ -126,9 +126,9 @@ def test_remedies_are_the_fastest_few_that_fit(monkeypatch):
     ladder = made_ladder()
     not_fitting = rung(("batch.micro_batch_size=32",), made_plan(5.0), 99_000)
     monkeypatch.setattr(
-        remedies, "make_ladder", lambda *_, **__: SimpleNamespace(rungs=(not_fitting, *reversed(ladder.rungs), ladder.asked))
+        suggestions, "make_ladder", lambda *_, **__: SimpleNamespace(rungs=(not_fitting, *reversed(ladder.rungs), ladder.asked))
     )
-    fitting = remedies.what_fits(RECIPE, machine(), made_plan())
+    fitting = suggestions.what_fits(RECIPE, machine(), made_plan())
     assert [one.tokens_per_second for one in fitting] == sorted(
         (one.tokens_per_second for one in ladder.rungs if one.plan.fits), reverse=True
     )

@@ -8,15 +8,15 @@ import pytest
 import torch
 import yaml
 
-from launcher.data.run_data import open_run_data
-from launcher.environment import Environment
+from launcher.checkpoint.resume import check_changes, check_data, check_stream, choose_resume, data_changes
+from launcher.data.setup import open_run_data
+from launcher.distributed.environment import Environment
+from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.metrics.sinks import keep_until
-from launcher.processes import DataParallel
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.resume import check_changes, check_data, check_stream, choose_resume, data_changes
-from launcher.run_folder import RunFolder
+from launcher.reliability.run_directory import RunFolder
 
 
 def recipe(*overrides):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from launcher.optimizer import LossScale, learning_rate, make_optimizer
 from launcher.recipe import schema
+from launcher.training.optimizer import LossScale, learning_rate, make_optimizer
 
 QUARTER = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2
 """Cosine from 1 to 0.1 after a quarter of the way."""

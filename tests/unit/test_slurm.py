@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher.commands import submit as command
-from launcher.commands.plan import as_json
+from launcher.cli import submit as command
+from launcher.cli.plan import as_json
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Slurm
-from launcher.run_folder import RunFolder
+from launcher.reliability.run_directory import RunFolder
 from launcher.slurm import agent, attempts, preflight, submit
 from launcher.slurm.attempts import Ended, decide
 from launcher.slurm.render import JobScript, node_counts, quote_for_sbatch, ranks_per_node, render

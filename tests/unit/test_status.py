@@ -6,12 +6,11 @@ import time
 
 import pytest
 
-from launcher import cli
-from launcher.checkpoints.files import commit, scratch_folder, write_file
-from launcher.commands import status
-from launcher.environment import Environment
-from launcher.ownership import Ownership
-from launcher.run_folder import RunFolder
+from launcher.checkpoint.files import commit, scratch_folder, write_file
+from launcher.cli import main, status
+from launcher.distributed.environment import Environment
+from launcher.reliability.lock import Ownership
+from launcher.reliability.run_directory import RunFolder
 
 ALONE = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0)
 NOW = 1_800_000_000.0
@@ -80,7 +79,7 @@ def test_one_run(run, capsys, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: NOW)
     owner = Ownership.take(run.path, ALONE)
     try:
-        assert cli.main(["status", str(run.path)]) == 0
+        assert main.main(["status", str(run.path)]) == 0
     finally:
         owner.release()
     said = capsys.readouterr().out
@@ -107,10 +106,10 @@ def test_one_run(run, capsys, monkeypatch):
 
 
 def test_a_run_that_died_and_one_that_ended(run, capsys):
-    assert cli.main(["status", str(run.path)]) == 0
+    assert main.main(["status", str(run.path)]) == 0
     assert "died: nobody runs it" in capsys.readouterr().out
     run.write_status("failed", step=98, reason="hang", error="rank [1] of 2 is behind\nsecond line")
-    assert cli.main(["status", str(run.path)]) == 0
+    assert main.main(["status", str(run.path)]) == 0
     said = capsys.readouterr().out
     assert "failed: hang" in said
     assert "rank [1] of 2 is behind\nsecond line" in said
@@ -124,7 +123,7 @@ def test_a_folder_of_runs(run, capsys):
     done.create("")
     done.write_status("finished", step=7, steps=7)
     (run.path.parent / "no_run").mkdir()
-    assert cli.main(["status", str(run.path.parent)]) == 0
+    assert main.main(["status", str(run.path.parent)]) == 0
     owner.release()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[:2] for line in lines] == [["run", "state"], ["one", "died"], ["three", "finished"], ["two", "starting"]]
@@ -140,5 +139,5 @@ def test_a_folder_of_runs(run, capsys):
     ],
 )
 def test_where_there_is_no_run(arguments, told, tmp_path, capsys):
-    assert cli.main(["status", *(word.replace("FOLDER", str(tmp_path)) for word in arguments)]) == 2
+    assert main.main(["status", *(word.replace("FOLDER", str(tmp_path)) for word in arguments)]) == 2
     assert told.replace("FOLDER", str(tmp_path)) in capsys.readouterr().err

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher import processes, train
-from launcher.environment import Environment
+from launcher import train
+from launcher.distributed import process_group
+from launcher.distributed.environment import Environment
 from launcher.errors import TrainingError
 from launcher.strategies.activation_checkpointing import checkpoint_blocks, is_checkpointed
 from launcher.strategies.ddp import Ddp
@@ -136,13 +137,13 @@ def threads(monkeypatch):
 def test_threads_are_the_ranks_share_of_the_cores(threads, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's own doing
     cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
-    processes.set_threads(environment(), device=cuda, cpu_offload=True)
-    processes.set_threads(environment(local_world_size=1), device=cpu, cpu_offload=False)
-    processes.set_threads(environment(local_world_size=8), device=cuda, cpu_offload=True)
+    process_group.set_threads(environment(), device=cuda, cpu_offload=True)
+    process_group.set_threads(environment(local_world_size=1), device=cpu, cpu_offload=False)
+    process_group.set_threads(environment(local_world_size=8), device=cuda, cpu_offload=True)
     assert threads == [2, 4, 1]
-    processes.set_threads(environment(), device=cuda, cpu_offload=False)
+    process_group.set_threads(environment(), device=cuda, cpu_offload=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    processes.set_threads(environment(), device=cuda, cpu_offload=True)
+    process_group.set_threads(environment(), device=cuda, cpu_offload=True)
     assert threads == [2, 4, 1], "nothing to compute on the CPU, or the user's own choice"
 
 
@@ -150,16 +151,16 @@ def test_bfloat16_on_a_gpu_without_it_names_float16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ValueError, match="Tesla T4 does not compute in bfloat16; use float16"):
-        processes.check_dtype(torch.device("cuda", 0), "bfloat16")
-    processes.check_dtype(torch.device("cuda", 0), "float16")
-    processes.check_dtype(torch.device("cpu"), "bfloat16")
+        process_group.check_dtype(torch.device("cuda", 0), "bfloat16")
+    process_group.check_dtype(torch.device("cuda", 0), "float16")
+    process_group.check_dtype(torch.device("cpu"), "bfloat16")
 
 
 # Devices
 
 
 def node(host="n1", gpus=8, ranks=8, build="CUDA 12.8"):
-    return processes.Node(host, gpus, ranks, "2.13.0", build)
+    return process_group.Node(host, gpus, ranks, "2.13.0", build)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def node(host="n1", gpus=8, ranks=8, build="CUDA 12.8"):
     ],
 )
 def test_all_ranks_compute_on_one_kind_of_device(wanted, nodes, kind):
-    assert processes.device_for(wanted, nodes) == (kind, None)
+    assert process_group.device_for(wanted, nodes) == (kind, None)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_all_ranks_compute_on_one_kind_of_device(wanted, nodes, kind):
     ],
 )
 def test_a_rank_without_a_gpu_is_an_error_that_names_the_node(wanted, nodes, lines):
-    kind, problem = processes.device_for(wanted, nodes)
+    kind, problem = process_group.device_for(wanted, nodes)
     assert kind is None
     first, *told, last = problem.splitlines()
     assert first == f"run.device is {wanted}, and not every rank has a GPU:"
@@ -222,7 +223,7 @@ def test_ranks_agree_on_the_device_before_there_is_a_process_group(gpus, second,
     def choose(rank):
         place = environment(rank=rank, world_size=4, local_rank=rank % 2)
         try:
-            found[rank] = processes.choose_device(place, store, wanted)
+            found[rank] = process_group.choose_device(place, store, wanted)
         except TrainingError as error:
             found[rank] = (error.reason, str(error))
 
@@ -261,14 +262,14 @@ def test_stop_requests(monkeypatch):
     import signal
     import time
 
-    from launcher import stopping
+    from launcher.reliability import signals
 
     ended = []
-    monkeypatch.setattr(stopping, "end_process", ended.append)
+    monkeypatch.setattr(signals, "end_process", ended.append)
     clock = [100.0]
-    monkeypatch.setattr(stopping, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(signals, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     before = signal.getsignal(signal.SIGTERM)
-    with stopping.StopRequest() as stop:
+    with signals.StopRequest() as stop:
         assert not stop.requested()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.01)
@@ -313,7 +314,7 @@ def test_a_sink_that_fails_is_told_once_and_left_alone():
 
 
 def test_peak_flops_by_name():
-    from launcher.hardware import peak_flops
+    from launcher.planner.hardware import peak_flops
 
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
@@ -326,15 +327,15 @@ def test_peak_flops_by_name():
 
 
 @pytest.fixture
-def process_group():
+def gloo_group():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
-def test_ddp_does_not_time_itself_after_ten_steps(process_group):
+def test_ddp_does_not_time_itself_after_ten_steps(gloo_group):
     """Its timers wait for the device. By default they do in every 100th step too."""
-    ranks = processes.DataParallel(rank=0, size=1, group=torch.distributed.group.WORLD, device=torch.device("cpu"))
+    ranks = process_group.DataParallel(rank=0, size=1, group=torch.distributed.group.WORLD, device=torch.device("cpu"))
     wrapped = Ddp(nn.Linear(2, 2), ranks=ranks, param_dtype=torch.float32, sync_every_micro_batch=False, fill=lambda *_: None)
     for _ in range(101):
         wrapped.model(torch.ones(1, 2)).sum().backward()

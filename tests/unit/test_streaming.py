@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.batching import RankSlots
 from launcher.data import streaming
+from launcher.data.batching import RankSlots
 from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.loader import _sound
 from launcher.data.sources import find_parts, read_rows
 from launcher.data.streaming import StreamingDataset, StreamOrder, deal
 from launcher.errors import RecipeError
-from launcher.hub import load_data_set
-from launcher.loss import IGNORED
 from launcher.recipe import schema
+from launcher.recipe.hub import load_data_set
+from launcher.training.loss import IGNORED
 
 END = 256
 

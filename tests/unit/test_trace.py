@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.memory import trace
-from launcher.memory.trace import UntraceableError, trace_step
+from launcher.planner import trace
+from launcher.planner.trace import UntraceableError, trace_step
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from launcher.measuring import Measured
-from launcher.memory.components import COMPONENTS, Components, Moment, StepMemory
-from launcher.memory.verification import compare
+from launcher.planner.components import COMPONENTS, Components, Moment, StepMemory
+from launcher.planner.measure import Measured
+from launcher.planner.verification import compare
 
 MB = 1_000_000
 STATES = {"parameters": 40 * MB, "gradients": 40 * MB, "optimizer": 80 * MB}

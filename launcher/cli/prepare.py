@@ -1,0 +1,78 @@
+"""`launcher prepare recipe=...`: on a node with network, everything that training needs, fetched and tokenized into the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from launcher.metrics.console import bytes_as_text
+from launcher.recipe.load import load_recipe
+from launcher.recipe.schema import Data, DataKind
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Says what lies where. Raises RecipeError where something is not to be had, or a row of data cannot be used."""
+    recipe = load_recipe(arguments, ranks=None).recipe
+    say = partial(print, flush=True)
+    from launcher.recipe.hub import is_hub_id, model_folder
+
+    model, data = recipe.model, recipe.data
+    if model.path is not None:
+        weights = model.init != "random"
+        folder = model_folder(model.path, key="model.path", weights=weights, say=say)
+        say(f"model      {model.path}: {folder} ({_size(folder)})")
+    if data.builder is not None:
+        say(f"data       {data.builder} brings its own; start it once on this machine if it fetches something")
+        return 0
+    tokenizer = data.tokenizer or model.path
+    if data.tokenizer not in (None, "bytes"):
+        folder = model_folder(str(data.tokenizer), key="data.tokenizer", weights=False, say=say)
+        say(f"tokenizer  {data.tokenizer}: {folder}")
+    offline = True
+    for name, kind, patterns, validation in _sets(data):
+        if data.streaming and not validation:
+            remote = [pattern for pattern in patterns if is_hub_id(pattern)]
+            say(f"{name}: read while training (data.streaming)" + (f", {', '.join(remote)} through the network" if remote else ""))
+            offline = offline and not remote
+            continue
+        from launcher.data.token_store import open_store
+
+        store = open_store(
+            kind=kind,
+            patterns=patterns,
+            data=data,
+            tokenizer=tokenizer,
+            validation=validation,
+            vocabulary=(model.config or {}).get("vocab_size"),
+            num_labels=model.num_labels,
+            build=True,
+            report=say,
+            refresh=True,
+        )
+        assert store.folder is not None
+        what = f"{store.documents:,} documents, {len(store.ids):,} tokens"
+        say(f"{name}: {what}: {store.folder} ({_size(store.folder)})")
+        if store.skipped:
+            first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
+            say(f"{name}: {len(store.skipped):,} rows cannot be used and are left out, the first: {first}")
+    say("ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none" if offline else "ready")
+    return 0
+
+
+def _sets(data: Data) -> Iterator[tuple[str, DataKind, tuple[str, ...], bool]]:
+    """Name, kind, files, and whether it is for validation."""
+    if isinstance(data.train, dict):
+        for name, source in data.train.items():
+            yield f"data.train.{name}", source.kind or data.kind, source.files, False
+    elif data.train is not None:
+        yield "data.train", data.kind, data.train, False
+    if isinstance(data.validation, dict):
+        for name, files in data.validation.items():
+            yield f"data.validation.{name}", data.kind, files, True
+    elif data.validation is not None:
+        yield "data.validation", data.kind, data.validation, True
+
+
+def _size(folder: Path) -> str:
+    return bytes_as_text(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))

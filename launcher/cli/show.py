@@ -1,0 +1,43 @@
+"""`launcher show recipe=...`: the recipe as a run would see it, each value with where it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from launcher.cli.options import take_options
+from launcher.recipe.decode import KeyPath
+from launcher.recipe.load import Origins, load_recipe, scalar_as_yaml
+
+_COMMENT_COLUMN = 60
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints YAML: run again as a recipe, it is the same run. `ranks=N` checks it against a number of ranks too."""
+    options, rest = take_options(arguments, {"ranks": None})
+    loaded = load_recipe(rest, ranks=options["ranks"])
+    colour = sys.stdout.isatty()
+    for text, origin in _lines(loaded.recipe, (), loaded.origins, indent=0):
+        if not origin:
+            print(text)
+            continue
+        comment = f"# {origin}"
+        print(f"{text:<{_COMMENT_COLUMN}} " + (f"\x1b[2m{comment}\x1b[0m" if colour else comment))
+    return 0
+
+
+def _lines(section: Any, path: KeyPath, origins: Origins, *, indent: int) -> Iterator[tuple[str, str]]:
+    """(text, origin) a line; a section's own line has no origin."""
+    if dataclasses.is_dataclass(section):
+        items = [(field.name, getattr(section, field.name)) for field in dataclasses.fields(section)]
+    else:
+        items = list(section.items())
+    for name, value in items:
+        here, margin = (*path, str(name)), "  " * indent
+        if dataclasses.is_dataclass(value) or (isinstance(value, dict) and value):
+            yield f"{margin}{scalar_as_yaml(name)}:", ""
+            yield from _lines(value, here, origins, indent=indent + 1)
+        else:
+            yield f"{margin}{scalar_as_yaml(name)}: {scalar_as_yaml(value)}", origins.of(here)

@@ -1,0 +1,1 @@
+"""Checks of nodes, links and strategies: `launcher doctor` and `launcher selftest`."""

@@ -1,0 +1,1 @@
+"""This process among the others: environment variables, process group, device, host memory."""

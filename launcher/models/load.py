@@ -1,0 +1,267 @@
+"""A checkpoint's weights, straight into each rank's shards.
+
+What goes where is planned on the meta model, from the headers of the files alone, and every mistake is told then. The
+weights are read after wrapping: rows of a mapped file, a piece at a time, into the rows that this rank holds. Where
+ranks hold the same rows (ddp, or the copies of hybrid sharding) the first of them reads and broadcasts each piece. So
+the files are read once over all ranks, and a rank holds its shards and a piece; only a tensor that is made of several
+(`names.Conversion`) is put together whole first, or the part of it that the rank keeps, where that can be told apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from launcher.errors import RecipeError
+from launcher.models.build import checkpoint_folder, is_pretrained
+from launcher.models.initialization import initialize, local_rows, materialize, named_tensors, random_weights
+from launcher.models.safetensors_files import Shape, StoredTensors, open_folder
+from launcher.models.tensor_names import Conversion, ModelShapes, into_model
+from launcher.recipe import schema
+
+PIECE_BYTES = 16 * 2**20
+"""Read and sent at once."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that fits a model, and how it gets into it."""
+
+    stored: StoredTensors
+    conversions: list[Conversion]
+    shapes: ModelShapes
+    loaded: frozenset[str]
+    """The model's tensors that come from it, each under all its names; the others are initialized."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of most of its weights."""
+        return self.stored.dtype()
+
+
+def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path", say: Callable[[str], None] | None = None) -> Checkpoint:
+    """Plans how the folder's weights get into a meta model of transformers, before anything is wrapped around it.
+
+    say: told what is not loaded, and what is initialized anew.
+    Raises RecipeError with every tensor that is missing, not expected or of another shape.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise RecipeError(f"{key}: {folder} is quantized, and quantized weights cannot be trained; give the checkpoint it was made from")
+    stored = open_folder(folder, key=key)
+    shapes = ModelShapes(model)
+    conversions, unexpected, problems = into_model(model, stored.tensors, shapes)
+    state: dict[str, torch.Tensor] = model.state_dict()
+    made = {name: shape.shape for conversion in conversions for name, shape in conversion.targets.items()}
+    for name, shape in made.items():
+        if name not in state:
+            problems.append(f"{name}: the model has no such tensor")
+        elif shape != tuple(state[name].shape):
+            problems.append(f"{name}: is {list(shape)} in the checkpoint, and {list(state[name].shape)} in the model")
+    notes = _resolve_ties(model, made, conversions, stored)
+    loaded = _with_ties(model, made)
+    failed = {conversion.first for conversion in conversions if not conversion.targets}
+    missing = [name for name in state if name not in loaded and name not in failed]
+    problems += _missing(model, missing, notes)
+    problems += _unexpected(model, unexpected, notes)
+    if problems:
+        raise RecipeError([f"{key}: {folder} is not the checkpoint of a {type(model).__name__} with its config:", *sorted(problems)])
+    for note in notes if say is not None else ():
+        say(f"note: {note}")  # type: ignore[misc]
+    return Checkpoint(stored, conversions, shapes, frozenset(loaded))
+
+
+def starting_weights(
+    section: schema.Model,
+    model: nn.Module,
+    *,
+    seed: int,
+    group: dist.ProcessGroup | None,
+    say: Callable[[str], None] | None = None,
+) -> tuple[Callable[[nn.Module, torch.device, torch.device], None], torch.dtype]:
+    """What fills the model once it is wrapped, as the recipe's model section says, and the dtype that the weights come in.
+
+    model: on meta, nothing wrapped around it yet. Raises RecipeError as `open_checkpoint`.
+    """
+    if not is_pretrained(section):
+        return partial(random_weights, seed=seed), torch.float32
+    folder = checkpoint_folder(section)
+    assert folder is not None
+    checkpoint = open_checkpoint(folder, model, say=say)
+    return partial(pretrained_weights, checkpoint=checkpoint, seed=seed, group=group), checkpoint.dtype
+
+
+def _same_tensor(model: nn.Module) -> list[list[str]]:
+    """Names that share a parameter, for each that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def _with_ties(model: nn.Module, names: Any) -> set[str]:
+    """These names, and those of the same tensors."""
+    ties = {name for tied in _same_tensor(model) if any(name in names for name in tied) for name in tied}
+    return ties | set(names)
+
+
+def _resolve_ties(model: Any, made: dict[str, Any], conversions: list[Conversion], stored: StoredTensors) -> list[str]:
+    """Where a checkpoint has a tied tensor twice: one is enough where both are equal; else they are not tied after all."""
+    notes = []
+    single = {conversion.first: conversion for conversion in conversions if conversion.converter is None}
+    for tied in _same_tensor(model):
+        first, *others = [name for name in tied if name in single] or [""]
+        for name in others:
+            if _equal(stored, *single[first].names(), *single[name].names()):
+                conversions.remove(single[name])
+                continue
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, nn.Parameter(torch.empty_like(model.get_parameter(name))))
+            model.config.tie_word_embeddings = False
+            getattr(model, "all_tied_weights_keys", {}).pop(name, None)
+            notes.append(f"the config ties {name} to {first}, but the checkpoint holds two different ones: they are not tied")
+    return notes
+
+
+def _equal(stored: StoredTensors, first: str, second: str) -> bool:
+    one, other = stored.tensors[first], stored.tensors[second]
+    if one != other:
+        return False
+    step = max(1, PIECE_BYTES * one.shape[0] // max(1, one.bytes))
+    starts = range(0, one.shape[0], step)
+    return all(torch.equal(stored.rows(first, start, start + step), stored.rows(second, start, start + step)) for start in starts)
+
+
+def _base(model: Any) -> tuple[str, nn.Module | None]:
+    """The model without its head, and its name in it."""
+    prefix = model.base_model_prefix
+    return prefix, getattr(model, prefix, None) if prefix else None
+
+
+def _missing(model: Any, missing: list[str], notes: list[str]) -> list[str]:
+    """What a checkpoint may lack, it is said of; the rest are problems."""
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+    missing = [name for name in missing if not any(pattern.search(name) for pattern in ignored)]
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+
+    fresh = []
+    if type(model).__name__ in CLASSIFIERS.values():
+        prefix, base = _base(model)
+        # The head, and the pooler that some have in front of it, which pretraining may have done without
+        fresh = [name for name in missing if base is None or not name.startswith(f"{prefix}.") or ".pooler." in name]
+    if fresh:
+        notes.append(f"not in the checkpoint, initialized anew: {_listing(fresh)}")
+    return [f"{name}: missing in the checkpoint" for name in missing if name not in fresh]
+
+
+def _unexpected(model: Any, names: list[str], notes: list[str]) -> list[str]:
+    """What a checkpoint may have too many, it is said of (another task's head) or not (computed anew); the rest are
+    problems, since a part of the model would be left out in silence."""
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    ignored += [re.compile(r"rotary_emb\.(inv|original_inv)_freq"), re.compile(r"(^|\.)position_ids$")]
+    prefix, base = _base(model)
+    buffers = {name for name, _ in model.named_buffers()}
+    problems, heads = [], []
+    for name in names:
+        if any(pattern.search(name) for pattern in ignored) or name in buffers or f"{prefix}.{name}" in buffers:
+            continue
+        child = name.split(".")[0]
+        if base is None or child == prefix or child in base._modules or child in base._parameters:
+            problems.append(f"{name}: in the checkpoint, and nowhere in the model")
+        else:
+            heads.append(name)
+    if heads:
+        notes.append(f"in the checkpoint and not in this model, left out: {_listing(heads)}")
+    return problems
+
+
+def _listing(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+@torch.no_grad()
+def pretrained_weights(
+    model: nn.Module,
+    parameters: torch.device,
+    buffers: torch.device,
+    *,
+    checkpoint: Checkpoint,
+    seed: int,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Fills a wrapped meta model from a checkpoint: parameters on one device, buffers on the other. What the checkpoint
+    has not (buffers that are computed, adapters, a new head) is drawn from the seed, as `initialize` does.
+
+    group: the ranks that hold each plain parameter, every one of which must call this; one that is sharded brings its own.
+    """
+    materialize(model, parameters=parameters, buffers=buffers)
+    initialize(model, seed=seed, loaded=checkpoint.loaded)
+    held = named_tensors(model)
+    for conversion in checkpoint.conversions:
+        _load(conversion, checkpoint, {name: held[name].detach() for name in conversion.targets}, group)
+    checkpoint.stored.close()
+
+
+def _load(conversion: Conversion, checkpoint: Checkpoint, held: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    stored = checkpoint.stored
+    if conversion.converter is None:
+        (name,) = conversion.names()
+        (mine,) = held.values()
+        scalar = not stored.tensors[name].shape
+        _fill(mine, stored.tensors[name], lambda start, stop: stored.rows(name) if scalar else stored.rows(name, start, stop), group)
+        return
+    # Every tensor of one model has the same mesh: who reads for one reads for all
+    sharing = _sharing(next(iter(held.values())), group)
+    reads = sharing is None or dist.get_rank(sharing) == 0
+    made: dict[str, torch.Tensor] = {}
+    first = 0
+    if reads:
+        if conversion.stacks_rows():
+            local, first = local_rows(next(iter(held.values())))
+            conversion = conversion.some_rows(first, first + local.shape[0])
+        if conversion.names():
+            made = conversion.convert({name: stored.rows(name) for name in conversion.names()}, checkpoint.shapes)
+    for name, mine in held.items():
+        _fill(mine, conversion.targets[name], partial(_rows_of, made, name, first), group)
+
+
+def _rows_of(made: dict[str, torch.Tensor], name: str, first: int, start: int, stop: int) -> torch.Tensor:
+    return made[name][start - first : stop - first] if made[name].ndim else made[name]
+
+
+def _sharing(mine: torch.Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The ranks that hold the same rows as this one; None where it is alone with them."""
+    if isinstance(mine, DTensor):
+        group = mine.device_mesh.get_group(0) if mine.device_mesh.ndim == 2 else None
+    return group if group is not None and dist.get_world_size(group) > 1 else None
+
+
+def _fill(mine: torch.Tensor, form: Shape, rows: Callable[[int, int], torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Copies this rank's rows into its part of a tensor, a piece at a time. form: of the whole, as it is read."""
+    local, first = local_rows(mine)
+    sharing = _sharing(mine, group)
+    reads = sharing is None or dist.get_rank(sharing) == 0
+    if not form.shape:
+        local, form = local.reshape(1), Shape((1,), form.dtype)
+    step = max(1, PIECE_BYTES * form.shape[0] // max(1, form.bytes))
+    for start in range(0, local.shape[0], step):
+        stop = min(start + step, local.shape[0])
+        piece: torch.Tensor | None = rows(first + start, first + stop) if reads else None
+        if sharing is not None:
+            # Offloaded shards are sent over the device's links too: the group of a mesh is sure to know that device
+            device = torch.device(mine.device_mesh.device_type) if isinstance(mine, DTensor) else mine.device
+            on_device = torch.empty((stop - start, *form.shape[1:]), dtype=form.dtype, device=device)
+            if piece is not None:
+                on_device.copy_(piece)
+            dist.broadcast(on_device.view(torch.uint8), group=sharing, group_src=0)  # bytes: any dtype, any backend
+            piece = on_device
+        assert piece is not None
+        local[start:stop].copy_(piece)  # a scalar fits a row of one

@@ -1,0 +1,216 @@
+"""Follows every storage of a step, from its allocation to its release, and says afterwards what each was for.
+
+What a storage is for is often known only later (an activation is what is still there when the forward pass has ended),
+so what is recorded is when bytes came and went; the label of a storage is looked up when the record is played back.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from launcher.planner import components
+from launcher.planner.components import COMPONENTS, Phase
+
+HOST = "host"
+"""The label of what lives in host memory while the device is a GPU."""
+
+Held = dict[str, int]
+"""Bytes by component, and HOST."""
+
+
+class Record:
+    """One storage."""
+
+    __slots__ = ("born", "label", "size", "weak")
+
+    def __init__(self, size: int, label: str | None, born: int) -> None:
+        self.size, self.label, self.born = size, label, born
+        self.weak: Any = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a step something happened."""
+
+    phase: Phase
+    micro_batch: int
+    where: str
+
+
+@dataclass(frozen=True)
+class _Event:
+    place: int
+    record: Record
+    delta: int
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode, to be entered inside of a fake-tensor mode."""
+
+    def __init__(self, label_of: Callable[[torch.Tensor], str | None] = lambda tensor: None, *, gloo: bool = False) -> None:
+        """gloo: whether collectives are gloo's, which works on a copy of what a gathering gives and a scattering gets."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._copied = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1} if gloo else {}
+        self._label_of = label_of
+        self.place = Place("forward", 0, "")
+        self._places: list[Place] = [self.place]
+        self._events: list[_Event] = []
+        self._live: dict[int, Record] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own operations come here, on plain tensors
+        out = func(*args, **(kwargs or {}))
+        if func.name() in self._copied:
+            copied = args[self._copied[func.name()]]
+            record = Record(copied.nbytes, "communication", len(self._events))
+            self._note(record, record.size)
+            self._note(record, -record.size)
+        casts = func is torch.ops.aten._to_copy.default
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor, source=args[0] if casts else None)
+        return out
+
+    def go(self, where: str, *, phase: Phase | None = None, micro_batch: int | None = None) -> None:
+        """What comes now happens there."""
+        now = self.place
+        place = Place(now.phase if phase is None else phase, now.micro_batch if micro_batch is None else micro_batch, where)
+        if place != now:
+            self.place = place
+            self._places.append(place)
+
+    def see(self, tensor: torch.Tensor, *, label: str | None = None, source: Any = None) -> Record | None:
+        """Records a tensor's storage, if it is a new one."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            if label is not None:
+                known.label = label
+            return known
+        if label is None:
+            label = (self._label_of_cast(source) if source is not None else None) or self._label_of(tensor) or _label_of_caller()
+        record = Record(storage.nbytes(), label, len(self._events))
+        self._live[storage._cdata] = record
+        key = storage._cdata
+        record.weak = weakref.ref(storage, lambda _: self._gone(key))
+        self._note(record, record.size)
+        return record
+
+    def mark(self, tensors: Iterable[torch.Tensor], label: str, *, only_unlabelled: bool = False) -> None:
+        """Says what storages are for; those that were not seen are recorded now."""
+        for tensor in tensors:
+            record = self.see(tensor, label=None)
+            if record is not None and (record.label is None or not only_unlabelled):
+                record.label = label
+
+    def mark_host(self, tensors: Iterable[torch.Tensor], *, pinned: bool) -> None:
+        """These lie in host memory, page-locked or not."""
+        for tensor in tensors:
+            record = self.see(tensor, label=HOST)
+            if pinned and record is not None:
+                local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+                self.resized(local.untyped_storage(), components.pinned(record.size))
+
+    @property
+    def events(self) -> int:
+        """So many were recorded: a point in time."""
+        return len(self._events)
+
+    def label_live(self, label: str, *, since: int) -> None:
+        """What came after this point in time, and is still there, and has no label yet."""
+        for record in self._live.values():
+            if record.label is None and record.born >= since and record.size:
+                record.label = label
+
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        """A storage that is kept was given memory, or gave it back."""
+        record = self._live.get(storage._cdata)
+        if record is not None and size != record.size:
+            self._note(record, size - record.size)
+            record.size = size
+
+    def _gone(self, key: int) -> None:
+        record = self._live.pop(key)
+        self._note(record, -record.size)
+
+    def _note(self, record: Record, delta: int) -> None:
+        if delta:
+            self._events.append(_Event(len(self._places) - 1, record, delta))
+
+    def _label_of_cast(self, source: Any) -> str | None:
+        """A copy of a weight in another dtype, that autocast makes."""
+        if not isinstance(source, torch.Tensor) or isinstance(source, DTensor):
+            return None
+        known = self._live.get(source.untyped_storage()._cdata)
+        return "gathered" if known is not None and known.label == "parameters" else None
+
+    def at(self, event: int) -> Held:
+        """What was held then."""
+        now = dict.fromkeys((*COMPONENTS, HOST), 0)
+        for past in self._events[:event]:
+            now[past.record.label or "temporary"] += past.delta
+        return now
+
+    def play(self, since: int, until: int) -> list[tuple[Place, Held]]:
+        """The highest moment of each place between two points in time, in order."""
+        now = self.at(since)
+        moments: list[tuple[Place, Held]] = []
+        place: int | None = None
+        best, most = dict(now), -1
+        for event in self._events[since:until]:
+            if place is not None and event.place != place:
+                moments.append((self._places[place], best))
+                most = -1
+            place = event.place
+            now[event.record.label or "temporary"] += event.delta
+            total = sum(now.values()) - now[HOST]
+            if total > most:
+                best, most = dict(now), total
+        if place is not None:
+            moments.append((self._places[place], best))
+        return moments
+
+
+def _label_of_caller() -> str | None:
+    """FSDP's collectives ask for buffers, FSDP's parameters for what they are gathered into."""
+    frame: Any = sys._getframe(2)
+    for _ in range(14):
+        file = frame.f_code.co_filename
+        if file.endswith("_fsdp_collectives.py"):
+            return "communication"
+        if file.endswith("_fsdp_param.py"):
+            return "gathered"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
+
+
+@contextmanager
+def resizing_watched(tracker: Tracker) -> Iterator[None]:
+    """FSDP gives gathered weights their memory, and takes it back, through their storage: no operation that a mode sees."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = plain(storage, size)
+        tracker.resized(storage, size)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]

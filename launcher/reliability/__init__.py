@@ -1,0 +1,1 @@
+"""The run directory, its lock, failures, hangs and requests to stop."""

@@ -1,0 +1,1 @@
+"""The run: set up, trained, evaluated, reported."""

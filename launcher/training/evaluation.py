@@ -1,0 +1,113 @@
+"""Loss on the validation data: weighted by tokens, every sample once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launcher.data.batching import RankSlots, SampleOrder
+from launcher.data.dataset import MapData
+from launcher.data.loader import Counts, make_loader, to_device
+from launcher.distributed.process_group import DataParallel
+from launcher.recipe import schema
+from launcher.strategies.base import WrappedModel
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A validation set's loss."""
+
+    loss: float
+    """Mean over the tokens with a target."""
+    tokens: int
+    """How many those are."""
+
+
+class Evaluator:
+    """Evaluates the same samples of each validation set each time, in the order of the files."""
+
+    def __init__(
+        self,
+        datasets: Mapping[str, MapData],
+        *,
+        data: schema.Data,
+        micro_batch_size: int,
+        max_batches: int | None,
+        ranks: DataParallel,
+    ) -> None:
+        self._loaders: dict[str, tuple[MapData, Iterable[dict[str, Any]]]] = {}
+        global_batch_size = micro_batch_size * ranks.size
+        for name, dataset in datasets.items():
+            batches = -(-len(dataset) // global_batch_size)
+            # Slots beyond the last sample are empty rows: every rank runs as many forward passes, which sharding needs.
+            slots = RankSlots(
+                order=SampleOrder(samples=len(dataset), seed=0, shuffle=False, epochs=1),
+                global_batch_size=global_batch_size,
+                micro_batch_size=micro_batch_size,
+                rank=ranks.rank,
+                ranks=ranks.size,
+                first_step=0,
+                steps=batches if max_batches is None else min(batches, max_batches),
+            )
+            loader = make_loader(
+                dataset,
+                slots,
+                workers=data.workers,
+                prefetch_factor=data.prefetch_factor,
+                persistent_workers=data.persistent_workers and len(datasets) == 1,
+                pin_memory=data.pin_memory,
+                device=ranks.device,
+            )
+            self._loaders[name] = (dataset, loader)
+        self._ranks = ranks
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        wrapped: WrappedModel,
+        *,
+        stop_requested: Callable[[], bool] = lambda: False,
+        beat: Callable[[str], None] = lambda phase: None,
+    ) -> dict[str, Evaluated]:
+        """Each set's loss over all ranks, in the order of the recipe; empty where one of the ranks was asked to stop, which
+        they agree on beside each micro-batch. beat: told of each."""
+        wrapped.model.eval()
+        device = self._ranks.device
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        asked: Counts | None = None
+        stopped = False
+        totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
+        for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
+            for collated in loader if not stopped else ():
+                beat("evaluation")
+                # Of the micro-batch before, so that nobody waits for it. The same answer on all ranks, at the same micro-batch
+                stopped = asked is not None and asked.read()[0] > 0
+                asked = None if stopped else Counts([int(stop_requested())], self._ranks, stream)
+                if stopped:
+                    break
+                micro_batch = to_device(collated["tensors"], device)
+                with wrapped.forward_context():
+                    total[0] += dataset.loss(wrapped.model, micro_batch)
+                total[1] += collated["loss_tokens"]
+        wrapped.reshard()
+        if asked is not None:
+            asked.read()
+        if stopped:
+            wrapped.model.train()
+            return {}
+        dist.all_reduce(totals, group=self._ranks.group)
+        wrapped.model.train()
+        return {
+            name: Evaluated(loss / max(tokens, 1.0), int(tokens))
+            for name, (loss, tokens) in zip(self._loaders, totals.tolist(), strict=True)
+        }
+
+
+def over_all(results: Mapping[str, Evaluated]) -> Evaluated:
+    """The sets taken together: the mean over the tokens of all."""
+    tokens = sum(result.tokens for result in results.values())
+    return Evaluated(sum(result.loss * result.tokens for result in results.values()) / max(tokens, 1), tokens)

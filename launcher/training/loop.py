@@ -1,0 +1,99 @@
+"""Accumulate, clip, step: a generator that yields finished steps.
+
+Who consumes it logs, evaluates, saves and stops. Nothing here asks the device for a number: the loss, the norm, what is
+clipped and what is skipped stay tensors, and the CPU runs ahead until somebody reads one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from launcher.data.loader import GlobalBatch
+from launcher.strategies.base import WrappedModel
+from launcher.training.loss import Loss
+from launcher.training.optimizer import LearningRate, LossScale
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step. Tensors are scalars, on the device or, with offload, in host memory; reading one waits for it."""
+
+    number: int
+    """1-based."""
+    loss: torch.Tensor
+    """This rank's part of the global batch's token mean: the sum over ranks is the loss."""
+    grad_norm: torch.Tensor
+    """Before clipping; not finite where the step was skipped."""
+    skipped: torch.Tensor
+    """1 where the gradients were not finite and the step left weights and optimizer as they were, else 0."""
+    learning_rate: float
+    batch: GlobalBatch
+
+
+def train_steps(
+    wrapped: WrappedModel,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[GlobalBatch],
+    *,
+    loss: Loss,
+    learning_rate: LearningRate,
+    loss_scale: LossScale,
+    max_grad_norm: float | None,
+    ranks: int,
+    beat: Callable[[str], None] = lambda phase: None,
+) -> Iterator[Step]:
+    """Trains on each global batch and yields it as a Step.
+
+    The loss of a global batch is the sum over its tokens divided by the tokens that have a target, counted over all
+    micro-batches and ranks before the first forward pass: no mean of means. Gradients are averaged over `ranks` by the
+    strategy, hence the factor. beat: told what is begun.
+    """
+    model = wrapped.model
+    model.train()
+    beat("data")
+    batch = next(batches, None)
+    while batch is not None:
+        targets = batch.counts.loss_tokens()
+        factor = ranks / targets
+        scaled = factor * loss_scale.value if loss_scale.enabled else factor
+        total = torch.zeros_like(factor)
+        last = len(batch.micro_batches) - 1
+        for index, micro_batch in enumerate(batch.micro_batches):
+            with wrapped.micro_batch(last=index == last):
+                beat("forward")
+                with wrapped.forward_context():
+                    summed = loss(model, micro_batch)
+                beat("backward")
+                (summed * scaled).backward()  # type: ignore[no-untyped-call]
+                total += summed.detach()
+        beat("optimizer")
+        # Where the optimizer runs: in host memory with offload
+        norm = wrapped.grad_norm()
+        scale = loss_scale.value.to(norm.device) if loss_scale.enabled else None
+        if scale is not None:
+            norm = norm / scale
+        skipped = (~torch.isfinite(norm)).to(norm.dtype)
+        rate = learning_rate(batch.step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        # The fused step divides by grad_scale and does nothing where found_inf is 1.
+        optimizer.grad_scale = _divisor(norm, scale, max_grad_norm)  # type: ignore[attr-defined]
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss_scale.update(skipped)
+        step = Step(batch.step, total / targets, norm, skipped, rate, batch)
+        beat("data")
+        batch = next(batches, None)  # on its way to the device before anybody waits for this step's numbers
+        yield step
+
+
+def _divisor(norm: torch.Tensor, scale: torch.Tensor | None, max_grad_norm: float | None) -> torch.Tensor | None:
+    """What gradients are divided by: the loss scale, and what brings their norm down to max_grad_norm."""
+    if max_grad_norm is None:
+        return scale
+    clip = torch.clamp((norm + 1e-6) / max_grad_norm, min=1.0)
+    return clip if scale is None else clip * scale

@@ -1,0 +1,355 @@
+"""What is told about a run while it goes on: its start, its steps, its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from launcher.checkpoint.resume import Resumed
+from launcher.data.batching import Slots
+from launcher.data.dataset import TrainingData
+from launcher.distributed.process_group import DataParallel
+from launcher.errors import DivergedError
+from launcher.metrics.console import Console, bytes_as_text, seconds_as_text
+from launcher.metrics.recorder import PendingRecord, StepRecorder
+from launcher.metrics.sinks import JsonLines, Sink, open_sinks
+from launcher.planner.hardware import peak_flops
+from launcher.recipe.schema import Batch, Recipe
+from launcher.reliability.run_directory import RunFolder, State
+from launcher.strategies.activation_checkpointing import is_checkpointed, recomputation_changes_state
+from launcher.strategies.base import WrappedModel
+from launcher.training.evaluation import Evaluated, over_all
+from launcher.training.loop import Step
+
+_LOSSES, _FEWEST_LOSSES = 50, 10
+"""Logged losses that a new one is held against."""
+
+
+class Reporter:
+    """Logs steps and evaluations. Every rank has one, since a record takes numbers from all; rank 0's writes and prints."""
+
+    def __init__(
+        self, ranks: DataParallel, folder: RunFolder, *, recipe: Recipe, steps: int, first_step: int, flops_per_token: float
+    ) -> None:
+        device = ranks.device
+        self._main = ranks.rank == 0
+        self._folder, self._steps = folder, steps
+        self._every_steps, self._max_skipped = recipe.logging.every_steps, recipe.run.max_skipped_steps
+        self._console = Console(steps)
+        self._started = time.monotonic()
+        self._losses: list[float] = []
+        self._recent: deque[float] = deque(maxlen=_LOSSES)
+        self._max_loss_ratio = recipe.run.max_loss_ratio
+        self._first_step = self._last_step = first_step
+        self._trouble: str | None = None
+        self._peak: tuple[int, int] | None = None
+        self._pending: PendingRecord | None = None
+        self._sinks: list[Sink] = []
+        if self._main:
+            self._sinks = open_sinks(
+                recipe.logging,
+                name=recipe.run.name,
+                folder=folder.path,
+                metrics=folder.metrics,
+                config=dataclasses.asdict(recipe),
+                warn=self._console.say,
+            )
+            folder.write_status("running", step=first_step, steps=steps)
+        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        # Last, because it starts the clock of the first step
+        self._recorder = StepRecorder(ranks, flops_per_token=flops_per_token, peak_flops=peak)
+
+    def start(self, *lines: str) -> None:
+        """The first lines on the console, from rank 0."""
+        for line in lines:
+            if line:
+                self.say(line)
+
+    def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
+        """Writes the rows of the data that could not be used, a JSON object a line."""
+        if self._main and rows:
+            file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+    def say(self, text: str) -> None:
+        """A line on the console, from rank 0."""
+        if self._main:
+            self._console.say(text)
+
+    def step(self, step: Step) -> None:
+        """Logs the step before, where that is due, and starts to gather the numbers of this one.
+
+        So the device already works on this step while the host waits for the one before: logging leaves no gap.
+        Raises DivergedError after too many skipped steps in a row, or where the loss leaps.
+        """
+        self._last_step = step.number
+        self._recorder.add(step)
+        due = step.number % self._every_steps == 0 or step.number in (1, self._steps)
+        previous, self._pending = self._pending, self._recorder.launch(step) if due else None
+        if previous is not None:
+            self._log(previous)
+        if step.number == self._first_step + 1:
+            self.flush()  # the first sign that a run trains is not kept back
+
+    def flush(self) -> None:
+        """Logs the last step now: before an evaluation or a checkpoint, and at the end. Raises as `step`."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._log(pending)
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Around an evaluation or a checkpoint: what is pending is logged first, and the time inside counts for no step."""
+        self.flush()
+        with self._recorder.excluded():
+            yield
+
+    def _log(self, pending: PendingRecord) -> None:
+        step, record = pending.step, self._recorder.collect(pending)
+        self._peak = (step.number, record["peak_memory_bytes"])
+        if record["loss"] is not None:
+            self._losses = [*self._losses[:1], record["loss"]]
+        if self._main:
+            self._write(record)
+            self._console.step(record)
+            self._folder.note_step(step.number, steps=self._steps, **({"warning": self._trouble} if self._trouble else {}))
+        try:
+            self._check(record)
+        except DivergedError:
+            self._pending = None  # nothing is logged of the step that came after
+            raise
+
+    def peak_memory(self, *, after: int) -> int | None:
+        """Peak in bytes since the record before, of the rank that has most; None: no step after `after` was logged."""
+        return self._peak[1] if self._peak is not None and self._peak[0] > after else None
+
+    def _check(self, record: dict[str, Any]) -> None:
+        """Every rank has the same record, and comes to the same end."""
+        step, in_a_row = record["step"], self._recorder.skipped_in_a_row
+        if in_a_row >= self._max_skipped:
+            raise DivergedError(
+                f"gradients not finite in {in_a_row} steps in a row (run.max_skipped_steps={self._max_skipped}); "
+                "try a lower optimizer.learning_rate, a longer schedule.warmup_steps, or bfloat16 in the place of float16",
+                reason="not_finite",
+                first_step=step - in_a_row + 1,
+                last_step=step,
+            )
+        if record["loss"] is None:
+            return
+        if self._max_loss_ratio is not None and len(self._recent) >= _FEWEST_LOSSES:
+            usual = statistics.median(self._recent)
+            if record["loss"] > self._max_loss_ratio * usual:
+                raise DivergedError(
+                    f"the loss of step {step}, {record['loss']:.4g}, is more than run.max_loss_ratio={self._max_loss_ratio:g} times the "
+                    f"median of the {len(self._recent)} before it, {usual:.4g}; "
+                    "try a lower optimizer.learning_rate, or run.on_divergence: rewind",
+                    reason="loss_spike",
+                    first_step=step - self._every_steps + 1,
+                    last_step=step,
+                )
+        self._recent.append(record["loss"])
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: what is looked back on to notice that a run diverges."""
+        recorder = self._recorder
+        return {"skipped": recorder.skipped, "skipped_in_a_row": recorder.skipped_in_a_row, "recent_losses": list(self._recent)}
+
+    def restore(self, state: Mapping[str, Any], *, step: int) -> None:
+        """As `state` gave it, at this step; the clock starts anew."""
+        self._recorder.restart(skipped=state["skipped"], skipped_in_a_row=state["skipped_in_a_row"])
+        self._recent = deque(state["recent_losses"], maxlen=_LOSSES)
+        self._pending = None
+        self._last_step = step
+
+    def evaluation(self, step: int, results: Mapping[str, Evaluated], seconds: float) -> float | None:
+        """Logs an evaluation: of all sets together, and of each where there are several. Returns the loss of all, where finite."""
+        whole = over_all(results)
+        if not self._main:
+            return _finite(whole.loss)
+        record: dict[str, Any] = {"step": step, "eval_loss": _finite(whole.loss), "eval_tokens": whole.tokens}
+        text = f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} tokens ({seconds_as_text(seconds)})"
+        if len(results) > 1:
+            record["eval_losses"] = {name: _finite(result.loss) for name, result in results.items()}
+            text += "; " + ", ".join(f"{name} {result.loss:.4f}" for name, result in results.items())
+        self._write(record | {"time": time.time()})
+        self._console.say(text)
+        return _finite(whole.loss)
+
+    def trouble(self, text: str | None) -> None:
+        """What status.json warns of from now on; None: nothing."""
+        changed, self._trouble = text != self._trouble, text
+        if changed and self._main:
+            self._folder.write_status("running", step=self._last_step, steps=self._steps, **({"warning": text} if text else {}))
+
+    def resumed(self, resumed: Resumed, *, ranks: int) -> None:
+        """The run goes on from a checkpoint: said, and the record cut back to it."""
+        self.restore(resumed.observed, step=resumed.step)
+        if not self._main:
+            return
+        removed = self._cut_back(resumed.step)
+        self.say(
+            f"resumed from {resumed.path}, step {resumed.step}"
+            + (f", written by {resumed.ranks} ranks" if resumed.ranks != ranks else "")
+            + (f"; {removed} lines of later steps removed from metrics.jsonl" if removed else "")
+        )
+        for change in resumed.changes:
+            self.say(f"  changed since: {change}")
+        origin = {} if resumed.origin is None else {"origin": str(resumed.origin)}
+        self._folder.note("resumed", ranks=ranks, step=resumed.step, **origin)
+
+    def rewound(self, resumed: Resumed, error: DivergedError) -> None:
+        """The run went back to before it diverged."""
+        self.restore(resumed.observed, step=resumed.step)
+        if self._main:
+            self._cut_back(resumed.step)
+            self.say(
+                f"diverged: {error}\nback to the checkpoint of step {resumed.step}; the samples of steps {resumed.step + 1} to "
+                f"{error.last_step} are left out (run.on_divergence: rewind)"
+            )
+            self._folder.note("resumed", step=resumed.step, reason=error.reason)
+
+    def _cut_back(self, step: int) -> int:
+        self._folder.check()
+        removed = 0
+        for sink in self._sinks:
+            if isinstance(sink, JsonLines):
+                removed += sink.cut_back(step)
+        return removed
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._folder.check()
+        for sink in self._sinks:
+            sink.write(record)
+
+    def _close(self, state: State) -> None:
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close(state)
+
+    def abort(self) -> None:
+        """The run fails: logs the last step if its numbers are on the host, then flushes and closes the sinks.
+
+        Waits for no other rank. From any thread, where the main thread does not get any further.
+        """
+        pending, self._pending = self._pending, None
+        with suppress(Exception):  # the device may be in an error state, the folder another run's
+            if self._main and pending is not None and pending.ready():
+                self._write(self._recorder.collect(pending))
+        self._close("failed")
+
+    def end(self, state: State, *, reason: str | None = None, exported: str | None = None, kept: int | None = None) -> None:
+        """The run's last words, and its status. exported: what was, in words. kept: the newest checkpoint's step."""
+        if not self._main:
+            return
+        self._close(state)
+        warning = {"warning": self._trouble} if self._trouble else {}
+        self._folder.write_status(state, step=self._last_step, reason=reason, steps=self._steps, **warning)
+        if state in ("finished", "stopped"):
+            self._folder.note(state, step=self._last_step, reason=reason)
+        folder, say = self._folder, self._console.say
+        lost = f", {self._recorder.skipped} steps skipped" if self._recorder.skipped else ""
+        falls = f"; loss {self._losses[0]:.3f} -> {self._losses[-1]:.3f}" if self._losses else ""
+        say(f"{state} after {self._last_step} of {self._steps} steps in {seconds_as_text(time.monotonic() - self._started)}{falls}{lost}")
+        if state == "stopped":
+            kept_what = (
+                "started again, it goes on from there" if kept == self._last_step else "nothing is kept (checkpoint.every_steps: null)"
+            )
+            say(f"  asked by {reason}; {kept_what}")
+        if kept is not None:
+            say(f"  {folder.path}/checkpoints/  to go on from: with more run.max_steps, or on other GPUs")
+        say(f"  {folder.metrics}  every step, one JSON object a line")
+        say(f"  {folder.path}/recipe.yaml  the whole recipe; to repeat the run: recipe={folder.path}/recipe.yaml run.dir=ANOTHER")
+        say(f"  {folder.path}/status.json, {folder.log}/  outcome, what each rank printed")
+        if exported is not None:
+            say(f"  {folder.export}/  {exported}")
+        if state == "finished":
+            say(f"next: the same losses another way?  launcher selftest recipe={folder.path}/recipe.yaml")
+            say("      your own data and model: copy recipes/fsdp.yaml, every key is explained there; launcher show recipe=FILE checks it")
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _bytes(tensors: list[nn.Parameter]) -> int:
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def describe_model(wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[str, nn.Module], mode: str | None) -> str:
+    """What was really done, for the first lines on the console: read off the wrapped model, not off the recipe.
+
+    blocks: as `find_blocks` found them; mode: of activation checkpointing, None: off.
+    """
+    parameters = list(wrapped.module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    held, updated = _bytes(parameters), _bytes(trained)
+    config: Any = getattr(wrapped.module, "config", None)
+    total = sum(parameter.numel() for parameter in parameters)
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else f"CPU with {torch.get_num_threads()} thread(s)"
+    name = getattr(config, "model_type", type(wrapped.module).__name__)
+    kind = next((type(block).__name__.removeprefix("FSDP") for block in blocks.values()), "none")
+    updates = sum(parameter.numel() for parameter in trained)
+    share = f", {_count(updates)} of them trained ({updates / total:.2%})" if updates < total else ""
+    lines = [
+        f"model: {name}, {_count(total)} parameters{share}, {len(blocks)} blocks ({kind}); a rank is a {device}",
+        wrapped.description(),
+    ]
+    if not blocks:
+        lines.append("note: the model's class names no blocks (_no_split_modules): it is gathered whole, and nothing is checkpointed")
+    if mode is not None:
+        wrapped_blocks = sum(is_checkpointed(module) for module in wrapped.module.modules())
+        lines.append(f"activation checkpointing: {mode}, {wrapped_blocks} of {len(blocks)} blocks")
+        left_alone = sum(recomputation_changes_state(block) for block in blocks.values())
+        if left_alone:
+            lines.append(f"note: {left_alone} blocks are not checkpointed, recomputation would update their BatchNorm twice")
+    lines.append(
+        f"a rank holds {bytes_as_text(held + 3 * updated)}: parameters {bytes_as_text(held)}, gradients {bytes_as_text(updated)}, "
+        f"optimizer {bytes_as_text(2 * updated)}; activations and gathered blocks come on top"
+    )
+    return "\n".join(lines)
+
+
+def describe_data(dataset: TrainingData, *, shuffled: bool, padding: float | None) -> str:
+    """Counts of a data set, what was cut, and what padding costs.
+
+    padding: expected share, where rows are padded to the longest of a micro-batch.
+    """
+    first, *rest = dataset.describe()
+    if not dataset.packed and padding is not None:
+        first += f", padded to the longest of a micro-batch ({padding:.1%} padding)"
+    first += ", shuffled" if shuffled else ", in the order of the files"
+    return "\n".join([f"data: {first}", *(line if line.startswith(("warning", "note")) else f"      {line}" for line in rest)])
+
+
+def describe_batch(batch: Batch, *, slots: Slots, ranks: int, steps: int, passes: list[float], warmup: int) -> str:
+    """How the global batch is put together, and how often the run sees the data."""
+    if batch.micro_batch_size is not None:
+        accumulation = slots.micro_batches(0)
+        parts = f"{batch.micro_batch_size} a micro-batch x {accumulation} accumulation steps x {ranks} ranks"
+    else:
+        counts = [slots.micro_batches(step) for step in range(min(steps, 20))]
+        number = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        parts = f"micro-batches of up to {batch.micro_batch_tokens} tokens, {number} a step on each of {ranks} ranks"
+    text = f"batch: {batch.global_batch_size} sequences = {parts}; {steps} steps"
+    if passes:
+        text += f" are {' and '.join(f'{number:.2g}' for number in passes)} passes over the data"
+    return text + (f"\nnote: the warm-up of {warmup} steps is not over within the run's {steps}" if warmup >= steps else "")
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
