@@ -32,6 +32,7 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+TRAIN = ROOT / "launcher" / "train.py"
 MARK = "LAUNCHER_BENCHMARK"
 """An environment variable that all processes of a run inherit, however far they get from this one."""
 
@@ -268,7 +269,7 @@ class Bench:
             raise RunFailedError(f"{file}: {len(lines)} lines for {self.steps} steps")
         return Measured(lines, lines[0]["time"] - started)
 
-    def _launcher(self, mode: Mode, folder: Path, **changes: dict[str, Any]) -> float:
+    def _launcher(self, mode: Mode, folder: Path, script: Path = TRAIN, **changes: dict[str, Any]) -> float:
         recipe: dict[str, Any] = {
             "run": {"name": "benchmark", "dir": str(folder / "run"), "max_steps": self.steps},
             "model": {"config": {"model_type": "llama", **self.size.model}, "attention": "sdpa"},
@@ -294,7 +295,7 @@ class Bench:
         for section, keys in changes.items():
             recipe[section] = {**recipe[section], **keys}
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-        command = self._torchrun(ROOT / "launcher" / "train.py", f"recipe={folder / 'recipe.yaml'}")
+        command = self._torchrun(script, f"recipe={folder / 'recipe.yaml'}")
         return run(command, log=folder / "output.txt", limit=self.limit)
 
     def initial_weights(self, mode: Mode) -> Path:
