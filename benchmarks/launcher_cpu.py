@@ -11,15 +11,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launcher.environment import prepare_cuda
+from launcher.distributed.environment import prepare_cuda
 
 prepare_cuda(deterministic=False)  # before torch is imported, as launcher/train.py does
 
 import torch.distributed as dist  # noqa: E402
 from peers import CpuSeconds  # noqa: E402
 
-from launcher.failures import Progress  # noqa: E402
 from launcher.recipe.load import load_recipe  # noqa: E402
+from launcher.reliability.failures import Progress  # noqa: E402
 from launcher.train import main  # noqa: E402
 
 
