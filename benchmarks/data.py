@@ -33,7 +33,7 @@ from launcher.recipe.schema import Data
 folder, processes = sys.argv[1], int(sys.argv[2])
 data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer", cache=folder + "/cache", processes=processes)
 imported = time.perf_counter()
-found = open_dataset(data, data.train, tokenizer=data.tokenizer, vocabulary=8192, build=True, report=lambda text: None)
+found = open_dataset(data, data.train, tokenizer=data.tokenizer, vocabulary=8192, build=True)
 print(json.dumps({"tokens": int(found.store.offsets[-1]), "seconds": time.perf_counter() - imported, "imports": imported - started}))
 """
 BY_HAND = """

@@ -1,5 +1,6 @@
 """Tests leave nothing behind: no process, no environment variable, no file outside tmp_path."""
 
+import logging
 import os
 
 import pytest
@@ -24,3 +25,10 @@ def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def messages(caplog):
+    """What the launcher has logged so far."""
+    caplog.set_level(logging.INFO, logger="launcher")
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("launcher")]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -25,6 +26,8 @@ from pathlib import Path
 import xxhash
 
 from launcher.errors import RecipeError, TrainingError
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MARKER, INDEX, STATE = "commit.json", "index.json", "state.json"
@@ -210,21 +213,18 @@ def _check_block(path: Path, name: str, start: int, size: int, checksum: str) ->
 
 def newest_valid(
     folder: Path,
-    say: Callable[[str], None] = print,
     *,
     at_most: int | None = None,
     check: Callable[[Path], str | None] = verify,
 ) -> Path | None:
-    """The newest valid checkpoint, None where there is none at all. Each damaged one is named with `say`, and the next older one tried.
+    """The newest valid checkpoint, None where there is none at all. Logs each damaged one, and tries the next older one.
 
     at_most: only those of this step and before. check: what is wrong with one, or None. Raises NoneLeftError.
     """
-    return newest_of(list_checkpoints(folder), folder, say, at_most=at_most, check=check)
+    return newest_of(list_checkpoints(folder), folder, at_most=at_most, check=check)
 
 
-def newest_of(
-    checkpoints: Sequence[Path], folder: Path, say: Callable[[str], None], *, at_most: int | None, check: Callable[[Path], str | None]
-) -> Path | None:
+def newest_of(checkpoints: Sequence[Path], folder: Path, *, at_most: int | None, check: Callable[[Path], str | None]) -> Path | None:
     """`newest_valid` of a list, oldest first."""
     problems = []
     for path in reversed(checkpoints):
@@ -234,7 +234,7 @@ def newest_of(
         if problem is None:
             return path
         problems.append(str(DamagedCheckpointError(path, problem)))
-        say(f"{problems[-1]}; trying an older one")
+        logger.warning(f"{problems[-1]}; trying an older one")
     if problems:
         raise NoneLeftError(folder, problems)
     return None

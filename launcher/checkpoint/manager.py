@@ -1,10 +1,12 @@
-"""A run's checkpoints: what is put into one, when a save counts as failed, and the way back to one."""
+"""Saves and restores the checkpoints of a run."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,55 +20,71 @@ from launcher.checkpoint.reader import find_checkpoint, load, read_local, read_s
 from launcher.checkpoint.resume import Resumed, check_changes, check_data, check_stream
 from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state, total_bytes
 from launcher.checkpoint.writer import Checkpointer, checkpoint_group
+from launcher.data.batching import Position
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError, TrainingError
 from launcher.metrics.console import bytes_as_text
 from launcher.recipe import schema
 from launcher.training.optimizer import LossScale
 
+logger = logging.getLogger(__name__)
 
-class Keeper:
-    """Saves and restores one run. Every rank has one and calls the same things."""
+
+@dataclass(frozen=True)
+class Saved:
+    """The objects whose state is saved."""
+
+    module: nn.Module
+    """Wrapped, with initialized weights."""
+    optimizer: torch.optim.AdamW
+    loss_scale: LossScale
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a resume must match."""
+
+    recipe_yaml: str
+    seed: int
+    data: Mapping[str, Any]
+    """Fingerprint of the training data."""
+    stream_order: str | None = None
+    """Digest of the order of a stream's samples; None without data.streaming."""
+
+
+class CheckpointManager:
+    """Saves and restores one run. Every rank has a manager and makes the same calls."""
 
     def __init__(
         self,
         folder: Path,
         settings: schema.Checkpoint,
+        objects: Saved,
+        identity: Identity,
         *,
-        recipe_yaml: str,
-        seed: int,
-        data: Mapping[str, Any],
-        module: nn.Module,
-        optimizer: torch.optim.AdamW,
-        loss_scale: LossScale,
-        stream_order: str | None = None,
         ranks: DataParallel,
-        say: Callable[[str], None],
         before_write: Callable[[], None],
         saved: Callable[[int, int, float], None],
     ) -> None:
-        """folder: RUN_DIR/checkpoints. data: fingerprint of the training data. module: wrapped, and filled.
-        stream_order: digest of the order of a stream's samples; None without data.streaming. say: of rank 0.
-        before_write: raises where this process may not write any more. saved: told step, bytes and seconds of each checkpoint."""
-        self._folder, self._settings, self._recipe_yaml, self._seed = folder, settings, recipe_yaml, seed
-        self._data = data
-        self._module, self._loss_scale, self._ranks, self._say = module, loss_scale, ranks, say
+        """folder: RUN_DIR/checkpoints. before_write: raises if this process may not write any more.
+        saved: called with step, bytes and seconds of each checkpoint."""
+        self._folder, self._settings = folder, settings
+        self._objects, self._identity, self._ranks = objects, identity, ranks
         self._group = checkpoint_group(ranks)
-        self._tensors = model_and_optimizer(module, optimizer)
-        self._stream_order = stream_order
+        self._tensors = model_and_optimizer(objects.module, objects.optimizer)
         self._saved = saved
         self._best: dict[str, Any] = {}
         self.trouble: str | None = None
-        """Why the last save failed; None where it did not."""
+        """Why the last save failed, or None."""
         self.saved_step: int | None = None
-        """Of the newest checkpoint."""
+        """Step of the newest checkpoint."""
         if ranks.rank == 0:
             files.check_space(folder, total_bytes(self._tensors))
         self._checkpointer = Checkpointer(
             folder,
             group=self._group,
             device=ranks.device,
-            optimizer=optimizer,
+            optimizer=objects.optimizer,
             asynchronous=settings.asynchronous,
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
@@ -74,126 +92,135 @@ class Keeper:
         )
 
     def restore(self, resume: str, *, at_most: int | None = None) -> Resumed | None:
-        """Goes to the newest valid checkpoint (`auto`), or to that at a path; None where there is none, or `never`.
+        """Loads the newest valid checkpoint (`auto`) or the one at a path. None: `never`, or there is none.
 
-        at_most: only those of this step and before. Raises RecipeError where the recipe has changed in what it may not, or
-        the checkpoint is of another model; NoneLeftError where all are damaged.
+        at_most: only checkpoints up to this step. Raises RecipeError if the recipe has changed in a key that
+        it must not change in, or if the checkpoint is of another model; NoneLeftError if all are damaged.
         """
-        if resume == "never":
+        path = self._find(resume, at_most=at_most)
+        if path is None:
             return None
-        if resume == "auto":
-            path = find_checkpoint(self._folder, self._say, group=self._group, at_most=at_most)
-            if path is None:
-                return None
-        else:
-            path = Path(resume)
-            problem = verify_together(path, group=self._group)
-            if problem is not None:
-                raise RecipeError(f"checkpoint.resume: {path} cannot be resumed from: {problem}")
-        origin = None if resume == "auto" else path.resolve()
         state = read_state(path)
-        before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(self._recipe_yaml)
-        changes = check_changes(before, now, allow=self._settings.allow_changes, checkpoint=path)
-        if "data" in state:
-            changes += check_data(state["data"], self._data, allow=self._settings.allow_changes, checkpoint=path)
-        else:
-            self._say(f"note: {path} was written by an older version: whether the training data changed since is not known")
-        check_stream(state.get("stream"), self._stream_order, allow=self._settings.allow_changes, checkpoint=path)
+        changes = self._check(path, state)
         load(path, self._tensors, group=self._group)
-        self._loss_scale.restore(state["loss_scale"])
+        self._objects.loss_scale.restore(state["loss_scale"])
         self._best = state["best"]
         self._checkpointer.best_step = self._best.get("step")
         if state["ranks"] == self._ranks.size:
-            restore_rank_state(read_local(path, self._ranks.rank), self._module, self._ranks.device)
-        else:  # dropout goes on with other numbers than it would have: there are other ranks to draw them
-            digest = hashlib.sha256(f"{self._seed}/{state['step']}/{self._ranks.rank}".encode()).digest()
+            local = read_local(path, self._ranks.rank)
+            restore_rank_state(local, self._objects.module, self._ranks.device)
+        else:  # the random states of other ranks cannot be used: dropout draws different numbers
+            identity = f"{self._identity.seed}/{state['step']}/{self._ranks.rank}"
+            digest = hashlib.sha256(identity.encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         self.saved_step = state["step"]
-        self._drop_after(state["step"])  # damaged ones, and those of this history that it goes back behind
+        # Damaged checkpoints, and those of steps that will be trained again
+        if self._ranks.rank == 0:
+            files.discard_newer(self._folder, state["step"])
+        dist.barrier(group=self._group)
         return Resumed(
             path,
-            state["step"],
-            state["left_out"],
+            Position(state["step"], state["left_out"], state.get("stream")),
             state["ranks"],
             state["observed"],
             changes,
-            state["evaluation_due"],
-            origin,
-            state.get("stream"),
+            evaluation_due=state["evaluation_due"],
+            origin=None if resume == "auto" else path.resolve(),
         )
 
+    def _find(self, resume: str, *, at_most: int | None) -> Path | None:
+        if resume == "never":
+            return None
+        if resume == "auto":
+            return find_checkpoint(self._folder, group=self._group, at_most=at_most)
+        path = Path(resume)
+        problem = verify_together(path, group=self._group)
+        if problem is not None:
+            raise RecipeError(f"checkpoint.resume: {path} cannot be resumed from: {problem}")
+        return path
+
+    def _check(self, path: Path, state: Mapping[str, Any]) -> list[str]:
+        """Changes since the checkpoint was written, one line each. Raises RecipeError for one that is not allowed."""
+        allow, identity = self._settings.allow_changes, self._identity
+        before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(identity.recipe_yaml)
+        changes = check_changes(before, now, allow=allow, checkpoint=path)
+        if "data" in state:
+            changes += check_data(state["data"], identity.data, allow=allow, checkpoint=path)
+        else:
+            logger.info(f"note: {path} was written by an older version: whether the training data changed since is not known")
+        check_stream(state.get("stream"), identity.stream_order, allow=allow, checkpoint=path)
+        return changes
+
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is written after this step in any case."""
-        return self._settings.every_steps is not None and step % self._settings.every_steps == 0
+        """Whether the recipe wants a checkpoint after this step."""
+        every_steps = self._settings.every_steps
+        return every_steps is not None and step % every_steps == 0
 
     def save(
         self,
-        step: int,
+        position: Position,
         *,
-        left_out: int,
         observed: Mapping[str, Any],
         eval_loss: float | None,
         evaluated: bool = True,
-        stream: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins to save; what comes of it, `report` tells. eval_loss: where this step was evaluated; evaluated: false where
-        that was due and was cut short. stream: where a stream's shards stand after this step.
+        """Starts to save. `report` logs the outcome.
 
+        eval_loss: of this step, if it was evaluated. evaluated: False if an evaluation was due and interrupted.
         Raises TrainingError after too many failures in a row.
         """
-        if eval_loss is not None and self._settings.keep_best is not None and eval_loss < self._best.get("eval_loss", float("inf")):
+        step = position.step
+        best = self._best.get("eval_loss", float("inf"))
+        if eval_loss is not None and self._settings.keep_best is not None and eval_loss < best:
             self._best = {"step": step, "eval_loss": eval_loss}
             self._checkpointer.best_step = step
         state = {
             "step": step,
-            "left_out": left_out,
+            "left_out": position.skipped_batches,
             "ranks": self._ranks.size,
-            "recipe": self._recipe_yaml,
-            "data": self._data,
-            "loss_scale": self._loss_scale.state(),
+            "recipe": self._identity.recipe_yaml,
+            "data": self._identity.data,
+            "loss_scale": self._objects.loss_scale.state(),
             "observed": dict(observed),
-            "stream": stream,
+            "stream": position.stream,
             "evaluation_due": not evaluated,
             "best": self._best,
             "torch": torch.__version__,
             "time": time.time(),
         }
-        self._checkpointer.save(step, self._tensors, state=state, local=rank_state(self._module, self._ranks.device))
+        local = rank_state(self._objects.module, self._ranks.device)
+        self._checkpointer.save(step, self._tensors, state=state, local=local)
         self.report()
-        self._give_up_after_failures()
+        self._check_failures()
 
     def report(self) -> None:
-        """Says what came of saves that have ended since. Waits for nothing."""
-        self._tell(self._checkpointer.poll())
+        """Logs the outcome of saves that have ended since. Does not wait."""
+        self._log(self._checkpointer.poll())
 
     def finish(self) -> None:
-        """Waits for a save that is under way. Raises TrainingError after too many failures in a row."""
-        self._tell(self._checkpointer.finish())
-        self._give_up_after_failures()
+        """Waits for a save in progress. Raises TrainingError after too many failures in a row."""
+        self._log(self._checkpointer.finish())
+        self._check_failures()
 
-    def _drop_after(self, step: int) -> None:
-        if self._ranks.rank == 0:
-            files.discard_newer(self._folder, step)
-        dist.barrier(group=self._group)
-
-    def _tell(self, outcomes: list[Any]) -> None:
+    def _log(self, outcomes: list[Any]) -> None:
         for outcome in outcomes:
             if outcome.error is None:
                 self.saved_step, self.trouble = outcome.step, None
-                waited = f"{outcome.blocked:.2f} s of them waited for"
-                self._say(f"checkpoint of step {outcome.step}: {bytes_as_text(outcome.bytes)} in {outcome.seconds:.1f} s, {waited}")
+                logger.info(
+                    f"checkpoint of step {outcome.step}: {bytes_as_text(outcome.bytes)} in "
+                    f"{outcome.seconds:.1f} s, training waited {outcome.blocked:.2f} s"
+                )
                 self._saved(outcome.step, outcome.bytes, outcome.seconds)
             else:
                 self.trouble = f"checkpoint of step {outcome.step} failed: {outcome.error}"
-                self._say(f"warning: {self.trouble}; older ones stay, training goes on")
+                logger.warning(f"{self.trouble}; older ones stay, training continues")
             if outcome.note is not None:
-                self._say(f"note: {outcome.note}")
+                logger.info(f"note: {outcome.note}")
 
-    def _give_up_after_failures(self) -> None:
-        failures = self._checkpointer.failures
-        if failures >= self._settings.max_failures:
+    def _check_failures(self) -> None:
+        failures, limit = self._checkpointer.failures, self._settings.max_failures
+        if failures >= limit:
             raise TrainingError(
-                f"{failures} checkpoints in a row could not be written (checkpoint.max_failures={self._settings.max_failures}); "
-                f"the last: {self.trouble}",
+                f"{failures} checkpoints in a row could not be written (checkpoint.max_failures={limit}); the last: {self.trouble}",
                 reason="checkpoint_failed",
             )

@@ -26,11 +26,9 @@ from launcher.checkpoint.layout import LOCAL, as_bytes, read_index
 from launcher.errors import RecipeError
 
 
-def find_checkpoint(
-    folder: Path, say: Callable[[str], None] = print, *, group: dist.ProcessGroup, at_most: int | None = None
-) -> Path | None:
+def find_checkpoint(folder: Path, *, group: dist.ProcessGroup, at_most: int | None = None) -> Path | None:
     """`files.newest_valid` for ranks together, each of which reads a part of each checkpoint. All must call it; all get the
-    same answer, or raise NoneLeftError. `say` is called on rank 0 alone.
+    same answer, or raise NoneLeftError.
     """
     rank = dist.get_rank(group)
 
@@ -40,7 +38,7 @@ def find_checkpoint(
     # Rank 0's list: another node may see the folder a little later
     shared: list[Any] = [files.list_checkpoints(folder) if rank == 0 else None]
     dist.broadcast_object_list(shared, group=group, group_src=0)
-    return files.newest_of(shared[0], folder, say if rank == 0 else lambda text: None, at_most=at_most, check=check)
+    return files.newest_of(shared[0], folder, at_most=at_most, check=check)
 
 
 def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:

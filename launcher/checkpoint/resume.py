@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from launcher.checkpoint.files import STATE, list_checkpoints
+from launcher.data.batching import Position
 from launcher.errors import RecipeError
 from launcher.recipe.schema import Recipe
 from launcher.reliability.run_directory import RunFolder
@@ -29,21 +30,20 @@ _UNTOLD = ("run.name", "run.dir", "checkpoint.resume", "checkpoint.allow_changes
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a checkpoint brought back, beside model and optimizer."""
+    """What a checkpoint restores beside model and optimizer."""
 
     path: Path
-    step: int
-    left_out: int
+    position: Position
     ranks: int
+    """That wrote the checkpoint."""
     observed: dict[str, Any]
+    """`Reporter.state`."""
     changes: list[str]
-    """Of the recipe since, a line each."""
+    """Changes of the recipe since, one line each."""
     evaluation_due: bool = False
-    """The evaluation after this step was cut short by what stopped the run."""
+    """The evaluation after this step was interrupted when the run was stopped."""
     origin: Path | None = None
-    """The path of checkpoint.resume, where the run was started from it rather than from its own newest checkpoint."""
-    stream: Mapping[str, Any] | None = None
-    """data.streaming: where the shards stood."""
+    """checkpoint.resume, if the run was started from that path and not from its own newest checkpoint."""
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.cli.options import take_options
 from launcher.errors import EXIT_DONE, RecipeError
+from launcher.metrics.console import configure_logging
 from launcher.recipe.decode import suggestion
 from launcher.recipe.load import load_recipe
 
@@ -29,6 +30,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 def main(arguments: Sequence[str]) -> int:
     """Tokenizes what is not in the cache, and prints. Builds no model and trains nothing."""
+    configure_logging(stream="stderr")
     options, rest = take_options(arguments, {"samples": 3, "tokens": 600})
     sets = [argument.partition("=")[2] for argument in rest if argument.startswith("set=")]
     recipe = load_recipe([argument for argument in rest if not argument.startswith("set=")], ranks=None).recipe
@@ -108,9 +110,7 @@ class _Page:
             if data.streaming and not validates:
                 opened[part] = first_documents(data, files, tokenizer=tokenizer, seed=recipe.run.seed, most=_STREAMED)
             else:
-                opened[part] = open_dataset(
-                    data, files, tokenizer=tokenizer, vocabulary=vocabulary, build=True, report=self._note, validation=validates
-                )
+                opened[part] = open_dataset(data, files, tokenizer=tokenizer, vocabulary=vocabulary, build=True, validation=validates)
         decoder = load_decoder(tokenizer)
         data, order = recipe.data, _Order(opened, weights, recipe, validates=validates)
         self._title(recipe.run.name, name, "validation" if validates else f"the first {_STREAMED:,} rows" if data.streaming else "")
@@ -120,9 +120,6 @@ class _Page:
         for part, dataset in opened.items():
             self._histogram(part if len(opened) > 1 else "", dataset)
             self._skipped(dataset)
-
-    def _note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     def _print(self, text: Text | str = "") -> None:
         self._console.print(text, soft_wrap=not self._colours)

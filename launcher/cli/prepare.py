@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from launcher.metrics.console import bytes_as_text
+from launcher.metrics.console import bytes_as_text, configure_logging
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Data, DataKind
 
@@ -15,19 +15,20 @@ def main(arguments: Sequence[str]) -> int:
     """Says what lies where. Raises RecipeError where something is not to be had, or a row of data cannot be used."""
     recipe = load_recipe(arguments, ranks=None).recipe
     say = partial(print, flush=True)
+    configure_logging()
     from launcher.recipe.hub import is_hub_id, model_folder
 
     model, data = recipe.model, recipe.data
     if model.path is not None:
         weights = model.init != "random"
-        folder = model_folder(model.path, key="model.path", weights=weights, say=say)
+        folder = model_folder(model.path, key="model.path", weights=weights)
         say(f"model      {model.path}: {folder} ({_size(folder)})")
     if data.builder is not None:
         say(f"data       {data.builder} brings its own; start it once on this machine if it fetches something")
         return 0
     tokenizer = data.tokenizer or model.path
     if data.tokenizer not in (None, "bytes"):
-        folder = model_folder(str(data.tokenizer), key="data.tokenizer", weights=False, say=say)
+        folder = model_folder(str(data.tokenizer), key="data.tokenizer", weights=False)
         say(f"tokenizer  {data.tokenizer}: {folder}")
     offline = True
     for name, kind, patterns, validation in _sets(data):
@@ -47,7 +48,6 @@ def main(arguments: Sequence[str]) -> int:
             vocabulary=(model.config or {}).get("vocab_size"),
             num_labels=model.num_labels,
             build=True,
-            report=say,
             refresh=True,
         )
         assert store.folder is not None

@@ -7,15 +7,27 @@ same order, and the step is all that must be remembered to go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 _MASK = (1 << 64) - 1
 
 NO_SAMPLE = -1
 """A slot without a sample: of the last, incomplete global batch, or where the ranks do not divide the batch. It is computed
 as a row without targets and weighs nothing."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run has come."""
+
+    step: int = 0
+    """Finished optimizer steps."""
+    skipped_batches: int = 0
+    """Batches before it that were not trained on, because the run diverged on them."""
+    stream: Mapping[str, Any] | None = None
+    """data.streaming: the position in each shard, from a checkpoint."""
 
 
 def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, ranks: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -344,7 +344,6 @@ def open_dataset(
     tokenizer: str | None,
     vocabulary: int | None,
     build: bool,
-    report: Callable[[str], None],
     isolation: Isolation = "mask",
     classes: int | None = None,
     padding: int = 0,
@@ -366,7 +365,6 @@ def open_dataset(
             num_labels=classes,
             vocabulary=vocabulary,
             build=build,
-            report=report,
         )
         sequences = pack(store.offsets, kind, packing=data.packing, sequence_length=data.sequence_length)
         if kind == "classification":

@@ -216,7 +216,7 @@ def training_batches(
     global_batch_size: int,
     samples: int | None,
     first_step: int,
-    left_out: int,
+    skipped_batches: int,
     steps: int,
     ranks: DataParallel,
     stop_requested: Callable[[], bool],
@@ -224,7 +224,7 @@ def training_batches(
 ) -> Iterator[GlobalBatch]:
     """The global batches of the run, step `first_step` + 1 to `steps`, this rank's part of each.
 
-    slots: from the batch `first_step` + `left_out` on: so many batches before it were left out, and step s has batch s + left_out.
+    slots: from the batch `first_step` + `skipped_batches` on: step s has batch s + skipped_batches.
     samples: of the whole run; None: it has no end of its own.
     Asking for the next one fetches it from the loader, starts its copy to the device and the counting over the ranks,
     and waits for neither.
@@ -242,7 +242,7 @@ def training_batches(
     loaded = iter(loader)
     for step in range(first_step, steps):
         started = time.perf_counter()
-        collated = [_sound(next(loaded)) for _ in range(slots.micro_batches(step + left_out))]
+        collated = [_sound(next(loaded)) for _ in range(slots.micro_batches(step + skipped_batches))]
         waited = time.perf_counter() - started
         counts = [sum(c["loss_tokens"] for c in collated), sum(c["tokens"] for c in collated), int(stop_requested()), int(save_requested())]
         seen = (step + 1) * global_batch_size

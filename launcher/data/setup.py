@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launcher.data.batching import Order, RankSlots, Slots, total_steps
+from launcher.data.batching import Order, Position, RankSlots, Slots, total_steps
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import Isolation, MapData, make_order, open_dataset
 from launcher.data.encoder import make_encoder
@@ -36,57 +35,61 @@ class RunData:
     fingerprint: dict[str, Any]
     """What a checkpoint keeps of the training data, to notice a change."""
 
-    def starting(
-        self, first_step: int, left_out: int, ranks: DataParallel, stream: Mapping[str, Any] | None = None
-    ) -> tuple[MapData | StreamingDataset, Slots]:
-        """What is trained on from step `first_step` + 1 on, where `left_out` batches before it were left out.
-
-        stream: of `stream_state`, from a checkpoint.
-        """
-        first, steps = first_step + left_out, self.steps + left_out
-        slots = make_slots(self.batch, order=self.order, lengths=self.training.lengths, steps=steps, ranks=ranks, first_step=first)
+    def starting(self, position: Position, ranks: DataParallel) -> tuple[MapData | StreamingDataset, Slots]:
+        """The data and this rank's micro-batches from a position of the run on."""
+        skipped = position.skipped_batches
+        slots = make_slots(
+            self.batch,
+            order=self.order,
+            lengths=self.training.lengths,
+            steps=self.steps + skipped,
+            ranks=ranks,
+            first_step=position.step + skipped,
+        )
         if isinstance(self.training, StreamingDataset):
             assert isinstance(slots, RankSlots)
-            return self.training.starting(slots, stream), slots
+            return self.training.starting(slots, position.stream), slots
         return self.training, slots
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of the whole run; None if only its steps are limited."""
+        order = self.order
+        return order.epochs * order.samples if order.epochs is not None else None
 
     @property
     def stream_order(self) -> str | None:
         """Digest of the order of a stream's samples; None without data.streaming."""
         return self.training.order if isinstance(self.training, StreamingDataset) else None
 
-    def stream_state(self, batch: GlobalBatch, left_out: int, ranks: DataParallel) -> dict[str, Any] | None:
+    def stream_state(self, batch: GlobalBatch, skipped_batches: int, ranks: DataParallel) -> dict[str, Any] | None:
         """Where the stream stands after a batch, for a checkpoint; None without data.streaming. Every rank must call it."""
         if not isinstance(self.training, StreamingDataset):
             return None
-        samples = (batch.step + left_out) * self.batch.global_batch_size
+        samples = (batch.step + skipped_batches) * self.batch.global_batch_size
         return self.training.state(batch.stream_places, samples=samples, ranks=ranks)
 
 
 def open_run_data(
-    data: schema.Data,
-    batch: schema.Batch,
+    recipe: schema.Recipe,
     *,
-    seed: int,
-    max_steps: int | None,
-    epochs: int | None,
-    model_path: str | None,
     vocabulary: int | None,
     classes: int | None,
     padding: int,
     isolation: Isolation,
     ranks: DataParallel,
     build: bool,
-    report: Callable[[str], None],
     skipped_rows: Path | None,
 ) -> RunData:
-    """Opens what the recipe's data section names.
+    """Opens the data that the recipe names.
 
-    model_path: whose tokenizer is taken where the recipe names none. vocabulary, classes, padding: the model's ids, number
-    of classes and padding id. isolation: how it keeps packed documents apart. build: whether this process tokenizes where
-    nothing is cached (one of a node). skipped_rows: file that a stream lists rows in that it skips.
+    vocabulary, classes, padding: the model's number of token ids, number of classes and padding id. isolation: how it
+    keeps packed documents apart. build: whether this process tokenizes what is not cached (one process of a node).
+    skipped_rows: file for the rows of a stream that cannot be used.
     """
-    tokenizer = data.tokenizer if data.tokenizer is not None else model_path
+    data, batch, run = recipe.data, recipe.batch, recipe.run
+    seed, max_steps, epochs = run.seed, run.max_steps, run.epochs
+    tokenizer = data.tokenizer if data.tokenizer is not None else recipe.model.path
     training: MapData
     if data.builder is not None:
         custom = build_custom_data(data.builder, data.arguments)
@@ -105,7 +108,6 @@ def open_run_data(
             padding=padding,
             isolation=isolation,
             build=build,
-            report=report,
         )
         sources = data.validation if isinstance(data.validation, dict) else {"validation": data.validation}
         validation = {name: open_one(files, validation=True) for name, files in sources.items() if files is not None}

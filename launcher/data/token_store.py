@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -38,6 +39,8 @@ from launcher.errors import RecipeError
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
 from launcher.reliability.lock import process_start, this_machine
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = 3
 _SCRATCH = ".making-"
@@ -93,7 +96,6 @@ def open_store(
     vocabulary: int | None = None,
     num_labels: int | None = None,
     build: bool,
-    report: Callable[[str], None],
     refresh: bool = False,
 ) -> TokenStore:
     """The tokenized documents of `patterns`, from the cache or made now.
@@ -106,7 +108,6 @@ def open_store(
     the GPU.
     build: make the store where it is missing, unless another process is making it (one rank a node). The other ranks only
     wait. If the one that builds fails, failures.failing_together or torchrun ends those of its job.
-    report: told what takes long.
     refresh: ask the hub for its data sets anew. A data set once read stays the one that was read, so that a run does not
     change because the hub does.
     Raises RecipeError where a file or row cannot be used.
@@ -129,7 +130,7 @@ def open_store(
     if build and (refresh or not ready()):
         names = [files.get(part, part.name) for part in parts]  # known before a hub data set is read
         lock = cache / f".{hashlib.sha256(json.dumps([*how, names]).encode()).hexdigest()[:24]}.lock"
-        with _locked(lock, lambda: not refresh and ready(), report) as owner:
+        with _locked(lock, lambda: not refresh and ready()) as owner:
             if owner is not None and (refresh or not ready()):
                 for part in parts:
                     if part.form == "hub":
@@ -138,9 +139,9 @@ def open_store(
                 assert folder is not None
                 if not folder.is_dir():
                     files_size = f"{len(files)} files ({sum(part.size for part in files) / 2**20:.1f} MiB)" if files else ""
-                    report("tokenizing " + ", ".join(filter(None, [files_size, *(part.name for part in parts if part.form == "hub")])))
+                    logger.info("tokenizing " + ", ".join(filter(None, [files_size, *(part.name for part in parts if part.form == "hub")])))
                     with _scratch(cache, owner) as scratch:
-                        counts = make_store(scratch, parts, encoder, on_error=data.on_error, processes=data.processes, report=report)
+                        counts = make_store(scratch, parts, encoder, on_error=data.on_error, processes=data.processes)
                         meta = {
                             "format": _FORMAT,
                             "kind": kind,
@@ -152,7 +153,7 @@ def open_store(
                         (scratch / "meta.json").write_text(json.dumps(meta))
                         _publish(scratch, folder)
     elif not build:
-        for _ in _looks(report, lambda: "the node's first rank"):
+        for _ in _looks(lambda: "the node's first rank"):
             if ready():
                 break
     folder = place()
@@ -242,7 +243,7 @@ def _pin(part: Part, cache: Path) -> None:
 # Places
 
 
-def _looks(report: Callable[[str], None], whom: Callable[[], str]) -> Iterator[None]:
+def _looks(whom: Callable[[], str]) -> Iterator[None]:
     """Comes back to look again and again, after a quarter of the time waited so far, LOOK_SECONDS at most."""
     started = told = time.monotonic()
     while True:
@@ -251,7 +252,7 @@ def _looks(report: Callable[[str], None], whom: Callable[[], str]) -> Iterator[N
         time.sleep(min(LOOK_SECONDS, max(0.05, waited / 4)))
         if time.monotonic() - told > 60:
             told = time.monotonic()
-            report(f"waiting for {whom()} to tokenize ({told - started:.0f} s)")
+            logger.info(f"waiting for {whom()} to tokenize ({told - started:.0f} s)")
 
 
 class _Owner:
@@ -331,20 +332,20 @@ class _Watched:
 
 
 @contextmanager
-def _locked(lock: Path, ready: Callable[[], bool], report: Callable[[str], None]) -> Iterator[_Owner | None]:
+def _locked(lock: Path, ready: Callable[[], bool]) -> Iterator[_Owner | None]:
     """With the lock taken: what it is taken by. None: no need, it became ready meanwhile."""
     owner, watched = _Owner(), _Watched(lock)
     try:
         with _writing(lock.parent):
             lock.parent.mkdir(parents=True, exist_ok=True)
-            for _ in _looks(report, watched.describe):
+            for _ in _looks(watched.describe):
                 if ready():
                     break
                 if owner.create(lock):
                     break
                 watched.look()
                 if watched.abandoned():
-                    report(f"{watched.describe()} has not finished tokenizing: taking over")
+                    logger.info(f"{watched.describe()} has not finished tokenizing: taking over")
                     lock.unlink(missing_ok=True)
         yield owner if owner.holds(lock) else None
     finally:

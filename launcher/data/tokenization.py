@@ -10,12 +10,13 @@ import contextlib
 import ctypes
 import functools
 import json
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from launcher.data.encoder import Encoder
 from launcher.data.sources import Part, read_all, split
 from launcher.errors import RecipeError
 from launcher.training.loss import IGNORED
+
+logger = logging.getLogger(__name__)
 
 _IN_PROCESS_BYTES = 4 << 20
 """Below this, starting processes takes longer than the work."""
@@ -73,9 +76,7 @@ def _joined(arrays: list[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32)
 
 
-def make_store(
-    folder: Path, parts: list[Part], encoder: Encoder, *, on_error: str, processes: int | None, report: Callable[[str], None]
-) -> dict[str, Any]:
+def make_store(folder: Path, parts: list[Part], encoder: Encoder, *, on_error: str, processes: int | None) -> dict[str, Any]:
     """Writes `ids.npy`, `offsets.npy`, and where there are such `labels.npy`, `classes.npy` and `skipped.jsonl`, into `folder`.
 
     processes: null: one a core this process may use.
@@ -94,7 +95,7 @@ def make_store(
     np.save(progress_file, np.zeros((len(tasks), 2), dtype=np.int64))
     progress: Progress = np.load(progress_file, mmap_mode="r+")
     writer = _Writer(folder)
-    with _watched(progress, total, started, report):
+    with _watched(progress, total, started):
         if alone:
             with _one_thread():
                 for block in _blocks(encoder, parts, on_error=on_error, progress=progress[0]):
@@ -110,7 +111,7 @@ def make_store(
     seconds = max(time.monotonic() - started, 1e-3)
     speed = f"{counts['tokens'] / seconds:,.0f} tokens/s"
     empty = f"; {counts['empty']:,} rows without text left out" if counts["empty"] else ""
-    report(f"tokenized {counts['documents']:,} documents, {counts['tokens']:,} tokens in {seconds:.1f} s ({speed}){empty}")
+    logger.info(f"tokenized {counts['documents']:,} documents, {counts['tokens']:,} tokens in {seconds:.1f} s ({speed}){empty}")
     return counts
 
 
@@ -372,7 +373,7 @@ class _Writer:
 
 
 @contextlib.contextmanager
-def _watched(progress: Progress, total: int, started: float, report: Callable[[str], None]) -> Iterator[None]:
+def _watched(progress: Progress, total: int, started: float) -> Iterator[None]:
     """A line that is drawn over on a terminal; elsewhere one every half minute."""
     live, done = sys.stdout.isatty(), threading.Event()
 
@@ -387,7 +388,7 @@ def _watched(progress: Progress, total: int, started: float, report: Callable[[s
                 sys.stdout.write("\r\x1b[2K" + line)
                 sys.stdout.flush()
             else:
-                report(line)
+                logger.info(line)
 
     thread = threading.Thread(target=watch, name="tokenizing", daemon=True)
     thread.start()

@@ -129,10 +129,10 @@ def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
 
 def train_variant(variant: Variant, ranks: DataParallel) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of its steps."""
-    training = assemble(variant.recipe, ranks=ranks, build_data=ranks.rank == 0, say=lambda text: None)
+    training = assemble(variant.recipe, ranks=ranks, build_data=ranks.rank == 0)
     switch_off_dropout(training.wrapped.module)
     losses, norms = [], []
-    for step in training.trained:
+    for step in training.all_steps:
         loss = step.loss.detach().clone()
         dist.all_reduce(loss, group=ranks.group)
         losses.append(float(loss))

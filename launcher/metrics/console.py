@@ -1,10 +1,47 @@
-"""What a person watches: a line of progress that is drawn over on a terminal, and printed now and then elsewhere."""
+"""What a run prints: log messages, and a line of progress."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import Any
+
+_CLEAR = "\r\x1b[2K"
+"""Erases the line that the cursor is in."""
+
+logger = logging.getLogger(__name__)
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints messages as they are, warnings and errors with their level. Erases a line of progress first."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = getattr(sys, self._stream)  # looked up each time: a rank's log replaces it
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname.lower()}: {text}"
+        try:
+            if stream.isatty():
+                stream.write(_CLEAR)
+            stream.write(text + "\n")
+            stream.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def configure_logging(*, stream: str = "stdout") -> None:
+    """Has the launcher's messages printed. Called once in each process; the other ranks' output goes to their log files.
+
+    stream: `stdout` or `stderr`.
+    """
+    launcher = logging.getLogger("launcher")
+    launcher.setLevel(logging.INFO)
+    launcher.handlers[:] = [_ConsoleHandler(stream)]
 
 
 def seconds_as_text(seconds: float) -> str:
@@ -26,19 +63,18 @@ def bytes_as_text(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-class Console:
-    """Progress of a run on standard output."""
+class ProgressLine:
+    """One line for each logged step. On a terminal it is drawn over; elsewhere one is printed every few seconds."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._live = sys.stdout.isatty()
-        self._drawn = False
         self._last = 0.0
         self._width = len(str(steps))
         self._seconds: float | None = None
 
     def step(self, record: dict[str, Any]) -> None:
-        """A logged step. On a terminal the line is drawn over; elsewhere one is printed every few seconds."""
+        """Shows the record of a step."""
         weight = 0.1
         current = record["step_seconds"]
         self._seconds = current if self._seconds is None else (1 - weight) * self._seconds + weight * current
@@ -49,11 +85,10 @@ class Console:
         self._last = now
         line = self._line(record)
         if self._live and not (first or final):
-            sys.stdout.write("\r\x1b[2K" + line)
+            sys.stdout.write(_CLEAR + line)
             sys.stdout.flush()
-            self._drawn = True
         else:
-            self.say(line)
+            logger.info(line)
 
     def _line(self, record: dict[str, Any]) -> str:
         assert self._seconds is not None
@@ -74,11 +109,3 @@ class Console:
             parts.append("SKIPPED")
         parts.append(f"{seconds_as_text(left)} left")
         return "  ".join(parts)
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        if self._drawn:
-            sys.stdout.write("\r\x1b[2K")
-            self._drawn = False
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()

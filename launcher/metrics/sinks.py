@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from launcher.recipe import schema
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -68,10 +71,10 @@ class JsonLines:
 
 
 class Forgiving:
-    """A sink that may fail: it is told once, left alone from then on, and never stops a run."""
+    """A sink that may fail: the failure is logged once, the sink is not used again, and the run continues."""
 
-    def __init__(self, name: str, make: Callable[[], Sink], warn: Callable[[str], None]) -> None:
-        self._name, self._warn = name, warn
+    def __init__(self, name: str, make: Callable[[], Sink]) -> None:
+        self._name = name
         self._sink: Sink | None = None
         self._try(lambda: setattr(self, "_sink", make()))
 
@@ -91,7 +94,8 @@ class Forgiving:
         except Exception as error:
             self._sink = None
             lines = str(error).strip().splitlines()
-            self._warn(f"{self._name} is left out from here on, training goes on: {lines[0] if lines else type(error).__name__}")
+            reason = lines[0] if lines else type(error).__name__
+            logger.warning(f"{self._name} is disabled from here on, training continues: {reason}")
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
@@ -152,13 +156,11 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_sinks(
-    logging: schema.Logging, *, name: str, folder: Path, metrics: Path, config: dict[str, Any], warn: Callable[[str], None]
-) -> list[Sink]:
+def open_sinks(settings: schema.Logging, *, name: str, folder: Path, metrics: Path, config: dict[str, Any]) -> list[Sink]:
     """metrics.jsonl first, then what the recipe asks for."""
     sinks: list[Sink] = [JsonLines(metrics)]
-    if (wandb := logging.wandb) is not None:
-        sinks.append(Forgiving("wandb", lambda: Wandb(wandb, name=name, folder=folder, config=config), warn))
-    if logging.tensorboard:
-        sinks.append(Forgiving("tensorboard", lambda: TensorBoard(folder / "tensorboard"), warn))
+    if (wandb := settings.wandb) is not None:
+        sinks.append(Forgiving("wandb", lambda: Wandb(wandb, name=name, folder=folder, config=config)))
+    if settings.tensorboard:
+        sinks.append(Forgiving("tensorboard", lambda: TensorBoard(folder / "tensorboard")))
     return sinks

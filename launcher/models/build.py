@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ def is_pretrained(model: Model) -> bool:
     return model.path is not None and model.init != "random"
 
 
-def checkpoint_folder(model: Model, *, say: Callable[[str], None] | None = None) -> Path | None:
+def checkpoint_folder(model: Model) -> Path | None:
     """Where model.path is on this machine, fetched where need be; None where the model has no path."""
-    return None if model.path is None else model_folder(model.path, key="model.path", weights=is_pretrained(model), say=say)
+    return None if model.path is None else model_folder(model.path, key="model.path", weights=is_pretrained(model))
 
 
 def build_model(
@@ -39,7 +39,6 @@ def build_model(
     num_labels: int | None = None,
     labels: Sequence[str] | None = None,
     pad_token_id: int | None = None,
-    say: Callable[[str], None] | None = None,
 ) -> nn.Module:
     """The model on the meta device, parameters in float32; those of model.freeze do not require gradients.
 
@@ -49,7 +48,6 @@ def build_model(
     model where it has one, else from each module's `reset_parameters()`.
     num_labels, labels: sequence_classification: how many classes (in the place of model.num_labels), or their names.
     pad_token_id: of the tokenizer, for configs that have none: a classifier must know where a padded text ends.
-    say: told before something is fetched from the hub.
     Raises RecipeError where transformers refuses the config, where the model knows fewer positions than a sequence has,
     where it is no model for the task, or where nothing is left to train.
     """
@@ -58,7 +56,7 @@ def build_model(
     else:
         count = len(labels) if labels is not None else num_labels if num_labels is not None else model.num_labels
         built = _from_transformers(
-            model, checkpoint_folder(model, say=say), num_labels=count, labels=labels, pad_token_id=pad_token_id, length=sequence_length
+            model, checkpoint_folder(model), num_labels=count, labels=labels, pad_token_id=pad_token_id, length=sequence_length
         )
     if model.freeze:
         freeze(built, model.freeze)

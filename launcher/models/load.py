@@ -9,6 +9,7 @@ the files are read once over all ranks, and a rank holds its shards and a piece;
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from launcher.models.initialization import initialize, local_rows, materialize, 
 from launcher.models.safetensors_files import Shape, StoredTensors, open_folder
 from launcher.models.tensor_names import Conversion, ModelShapes, into_model
 from launcher.recipe import schema
+
+logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 * 2**20
 """Read and sent at once."""
@@ -48,10 +51,10 @@ class Checkpoint:
         return self.stored.dtype()
 
 
-def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path", say: Callable[[str], None] | None = None) -> Checkpoint:
+def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") -> Checkpoint:
     """Plans how the folder's weights get into a meta model of transformers, before anything is wrapped around it.
 
-    say: told what is not loaded, and what is initialized anew.
+    Logs what is not loaded, and what is initialized.
     Raises RecipeError with every tensor that is missing, not expected or of another shape.
     """
     if getattr(model.config, "quantization_config", None) is not None:
@@ -74,8 +77,8 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path", 
     problems += _unexpected(model, unexpected, notes)
     if problems:
         raise RecipeError([f"{key}: {folder} is not the checkpoint of a {type(model).__name__} with its config:", *sorted(problems)])
-    for note in notes if say is not None else ():
-        say(f"note: {note}")  # type: ignore[misc]
+    for note in notes:
+        logger.info(f"note: {note}")
     return Checkpoint(stored, conversions, shapes, frozenset(loaded))
 
 
@@ -85,7 +88,6 @@ def starting_weights(
     *,
     seed: int,
     group: dist.ProcessGroup | None,
-    say: Callable[[str], None] | None = None,
 ) -> tuple[Callable[[nn.Module, torch.device, torch.device], None], torch.dtype]:
     """What fills the model once it is wrapped, as the recipe's model section says, and the dtype that the weights come in.
 
@@ -95,7 +97,7 @@ def starting_weights(
         return partial(random_weights, seed=seed), torch.float32
     folder = checkpoint_folder(section)
     assert folder is not None
-    checkpoint = open_checkpoint(folder, model, say=say)
+    checkpoint = open_checkpoint(folder, model)
     return partial(pretrained_weights, checkpoint=checkpoint, seed=seed, group=group), checkpoint.dtype
 
 

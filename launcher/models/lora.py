@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from launcher.errors import RecipeError
 from launcher.models.initialization import clean_name
 from launcher.models.safetensors_files import ADAPTER_CONFIG
 from launcher.recipe.schema import Lora
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "base_model.model."
 """peft's, before each name."""
@@ -26,7 +29,6 @@ def add_adapters(
     blocks: dict[str, nn.Module],
     base_dtype: torch.dtype,
     base: str | None = None,
-    say: Callable[[str], None] | None = None,
 ) -> None:
     """Puts an adapter beside each target layer of a meta model, and freezes all else, which is then held in `base_dtype`.
 
@@ -58,8 +60,8 @@ def add_adapters(
         if not trained and parameter.is_floating_point():
             parameter.data = parameter.data.to(base_dtype)
     config.modules_to_save = head or None  # only now: injected with it, peft would put a copy beside the head
-    if say is not None and (apart := [name for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]):
-        say(f"note: experts are no linear layers and get no adapters: {len(apart)} tensors such as {clean_name(apart[0])}")
+    if apart := [name for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]:
+        logger.info(f"note: experts are no linear layers and get no adapters: {len(apart)} tensors such as {clean_name(apart[0])}")
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import leaves_open
 from launcher.reliability.run_directory import RunFolder, read_lines
+
+logger = logging.getLogger(__name__)
 
 SECONDS = 300
 """That choosing may take."""
@@ -71,7 +74,7 @@ class Chosen:
     why: str
 
 
-def resolve_here(recipe: Recipe, machine: Machine, *, ranks: DataParallel, run: RunFolder, say: Callable[[str], None]) -> Recipe:
+def resolve_here(recipe: Recipe, machine: Machine, *, ranks: DataParallel, run: RunFolder) -> Recipe:
     """The recipe with what it leaves open chosen by rank 0 for this machine, the same on all ranks; every rank must call this.
 
     Writes it to RUN_DIR/recipe.yaml. A micro-batch that ran out of memory in this folder before, on as many of the same
@@ -81,7 +84,7 @@ def resolve_here(recipe: Recipe, machine: Machine, *, ranks: DataParallel, run: 
         return recipe
     answer: list[Any] = [None]
     if ranks.rank == 0:
-        say("auto: looking for the fastest that fits ...")
+        logger.info("auto: looking for the fastest configuration that fits ...")
         answer[0] = _choose(recipe, machine, run)
     dist.broadcast_object_list(answer, group=ranks.group, group_src=0)
     chosen = answer[0]
@@ -92,7 +95,7 @@ def resolve_here(recipe: Recipe, machine: Machine, *, ranks: DataParallel, run: 
     if ranks.rank == 0:
         run.check()
         (run.path / "recipe.yaml").write_text(to_yaml(chosen.recipe), encoding="utf-8")
-    say(f"auto: {chosen.why}" + "".join(f"\n      {override}" for override in chosen.overrides))
+    logger.info(f"auto: {chosen.why}" + "".join(f"\n      {override}" for override in chosen.overrides))
     return chosen.recipe
 
 

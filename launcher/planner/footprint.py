@@ -68,7 +68,7 @@ def _profile(recipe: Recipe, *, device: Literal["cuda", "cpu"]) -> ModelProfile:
     notes: dict[str, None] = {}
     for dtype in dict.fromkeys((own, "bfloat16" if own == "float32" else own)):
         precise = _in_precision(recipe, dtype)
-        prepared = prepare_model(precise, device=torch.device(device), group=None, say=lambda text: None)
+        prepared = prepare_model(precise, device=torch.device(device), group=None)
         kinds = _kinds(prepared)
         if profile is None:
             profile = _weights(prepared, kinds, recipe, device=device)

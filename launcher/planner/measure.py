@@ -290,7 +290,7 @@ def measure_recipe(recipe: Recipe, ranks: DataParallel) -> Measured:
 def _train(recipe: Recipe, ranks: DataParallel, meter: Meter) -> _Counted:
     device = ranks.device
     random = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, init="random"))
-    prepared = prepare_model(random, device=device, group=ranks.group, say=lambda text: None)
+    prepared = prepare_model(random, device=device, group=ranks.group)
     data = prepared.synthetic_data(recipe.data, recipe.batch)
     rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
     wrapped = prepared.wrap(random, ranks)
@@ -325,7 +325,7 @@ def _train(recipe: Recipe, ranks: DataParallel, meter: Meter) -> _Counted:
         loss_scale=LossScale(device, enabled=prepared.compute_dtype == torch.float16),
         max_grad_norm=recipe.optimizer.max_grad_norm,
         ranks=ranks.size,
-        beat=beat,
+        heartbeat=beat,
     ):
         pass
     counted.parameters = storage_bytes([*module.parameters(), *module.buffers()], device=device)

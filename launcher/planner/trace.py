@@ -69,7 +69,7 @@ def trace_step(recipe: Recipe, *, ranks: int, device: Literal["cpu", "cuda"], mi
 
 
 def _prepare(recipe: Recipe, *, device: str) -> PreparedModel:
-    return prepare_model(recipe, device=torch.device(device), group=None, say=lambda text: None)
+    return prepare_model(recipe, device=torch.device(device), group=None)
 
 
 @contextmanager
@@ -213,7 +213,7 @@ def _run(prepared: PreparedModel, recipe: Recipe, ranks: DataParallel, *, device
                     loss_scale=LossScale(torch.device("cpu"), enabled=prepared.compute_dtype == torch.float16),
                     max_grad_norm=recipe.optimizer.max_grad_norm,
                     ranks=ranks.size,
-                    beat=driver.beat,
+                    heartbeat=driver.beat,
                 ):
                     pass
             except Exception as error:  # whatever a model's code does with a tensor that has no values

@@ -7,13 +7,15 @@ What is in the hub's cache is used as it is, without asking the network; what is
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import RecipeError
+
+logger = logging.getLogger(__name__)
 
 _FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".py", ".md", ".yaml", ".yml", ".gz", ".zst", ".jinja")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
@@ -67,11 +69,10 @@ def load_data_set(name: str, *, validation: bool = False, streaming: bool = Fals
     raise RecipeError(problem)
 
 
-def model_folder(name: str, *, key: str, weights: bool = True, say: Callable[[str], None] | None = None) -> Path:
+def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
     """The folder of a model or tokenizer: `name` itself, or a snapshot in the hub's cache, fetched where it is missing.
 
     key: of the recipe, for messages. weights: whether the safetensors are needed; else config and tokenizer alone.
-    say: told before something is fetched.
     Raises RecipeError where it is neither here nor to be had.
     """
     if os.path.isdir(name):
@@ -88,8 +89,7 @@ def model_folder(name: str, *, key: str, weights: bool = True, say: Callable[[st
             return folder
     except LocalEntryNotFoundError:
         pass
-    if say is not None:
-        say(f"fetching {name} from the hub")
+    logger.info(f"fetching {name} from the hub")
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # no network, no such repository, no access: the hub has many classes for these

@@ -71,10 +71,10 @@ class Evaluator:
         wrapped: WrappedModel,
         *,
         stop_requested: Callable[[], bool] = lambda: False,
-        beat: Callable[[str], None] = lambda phase: None,
+        heartbeat: Callable[[str], None] = lambda phase: None,
     ) -> dict[str, Evaluated]:
         """Each set's loss over all ranks, in the order of the recipe; empty where one of the ranks was asked to stop, which
-        they agree on beside each micro-batch. beat: told of each."""
+        they agree on beside each micro-batch. heartbeat: told of each."""
         wrapped.model.eval()
         device = self._ranks.device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ class Evaluator:
         totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
         for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
             for collated in loader if not stopped else ():
-                beat("evaluation")
+                heartbeat("evaluation")
                 # Of the micro-batch before, so that nobody waits for it. The same answer on all ranks, at the same micro-batch
                 stopped = asked is not None and asked.read()[0] > 0
                 asked = None if stopped else Counts([int(stop_requested())], self._ranks, stream)

@@ -43,17 +43,17 @@ def train_steps(
     loss_scale: LossScale,
     max_grad_norm: float | None,
     ranks: int,
-    beat: Callable[[str], None] = lambda phase: None,
+    heartbeat: Callable[[str], None] = lambda phase: None,
 ) -> Iterator[Step]:
     """Trains on each global batch and yields it as a Step.
 
     The loss of a global batch is the sum over its tokens divided by the tokens that have a target, counted over all
     micro-batches and ranks before the first forward pass: no mean of means. Gradients are averaged over `ranks` by the
-    strategy, hence the factor. beat: told what is begun.
+    strategy, hence the factor. heartbeat: told what is begun.
     """
     model = wrapped.model
     model.train()
-    beat("data")
+    heartbeat("data")
     batch = next(batches, None)
     while batch is not None:
         targets = batch.counts.loss_tokens()
@@ -63,13 +63,13 @@ def train_steps(
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             with wrapped.micro_batch(last=index == last):
-                beat("forward")
+                heartbeat("forward")
                 with wrapped.forward_context():
                     summed = loss(model, micro_batch)
-                beat("backward")
+                heartbeat("backward")
                 (summed * scaled).backward()  # type: ignore[no-untyped-call]
                 total += summed.detach()
-        beat("optimizer")
+        heartbeat("optimizer")
         # Where the optimizer runs: in host memory with offload
         norm = wrapped.grad_norm()
         scale = loss_scale.value.to(norm.device) if loss_scale.enabled else None
@@ -86,7 +86,7 @@ def train_steps(
         optimizer.zero_grad(set_to_none=True)
         loss_scale.update(skipped)
         step = Step(batch.step, total / targets, norm, skipped, rate, batch)
-        beat("data")
+        heartbeat("data")
         batch = next(batches, None)  # on its way to the device before anybody waits for this step's numbers
         yield step
 

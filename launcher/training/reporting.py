@@ -1,9 +1,10 @@
-"""What is told about a run while it goes on: its start, its steps, its end."""
+"""Records and reports a run: its steps, evaluations, resumes and its end."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import statistics
 import time
@@ -14,24 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from launcher.checkpoint.resume import Resumed
-from launcher.data.batching import Slots
-from launcher.data.dataset import TrainingData
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
-from launcher.metrics.console import Console, bytes_as_text, seconds_as_text
+from launcher.metrics.console import ProgressLine, seconds_as_text
 from launcher.metrics.recorder import PendingRecord, StepRecorder
 from launcher.metrics.sinks import JsonLines, Sink, open_sinks
 from launcher.planner.hardware import peak_flops
-from launcher.recipe.schema import Batch, Recipe
+from launcher.recipe.schema import Recipe
 from launcher.reliability.run_directory import RunFolder, State
-from launcher.strategies.activation_checkpointing import is_checkpointed, recomputation_changes_state
-from launcher.strategies.base import WrappedModel
 from launcher.training.evaluation import Evaluated, over_all
 from launcher.training.loop import Step
+
+logger = logging.getLogger(__name__)
 
 _LOSSES, _FEWEST_LOSSES = 50, 10
 """Logged losses that a new one is held against."""
@@ -47,13 +44,13 @@ class Reporter:
         self._main = ranks.rank == 0
         self._folder, self._steps = folder, steps
         self._every_steps, self._max_skipped = recipe.logging.every_steps, recipe.run.max_skipped_steps
-        self._console = Console(steps)
+        self._progress = ProgressLine(steps)
         self._started = time.monotonic()
         self._losses: list[float] = []
         self._recent: deque[float] = deque(maxlen=_LOSSES)
         self._max_loss_ratio = recipe.run.max_loss_ratio
         self._first_step = self._last_step = first_step
-        self._trouble: str | None = None
+        self._warning: str | None = None
         self._peak: tuple[int, int] | None = None
         self._pending: PendingRecord | None = None
         self._sinks: list[Sink] = []
@@ -64,28 +61,16 @@ class Reporter:
                 folder=folder.path,
                 metrics=folder.metrics,
                 config=dataclasses.asdict(recipe),
-                warn=self._console.say,
             )
             folder.write_status("running", step=first_step, steps=steps)
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         # Last, because it starts the clock of the first step
         self._recorder = StepRecorder(ranks, flops_per_token=flops_per_token, peak_flops=peak)
 
-    def start(self, *lines: str) -> None:
-        """The first lines on the console, from rank 0."""
-        for line in lines:
-            if line:
-                self.say(line)
-
     def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
         """Writes the rows of the data that could not be used, a JSON object a line."""
         if self._main and rows:
             file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-
-    def say(self, text: str) -> None:
-        """A line on the console, from rank 0."""
-        if self._main:
-            self._console.say(text)
 
     def step(self, step: Step) -> None:
         """Logs the step before, where that is due, and starts to gather the numbers of this one.
@@ -122,8 +107,8 @@ class Reporter:
             self._losses = [*self._losses[:1], record["loss"]]
         if self._main:
             self._write(record)
-            self._console.step(record)
-            self._folder.note_step(step.number, steps=self._steps, **({"warning": self._trouble} if self._trouble else {}))
+            self._progress.step(record)
+            self._folder.note_step(step.number, steps=self._steps, **({"warning": self._warning} if self._warning else {}))
         try:
             self._check(record)
         except DivergedError:
@@ -183,41 +168,42 @@ class Reporter:
             record["eval_losses"] = {name: _finite(result.loss) for name, result in results.items()}
             text += "; " + ", ".join(f"{name} {result.loss:.4f}" for name, result in results.items())
         self._write(record | {"time": time.time()})
-        self._console.say(text)
+        logger.info(text)
         return _finite(whole.loss)
 
-    def trouble(self, text: str | None) -> None:
-        """What status.json warns of from now on; None: nothing."""
-        changed, self._trouble = text != self._trouble, text
+    def warn(self, text: str | None) -> None:
+        """Sets the warning in status.json. None removes it."""
+        changed, self._warning = text != self._warning, text
         if changed and self._main:
             self._folder.write_status("running", step=self._last_step, steps=self._steps, **({"warning": text} if text else {}))
 
     def resumed(self, resumed: Resumed, *, ranks: int) -> None:
         """The run goes on from a checkpoint: said, and the record cut back to it."""
-        self.restore(resumed.observed, step=resumed.step)
+        self.restore(resumed.observed, step=resumed.position.step)
         if not self._main:
             return
-        removed = self._cut_back(resumed.step)
-        self.say(
-            f"resumed from {resumed.path}, step {resumed.step}"
+        removed = self._cut_back(resumed.position.step)
+        logger.info(
+            f"resumed from {resumed.path}, step {resumed.position.step}"
             + (f", written by {resumed.ranks} ranks" if resumed.ranks != ranks else "")
             + (f"; {removed} lines of later steps removed from metrics.jsonl" if removed else "")
         )
         for change in resumed.changes:
-            self.say(f"  changed since: {change}")
+            logger.info(f"  changed since: {change}")
         origin = {} if resumed.origin is None else {"origin": str(resumed.origin)}
-        self._folder.note("resumed", ranks=ranks, step=resumed.step, **origin)
+        self._folder.note("resumed", ranks=ranks, step=resumed.position.step, **origin)
 
     def rewound(self, resumed: Resumed, error: DivergedError) -> None:
         """The run went back to before it diverged."""
-        self.restore(resumed.observed, step=resumed.step)
+        step = resumed.position.step
+        self.restore(resumed.observed, step=step)
         if self._main:
-            self._cut_back(resumed.step)
-            self.say(
-                f"diverged: {error}\nback to the checkpoint of step {resumed.step}; the samples of steps {resumed.step + 1} to "
-                f"{error.last_step} are left out (run.on_divergence: rewind)"
+            self._cut_back(step)
+            logger.info(
+                f"diverged: {error}\nback to the checkpoint of step {step}; the samples of steps "
+                f"{step + 1} to {error.last_step} are skipped (run.on_divergence: rewind)"
             )
-            self._folder.note("resumed", step=resumed.step, reason=error.reason)
+            self._folder.note("resumed", step=step, reason=error.reason)
 
     def _cut_back(self, step: int) -> int:
         self._folder.check()
@@ -248,108 +234,51 @@ class Reporter:
                 self._write(self._recorder.collect(pending))
         self._close("failed")
 
-    def end(self, state: State, *, reason: str | None = None, exported: str | None = None, kept: int | None = None) -> None:
-        """The run's last words, and its status. exported: what was, in words. kept: the newest checkpoint's step."""
+    def end(
+        self,
+        state: State,
+        *,
+        reason: str | None = None,
+        exported: str | None = None,
+        kept: int | None = None,
+    ) -> None:
+        """Writes the final status and says where everything is.
+
+        exported: what was exported, for people. kept: step of the newest checkpoint.
+        """
         if not self._main:
             return
         self._close(state)
-        warning = {"warning": self._trouble} if self._trouble else {}
-        self._folder.write_status(state, step=self._last_step, reason=reason, steps=self._steps, **warning)
+        folder, step = self._folder, self._last_step
+        warning = {"warning": self._warning} if self._warning else {}
+        folder.write_status(state, step=step, reason=reason, steps=self._steps, **warning)
         if state in ("finished", "stopped"):
-            self._folder.note(state, step=self._last_step, reason=reason)
-        folder, say = self._folder, self._console.say
-        lost = f", {self._recorder.skipped} steps skipped" if self._recorder.skipped else ""
-        falls = f"; loss {self._losses[0]:.3f} -> {self._losses[-1]:.3f}" if self._losses else ""
-        say(f"{state} after {self._last_step} of {self._steps} steps in {seconds_as_text(time.monotonic() - self._started)}{falls}{lost}")
+            folder.note(state, step=step, reason=reason)
+        skipped = self._recorder.skipped
+        losses = f"; loss {self._losses[0]:.3f} -> {self._losses[-1]:.3f}" if self._losses else ""
+        logger.info(
+            f"{state} after {step} of {self._steps} steps in "
+            f"{seconds_as_text(time.monotonic() - self._started)}{losses}" + (f", {skipped} steps skipped" if skipped else "")
+        )
         if state == "stopped":
-            kept_what = (
-                "started again, it goes on from there" if kept == self._last_step else "nothing is kept (checkpoint.every_steps: null)"
-            )
-            say(f"  asked by {reason}; {kept_what}")
+            saved = "start it again to resume" if kept == step else "nothing was saved (checkpoint.every_steps: null)"
+            logger.info(f"  stopped by {reason}; {saved}")
+        recipe = f"{folder.path}/recipe.yaml"
+        lines = [
+            (f"{folder.metrics}", "metrics of every step, one JSON object a line"),
+            (recipe, f"resolved recipe; to repeat the run: recipe={recipe} run.dir=ANOTHER"),
+            (f"{folder.path}/status.json, {folder.log}/", "outcome, output of each rank"),
+        ]
         if kept is not None:
-            say(f"  {folder.path}/checkpoints/  to go on from: with more run.max_steps, or on other GPUs")
-        say(f"  {folder.metrics}  every step, one JSON object a line")
-        say(f"  {folder.path}/recipe.yaml  the whole recipe; to repeat the run: recipe={folder.path}/recipe.yaml run.dir=ANOTHER")
-        say(f"  {folder.path}/status.json, {folder.log}/  outcome, what each rank printed")
+            text = "to resume with more run.max_steps, or on another number of GPUs"
+            lines.insert(0, (f"{folder.path}/checkpoints/", text))
         if exported is not None:
-            say(f"  {folder.export}/  {exported}")
+            lines.append((f"{folder.export}/", exported))
+        for path, text in lines:
+            logger.info(f"  {path}  {text}")
         if state == "finished":
-            say(f"next: the same losses another way?  launcher selftest recipe={folder.path}/recipe.yaml")
-            say("      your own data and model: copy recipes/fsdp.yaml, every key is explained there; launcher show recipe=FILE checks it")
+            logger.info(f"next: check that every strategy gives the same losses: launcher selftest recipe={recipe}")
 
 
 def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
-
-
-def _bytes(tensors: list[nn.Parameter]) -> int:
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)
-
-
-def describe_model(wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[str, nn.Module], mode: str | None) -> str:
-    """What was really done, for the first lines on the console: read off the wrapped model, not off the recipe.
-
-    blocks: as `find_blocks` found them; mode: of activation checkpointing, None: off.
-    """
-    parameters = list(wrapped.module.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    held, updated = _bytes(parameters), _bytes(trained)
-    config: Any = getattr(wrapped.module, "config", None)
-    total = sum(parameter.numel() for parameter in parameters)
-    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else f"CPU with {torch.get_num_threads()} thread(s)"
-    name = getattr(config, "model_type", type(wrapped.module).__name__)
-    kind = next((type(block).__name__.removeprefix("FSDP") for block in blocks.values()), "none")
-    updates = sum(parameter.numel() for parameter in trained)
-    share = f", {_count(updates)} of them trained ({updates / total:.2%})" if updates < total else ""
-    lines = [
-        f"model: {name}, {_count(total)} parameters{share}, {len(blocks)} blocks ({kind}); a rank is a {device}",
-        wrapped.description(),
-    ]
-    if not blocks:
-        lines.append("note: the model's class names no blocks (_no_split_modules): it is gathered whole, and nothing is checkpointed")
-    if mode is not None:
-        wrapped_blocks = sum(is_checkpointed(module) for module in wrapped.module.modules())
-        lines.append(f"activation checkpointing: {mode}, {wrapped_blocks} of {len(blocks)} blocks")
-        left_alone = sum(recomputation_changes_state(block) for block in blocks.values())
-        if left_alone:
-            lines.append(f"note: {left_alone} blocks are not checkpointed, recomputation would update their BatchNorm twice")
-    lines.append(
-        f"a rank holds {bytes_as_text(held + 3 * updated)}: parameters {bytes_as_text(held)}, gradients {bytes_as_text(updated)}, "
-        f"optimizer {bytes_as_text(2 * updated)}; activations and gathered blocks come on top"
-    )
-    return "\n".join(lines)
-
-
-def describe_data(dataset: TrainingData, *, shuffled: bool, padding: float | None) -> str:
-    """Counts of a data set, what was cut, and what padding costs.
-
-    padding: expected share, where rows are padded to the longest of a micro-batch.
-    """
-    first, *rest = dataset.describe()
-    if not dataset.packed and padding is not None:
-        first += f", padded to the longest of a micro-batch ({padding:.1%} padding)"
-    first += ", shuffled" if shuffled else ", in the order of the files"
-    return "\n".join([f"data: {first}", *(line if line.startswith(("warning", "note")) else f"      {line}" for line in rest)])
-
-
-def describe_batch(batch: Batch, *, slots: Slots, ranks: int, steps: int, passes: list[float], warmup: int) -> str:
-    """How the global batch is put together, and how often the run sees the data."""
-    if batch.micro_batch_size is not None:
-        accumulation = slots.micro_batches(0)
-        parts = f"{batch.micro_batch_size} a micro-batch x {accumulation} accumulation steps x {ranks} ranks"
-    else:
-        counts = [slots.micro_batches(step) for step in range(min(steps, 20))]
-        number = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-        parts = f"micro-batches of up to {batch.micro_batch_tokens} tokens, {number} a step on each of {ranks} ranks"
-    text = f"batch: {batch.global_batch_size} sequences = {parts}; {steps} steps"
-    if passes:
-        text += f" are {' and '.join(f'{number:.2g}' for number in passes)} passes over the data"
-    return text + (f"\nnote: the warm-up of {warmup} steps is not over within the run's {steps}" if warmup >= steps else "")
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return str(number)

@@ -1,21 +1,24 @@
-"""A run, from a checked recipe to a trained model. Reads top to bottom; each step is a module."""
+"""The whole run, from a checked recipe to a trained model. `Run` reads from top to bottom."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from launcher.checkpoint.manager import Keeper
+from launcher.checkpoint.manager import CheckpointManager, Identity, Saved
 from launcher.checkpoint.resume import Resumed
-from launcher.data.loader import GlobalBatch, expected_padding
+from launcher.data.batching import Position
+from launcher.data.loader import GlobalBatch
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
+from launcher.metrics.console import configure_logging
 from launcher.planner.comparison import PATIENCE, Forecast
 from launcher.planner.detect import machine_here, resolve_here
 from launcher.planner.out_of_memory import PostMortem, Trained
@@ -25,18 +28,40 @@ from launcher.reliability.failures import FailureWatch, Progress, failing_togeth
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch, watching
+from launcher.training.loop import Step
 from launcher.training.profiling import profiled
-from launcher.training.reporting import Reporter, describe_batch, describe_data, describe_model
-from launcher.training.setup import Point, Training, assemble
+from launcher.training.reporting import Reporter
+from launcher.training.setup import Hooks, Training, assemble
+from launcher.training.summary import summarize
+
+logger = logging.getLogger(__name__)
+
+MAX_REWINDS = 5
+"""In one start. A run that diverges more often needs another learning rate, not other samples."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What this rank trains with, from the start of its process to its end."""
+
+    environment: Environment
+    ranks: DataParallel
+    directory: RunFolder
+    stop: StopRequest
+    failures: FailureWatch
+    watch: Watch
+    progress: Progress
 
 
 def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int:
-    """Joins the other ranks and trains with them; returns the exit status.
+    """Joins the other ranks and trains with them. Returns the exit status.
 
-    A failure of any rank ends this process (`failing_together`). Raises TrainingError where the ranks do not meet, or lack a GPU.
+    A failure of any rank ends this process (`failing_together`). Raises TrainingError if the ranks do not meet or
+    lack a GPU.
     """
     recipe, progress = loaded.recipe, Progress()
-    process_group.set_numerics(deterministic=recipe.run.deterministic, float32_matmul=recipe.run.float32_matmul)
+    numerics = recipe.run
+    process_group.set_numerics(deterministic=numerics.deterministic, float32_matmul=numerics.float32_matmul)
     group = process_group.process_group(environment, device=recipe.run.device, init_timeout=recipe.run.init_timeout)
     with (
         StopRequest() as stop,
@@ -45,230 +70,273 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
         failing_together(store, environment=environment, run=run, console=console, progress=progress) as failures,
         watching(failures, stop=stop, hang_timeout=recipe.run.hang_timeout) as watch,
     ):
+        configure_logging()
         if environment.world_size > 1:
             process_group.notice_silence(environment)
-        finished = pipeline(loaded, environment, run, ranks, stop, failures, watch, progress)
-    # torchrun's agent takes any other status for a failure, and restarts; there status.json tells
+        rank = Rank(environment, ranks, run, stop, failures, watch, progress)
+        finished = Run(loaded, rank).execute()
+    # torchrun's agent takes any other status for a failure and restarts; status.json has the outcome
     return EXIT_DONE if finished or environment.torchrun else EXIT_STOPPED
 
 
-def pipeline(
-    loaded: LoadedRecipe,
-    environment: Environment,
-    run: RunFolder,
-    ranks: DataParallel,
-    stop: StopRequest,
-    failures: FailureWatch,
-    watch: Watch,
-    progress: Progress,
-) -> bool:
-    """Chooses what is `auto`, assembles, goes to where the run stands, trains, logs, evaluates, saves, stops, exports.
+class Run:
+    """A run on this rank: `auto` resolved, everything built, the checkpoint loaded. `execute` trains."""
 
-    Returns False where the run was asked to stop before its end.
-    """
-    say: Callable[[str], None] = partial(print, flush=True) if environment.main else lambda text: None
-    machine = machine_here(ranks, environment)
-    recipe = resolve_here(loaded.recipe, machine, ranks=ranks, run=run, say=say)
-    restarts_smaller = loaded.recipe.batch.micro_batch_size == "auto"
-    failures.post_mortem = post_mortem = PostMortem(recipe, machine, environment=environment, run=run, restarts_smaller=restarts_smaller)
-    evaluation, precision = recipe.evaluation, recipe.strategy.mixed_precision
-    process_group.set_threads(environment, device=ranks.device, cpu_offload=recipe.strategy.cpu_offload is not None)
-    try:
-        process_group.check_dtype(ranks.device, precision.param_dtype if precision is not None else "float32")
-    except ValueError as error:
-        raise loaded.refuse(("strategy", "mixed_precision", "param_dtype"), str(error)) from None
-    skipped_rows = run.path / "skipped_rows.jsonl"
-    forecast = Forecast(recipe, machine) if recipe.logging.memory_plan and environment.main else None
-    training = assemble(
-        recipe,
-        ranks=ranks,
-        build_data=environment.local_rank == 0,
-        say=say,
-        stop_requested=stop.requested,
-        save_requested=watch.save_requested,
-        skipped_rows=skipped_rows,
-        beat=progress.beat,
-    )
-    process_group.set_timeout(recipe.run.init_timeout)
-    post_mortem.training = Trained(training.wrapped.module, training.optimizer, ranks.device)
-    wrapped, run_data, evaluator = training.wrapped, training.data, training.evaluator
-    steps = run_data.steps
-    keeper, resumed = open_keeper(recipe, run, training, ranks=ranks, say=say)
-    point = Point() if resumed is None else Point(resumed.step, resumed.left_out, resumed.stream)
-    progress.step = point.step
-    reporter = Reporter(ranks, run, recipe=recipe, steps=steps, first_step=point.step, flops_per_token=training.flops_per_token)
-    failures.on_end = reporter.abort
-    mode = None if recipe.activation_checkpointing is None else recipe.activation_checkpointing.mode
-    reporter.list_skipped(run_data.training.skipped, skipped_rows)
-    reporter.start(
-        describe_model(wrapped, ranks=ranks, blocks=training.blocks, mode=mode),
-        describe_data(
-            run_data.training,
-            shuffled=recipe.data.shuffle,
-            padding=expected_padding(run_data.training, run_data.slots),
-        ),
-        describe_batch(
-            recipe.batch,
-            slots=run_data.slots,
-            ranks=ranks.size,
-            steps=steps,
-            passes=run_data.order.passes(steps * recipe.batch.global_batch_size),
-            warmup=recipe.schedule.warmup_steps,
-        ),
-    )
-    if resumed is not None:
-        reporter.resumed(resumed, ranks=ranks.size)
+    def __init__(self, loaded: LoadedRecipe, rank: Rank) -> None:
+        self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
+        machine = machine_here(rank.ranks, rank.environment)
+        self._recipe = recipe = resolve_here(loaded.recipe, machine, ranks=rank.ranks, run=rank.directory)
+        post_mortem = PostMortem(
+            recipe,
+            machine,
+            environment=rank.environment,
+            run=rank.directory,
+            restarts_smaller=loaded.recipe.batch.micro_batch_size == "auto",
+        )
+        rank.failures.post_mortem = post_mortem
+        self._check_device(loaded)
+        compares = recipe.logging.memory_plan and rank.environment.main
+        self._forecast = Forecast(recipe, machine) if compares else None
+        skipped_rows = rank.directory.path / "skipped_rows.jsonl"
+        self._training = assemble(
+            recipe,
+            ranks=rank.ranks,
+            build_data=rank.environment.local_rank == 0,
+            skipped_rows=skipped_rows,
+            hooks=Hooks(rank.stop.requested, rank.watch.save_requested, rank.progress.beat),
+        )
+        process_group.set_timeout(recipe.run.init_timeout)
+        self._steps = self._training.data.steps
+        post_mortem.training = Trained(self._training.wrapped.module, self._training.optimizer, rank.ranks.device)
+        self._checkpoints, self._resumed = open_checkpoints(recipe, rank.directory, self._training, ranks=rank.ranks)
+        self._position = Position() if self._resumed is None else self._resumed.position
+        self._saved_after = self._progress.step = self._position.step
+        self._reporter = Reporter(
+            rank.ranks,
+            rank.directory,
+            recipe=recipe,
+            steps=self._steps,
+            first_step=self._position.step,
+            flops_per_token=self._training.flops_per_token,
+        )
+        rank.failures.on_end = self._reporter.abort
+        self._reporter.list_skipped(self._training.data.training.skipped, skipped_rows)
+        for line in summarize(recipe, self._training, rank.ranks):
+            logger.info(line)
+        if self._resumed is not None:
+            self._reporter.resumed(self._resumed, ranks=rank.ranks.size)
 
-    def evaluate(step: int) -> tuple[float | None, bool]:
-        """The loss, and whether it came to an end: all ranks leave it together where one is asked to stop."""
-        if evaluator is None:
-            return None, True
-        with reporter.excluded():
-            started = time.perf_counter()
-            results = evaluator.evaluate(wrapped, stop_requested=stop.requested, beat=progress.beat)
-            return reporter.evaluation(step, results, time.perf_counter() - started) if results else None, bool(results)
+    def _check_device(self, loaded: LoadedRecipe) -> None:
+        strategy, device = self._recipe.strategy, self._ranks.device
+        process_group.set_threads(self._rank.environment, device=device, cpu_offload=strategy.cpu_offload is not None)
+        precision = strategy.mixed_precision
+        try:
+            process_group.check_dtype(device, "float32" if precision is None else precision.param_dtype)
+        except ValueError as error:
+            key = ("strategy", "mixed_precision", "param_dtype")
+            raise loaded.refuse(key, str(error)) from None
 
-    def compare_memory(*, seconds: float = 0) -> None:
-        """With the plan, once, when both are there: the second step is the first that is like all others."""
-        nonlocal forecast
-        measured = reporter.peak_memory(after=point.step + 1)
-        if forecast is not None and measured is not None and (told := forecast.compare(measured, seconds=seconds)):
-            reporter.say(told)
-            forecast = None
+    def execute(self) -> bool:
+        """Evaluates, trains, saves, stops, exports. Returns False if the run was asked to stop before its end."""
+        at_start = self._recipe.evaluation.at_start and self._position.step == 0
+        if at_start or (self._resumed is not None and self._resumed.evaluation_due):
+            self._evaluate(self._position.step)
+        finished = self._train()
+        self._finish_checkpoints(finished)
+        exported = self._export() if finished else None
+        kept = None if self._checkpoints is None else self._checkpoints.saved_step
+        with self._progress.slow("end"):
+            self._reporter.end(
+                "finished" if finished else "stopped",
+                reason=None if finished else self._rank.stop.signal or "signal",
+                exported=exported,
+                kept=kept,
+            )
+        return finished
 
-    saved_after = point.step
+    def _train(self) -> bool:
+        """Trains to the end, or until the run is asked to stop. Goes back to a checkpoint if the run diverges."""
+        rewinds = 0
+        with profiled(
+            self._recipe.profile,
+            folder=self._rank.directory.path,
+            rank=self._ranks.rank,
+            device=self._ranks.device,
+            first_step=self._position.step,
+        ) as self._profile_step:
+            while True:
+                try:
+                    return self._train_from_position()
+                except DivergedError as error:
+                    rewinds += 1
+                    self._rewind(error, allowed=rewinds <= MAX_REWINDS)
 
-    def save(batch: GlobalBatch, eval_loss: float | None, *, evaluated: bool) -> None:
-        nonlocal saved_after
-        saved_after = batch.step
-        if keeper is not None:
-            with reporter.excluded(), progress.slow("checkpoint"):
-                keeper.save(
-                    batch.step,
-                    left_out=point.left_out,
-                    observed=reporter.state(),
-                    stream=run_data.stream_state(batch, point.left_out, ranks),
-                    eval_loss=eval_loss,
-                    evaluated=evaluated,
-                )
-            reporter.trouble(keeper.trouble)
-
-    def train() -> bool:
-        progress.preparing = False
-        for step in training.steps_from(point):
-            progress.step_done(step.number)
-            reporter.step(step)
-            compare_memory()
-            if recipe.profile is not None:
-                with progress.slow("profile"):  # it may write a trace
-                    profile_step(step.number)
-            if step.number == point.step + 1:
-                process_group.set_timeout(recipe.run.timeout)
-            last = step.number == steps
-            eval_loss, whole = None, True
-            if last or (evaluation.every_steps and step.number % evaluation.every_steps == 0):
-                eval_loss, whole = evaluate(step.number)
-            *_, stopping, saving = step.batch.counts.read()
-            stopping = stopping or not whole
-            if keeper is not None:
-                keeper.report()
-                # The request of one file is in two counts: the next batch's was taken before this one was read
-                asked = saving and step.number > saved_after + 1
-                if last or stopping or asked or keeper.due(step.number):
-                    save(step.batch, eval_loss, evaluated=whole)
-                if saving:
-                    watch.save_done()
-            if stopping and not last:
-                reporter.flush()
+    def _train_from_position(self) -> bool:
+        self._progress.preparing = False
+        for step in self._training.steps_from(self._position):
+            self._record(step)
+            evaluation = self._evaluate_if_due(step)
+            *_, stop_requested, save_requested = step.batch.counts.read()
+            stopping = bool(stop_requested) or not evaluation.complete
+            self._save_if_due(step, evaluation, stopping=stopping, requested=bool(save_requested))
+            if stopping and step.number < self._steps:
+                self._reporter.flush()
                 return False
-        reporter.flush()
+        self._reporter.flush()
         return True
 
-    if (evaluation.at_start and point.step == 0) or (resumed is not None and resumed.evaluation_due):
-        evaluate(point.step)
-    rewinds = 0
-    with profiled(recipe.profile, folder=run.path, rank=ranks.rank, device=ranks.device, first_step=point.step) as profile_step:
-        while True:
-            try:
-                finished = train()
-                break
-            except DivergedError as error:
-                rewinds += 1
-                progress.step = error.last_step  # nothing is kept of the step that was trained since
-                progress.slow_until_step("rewind")
-                if recipe.run.on_divergence == "stop" or keeper is None or rewinds > MAX_REWINDS:
-                    raise
-                point = rewind(error, point, keeper, reporter)
-                saved_after = point.step
-    if keeper is not None:
-        with progress.slow("checkpoint"):
-            keeper.finish()
-    if finished:
-        with progress.slow("plan"):
-            compare_memory(seconds=PATIENCE)
-    if keeper is not None:
-        if keeper.saved_step != progress.step and not finished:
-            raise TrainingError(f"asked to stop, and what was trained could not be kept: {keeper.trouble}", reason="checkpoint_failed")
-        reporter.trouble(keeper.trouble)
-    exported = None
-    if finished and recipe.checkpoint.export is not None:
-        with progress.slow("export"):
-            training.export(run.export)
-        adapter = recipe.lora is not None and not recipe.checkpoint.export_merged
-        exported = "the adapter, for peft's PeftModel.from_pretrained" if adapter else "the weights, for transformers' from_pretrained"
-    reason = None if finished else stop.signal or "signal"
-    kept = None if keeper is None else keeper.saved_step
-    with progress.slow("end"):
-        reporter.end("finished" if finished else "stopped", reason=reason, exported=exported, kept=kept)
-    return finished
+    def _record(self, step: Step) -> None:
+        self._progress.step_done(step.number)
+        self._reporter.step(step)
+        self._compare_memory()
+        if self._recipe.profile is not None:
+            with self._progress.slow("profile"):  # it may write a trace
+                self._profile_step(step.number)
+        if step.number == self._position.step + 1:
+            process_group.set_timeout(self._recipe.run.timeout)
+
+    def _evaluate_if_due(self, step: Step) -> Evaluation:
+        every_steps = self._recipe.evaluation.every_steps
+        if step.number == self._steps or (every_steps and step.number % every_steps == 0):
+            return self._evaluate(step.number)
+        return Evaluation()
+
+    def _evaluate(self, step: int) -> Evaluation:
+        evaluator = self._training.evaluator
+        if evaluator is None:
+            return Evaluation()
+        with self._reporter.excluded():
+            started = time.perf_counter()
+            results = evaluator.evaluate(
+                self._training.wrapped,
+                stop_requested=self._rank.stop.requested,
+                heartbeat=self._progress.beat,
+            )
+            if not results:
+                return Evaluation(complete=False)
+            seconds = time.perf_counter() - started
+            return Evaluation(self._reporter.evaluation(step, results, seconds))
+
+    def _save_if_due(self, step: Step, evaluation: Evaluation, *, stopping: bool, requested: bool) -> None:
+        checkpoints = self._checkpoints
+        if checkpoints is None:
+            return
+        checkpoints.report()
+        # One request is in the counts of two batches: the second was counted before the first was read
+        requested_now = requested and step.number > self._saved_after + 1
+        last = step.number == self._steps
+        if last or stopping or requested_now or checkpoints.due(step.number):
+            self._save(checkpoints, step.batch, evaluation)
+        if requested:
+            self._rank.watch.save_done()
+
+    def _save(self, checkpoints: CheckpointManager, batch: GlobalBatch, evaluation: Evaluation) -> None:
+        self._saved_after = batch.step
+        skipped_batches = self._position.skipped_batches
+        stream = self._training.data.stream_state(batch, skipped_batches, self._ranks)
+        with self._reporter.excluded(), self._progress.slow("checkpoint"):
+            checkpoints.save(
+                Position(batch.step, skipped_batches, stream),
+                observed=self._reporter.state(),
+                eval_loss=evaluation.loss,
+                evaluated=evaluation.complete,
+            )
+        self._reporter.warn(checkpoints.trouble)
+
+    def _rewind(self, error: DivergedError, *, allowed: bool) -> None:
+        """Goes back to the last checkpoint before the steps that diverged, and skips their batches from then on.
+
+        Raises the error again if there is no such checkpoint, or if the recipe does not want it.
+        """
+        self._progress.step = error.last_step  # nothing is kept of the step that was trained since
+        self._progress.slow_until_step("rewind")
+        checkpoints = self._checkpoints
+        if self._recipe.run.on_divergence == "stop" or checkpoints is None or not allowed:
+            raise error
+        checkpoints.finish()
+        resumed = checkpoints.restore("auto", at_most=error.first_step - 1)
+        if resumed is None:
+            raise error
+        self._reporter.rewound(resumed, error)
+        found = resumed.position
+        skipped_batches = self._position.skipped_batches + error.last_step - found.step
+        self._position = Position(found.step, skipped_batches, found.stream)
+        self._saved_after = found.step
+
+    def _finish_checkpoints(self, finished: bool) -> None:
+        checkpoints = self._checkpoints
+        if checkpoints is not None:
+            with self._progress.slow("checkpoint"):
+                checkpoints.finish()
+        if finished:
+            with self._progress.slow("plan"):
+                self._compare_memory(seconds=PATIENCE)
+        if checkpoints is None:
+            return
+        if not finished and checkpoints.saved_step != self._progress.step:
+            raise TrainingError(
+                f"the run was asked to stop, and the final checkpoint could not be saved: {checkpoints.trouble}",
+                reason="checkpoint_failed",
+            )
+        self._reporter.warn(checkpoints.trouble)
+
+    def _export(self) -> str | None:
+        """Writes RUN_DIR/hf if the recipe asks for it. Returns what was written, for people."""
+        checkpoint = self._recipe.checkpoint
+        if checkpoint.export is None:
+            return None
+        with self._progress.slow("export"):
+            self._training.export(self._rank.directory.export)
+        if self._recipe.lora is not None and not checkpoint.export_merged:
+            return "the adapter, for peft's PeftModel.from_pretrained"
+        return "the weights, for transformers' from_pretrained"
+
+    def _compare_memory(self, *, seconds: float = 0) -> None:
+        """Compares the measured peak with the plan once, as soon as both are known.
+
+        The second step is the first that is like all others. seconds: to wait for the plan.
+        """
+        measured = self._reporter.peak_memory(after=self._position.step + 1)
+        if self._forecast is None or measured is None:
+            return
+        if text := self._forecast.compare(measured, seconds=seconds):
+            logger.info(text)
+            self._forecast = None
 
 
-MAX_REWINDS = 5
-"""In one start: a run that diverges again and again needs another learning rate, not other samples."""
+@dataclass(frozen=True)
+class Evaluation:
+    """Outcome of an evaluation that was due, or of none."""
+
+    loss: float | None = None
+    complete: bool = True
+    """False if it was interrupted because the run was asked to stop."""
 
 
-def open_keeper(
-    recipe: Recipe, run: RunFolder, training: Training, *, ranks: DataParallel, say: Callable[[str], None]
-) -> tuple[Keeper | None, Resumed | None]:
-    """What keeps the run's checkpoints, and the one it goes on from. None where the recipe wants none, or there is none."""
+def open_checkpoints(
+    recipe: Recipe, directory: RunFolder, training: Training, *, ranks: DataParallel
+) -> tuple[CheckpointManager | None, Resumed | None]:
+    """The manager of the run's checkpoints, and the checkpoint that was loaded. None: the recipe wants none, or there is none."""
     # Rank 0 has chosen: another node may see the folder a little later
-    chosen: list[Any] = [run.resume]
+    chosen: list[Any] = [directory.resume]
     dist.broadcast_object_list(chosen, group=ranks.group, group_src=0)
     resume: str = chosen[0]
     if recipe.checkpoint.every_steps is None and resume == "never":
         return None, None
-    keeper = Keeper(
-        run.path / "checkpoints",
+    data = training.data
+    manager = CheckpointManager(
+        directory.path / "checkpoints",
         recipe.checkpoint,
-        recipe_yaml=to_yaml(recipe),
-        seed=recipe.run.seed,
-        data=training.data.fingerprint,
-        module=training.wrapped.module,
-        optimizer=training.optimizer,
-        loss_scale=training.loss_scale,
-        stream_order=training.data.stream_order,
+        Saved(training.wrapped.module, training.optimizer, training.loss_scale),
+        Identity(to_yaml(recipe), recipe.run.seed, data.fingerprint, data.stream_order),
         ranks=ranks,
-        say=say,
-        before_write=run.check,
-        saved=partial(note_saved, run, ranks=ranks),
+        before_write=directory.check,
+        saved=partial(note_saved, directory, ranks=ranks),
     )
-    return keeper, keeper.restore(resume)
+    return manager, manager.restore(resume)
 
 
-def note_saved(run: RunFolder, step: int, size: int, seconds: float, *, ranks: DataParallel) -> None:
-    """A line in events.jsonl, from rank 0."""
+def note_saved(directory: RunFolder, step: int, size: int, seconds: float, *, ranks: DataParallel) -> None:
+    """Adds a line to events.jsonl, on rank 0."""
     if ranks.rank == 0:
-        run.note("saved", ranks=ranks.size, step=step, bytes=size, seconds=seconds)
-
-
-def rewind(error: DivergedError, point: Point, keeper: Keeper, reporter: Reporter) -> Point:
-    """Goes back to the last checkpoint before the steps that diverged; their samples are left out from then on.
-
-    Raises the error again where there is no such checkpoint.
-    """
-    keeper.finish()
-    resumed = keeper.restore("auto", at_most=error.first_step - 1)
-    if resumed is None:
-        raise error
-    reporter.rewound(resumed, error)
-    return Point(resumed.step, point.left_out + error.last_step - resumed.step, resumed.stream)
+        directory.note("saved", ranks=ranks.size, step=step, bytes=size, seconds=seconds)

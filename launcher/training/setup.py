@@ -1,19 +1,19 @@
-"""Recipe to model to strategy to data to optimizer to loop: a run, assembled and not started."""
+"""Builds everything that a run trains with: model, strategy, data, optimizer, evaluator."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from launcher.data.batching import Position
 from launcher.data.loader import training_batches
 from launcher.data.setup import RunData, open_run_data, tokenizer_to_keep
 from launcher.data.synthetic import SyntheticData, synthetic_data
@@ -33,21 +33,21 @@ from launcher.training.optimizer import LossScale, learning_rate, make_optimizer
 
 
 @dataclass(frozen=True)
-class Point:
-    """Where a run stands."""
+class Hooks:
+    """Functions that the training loop calls. Tools that train a few steps need none of them."""
 
-    step: int = 0
-    """Steps that are done."""
-    left_out: int = 0
-    """Batches before it that were not trained on, since the run diverged on them."""
-    stream: Mapping[str, Any] | None = None
-    """data.streaming: where the shards stood, from the checkpoint."""
+    stop_requested: Callable[[], bool] = lambda: False
+    save_requested: Callable[[], bool] = lambda: False
+    heartbeat: Callable[[str], None] = lambda phase: None
+    """Called with the phase that begins."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run, assembled and not started."""
+    """Everything that a run trains with, ready to start."""
 
+    recipe: Recipe
+    ranks: DataParallel
     wrapped: WrappedModel
     blocks: dict[str, nn.Module]
     data: RunData
@@ -55,15 +55,44 @@ class Training:
     flops_per_token: float
     optimizer: torch.optim.AdamW
     loss_scale: LossScale
-    steps_from: Callable[[Point], Iterator[Step]]
-    """Trains a step each time it is asked for the next, from a point on that model and optimizer are at."""
+    hooks: Hooks
     export: Callable[[Path], None]
-    """Writes the weights as a Hugging Face folder; every rank must call it."""
+    """Writes the weights as a Hugging Face folder. Every rank must call it."""
+
+    def steps_from(self, position: Position) -> Iterator[Step]:
+        """Trains one step for each item, from a position that model and optimizer are at."""
+        recipe, hooks = self.recipe, self.hooks
+        dataset, slots = self.data.starting(position, self.ranks)
+        batches = training_batches(
+            dataset,
+            data=recipe.data,
+            slots=slots,
+            global_batch_size=recipe.batch.global_batch_size,
+            samples=self.data.samples,
+            first_step=position.step,
+            skipped_batches=position.skipped_batches,
+            steps=self.data.steps,
+            ranks=self.ranks,
+            stop_requested=hooks.stop_requested,
+            save_requested=hooks.save_requested,
+        )
+        peak = recipe.optimizer.learning_rate
+        return train_steps(
+            self.wrapped,
+            self.optimizer,
+            batches,
+            loss=self.data.training.loss,
+            learning_rate=learning_rate(recipe.schedule, peak=peak, steps=self.data.steps),
+            loss_scale=self.loss_scale,
+            max_grad_norm=recipe.optimizer.max_grad_norm,
+            ranks=self.ranks.size,
+            heartbeat=hooks.heartbeat,
+        )
 
     @property
-    def trained(self) -> Iterator[Step]:
-        """All steps, from the first."""
-        return self.steps_from(Point())
+    def all_steps(self) -> Iterator[Step]:
+        """Trains all steps, from the first."""
+        return self.steps_from(Position())
 
 
 @dataclass(frozen=True)
@@ -104,21 +133,33 @@ class PreparedModel:
             isolation=self.isolation,
         )
 
+    def check_isolation(self, wrapped: WrappedModel, *, device: torch.device) -> None:
+        """Raises RecipeError if the model's attention does not keep the documents of a row apart."""
+        if not self.packed or self.isolation != "mask" or self.vocabulary is None:
+            return
+        with wrapped.forward_context():
+            check_isolation(
+                wrapped.model,
+                name=type(self.model).__name__,
+                vocabulary=self.vocabulary,
+                device=device,
+                dtype=self.compute_dtype,
+            )
+        wrapped.reshard()
 
-def prepare_model(
-    recipe: Recipe, *, device: torch.device, group: dist.ProcessGroup | None, say: Callable[[str], None] = print
-) -> PreparedModel:
+
+def prepare_model(recipe: Recipe, *, device: torch.device, group: dist.ProcessGroup | None) -> PreparedModel:
     """Builds the recipe's model, plans where its weights come from, adds adapters, chooses how documents are kept apart.
 
     device: that it will run on; this decides which attention it has. group: ranks that read the weights together.
     """
     data, precision = recipe.data, recipe.strategy.mixed_precision
     compute_dtype = getattr(torch, precision.param_dtype) if precision is not None else torch.float32
-    model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels, say=say)
+    model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
     blocks = find_blocks(model)
-    fill, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed, group=group, say=say)
+    fill, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed, group=group)
     if recipe.lora is not None:
-        add_adapters(model, recipe.lora, blocks=blocks, base_dtype=compute_dtype, base=recipe.model.path, say=say)
+        add_adapters(model, recipe.lora, blocks=blocks, base_dtype=compute_dtype, base=recipe.model.path)
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
@@ -145,86 +186,33 @@ def assemble(
     *,
     ranks: DataParallel,
     build_data: bool = True,
-    say: Callable[[str], None] = print,
-    stop_requested: Callable[[], bool] = lambda: False,
-    save_requested: Callable[[], bool] = lambda: False,
     skipped_rows: Path | None = None,
-    beat: Callable[[str], None] = lambda phase: None,
+    hooks: Hooks | None = None,
 ) -> Training:
-    """Recipe to model to strategy to data to optimizer to loop.
+    """Builds the model, its strategy, the data and the optimizer. Every rank must call this.
 
-    ranks: that train it; every one of them must call this. beat: told what goes on, as a sign of life.
-    build_data: whether this process tokenizes where nothing is cached (one of a node).
+    build_data: whether this process tokenizes what is not cached (one process of a node).
+    skipped_rows: file for the rows of a stream that cannot be used.
     """
-    data, batch = recipe.data, recipe.batch
-    prepared = prepare_model(recipe, device=ranks.device, group=ranks.group, say=say)
-    model, packed, isolation, vocabulary = prepared.model, prepared.packed, prepared.isolation, prepared.vocabulary
-    flops = flops_per_token(model, sequence_length=data.sequence_length)
-    run_data = open_run_data(
-        data,
-        batch,
-        seed=recipe.run.seed,
-        max_steps=recipe.run.max_steps,
-        epochs=recipe.run.epochs,
-        model_path=recipe.model.path,
-        vocabulary=vocabulary,
+    prepared = prepare_model(recipe, device=ranks.device, group=ranks.group)
+    model = prepared.model
+    flops = flops_per_token(model, sequence_length=recipe.data.sequence_length)
+    data = open_run_data(
+        recipe,
+        vocabulary=prepared.vocabulary,
         classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
         padding=padding_id(model),
-        isolation=isolation,
+        isolation=prepared.isolation,
         ranks=ranks,
         build=build_data,
-        report=say,
         skipped_rows=skipped_rows,
     )
     wrapped = prepared.wrap(recipe, ranks)
-    if packed and isolation == "mask" and vocabulary is not None:
-        with wrapped.forward_context():
-            check_isolation(
-                wrapped.model, name=type(model).__name__, vocabulary=vocabulary, device=ranks.device, dtype=prepared.compute_dtype
-            )
-        wrapped.reshard()
-    # Dropout, and what a user's own code draws: each rank its own
+    prepared.check_isolation(wrapped, device=ranks.device)
+    # Dropout, and the random numbers of a user's own code: different ones on each rank
     torch.manual_seed(recipe.run.seed + ranks.rank)
     random.seed(recipe.run.seed + ranks.rank)
     np.random.seed((recipe.run.seed + ranks.rank) % 2**32)
-    optimizer = make_optimizer(wrapped.module, recipe.optimizer)
-    loss_scale = LossScale(ranks.device, enabled=prepared.compute_dtype == torch.float16)
-    order = run_data.order
-
-    def steps_from(point: Point) -> Iterator[Step]:
-        dataset, slots = run_data.starting(point.step, point.left_out, ranks, point.stream)
-        batches = training_batches(
-            dataset,
-            data=data,
-            slots=slots,
-            global_batch_size=batch.global_batch_size,
-            samples=order.epochs * order.samples if order.epochs is not None else None,
-            first_step=point.step,
-            left_out=point.left_out,
-            steps=run_data.steps,
-            ranks=ranks,
-            stop_requested=stop_requested,
-            save_requested=save_requested,
-        )
-        return train_steps(
-            wrapped,
-            optimizer,
-            batches,
-            loss=run_data.training.loss,
-            learning_rate=learning_rate(recipe.schedule, peak=recipe.optimizer.learning_rate, steps=run_data.steps),
-            loss_scale=loss_scale,
-            max_grad_norm=recipe.optimizer.max_grad_norm,
-            ranks=ranks.size,
-            beat=beat,
-        )
-
-    evaluator = None
-    if run_data.validation:
-        micro_batch_size = batch.micro_batch_size or max(1, (batch.micro_batch_tokens or 0) // data.sequence_length)
-        assert micro_batch_size != "auto"
-        evaluator = Evaluator(
-            run_data.validation, data=data, micro_batch_size=micro_batch_size, max_batches=recipe.evaluation.max_batches, ranks=ranks
-        )
     export = partial(
         export_hugging_face,
         wrapped.module,
@@ -232,6 +220,34 @@ def assemble(
         device=ranks.device,
         dtype=prepared.export_dtype,
         merged=recipe.checkpoint.export_merged,
-        tokenizer=tokenizer_to_keep(data, model_path=recipe.model.path) if ranks.rank == 0 and recipe.checkpoint.export else None,
+        tokenizer=tokenizer_to_keep(recipe.data, model_path=recipe.model.path) if ranks.rank == 0 and recipe.checkpoint.export else None,
     )
-    return Training(wrapped, prepared.blocks, run_data, evaluator, flops, optimizer, loss_scale, steps_from, export)
+    return Training(
+        recipe,
+        ranks,
+        wrapped,
+        prepared.blocks,
+        data,
+        make_evaluator(recipe, data, ranks),
+        flops,
+        make_optimizer(wrapped.module, recipe.optimizer),
+        LossScale(ranks.device, enabled=prepared.compute_dtype == torch.float16),
+        hooks if hooks is not None else Hooks(),
+        export,
+    )
+
+
+def make_evaluator(recipe: Recipe, data: RunData, ranks: DataParallel) -> Evaluator | None:
+    """None if there is no validation data."""
+    if not data.validation:
+        return None
+    batch, length = recipe.batch, recipe.data.sequence_length
+    micro_batch_size = batch.micro_batch_size or max(1, (batch.micro_batch_tokens or 0) // length)
+    assert micro_batch_size != "auto"
+    return Evaluator(
+        data.validation,
+        data=recipe.data,
+        micro_batch_size=micro_batch_size,
+        max_batches=recipe.evaluation.max_batches,
+        ranks=ranks,
+    )

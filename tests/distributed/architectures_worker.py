@@ -34,6 +34,7 @@ from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Lora, MixedPrecision, Model, Strategy
 from launcher.strategies.wrap import wrap
+from tests.distributed.messages import logged
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -135,17 +136,16 @@ class Worker:
         with torch.no_grad():
             return model(self.ids).logits
 
-    def wrapped(self, path, strategy, *, task="causal_lm", lora=None, checkpointing=FULL, num_labels=None, notes=None, freeze=None):
+    def wrapped(self, path, strategy, *, task="causal_lm", lora=None, checkpointing=FULL, num_labels=None, freeze=None):
         section = Model(path=str(path), task=task, attention=ATTENTION.get(path.name, "sdpa"), freeze=freeze)
-        say = notes.append if notes is not None else None
         model = build_model(section, sequence_length=16, num_labels=num_labels)
         blocks = find_blocks(model)
         assert blocks, f"{type(model).__name__} has no blocks"
-        checkpoint = open_checkpoint(path, model, say=say)
+        checkpoint = open_checkpoint(path, model)
         if lora is not None:
             precision = strategy.mixed_precision
             dtype = torch.float32 if precision is None else getattr(torch, precision.param_dtype)
-            add_adapters(model, lora, blocks=blocks, base_dtype=dtype, base=str(path), say=say)
+            add_adapters(model, lora, blocks=blocks, base_dtype=dtype, base=str(path))
         fill = partial(pretrained_weights, checkpoint=checkpoint, seed=5, group=self.ranks.group)
         return wrap(model, strategy=strategy, checkpointing=checkpointing, compile=False, blocks=blocks, ranks=self.ranks, fill=fill)
 
@@ -211,8 +211,8 @@ class Worker:
         path = self.save(f"{name}_base", {"model_type": name} | config, task="masked_lm" if name == "bert" else "causal_lm")
         result = {}
         for strategy_name, strategy in STRATEGIES.items():
-            notes = []
-            wrapped = self.wrapped(path, strategy, task="sequence_classification", num_labels=3, notes=notes)
+            with logged() as notes:
+                wrapped = self.wrapped(path, strategy, task="sequence_classification", num_labels=3)
             start = self.logits(wrapped)
             losses = self.train(wrapped)
             trained = self.logits(wrapped)

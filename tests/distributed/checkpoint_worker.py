@@ -31,6 +31,7 @@ from launcher.models.lora import add_adapters
 from launcher.recipe.load import load_recipe
 from launcher.strategies.wrap import wrap
 from launcher.training.optimizer import make_optimizer
+from tests.distributed.messages import logged
 
 CPU = torch.device("cpu")
 RECIPE = """
@@ -67,9 +68,9 @@ class Run:
         recipe = load_recipe(arguments, ranks=size).recipe
         self.ranks = DataParallel(rank=worker.rank, size=size, group=worker.groups[size], device=CPU)
         self.group = worker.checkpoint_groups[size]
-        model = build_model(recipe.model, sequence_length=32, labels=None, say=lambda text: None)
+        model = build_model(recipe.model, sequence_length=32, labels=None)
         blocks = find_blocks(model)
-        fill, _ = starting_weights(recipe.model, model, seed=size, group=self.ranks.group, say=lambda text: None)
+        fill, _ = starting_weights(recipe.model, model, seed=size, group=self.ranks.group)
         if recipe.lora is not None:
             add_adapters(model, recipe.lora, blocks=blocks, base_dtype=torch.float32)
         self.wrapped = wrap(
@@ -254,18 +255,19 @@ def goes_wrong(worker, run):
 
 def damaged(worker, run):
     """A flipped bit in the file that one rank wrote: all turn to the older checkpoint; then none is left."""
-    said, found = [], []
-    for step in (14, 4):
-        if worker.rank == 0:
-            file = run.folder / files.checkpoint_name(step) / files.rank_file(3)
-            data = bytearray(file.read_bytes())
-            data[-1] ^= 1
-            file.write_bytes(data)
-        dist.barrier()
-        try:
-            found.append(find_checkpoint(run.folder, said.append, group=run.group).name)
-        except files.NoneLeftError as error:
-            found.append(str(error))
+    found = []
+    with logged() as said:
+        for step in (14, 4):
+            if worker.rank == 0:
+                file = run.folder / files.checkpoint_name(step) / files.rank_file(3)
+                data = bytearray(file.read_bytes())
+                data[-1] ^= 1
+                file.write_bytes(data)
+            dist.barrier()
+            try:
+                found.append(find_checkpoint(run.folder, group=run.group).name)
+            except files.NoneLeftError as error:
+                found.append(str(error))
     worker.note(said=said, found=found)
 
 

@@ -74,13 +74,13 @@ class Worker:
         overrides = [override.replace("FOLDER", str(self.folder)) for override in overrides]
         recipe = load_recipe([f"recipe={file}", *overrides], ranks=ranks).recipe
         data_parallel = DataParallel(rank=self.rank, size=ranks, group=self.groups[ranks], device=torch.device("cpu"))
-        return assemble(recipe, ranks=data_parallel, build_data=self.rank == 0, say=lambda text: None)
+        return assemble(recipe, ranks=data_parallel, build_data=self.rank == 0)
 
     def train(self, name, overrides, *, ranks=2, model="llama"):
         """Losses, gradient norms and counts of the run's steps."""
         started, note = time.monotonic(), {"losses": [], "norms": [], "counts": [], "micro_batches": []}
         if self.rank < ranks:
-            for step in self.assemble(overrides, ranks=ranks, model=model).trained:
+            for step in self.assemble(overrides, ranks=ranks, model=model).all_steps:
                 loss = step.loss.clone()
                 dist.all_reduce(loss, group=self.groups[ranks])
                 note["losses"].append(loss.item())

@@ -88,7 +88,7 @@ class Worker:
                 if mutate is not None:
                     mutate(training)
                 losses, norms, skipped = [], [], []
-                for step in training.trained:
+                for step in training.all_steps:
                     if before_step is not None:
                         before_step(step.number + 1, training)
                     loss = step.loss.clone()

@@ -89,7 +89,7 @@ def note_phases(file):
     from launcher.checkpoint import manager
     from launcher.training import loss, run
 
-    restore, summed_loss, made = manager.Keeper.restore, loss.summed_loss, []
+    restore, summed_loss, made = manager.CheckpointManager.restore, loss.summed_loss, []
 
     class Noted(run.Progress):
         def __init__(self):
@@ -108,7 +108,7 @@ def note_phases(file):
         note("forward")
         return summed_loss(model, micro_batch)
 
-    manager.Keeper.restore, loss.summed_loss, run.Progress = restore_and_note, loss_and_note, Noted
+    manager.CheckpointManager.restore, loss.summed_loss, run.Progress = restore_and_note, loss_and_note, Noted
 
 
 def start():

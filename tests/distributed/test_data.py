@@ -44,7 +44,7 @@ def test_a_process_that_is_killed_takes_those_it_started_with_it(tmp_path):
         "import time, launcher.data.encoder as encoder; slow = encoder.read_prompt;"
         "encoder.read_prompt = lambda *a, **k: (time.sleep(0.01), slow(*a, **k))[1];"
         "open_store(kind='instruct', patterns=(sys.argv[1],), data=schema.Data(cache=sys.argv[2], processes=2), tokenizer='bytes',"
-        " build=True, report=print)"
+        " build=True)"
     )
     cache = tmp_path / "cache"
 
@@ -64,10 +64,11 @@ def test_one_of_several_processes_tokenizes_and_another_one_takes_over_when_it_i
     """Of any jobs: three start at once, the one that tokenizes is killed, and one of the others goes on."""
     script = (
         "import sys, time; from launcher.data.token_store import open_store; from launcher.recipe import schema;"
+        "from launcher.metrics.console import configure_logging; configure_logging();"
         "import launcher.data.encoder as encoder; slow = encoder.read_prompt;"
         "encoder.read_prompt = lambda *a, **k: (time.sleep(float(sys.argv[3])), slow(*a, **k))[1];"
         "found = open_store(kind='instruct', patterns=(sys.argv[1],), data=schema.Data(cache=sys.argv[2], processes=1), tokenizer='bytes',"
-        " build=True, report=lambda line: print(line, flush=True)); print('documents:', found.documents)"
+        " build=True); print('documents:', found.documents)"
     )
     file, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
     file.write_text((json.dumps({"prompt": "what?", "response": "so"}) + "\n") * 300)

@@ -374,7 +374,7 @@ def test_a_run_that_diverges_goes_back_and_leaves_out_what_it_diverged_on(folder
     rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", "batch.micro_batch_size=8"]
     phases = folder / "rewound-phases"
     output = train(folder, run_dir, *rewind, ranks=1, SAMPLES=str(seen), NAN="6", PHASES=str(phases)).check().output
-    assert "back to the checkpoint of step 4; the samples of steps 5 to 6 are left out" in output
+    assert "back to the checkpoint of step 4; the samples of steps 5 to 6 are skipped" in output
     assert [line["step"] for line in records(run_dir)] == list(range(1, 13))
     assert all(line["loss"] is not None for line in records(run_dir))
     trained, expected = samples(seen, 0), samples(plain, 0)
@@ -404,7 +404,7 @@ def test_a_stream_goes_on_where_it_stood_and_leaves_out_what_it_diverged_on(fold
     assert min(map(max, state["places"])) > 0, "every shard has been read, by the one rank or the other"
     rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", "batch.micro_batch_size=8"]
     output = train(folder, run_dir, *stream, *rewind, ranks=1, SAMPLES=str(seen), NAN="4").check().output
-    assert "back to the checkpoint of step 8; the samples of steps 9 to 10 are left out" in output
+    assert "back to the checkpoint of step 8; the samples of steps 9 to 10 are skipped" in output
     trained, expected = samples(seen, 0), samples(plain, 0)
     assert [trained[step] for step in (7, 8)] == [expected[step] for step in (7, 8)]
     assert [trained[step] for step in (9, 10)] == [expected[step] for step in (11, 12)]

@@ -130,7 +130,7 @@ def test_exported_weights_are_those_of_the_run(ddp):
     from launcher.training.loss import summed_loss
 
     data = load_recipe([f"recipe={run_dir}/recipe.yaml"], ranks=2).recipe.data
-    dataset = open_dataset(data, tuple(recipe["data"]["validation"]), tokenizer="bytes", vocabulary=512, build=True, report=print)
+    dataset = open_dataset(data, tuple(recipe["data"]["validation"]), tokenizer="bytes", vocabulary=512, build=True)
     total = tokens = 0
     with torch.no_grad():
         for first in range(0, 24, 8):  # three micro-batches on each of two ranks

@@ -60,9 +60,9 @@ def train(folder, overrides, ranks):
     torch._dynamo.reset()
     recipe = load_recipe([f"recipe={folder}/recipe.yaml", *overrides], ranks=ranks.size).recipe
     before = dict(varlen_on_cpu.CALLS)
-    training = assemble(recipe, ranks=ranks, build_data=ranks.rank == 0, say=lambda text: None)
+    training = assemble(recipe, ranks=ranks, build_data=ranks.rank == 0)
     losses, norms = [], []
-    for step in training.trained:
+    for step in training.all_steps:
         loss = step.loss.clone()
         dist.all_reduce(loss)
         losses.append(loss.item())

@@ -108,7 +108,7 @@ def run_case(case, folder, ranks):
 
     from launcher.models.initialization import clean_name
     from launcher.recipe.load import load_recipe
-    from launcher.training.setup import assemble
+    from launcher.training.setup import Hooks, assemble
     from tests.nullgpu.devices import preloaded
 
     def local(tensor):
@@ -127,7 +127,7 @@ def run_case(case, folder, ranks):
         if phase == "optimizer":
             seen["gradients"] = places(p.grad for p in training.wrapped.module.parameters() if p.grad is not None)
 
-    training = assemble(recipe, ranks=ranks, build_data=ranks.rank == 0, say=lambda text: None, beat=beat)
+    training = assemble(recipe, ranks=ranks, build_data=ranks.rank == 0, hooks=Hooks(heartbeat=beat))
     module = training.wrapped.module
     parameters = dict(module.named_parameters())
     trained = [p for p in parameters.values() if p.requires_grad]
@@ -149,7 +149,7 @@ def run_case(case, folder, ranks):
     }
     library.nullgpu_mark(f"case {case.name}".encode())
     ATTENTION.clear()
-    steps = training.trained
+    steps = training.all_steps
     for number in range(1, STEPS + 1):
         torch.cuda.reset_peak_memory_stats()
         step = next(steps)

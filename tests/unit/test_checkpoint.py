@@ -67,9 +67,9 @@ def change(folder, **tensors):
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load(folder, say=None, **section):
+def load(folder, **section):
     model = build_model(Model(path=str(folder), **section), sequence_length=16)
-    found = open_checkpoint(Path(folder), model, say=say)
+    found = open_checkpoint(Path(folder), model)
     pretrained_weights(model, CPU, CPU, checkpoint=found, seed=3)
     return model.eval()
 
@@ -110,11 +110,10 @@ def test_all_mistakes_are_told_at_once(copy):
     assert len(told.splitlines()) == 5
 
 
-def test_what_another_task_left_behind_is_said(copy):
+def test_what_another_task_left_behind_is_said(copy, messages):
     change(copy, score__weight=torch.zeros(2, 32), model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4))
-    said = []
-    model = load(copy, said.append)
-    assert said == ["note: in the checkpoint and not in this model, left out: score.weight"]
+    model = load(copy)
+    assert messages() == ["note: in the checkpoint and not in this model, left out: score.weight"]
     assert torch.equal(logits(model), reference(copy))
 
 
@@ -152,14 +151,13 @@ def test_a_tied_head_alone_is_enough(tmp_path):
     assert torch.equal(logits(load(tmp_path)), reference(tmp_path))
 
 
-def test_a_tied_head_that_is_another_is_not_tied(tmp_path):
+def test_a_tied_head_that_is_another_is_not_tied(tmp_path, messages):
     save(tmp_path, tie_word_embeddings=True)
     change(tmp_path, lm_head__weight=torch.randn(64, 32))
-    said = []
-    model = load(tmp_path, said.append)
+    model = load(tmp_path)
     assert model.lm_head.weight is not model.model.embed_tokens.weight
     assert not model.config.tie_word_embeddings
-    assert "they are not tied" in said[0]
+    assert "they are not tied" in messages()[0]
     assert torch.equal(logits(model), reference(tmp_path))
 
 
@@ -323,18 +321,17 @@ def test_longer_than_the_positions(saved):
         build_model(Model(path=str(saved)), sequence_length=65)
 
 
-def test_a_classifiers_head_is_new_drawn_from_the_seed_and_knows_its_labels(saved):
+def test_a_classifiers_head_is_new_drawn_from_the_seed_and_knows_its_labels(saved, messages):
     section = Model(path=str(saved), task="sequence_classification")
 
-    def loaded(seed, said):
+    def loaded(seed):
         model = build_model(section, sequence_length=16, labels=["bad", "good", "other"], pad_token_id=5)
-        found = open_checkpoint(saved, model, say=said.append)
+        found = open_checkpoint(saved, model)
         pretrained_weights(model, CPU, CPU, checkpoint=found, seed=seed)
         return model
 
-    said = []
-    first, again, other = loaded(1, said), loaded(1, []), loaded(2, [])
-    assert "note: not in the checkpoint, initialized anew: score.weight" in said
+    first, again, other = loaded(1), loaded(1), loaded(2)
+    assert "note: not in the checkpoint, initialized anew: score.weight" in messages()
     assert first.config.id2label == {0: "bad", 1: "good", 2: "other"}
     assert first.config.pad_token_id == 5
     assert first(IDS).logits.shape == (2, 3)

@@ -262,14 +262,13 @@ def test_folder_without_a_tokenizer(tmp_path, content):
 # Stores
 
 
-def store_of(*patterns, cache, kind="text", tokenizer="bytes", column="text", build=True, report=None):
+def store_of(*patterns, cache, kind="text", tokenizer="bytes", column="text", build=True):
     return open_store(
         kind=kind,
         patterns=tuple(map(str, patterns)),
         data=schema.Data(text_column=column, cache=cache),
         tokenizer=tokenizer if kind == "text" else None,
         build=build,
-        report=(lambda line: None) if report is None else report.append,
     )
 
 
@@ -295,28 +294,26 @@ def test_store_with_a_hugging_face_tokenizer(tmp_path, cache, tokenizer_folder):
     assert documents_of(store_of(file, cache=cache)) == [[*b"a small world", END]]
 
 
-def test_a_store_is_made_once(tmp_path, cache):
+def test_a_store_is_made_once(tmp_path, cache, messages):
     file = write(tmp_path / "a.txt", "ab")
-    told = []
-    first = store_of(file, cache=cache, report=told)
-    assert says("tokenizing 1 files (0.0 MiB)", told[0])
-    assert says("tokenized 1 documents, 3 tokens in ... s (... tokens/s)", told[1])
-    again = store_of(file, cache=cache, report=told)
-    other_rank = store_of(file, cache=cache, report=told, build=False)
-    assert len(told) == 2
+    first = store_of(file, cache=cache)
+    assert says("tokenizing 1 files (0.0 MiB)", messages()[0])
+    assert says("tokenized 1 documents, 3 tokens in ... s (... tokens/s)", messages()[1])
+    again = store_of(file, cache=cache)
+    other_rank = store_of(file, cache=cache, build=False)
+    assert len(messages()) == 2
     assert documents_of(first) == documents_of(again) == documents_of(other_rank)
     assert len(list(cache_folder(cache).iterdir())) == 1
 
 
-def test_what_is_read_otherwise_makes_another_store(tmp_path, cache):
+def test_what_is_read_otherwise_makes_another_store(tmp_path, cache, messages):
     file = write(tmp_path / "a.jsonl", [{"text": "ab", "body": "c"}])
-    told = []
-    assert documents_of(store_of(file, cache=cache, report=told)) == [[97, 98, END]]
-    assert documents_of(store_of(file, cache=cache, report=told, column="body")) == [[99, END]]
+    assert documents_of(store_of(file, cache=cache)) == [[97, 98, END]]
+    assert documents_of(store_of(file, cache=cache, column="body")) == [[99, END]]
     write(file, [{"text": "xy", "body": "c"}])  # of the same size
     os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
-    assert documents_of(store_of(file, cache=cache, report=told)) == [[120, 121, END]]
-    assert len(told) == 2 * len(list(cache_folder(cache).iterdir())) == 6
+    assert documents_of(store_of(file, cache=cache)) == [[120, 121, END]]
+    assert len(messages()) == 2 * len(list(cache_folder(cache).iterdir())) == 6
 
 
 def test_other_ranks_wait_for_the_store(tmp_path, cache):
@@ -616,7 +613,7 @@ def data_section(file, cache, **more):
 
 def opened(file, cache, *, vocabulary=1000, **more):
     data = data_section(file, cache, **more)
-    return open_dataset(data, data.train, tokenizer=data.tokenizer, vocabulary=vocabulary, build=True, report=lambda line: None)
+    return open_dataset(data, data.train, tokenizer=data.tokenizer, vocabulary=vocabulary, build=True)
 
 
 def test_each_kind_is_packed_its_way(tmp_path, cache):

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import threading
 import time
 
 import numpy as np
@@ -36,16 +35,13 @@ def jsonl(file, texts):
     return file
 
 
-def opened(
-    tmp_path, *patterns, kind="text", tokenizer="bytes", build=True, told=None, validation=False, refresh=False, num_labels=None, **data
-):
+def opened(tmp_path, *patterns, kind="text", tokenizer="bytes", build=True, validation=False, refresh=False, num_labels=None, **data):
     return open_store(
         kind=kind,
         patterns=tuple(map(str, patterns)),
         data=schema.Data(kind=kind, cache=str(tmp_path / "cache"), **data),
         tokenizer=tokenizer,
         build=build,
-        report=(lambda line: None) if told is None else told.append,
         validation=validation,
         refresh=refresh,
         num_labels=num_labels,
@@ -102,7 +98,7 @@ def test_line_numbers_in_any_order(tmp_path):
 # In processes
 
 
-def test_the_order_is_that_of_files_and_lines_however_many_processes(tmp_path, many_tasks, capfd):
+def test_the_order_is_that_of_files_and_lines_however_many_processes(tmp_path, many_tasks, capfd, messages):
     texts = [[f"{name}{number} " + "x" * (number % 13) for number in range(60)] for name in "abc"]
     jsonl(tmp_path / "data/a.jsonl", texts[0])
     pyarrow.parquet.write_table(
@@ -110,17 +106,16 @@ def test_the_order_is_that_of_files_and_lines_however_many_processes(tmp_path, m
     )
     jsonl(tmp_path / "data/c.jsonl", texts[2])
     (tmp_path / "data/d.txt").write_text("d")
-    told = []
-    alone = opened(tmp_path, tmp_path / "data", processes=1, told=told)
+    alone = opened(tmp_path, tmp_path / "data", processes=1)
     (tmp_path / "cache").rename(tmp_path / "first")
-    together = opened(tmp_path, tmp_path / "data", processes=3, told=told)
+    together = opened(tmp_path, tmp_path / "data", processes=3)
     assert texts_of(alone) == texts_of(together) == [*texts[0], *texts[1], *texts[2], "d"]
     assert alone.ids.tobytes() == together.ids.tobytes()
     assert alone.offsets.tobytes() == together.offsets.tobytes()
     assert alone.largest_id == together.largest_id == END
     (folder,) = (tmp_path / "cache").iterdir()
     assert sorted(file.name for file in folder.iterdir()) == ["ids.npy", "meta.json", "offsets.npy"]
-    assert [line for line in told if line.startswith("tokenized 181 documents")]
+    assert [line for line in messages() if line.startswith("tokenized 181 documents")]
     printed = capfd.readouterr()
     assert "Generating" not in printed.out + printed.err
 
@@ -141,19 +136,15 @@ def test_labels_and_classes_come_through_processes(tmp_path, many_tasks):
         opened(tmp_path, file, kind="classification", processes=2, num_labels=2)
 
 
-def test_progress_is_told_now_and_then(monkeypatch):
+def test_progress_is_logged(monkeypatch, messages):
     monkeypatch.setattr(tokenization, "_PROGRESS_SECONDS", 0.001)
-    told = threading.Event()
-    lines = []
-
-    def report(line):
-        lines.append(line)
-        told.set()
-
     progress = np.array([[2**20, 10], [2**20, 30]], dtype=np.int64)
-    with tokenization._watched(progress, 8 * 2**20, time.monotonic() - 2, report):
-        assert told.wait(20)
-    assert says("tokenizing: 25% of 8 MiB, 1.0 MiB/s, ... tokens/s, 6 s left", lines[0]), lines[0]
+    with tokenization._watched(progress, 8 * 2**20, time.monotonic() - 2):
+        deadline = time.monotonic() + 20
+        while not messages() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    line = messages()[0]
+    assert says("tokenizing: 25% of 8 MiB, 1.0 MiB/s, ... tokens/s, 6 s left", line), line
 
 
 def broken_rows(tmp_path, bad):
@@ -264,18 +255,18 @@ def test_a_lock_of_another_machine_is_abandoned_when_it_is_not_touched(tmp_path,
     assert not watched.abandoned(), "released"
 
 
-def test_looks_become_rare(monkeypatch):
+def test_looks_become_rare(monkeypatch, messages):
     """A thousand ranks may wait for hours on one file system."""
-    now, slept, told = [0.0], [], []
+    now, slept = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), now.__setitem__(0, now[0] + seconds)))
-    for _ in token_store._looks(told.append, lambda: "process 1 on node7"):
+    for _ in token_store._looks(lambda: "process 1 on node7"):
         if now[0] > 3600:
             break
     assert len(slept) < 800
     assert slept[0] < 0.1
     assert slept[-1] == token_store.LOOK_SECONDS
-    assert told[0].startswith("waiting for process 1 on node7 to tokenize (6")
+    assert messages()[0].startswith("waiting for process 1 on node7 to tokenize (6")
 
 
 def test_a_lock_is_touched_while_it_is_held(tmp_path, monkeypatch):

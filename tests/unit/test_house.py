@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "strategies": {"distributed", "recipe"},
     "data": {"distributed", "errors", "recipe", "reliability", "training"},
     "metrics": {"distributed", "recipe", "training"},
-    "checkpoint": {"distributed", "errors", "metrics", "models", "recipe", "reliability", "training"},
+    "checkpoint": {"data", "distributed", "errors", "metrics", "models", "recipe", "reliability", "training"},
     "planner": {"data", "distributed", "errors", "metrics", "models", "recipe", "reliability", "strategies", "training"},
     "training": {
         *("checkpoint", "data", "distributed", "errors", "metrics", "models", "planner", "recipe", "reliability", "strategies"),

@@ -260,11 +260,11 @@ def test_what_was_measured_stands_beside_the_plan():
 def test_verify_trains_here_and_judges(faked, monkeypatch, capsys):
     asked = []
 
-    def measure(recipes, *, ranks, gpus):
+    def measured(recipes, *, ranks, gpus):
         asked.append((recipes, ranks, gpus))
         return [measured_like(faked.plan, scale=faked.scale)]
 
-    monkeypatch.setattr(measure, "measure", measure)
+    monkeypatch.setattr(measure, "measure", measured)
     words = ["recipe=x.yaml", "gpu=h100", "gpus_per_node=8", "--verify"]
     assert main.main(["plan", *words]) == 2
     assert "verify: there is no GPU here for 8 ranks" in capsys.readouterr().err

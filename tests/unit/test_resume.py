@@ -78,19 +78,19 @@ def fingerprint(tmp_path):
 
     def found(*, streaming=False, train=(str(tmp_path / "?.jsonl"),), ranks=1):
         data = schema.Data(train=train, tokenizer="bytes", sequence_length=8, cache=str(tmp_path / "cache"), streaming=streaming)
+        recipe = schema.Recipe(
+            run=schema.Run(name="resumed", max_steps=2),
+            model=schema.Model(config={}),
+            data=data,
+            batch=schema.Batch(global_batch_size=2, micro_batch_size=1),
+        )
         opened = open_run_data(
-            data,
-            schema.Batch(global_batch_size=2, micro_batch_size=1),
-            seed=0,
-            max_steps=2,
-            epochs=None,
-            model_path=None,
+            recipe,
             vocabulary=260,
             classes=None,
             padding=0,
             isolation="mask",
             build=True,
-            report=print,
             skipped_rows=None,
             ranks=DataParallel(rank=0, size=1, group=None, device=torch.device("cpu")),
         )
