@@ -33,6 +33,7 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+TRAIN = ROOT / "launcher" / "train.py"
 MARK = "LAUNCHER_BENCHMARK"
 """An environment variable that all processes of a run inherit, also those that leave its process group. A run inside
 another one adds its mark to the other's."""
@@ -284,7 +285,7 @@ class Bench:
             raise RunFailedError(f"{file}: {len(lines)} lines for {self.steps} steps")
         return Measured(lines, lines[0]["time"] - started)
 
-    def _launcher(self, mode: Mode, folder: Path, **changes: dict[str, Any]) -> float:
+    def _launcher(self, mode: Mode, folder: Path, script: Path = TRAIN, **changes: dict[str, Any]) -> float:
         recipe: dict[str, Any] = {
             "run": {"name": "benchmark", "dir": str(folder / "run"), "max_steps": self.steps},
             "model": {"config": {"model_type": "llama", **self.size.model}, "attention": "sdpa"},
@@ -310,7 +311,7 @@ class Bench:
         for section, keys in changes.items():
             recipe[section] = {**recipe[section], **keys}
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-        command = self._torchrun(ROOT / "launcher" / "train.py", f"recipe={folder / 'recipe.yaml'}")
+        command = self._torchrun(script, f"recipe={folder / 'recipe.yaml'}")
         return run(command, log=folder / "output.txt", limit=self.limit)
 
     def initial_weights(self, mode: Mode) -> Path:

@@ -31,12 +31,19 @@ class OverheadBench(Bench):
 
     def cpu_milliseconds(self, side: str, strategy: str, skip: int) -> float:
         """Of all ranks, the median over the steps but the first `skip` of one run."""
-        if side in PEERS:
-            steps = self._peer(side, strategy)
+        if side == "raw":
+            steps = [float(line["cpu_seconds"]) for line in self.raw(f"{strategy}-bf16").lines]
+        elif side == "launcher":
+            steps = self._launcher_steps(strategy)
         else:
-            measured = (self.launcher if side == "launcher" else self.raw)(f"{strategy}-bf16")
-            steps = [float(line["cpu_seconds"]) for line in measured.lines]
+            steps = self._peer(side, strategy)
         return 1000 * statistics.median(steps[skip:])
+
+    def _launcher_steps(self, strategy: str) -> list[float]:
+        """Measured in each process, since on null GPUs the launcher's own record has no values."""
+        folder = self._next(f"{strategy}-launcher")
+        self._launcher(MODES[f"{strategy}-bf16"], folder, script=HERE / "launcher_cpu.py")
+        return self._sum_of_ranks(folder / "cpu", "launcher")
 
     def _peer(self, library: str, strategy: str) -> list[float]:
         folder = self._next(f"{strategy}-{library}")
@@ -55,9 +62,12 @@ class OverheadBench(Bench):
         }
         given = [part for key, value in options.items() for part in (f"--{key}", value)]
         run(self._torchrun(HERE / "peers.py", *given), log=folder / "output.txt", limit=self.limit)
+        return self._sum_of_ranks(metrics, library)
+
+    def _sum_of_ranks(self, metrics: Path, side: str) -> list[float]:
         ranks = [json.loads(Path(f"{metrics}.{rank}").read_text()) for rank in range(self.ranks)]
         if any(len(steps) < self.steps for steps in ranks):
-            raise RunFailedError(f"{library}: fewer than {self.steps} steps were measured")
+            raise RunFailedError(f"{side}: fewer than {self.steps} steps were measured")
         return [sum(step) for step in zip(*ranks, strict=True)]
 
 

@@ -1,7 +1,8 @@
 """The loops that other libraries' users write, to compare the launcher with. Started by overhead.py, through torchrun.
 
 accelerate: `Accelerator.prepare` and `accumulate`. trainer: transformers' Trainer. fabric: Lightning Fabric. Each reads
-the loss in every step, as the launcher does with `logging.every_steps: 1`, and does nothing else beside training.
+the loss in every step, as the launcher does with `logging.every_steps: 1`, and does nothing else beside training. All do
+the same work: with FSDP they reduce gradients after each micro-batch, as the launcher does by default.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSeconds:
     from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 
     plugin = None
     if arguments.strategy == "fsdp":
@@ -67,7 +68,9 @@ def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSecon
         )
     accelerator = Accelerator(
         mixed_precision="bf16",
-        gradient_accumulation_steps=arguments.accumulation,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=arguments.accumulation, sync_each_batch=arguments.strategy == "fsdp"
+        ),
         fsdp_plugin=plugin,
     )
     loader = DataLoader(Rows(arguments.data), batch_size=arguments.micro_batch_size)
@@ -109,7 +112,8 @@ def trainer_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSeconds:
     sharded: dict[str, Any] = {}
     if arguments.strategy == "fsdp":
         wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-        sharded = {"fsdp": True, "fsdp_config": wrapped}
+        reduced = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+        sharded = {"fsdp": True, "fsdp_config": wrapped, "accelerator_config": reduced}
     settings = TrainingArguments(
         output_dir=str(arguments.metrics.parent / "trainer"),
         per_device_train_batch_size=arguments.micro_batch_size,
@@ -143,8 +147,10 @@ def fabric_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSeconds:
         return fully_shard(module, mesh=mesh["data_parallel"], mp_policy=policy)
 
     fsdp = arguments.strategy == "fsdp"
-    strategy = ModelParallelStrategy(shard) if fsdp else DDPStrategy(gradient_as_bucket_view=True)
     count = torch.cuda.device_count()
+    # Its default is tensor parallelism over all GPUs of a node, which shards no data
+    sharded = ModelParallelStrategy(shard, data_parallel_size=count, tensor_parallel_size=1)
+    strategy = sharded if fsdp else DDPStrategy(gradient_as_bucket_view=True)
     fabric = Fabric(accelerator="cuda", devices=count, strategy=strategy, precision=None if fsdp else "bf16-mixed")
     fabric.launch()
     model = fabric.setup_module(model)

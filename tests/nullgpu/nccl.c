@@ -8,12 +8,17 @@
 #define _GNU_SOURCE
 #include "nullgpu.h"
 
+#include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <nccl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #define MAX_RANKS 64
@@ -22,17 +27,18 @@
 // has published message k+1 has read all of message k.
 typedef struct {
   volatile pid_t process[MAX_RANKS];
-  volatile uint64_t published[MAX_RANKS];
+  volatile uint32_t published[MAX_RANKS];
 } Header;
 
 struct ncclComm {
   int ranks, rank;
-  uint64_t key, messages;
+  uint64_t key;
+  uint32_t messages;
   Header *header;
 };
 
-static char *slot(ncclComm_t comm, int rank, uint64_t message) {
-  size_t index = 2 * rank + message % 2;
+static char *slot(ncclComm_t comm, int rank, uint32_t message) {
+  size_t index = 2ul * rank + message % 2;
   return (char *)comm->header + sizeof(Header) + index * SMALL_COLLECTIVE;
 }
 
@@ -50,23 +56,29 @@ static int is_dead(pid_t process) {
   return !name_end || name_end[2] == 'Z' || name_end[2] == 'X';
 }
 
-// Waits until every rank has reached `message`; 0 if one of them died first.
-static int wait_for_all(ncclComm_t comm, uint64_t message) {
-  for (int rank = 0; rank < comm->ranks; rank++)
-    for (long turn = 0; comm->header->published[rank] < message; turn++) {
-      if (turn > 100) usleep(turn < 2000 ? 50 : 1000);
-      if (turn % 100 == 99 && is_dead(comm->header->process[rank])) return 0;
+// Waits until every rank has reached `message`; 0 if one of them died first. Sleeps, so that the processor time of a
+// training is that of its own work.
+static int wait_for_all(ncclComm_t comm, uint32_t message) {
+  for (int rank = 0; rank < comm->ranks; rank++) {
+    volatile uint32_t *published = &comm->header->published[rank];
+    for (uint32_t seen; (seen = *published) < message;) {
+      struct timespec patience = {0, 20000000};
+      if (syscall(SYS_futex, published, FUTEX_WAIT, seen, &patience, NULL, 0) && errno == ETIMEDOUT &&
+          is_dead(comm->header->process[rank]))
+        return 0;
     }
+  }
   __sync_synchronize();
   return 1;
 }
 
 // Puts `size` bytes of every rank, one after the other, into `all`; 0 if the message is never answered.
 static int exchange(ncclComm_t comm, const void *mine, void *all, size_t size) {
-  uint64_t message = ++comm->messages;
+  uint32_t message = ++comm->messages;
   memcpy(slot(comm, comm->rank, message), mine, size);
   __sync_synchronize();
   comm->header->published[comm->rank] = message;
+  syscall(SYS_futex, &comm->header->published[comm->rank], FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
   if (!wait_for_all(comm, message)) {
     stuck = 1;
     log_event("stuck %lx", (unsigned long)comm->key);

@@ -1,0 +1,45 @@
+"""The launcher's training, started by overhead.py through torchrun: each rank writes its processor time in each step.
+
+    torchrun --nproc-per-node 2 benchmarks/launcher_cpu.py recipe=FOLDER/recipe.yaml
+
+writes FOLDER/cpu.RANK and ends without a checkpoint, which takes longer than the steps.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from launcher.environment import prepare_cuda
+
+prepare_cuda(deterministic=False)  # before torch is imported, as launcher/train.py does
+
+import torch.distributed as dist  # noqa: E402
+from peers import CpuSeconds  # noqa: E402
+
+from launcher.failures import Progress  # noqa: E402
+from launcher.recipe.load import load_recipe  # noqa: E402
+from launcher.train import main  # noqa: E402
+
+
+def measure(recipe: str) -> None:
+    """Has each finished step counted, and the process end after the last."""
+    last = load_recipe([recipe], ranks=None).recipe.run.max_steps
+    step_done = Progress.step_done
+    seconds = CpuSeconds()
+
+    def counted(self: Progress, step: int) -> None:
+        step_done(self, step)
+        seconds.step_done()
+        if step == last:
+            seconds.write(Path(recipe.partition("=")[2]).with_name("cpu"))
+            dist.barrier()
+            os._exit(0)
+
+    Progress.step_done = counted
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1])
+    sys.exit(main())
