@@ -88,7 +88,7 @@ def outcomes(log: str) -> Rows:
     """
     seconds: dict[str, float] = {}
     for value, name in re.findall(r"^([\d.]+)s \w+ +\S+?::(.+?) *$", log, re.M):
-        seconds[name] = seconds.get(name, 0) + float(value)
+        seconds[name] = round(seconds.get(name, 0) + float(value), 2)
     reasons = dict(re.findall(r"^(?:FAILED|ERROR) \S+?::(.+?) - (.+)$", log, re.M))
     line = r"^\S+\.py::(.+?) (?:(PASSED|FAILED|SKIPPED|ERROR)(.*?))? *(?:\[ *\d+%\])?$"
     found = {
@@ -213,17 +213,15 @@ def markdown(parts: dict[str, Any]) -> str:
     lines += [f"\n{', '.join(names)}: {machine}." for machine, names in machines.items()]
     for name, part in parts.items():
         for command in part["commands"]:
-            lines += [
-                "",
-                f"## {name}: {command['name']}",
-                f"{command['status']}, {command['seconds']} s",
-                "",
-            ]
-            if rows := command["figures"]:
-                lines += [f"| {' | '.join(rows[0])} |", f"|{'---|' * len(rows[0])}"]
-                for row in rows:
-                    cells = ("" if v is None else str(v).replace("|", "/") for v in row.values())
-                    lines.append(f"| {' | '.join(cells)} |")
+            title = f"## {name}: {command['name']}"
+            lines += ["", title, f"{command['status']}, {command['seconds']} s"]
+            header: list[str] = []
+            for row in command["figures"]:
+                if list(row) != header:  # the next table
+                    header = list(row)
+                    lines += ["", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+                cells = ("" if v is None else str(v).replace("|", "/") for v in row.values())
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -329,6 +327,7 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     import_from(ROOT)
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a command printed is in its log, however it ends
+    os.environ["COLUMNS"] = "200"  # pytest cuts its reasons at this width
     if arguments.wheels is not None:
         add_wheels(arguments.wheels, results / "packages")
     if missing := missing_packages():

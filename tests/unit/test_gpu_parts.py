@@ -50,7 +50,7 @@ def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monk
     scripts = {
         "doctor": {"one": table.format(1), "two": "import sys; sys.exit(7)"},
         "tests": {"slow": "import time\n" + table.format(2) + interrupted, "late": "print('late')"},
-        "plan": {"good": table.format(4)},
+        "plan": {"good": table.format(4) + "; print('\\n| mode | loss |\\n|---|---|\\n| ddp | 0.5 |')"},
     }
 
     def commands(part, **_):
@@ -62,7 +62,8 @@ def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monk
     monkeypatch.setattr(gpu, "missing_packages", dict)
     monkeypatch.setattr(gpu, "import_from", lambda folder: None)
     monkeypatch.setattr(gpu.signal, "signal", lambda *unused: None)
-    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    for name in ("PYTHONUNBUFFERED", "COLUMNS"):
+        monkeypatch.setenv(name, "")
 
     def main(*parts, limit=30):
         monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path), "--limit", str(limit), "--parts", *parts])
@@ -85,7 +86,7 @@ def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monk
     text = (tmp_path / "gpu.md").read_text()
     assert "| doctor | two: failed with status 7 |" in text
     assert "## plan: good" in text
-    assert "| 4 |" in text
+    assert "| steps |\n|---|\n| 4 |\n\n| mode | loss |\n|---|---|\n| ddp | 0.5 |\n" in text
 
 
 def test_an_interrupted_comparison_reports_what_it_measured(gpu, tmp_path, monkeypatch):
