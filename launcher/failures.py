@@ -447,8 +447,10 @@ def lost_a_peer(error: BaseException) -> bool:
     process is raised in its rank.
     """
     text = str(error).lower()
-    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", *_TIMEOUT_SIGNS)
-    signs += ("is killed by signal: terminated",)
+    signs = (
+        *("connection closed by peer", "connection reset by peer", "broken pipe"),
+        *("remote process exited", "is killed by signal: terminated", *_TIMEOUT_SIGNS),
+    )
     return isinstance(error, RuntimeError) and not isinstance(error, TrainingError) and any(sign in text for sign in signs)
 
 
