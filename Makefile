@@ -3,6 +3,8 @@
 # make test        lint, types and all tests but the long ones
 # make test-long   the long ones too
 # make test-cuda   tests of the CUDA code paths, on devices without a GPU (tests/nullgpu)
+# make test-gpu    on a machine with GPUs: their tests and benchmarks (see benchmarks/README.md)
+# make gpu-wheels  downloads packages for `make test-gpu` on a machine without network
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,6 +14,16 @@ INSTALLED := $(VENV)/.installed
 CUDA_TORCH ?= 2.13.0
 CUDA_VENV ?= .venv-cuda
 CUDA_INSTALLED = $(CUDA_VENV)/.installed-$(CUDA_TORCH)
+# `make test-gpu`: all parts, or PART="doctor tests"; QUICK=1: small models and few steps
+GPU_RESULTS ?= build/gpu
+GPU_OPTIONS = --results $(GPU_RESULTS) $(if $(PART),--parts $(PART)) $(if $(QUICK),--quick) \
+	$(if $(WHEELS),--wheels $(WHEELS)) $(if $(COMMIT),--commit $(COMMIT))
+# `make gpu-wheels`: what a Python with torch, transformers, peft, pandas and pyarrow may lack of the
+# launcher's and the tests' requirements; for this version of Python
+GPU_PYTHON ?= 3.12
+GPU_PACKAGES ?= omegaconf datasets dill multiprocess xxhash rich markdown-it-py mdurl Pygments \
+	pytest pluggy iniconfig
+GPU_PLATFORMS = $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
 # Two processes, on two GPUs or on the CPU; one where there is one GPU
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)),1,2)
 # torch from PyPI is built for CUDA: where it finds no GPU it refuses to train, unless it is told to use the CPU
@@ -21,7 +33,7 @@ unused = $$(dir=runs/$(1); n=2; while [ -s "$$dir/metrics.jsonl" ]; do dir=runs/
 # The newest export of `make train`; tokenizer.json stands in it since it is a model to chat with
 pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1))
 
-.PHONY: install install-cuda train finetune test lint types test-long test-cuda
+.PHONY: install install-cuda train finetune test lint types test-long test-cuda test-gpu gpu-wheels
 
 install: $(INSTALLED)
 
@@ -63,6 +75,17 @@ $(CUDA_INSTALLED): pyproject.toml constraints.txt
 
 test-cuda: install-cuda
 	$(CUDA_VENV)/bin/python -m pytest -m 'not long' tests/nullgpu
+
+cuda_torch = $(PYTHON) -c 'import torch as t; assert t.version.cuda and t.__version__ >= (2, 11)' 2>/dev/null
+# In PYTHON, where its torch is built for CUDA; else in the environment of `make install-cuda`
+test-gpu:
+	@$(cuda_torch) || $(MAKE) install-cuda
+	@$$($(cuda_torch) && echo $(PYTHON) || echo $(CUDA_VENV)/bin/python) benchmarks/gpu.py $(GPU_OPTIONS)
+
+gpu-wheels:
+	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary=:all: \
+		--dest $(or $(WHEELS),build/wheels) --python-version $(GPU_PYTHON) $(GPU_PLATFORMS) \
+		--constraint constraints.txt $(GPU_PACKAGES)
 
 test-long: lint types
 	$(BIN)/python -m pytest -m 'not gpu'

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -34,7 +35,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TRAIN = ROOT / "launcher" / "train.py"
 MARK = "LAUNCHER_BENCHMARK"
-"""An environment variable that all processes of a run inherit, however far they get from this one."""
+"""An environment variable that all processes of a run inherit, also those that leave its process group. A run inside
+another one adds its mark to the other's."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ def marked_processes(mark: str) -> list[int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             with contextlib.suppress(OSError):
-                if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                if any(v.startswith(f"{MARK}=".encode()) and mark.encode() in v for v in variables):
                     found.append(int(folder.name))
     return found
 
@@ -176,24 +179,28 @@ def _lines(file: Path) -> list[str]:
     return file.read_text(errors="replace").splitlines()
 
 
-def run(command: list[str], *, log: Path, limit: float) -> float:
-    """Runs a command to its end and leaves none of its processes behind; returns the time it was started at.
+def exit_status(command: list[str], *, log: Path, limit: float, grace: float = 0) -> int | None:
+    """Runs a command to its end and leaves none of its processes behind; returns its exit status.
 
-    Raises RunFailedError where it takes longer than `limit` seconds or ends with a status other than 0.
+    None: it took longer than `limit` seconds. It was interrupted (SIGINT), and killed where it
+    had not ended `grace` seconds later.
     """
     mark = uuid.uuid4().hex
-    environment = {**os.environ, MARK: mark}
+    environment = {**os.environ, MARK: os.environ.get(MARK, "") + mark}
     # The launcher sets this one itself, and it makes memory on GPUs go further
     environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Where it is set, Python compiles the launcher's source at each start, which no installation does
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     with log.open("w") as output:
-        started = time.time()
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            status: int | None = process.wait(limit)
+            return process.wait(limit)
         except subprocess.TimeoutExpired:
-            status = None
+            if grace:
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(grace)
+            return None
         finally:
             while left := marked_processes(mark):
                 for pid in left:
@@ -201,6 +208,15 @@ def run(command: list[str], *, log: Path, limit: float) -> float:
                         os.kill(pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.1)
+
+
+def run(command: list[str], *, log: Path, limit: float) -> float:
+    """Runs a command to its end and leaves none of its processes behind; returns the time it was started at.
+
+    Raises RunFailedError where it takes longer than `limit` seconds or ends with a status other than 0.
+    """
+    started = time.time()
+    status = exit_status(command, log=log, limit=limit)
     if status != 0:
         what = f"took longer than {limit:.0f} s" if status is None else f"ended with status {status}"
         # Ranks of the launcher print into logs of their own
@@ -346,11 +362,15 @@ class Result:
     """The hand-written loop from the launcher's initial weights."""
 
     def loss_differences(self) -> list[float]:
-        """Relative, a step each; empty where the hand-written loop had other weights."""
+        """Relative, of each step; empty where the hand-written loop had other weights.
+
+        Infinite where the launcher skipped the step, or the other loss is 0 (on null GPUs it is).
+        """
         if self.same_weights is None or not self.pairs:  # of packed rows too: other documents meet in them
             return []
         both = zip(self.same_weights.lines, self.pairs[0][1].lines, strict=True)
-        return [abs(launcher["loss"] - raw["loss"]) / abs(raw["loss"]) for raw, launcher in both]
+        losses = [(raw["loss"], launcher["loss"]) for raw, launcher in both]
+        return [math.inf if not a or b is None else abs(b - a) / abs(a) for a, b in losses]
 
 
 def flops_per_token(size: Size) -> float:
@@ -377,7 +397,10 @@ def describe_machine() -> dict[str, Any]:
     """What the numbers were measured on."""
     processors = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":", 1)[1].strip() for line in processors if line.startswith("model name")), "unknown")
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = ""
+    with contextlib.suppress(OSError):  # git is not installed
+        words = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     return {
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
@@ -386,7 +409,7 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
         "transformers": importlib.metadata.version("transformers"),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit.strip() or "unknown",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
@@ -560,6 +583,9 @@ def main() -> int:
             except RunFailedError as error:
                 print(error, file=sys.stderr)
                 failed.append(name)
+            except (KeyboardInterrupt, SystemExit):  # the report has what was measured before
+                failed.append(f"{name} and what follows it (interrupted)")
+                break
     text = report(results, bench=bench, size=arguments.device_size, skip=arguments.skip, machine=machine, failed=failed)
     print(text)
     if arguments.output is not None:

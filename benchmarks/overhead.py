@@ -42,7 +42,7 @@ class OverheadBench(Bench):
     def _launcher_steps(self, strategy: str) -> list[float]:
         """Measured in each process, since on null GPUs the launcher's own record has no values."""
         folder = self._next(f"{strategy}-launcher")
-        self._launcher(MODES[f"{strategy}-bf16"], folder, script=HERE / "launcher_cpu.py")
+        self._launcher(MODES[f"{strategy}-bf16"], folder, script=HERE / "launcher_cpu.py", checkpoint={"every_steps": None})
         return self._sum_of_ranks(folder / "cpu", "launcher")
 
     def _peer(self, library: str, strategy: str) -> list[float]:

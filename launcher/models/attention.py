@@ -192,7 +192,7 @@ def _register() -> None:
 
 
 def has_varlen_kernel(tensor: torch.Tensor) -> bool:
-    """Whether its device computes attention of documents by their bounds. The memory plan answers for a device of its own."""
+    """Whether its device has CUDA's attention kernels. The memory plan, which traces on the CPU, answers for its own device."""
     return tensor.device.type == "cuda"
 
 
@@ -306,9 +306,22 @@ def _dense(
         place = torch.arange(tokens, device=query.device)
         distance = place[:, None] - place[None, :]
         mask = (distance >= 0) & (distance < sliding_window)
+    elif _repeats_heads(query, key):
+        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
     out: torch.Tensor
     out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     return out
+
+
+def _repeats_heads(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether key-value heads are to be repeated, so that a fused kernel computes attention.
+
+    Of CUDA's fused kernels only that for float32 does not take grouped heads. Without it torch computes the scores of all
+    pairs of tokens: (heads, tokens, tokens), four copies of them in the backward pass (torch 2.11 to 2.13).
+    """
+    if not has_varlen_kernel(query) or torch.is_autocast_enabled(query.device.type):
+        return False
+    return query.dtype == torch.float32 and key.shape[1] < query.shape[1]
 
 
 @torch.no_grad()

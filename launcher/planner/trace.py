@@ -438,7 +438,7 @@ def cuda_attention(
         return out
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
-    if enable_gqa:
+    if enable_gqa and key.shape[1] != query.shape[1]:
         out, _ = torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=True
         )

@@ -60,6 +60,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, label_of: Callable[[torch.Tensor], str | None] = lambda tensor: None, *, gloo: bool = False) -> None:
         """gloo: whether collectives are gloo's, which works on a copy of what a gathering gives and a scattering gets."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._gloo = gloo
         self._copied = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1} if gloo else {}
         self._label_of = label_of
         self.place = Place("forward", 0, "")
@@ -72,15 +73,24 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # its own operations come here, on plain tensors
         out = func(*args, **(kwargs or {}))
         if func.name() in self._copied:
-            copied = args[self._copied[func.name()]]
-            record = Record(copied.nbytes, "communication", len(self._events))
-            self._note(record, record.size)
-            self._note(record, -record.size)
+            self._note_transient(args[self._copied[func.name()]].nbytes, "communication")
         casts = func is torch.ops.aten._to_copy.default
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.see(tensor, source=args[0] if casts else None)
+        # Attention without a fused kernel, in aten/src/ATen/native (torch 2.11 to 2.13): a mask of bytes of the rows that are
+        # masked as a whole; and on CUDA the product of gradient and result
+        if func is torch.ops.aten._safe_softmax.default:
+            self._note_transient(out.numel(), "activations")
+        elif func is torch.ops.aten._softmax_backward_data.default and not self._gloo:
+            self._note_transient(out.nbytes, "activations")
         return out
+
+    def _note_transient(self, size: int, label: str) -> None:
+        """Memory that an operation takes beside its result, and frees before it returns."""
+        record = Record(size, label, len(self._events))
+        self._note(record, size)
+        self._note(record, -size)
 
     def go(self, where: str, *, phase: Phase | None = None, micro_batch: int | None = None) -> None:
         """What comes now happens there."""

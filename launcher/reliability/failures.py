@@ -441,9 +441,16 @@ class FailureWatch:
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether an exception says no more than that another rank is gone."""
+    """Whether an exception may say no more than that another rank is gone.
+
+    torchrun sends SIGTERM to all processes of the other ranks then, and the end of a loader
+    process is raised in its rank.
+    """
     text = str(error).lower()
-    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", *_TIMEOUT_SIGNS)
+    signs = (
+        *("connection closed by peer", "connection reset by peer", "broken pipe"),
+        *("remote process exited", "is killed by signal: terminated", *_TIMEOUT_SIGNS),
+    )
     return isinstance(error, RuntimeError) and not isinstance(error, TrainingError) and any(sign in text for sign in signs)
 
 

@@ -1,7 +1,12 @@
 """What has a GPU side, on the GPUs that are here: `pytest -m gpu tests/gpu`. One GPU is enough; with more, more is tried."""
 
+import functools
 import json
+import shutil
+import subprocess
 import sys
+import time
+from collections import Counter
 
 import pytest
 import torch
@@ -10,20 +15,51 @@ from tests.distributed.launching import REPOSITORY, run, torchrun
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no CUDA device here")]
+DEVICE = "cuda"
 TRAIN = REPOSITORY / "launcher/train.py"
+FAULTY_TRAIN = REPOSITORY / "tests/distributed/faulty_train.py"
 MODEL = [
     *("model.config.hidden_size=512", "model.config.intermediate_size=1536", "model.config.num_hidden_layers=4"),
     *("model.config.num_attention_heads=8", "model.config.num_key_value_heads=4", "data.sequence_length=512"),
-    *("batch.global_batch_size=16", "batch.micro_batch_size=4", "data.validation=null", "checkpoint.export=null"),
+    *("data.validation=null", "checkpoint.export=null", "run.max_steps=12"),
+]
+DETERMINISTIC = [
+    *("run.deterministic=true", "schedule.kind=constant", "schedule.warmup_steps=2"),
+    *("model.config.attention_dropout=0.1", "model.attention=eager", "checkpoint.every_steps=3"),
 ]
 
 
-def train(recipe, run_dir, *overrides, ranks=1):
-    result = torchrun(
-        TRAIN, f"recipe={recipe}", *MODEL, "run.max_steps=12", f"run.dir={run_dir}", *overrides, ranks=ranks, timeout=300, device="cuda"
-    )
-    result.check()
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()], result.output
+def start(recipe, run_dir, *overrides, ranks=1, script=TRAIN, restarts=0, **options):
+    """Two micro-batches a step on each rank, whatever the number of ranks."""
+    batch = [f"batch.global_batch_size={8 * ranks}", "batch.micro_batch_size=4"]
+    words = [f"recipe={recipe}", *MODEL, *batch, f"run.dir={run_dir}", *overrides]
+    arguments = ["--max-restarts", restarts, script, *words]
+    return torchrun(*arguments, ranks=ranks, timeout=300, device=DEVICE, **options)
+
+
+def read(run_dir, name="metrics"):
+    return [json.loads(line) for line in (run_dir / f"{name}.jsonl").read_text().splitlines()]
+
+
+def train(recipe, run_dir, *overrides, **options):
+    result = start(recipe, run_dir, *overrides, **options).check()
+    return read(run_dir), result.output
+
+
+def figures(records):
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """undisturbed(recipe) gives the records of a deterministic run from step 1 to 12; trained once."""
+
+    @functools.cache
+    def records(recipe):
+        folder = tmp_path_factory.mktemp(recipe)
+        return train(recipe, folder / "run", *DETERMINISTIC, ranks=GPUS)[0]
+
+    return records
 
 
 @pytest.mark.parametrize("ranks", sorted({1, GPUS}))
@@ -127,10 +163,11 @@ def checkpoint(tmp_path_factory):
 def test_a_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapters, tmp_path):
     more = ["model.config=null", f"model.path={checkpoint}", "checkpoint.export=at_end", *(["lora={rank: 8}"] if adapters else [])]
     overrides = [override for override in MODEL if not override.startswith(("model.config.", "checkpoint."))]
+    overrides += [f"batch.global_batch_size={8 * GPUS}", "batch.micro_batch_size=4"]
     run_dir = tmp_path / "run"
     command = [f"recipe={recipe}", *overrides, "run.max_steps=4", f"run.dir={run_dir}", *more, "optimizer.learning_rate=1e-3"]
-    output = torchrun(TRAIN, *command, ranks=GPUS, timeout=300, device="cuda").check().output
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    output = torchrun(TRAIN, *command, ranks=GPUS, timeout=300, device=DEVICE).check().output
+    records = read(run_dir)
     assert records[-1]["loss"] < records[0]["loss"]
     assert "kept apart by variable-length attention" in output
     written = {file.name for file in (run_dir / "hf").iterdir()}
@@ -139,22 +176,68 @@ def test_a_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapter
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp", "fsdp_offload"])
-def test_a_resumed_run_is_bit_identical(recipe, asynchronous, tmp_path):
+def test_a_resumed_run_is_bit_identical(recipe, asynchronous, undisturbed, tmp_path):
     """Saved from the GPU through pinned memory beside the steps, or waited for; dropout drawn on the GPU."""
-    settings = ["run.deterministic=true", "schedule.kind=constant", "schedule.warmup_steps=2", "model.config.attention_dropout=0.1"]
-    settings += ["checkpoint.every_steps=3", f"checkpoint.asynchronous={asynchronous}", "model.attention=eager"]
-    whole = train(recipe, tmp_path / "whole", *settings, ranks=GPUS)[0]
-    train(recipe, tmp_path / "parts", *settings, "run.max_steps=7", ranks=GPUS)
-    parts, output = train(recipe, tmp_path / "parts", *settings, ranks=GPUS)
+    settings = [*DETERMINISTIC, f"checkpoint.asynchronous={asynchronous}"]
+    train(recipe, tmp_path / "run", *settings, "run.max_steps=7", ranks=GPUS)
+    resumed, output = train(recipe, tmp_path / "run", *settings, ranks=GPUS)
     assert "step_00000007, step 7" in output
-    assert [(r["step"], r["loss"], r["grad_norm"]) for r in parts] == [(r["step"], r["loss"], r["grad_norm"]) for r in whole]
+    assert figures(resumed) == figures(undisturbed(recipe))
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
+def test_a_killed_rank_changes_no_loss(recipe, undisturbed, tmp_path):
+    """SIGKILL in step 8; the restart resumes from step 6. Where the rank has peers, they report it."""
+    settings = [*DETERMINISTIC, "checkpoint.asynchronous=false"]  # step 6 is saved before step 7 starts
+    run_dir, last = tmp_path / "run", GPUS - 1
+    fault = {"FAULT": f"kill:{last}:15", "ONCE": str(tmp_path / "killed")}  # two micro-batches a step
+    options = {"script": FAULTY_TRAIN, "ranks": GPUS, **fault}
+    if GPUS > 1:
+        start(recipe, run_dir, *settings, **options).check(1)
+        status = json.loads((run_dir / "status.json").read_text())
+        assert (status["state"], status["reason"]) == ("failed", "rank_lost"), status["error"]
+        assert f"rank {last} of {GPUS}" in status["error"]
+        start(recipe, run_dir, *settings, **options).check()
+    else:
+        start(recipe, run_dir, *settings, restarts=1, **options).check()
+    assert (tmp_path / "killed").exists()
+    assert json.loads((run_dir / "status.json").read_text())["state"] == "finished"
+    assert [line["step"] for line in read(run_dir, "events") if line["event"] == "resumed"] == [6]
+    assert figures(read(run_dir)) == figures(undisturbed(recipe))
+
+
+def contexts():
+    """How many processes compute on each GPU, by its UUID."""
+    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
+    printed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
+    return Counter(line.split(",")[0].strip() for line in printed.splitlines() if line.strip())
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs nvidia-smi")
+def test_each_gpu_has_a_context_of_its_own_rank_alone(tmp_path):
+    """No rank has one on GPU 0 beside rank 0's; nor has torchrun, a loader process or what saves."""
+    run_dir, before, most = tmp_path / "run", contexts(), Counter()
+
+    def look(process):
+        deadline, steps = time.monotonic() + 200, 0
+        while process.poll() is None and time.monotonic() < deadline and steps < 30:
+            most.update((contexts() - before) - most)  # the most at any time
+            steps = len(read(run_dir)) if (run_dir / "metrics.jsonl").exists() else 0
+        if run_dir.exists():
+            (run_dir / "stop").touch()
+
+    settings = ["run.max_steps=100000", "data.workers=2", "checkpoint.every_steps=10"]
+    start("fsdp", run_dir, *settings, ranks=GPUS, during=look).check()
+    assert len(read(run_dir)) >= 30
+    if not most:
+        pytest.skip("nvidia-smi shows no processes here, as in some containers")
+    gpus = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(GPUS)]
+    assert most == dict.fromkeys(gpus, 1)
 
 
 def test_memory_that_runs_out_is_told_in_words(tmp_path):
     batch = ["batch.global_batch_size=16384", "batch.micro_batch_size=16384"]
-    words = [TRAIN, "recipe=ddp", *MODEL, *batch, "run.max_steps=2", f"run.dir={tmp_path}/run"]
-    result = torchrun(*words, ranks=1, timeout=300, device="cuda")
-    assert result.status == 1
+    start("ddp", tmp_path / "run", *batch, "run.max_steps=2").check(1)
     status = json.loads((tmp_path / "run/status.json").read_text())
     print(status["error"])
     assert status["reason"] == "out_of_memory"

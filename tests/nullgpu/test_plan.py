@@ -64,6 +64,7 @@ GRID = {
         ("1B", 1, [BF16, TO_HOST]),
         ("1B", 1, [FP16, FULL]),
         ("1B", 1, [FP32, FULL, PADDED]),
+        ("1B", 1, [FP32, FULL, PADDED, "model.attention=eager"]),
         ("1B", 2, [BF16, FULL, HELD_BACK]),
         ("1B", 2, [BF16, FULL, GATHERED]),
         ("1B", 2, [BF16, GATHERED, HELD_BACK]),

@@ -54,7 +54,7 @@ def steps(folder):
 
 def test_evaluated_saved_resumed_on_other_ranks_and_exported(folder, null_gpus):
     gpus = null_gpus(count=2)
-    train(folder, gpus, ranks=2).check()
+    train(folder, gpus, "data.workers=1", ranks=2).check()
     assert status(folder)["state"] == "finished"
     assert [record["step"] for record in records(folder) if "eval_loss" in record] == [2, 4]
     train(folder, gpus, "run.max_steps=6", ranks=2).check()
@@ -68,6 +68,8 @@ def test_evaluated_saved_resumed_on_other_ranks_and_exported(folder, null_gpus):
     assert model.config.hidden_size == 64
     for log in gpus.ranks():
         assert log.contexts == {log.rank}
+    others = [log for log in gpus.logs() if not log.of_kind("mark")]
+    assert not any(log.contexts for log in others), "of torchrun, or of a loader process"
 
 
 @pytest.mark.long

@@ -161,6 +161,15 @@ def test_the_first_cause_is_reported_not_what_was_raised_while_it_was_handled(st
     assert "DataLoader worker" in (rank.run.log / "rank_0.log").read_text()
 
 
+def test_torchrun_ended_a_loader_process_because_another_rank_was_lost(start):
+    """The exception interrupts the training step, and has no context."""
+    rank = start()
+    assert rank.watch.report(RuntimeError(*WORKER.args)) == 1
+    status = rank.run.read_status()
+    assert status["reason"] == "rank_lost"
+    assert "rank 1 of 2 ended without a word" in status["error"]
+
+
 def test_an_exception_that_hides_nothing_stays_what_it_is():
     def handled():
         try:

@@ -218,3 +218,24 @@ def test_attention_in_chunks_is_refused_where_a_row_has_several():
     assert isolate("llama4_text", settings=settings, sequence_length=16)[0] == "varlen"
     with pytest.raises(RecipeError, match=r"data\.packing: Llama4ForCausalLM attends within chunks of 16 tokens.*at most 16"):
         isolate("llama4_text", settings=settings, sequence_length=17)
+
+
+def test_float32_repeats_grouped_heads_on_cuda(monkeypatch):
+    """CUDA's fused kernel for float32 takes no grouped heads; the values stay the same."""
+    query, key, value = torch.randn(1, 8, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
+    module = types.SimpleNamespace(num_key_value_groups=4, is_causal=True, training=True)
+    seen, plain = [], torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(query, key, value, **arguments):
+        seen.append(key.shape[1])
+        return plain(query, key, value, **arguments)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    grouped, _ = attention_module.varlen_attention(module, query, key, value, None)
+    monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
+    repeated, _ = attention_module.varlen_attention(module, query, key, value, None)
+    assert seen == [2, 8]
+    assert torch.allclose(grouped, repeated, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        attention_module.varlen_attention(module, query, key, value, None)
+    assert seen[-1] == 2

@@ -1,0 +1,368 @@
+"""Runs everything that needs a GPU, in parts, and adds what each part measured to one folder.
+
+    make test-gpu                            # all parts, one after another
+    make test-gpu PART=tests                 # one of them
+    python benchmarks/gpu.py --parts doctor plan --results build/gpu
+
+README.md says what the parts are. gpu.json in the folder has, for each part, its status, seconds
+and figures, and the machine, versions and commit that it ran with; gpu.md shows the same; logs/
+has what each command printed. Both files are written after each command, so a part that is ended
+at its limit keeps what it measured. Exit status: 0; 1 where a part failed or was not done in time;
+2 where nothing can run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from compare import HERE, ROOT, describe_machine, exit_status
+
+GRACE = 20
+"""Seconds that a command has to write what it measured, once it was interrupted."""
+LOGGERS = {"wandb", "tensorboard"}
+"""Requirements that no part imports."""
+TESTS = "tests/gpu/test_gpu.py"
+RESUME = "resumed or killed"
+PLAN = "allocator"
+DESCRIBE = """
+import json, torch, transformers
+gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+print(json.dumps({
+    "gpu": gpus[0].name if gpus else None,
+    "gpus": len(gpus),
+    "gpu_memory_gib": round(gpus[0].total_memory / 2**30, 1) if gpus else None,
+    "torch": torch.__version__,
+    "cuda": torch.version.cuda,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+}))
+"""
+"""Run in a process of its own: the tests count the contexts on each GPU."""
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a part."""
+
+    name: str
+    words: Sequence[object]
+    """After the Python interpreter."""
+    figures: Callable[[str], Rows]
+    """What it measured, found in what it printed."""
+
+
+def tables(log: str) -> Rows:
+    """The rows of all Markdown tables."""
+    found, header = [], None
+    for line in log.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.startswith("|"):
+            header = None
+        elif header is None:
+            header = cells
+        elif len(cells) == len(header) and not set(line) <= set("|-: "):
+            found.append(dict(zip(header, cells, strict=True)))
+    return found
+
+
+def outcomes(log: str) -> Rows:
+    """Of `pytest -vv --durations=0`: each test, its outcome with the reason, and seconds.
+
+    The test that an interruption ended is `not done`; a last row counts those that did not start.
+    """
+    seconds: dict[str, float] = {}
+    for value, name in re.findall(r"^([\d.]+)s \w+ +\S+?::(.+?) *$", log, re.M):
+        seconds[name] = round(seconds.get(name, 0) + float(value), 2)
+    reasons = dict(re.findall(r"^(?:FAILED|ERROR) \S+?::(.+?) - (.+)$", log, re.M))
+    line = r"^\S+\.py::(.+?) (?:(PASSED|FAILED|SKIPPED|ERROR)(.*?))? *(?:\[ *\d+%\])?$"
+    found = {
+        name: {"test": name, "outcome": f"{outcome.lower() or 'not done'}{why.rstrip()}"}
+        for name, outcome, why in re.findall(line, log, re.M)
+    }
+    for name, reason in reasons.items():
+        found[name]["outcome"] += f": {reason}"
+    rows: Rows = [{**row, "seconds": seconds.get(name)} for name, row in found.items()]
+    total = re.search(r"\bcollected (\d+) items?(?: / (\d+) deselected)?", log)
+    if total and (others := int(total[1]) - int(total[2] or 0) - len(rows)):
+        rows.append({"test": f"{others} others", "outcome": "not started", "seconds": None})
+    return rows
+
+
+def milliseconds(log: str) -> Rows:
+    """Of checkpoint.py: its last line has all medians."""
+    found = [line for line in log.splitlines() if line.startswith("{")]
+    medians = json.loads(found[-1]) if found else {}
+    return [{"what": name, "ms": round(ms, 1)} for name, ms in medians.items()]
+
+
+def diagnosis(file: Path) -> Callable[[str], Rows]:
+    """Of `launcher doctor`: what it found and measured, from the file that it writes."""
+
+    def read(log: str) -> Rows:
+        report = json.loads(file.read_text())
+        rates = {**(report["rates"] or {}), **report["within_node"]}
+        found = [(one["name"], f"{one['state']}: {one['text']}") for one in report["findings"]]
+        found += [(name, f"{rate:.4g}") for name, rate in rates.items() if isinstance(rate, float)]
+        return [{"what": name, "found": text} for name, text in found]
+
+    return read
+
+
+def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
+    """What a part runs. quick: small models and few steps, to see that everything runs."""
+    size = "small" if quick else "1b"
+    ranks: list[object] = ["--ranks", gpus]
+    few_steps: list[object] = ["--steps", 4, "--skip", 1]
+    words: list[object]
+
+    def pytest(expression: str) -> list[Command]:
+        options = f"-m pytest {TESTS} -m gpu -vv --durations=0 --tb=short -k"
+        words: list[object] = [*options.split(), expression]
+        return [Command(part, words, outcomes)]
+
+    if part == "doctor":
+        file = logs / "doctor.json"
+        words = ["-m", "launcher.cli", "doctor", f"ranks={gpus}", f"json={file}"]
+        return [Command("doctor", words, diagnosis(file))]
+    if part == "tests":
+        return pytest(f"not ({RESUME} or {PLAN})")
+    if part == "resume":
+        return pytest(RESUME)
+    if part == "plan":
+        few = ["--ways", "ddp", "fsdp, full", "--rows", 1] if quick else []
+        words = [HERE / "memory.py", *ranks, *few, "--sizes"]
+        sizes = ["tiny"] if quick else ["1b", "0.1b", "3b"]
+        return [Command(name, [*words, name], tables) for name in sizes]
+    if part == "compare":
+        short = [*few_steps, "--pairs", 1] if quick else ["--steps", 20, "--pairs", 2]
+        words = [HERE / "compare.py", *ranks, "--device-size", size, *short]
+        modes = ["ddp-bf16", "fsdp-bf16", "offload-bf16", "fsdp-bf16-packed", "fsdp-bf16-gathered"]
+        words += ["--json", logs / "compare.json", "--modes", *(modes[:2] if quick else modes)]
+        return [Command("compare", words, tables)]
+    if part == "checkpoint":
+        # Where steps are much shorter than a save, a save of several steps' length cannot be hidden
+        short = ["--megabytes", 50, "--repeats", 2]
+        full = ["--megabytes", 2000, "--repeats", 5, "--rows", 16384]
+        words = [HERE / "checkpoint.py", *ranks, *(short if quick else full), "--strategy"]
+        return [Command(name, [*words, name], milliseconds) for name in ("fsdp", "ddp")]
+    assert part == "overhead"
+    full = ["--steps", 20, "--skip", 8, "--rounds", 2]
+    short = [*few_steps, "--rounds", 1] if quick else full
+    words = [
+        HERE / "overhead.py",
+        *ranks,
+        "--sizes",
+        size,
+        *short,
+        "--sides",
+        "launcher",
+        "--strategies",
+    ]
+    return [Command(name, [*words, name], tables) for name in ("ddp", "fsdp")]
+
+
+PARTS = ("doctor", "tests", "resume", "plan", "compare", "checkpoint", "overhead")
+
+
+def run_command(command: Command, *, part: str, log: Path, seconds: float) -> dict[str, Any]:
+    """Runs a command for so many seconds at most; returns its status, time and figures."""
+    record: dict[str, Any] = {"name": command.name, "seconds": 0, "figures": []}
+    if seconds < 1:
+        return {**record, "status": "not started: the part's time was up"}
+    words = [sys.executable, *map(str, command.words)]
+    print(f"{part}: {' '.join(words)}\n    prints into {log}", flush=True)
+    started = time.monotonic()
+    code = exit_status(words, log=log, limit=seconds, grace=GRACE)
+    record["seconds"] = round(time.monotonic() - started, 1)
+    status = "passed" if code == 0 else f"failed with status {code}"
+    if code is None:
+        status = f"not done in {seconds:.0f} s"
+    try:
+        record["figures"] = command.figures(log.read_text(errors="replace"))
+    except (OSError, ValueError, LookupError) as error:
+        status += f"; its figures cannot be read: {type(error).__name__}: {error}"
+    print(f"{part}: {command.name}: {status}, {record['seconds']} s", flush=True)
+    return {**record, "status": status}
+
+
+def markdown(parts: dict[str, Any]) -> str:
+    """All parts, as Markdown."""
+    lines = ["| part | status | seconds | date | commit |", "|---|---|---:|---|---|"]
+    machines: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        on = dict(part["machine"])
+        status, seconds, commit = part["status"], part["seconds"], on.pop("commit")
+        lines.append(f"| {name} | {status} | {seconds} | {part['date']} | {commit} |")
+        machines.setdefault(", ".join(f"{key} {on[key]}" for key in on), []).append(name)
+    lines += [f"\n{', '.join(names)}: {machine}." for machine, names in machines.items()]
+    for name, part in parts.items():
+        for command in part["commands"]:
+            title = f"## {name}: {command['name']}"
+            lines += ["", title, f"{command['status']}, {command['seconds']} s"]
+            header: list[str] = []
+            for row in command["figures"]:
+                if list(row) != header:  # the next table
+                    header = list(row)
+                    lines += ["", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+                cells = ("" if v is None else str(v).replace("|", "/") for v in row.values())
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(results: Path, parts: dict[str, Any]) -> None:
+    """Replaces both files."""
+    for name, text in (
+        ("gpu.json", json.dumps({"parts": parts}, indent=1)),
+        ("gpu.md", markdown(parts)),
+    ):
+        new = results / f"{name}.new"
+        new.write_text(text + "\n", encoding="utf-8")
+        new.replace(results / name)
+
+
+def import_from(folder: Path) -> None:
+    """This process and all that it starts look for packages in this folder first."""
+    sys.path.insert(0, str(folder))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{before}" if before else str(folder)
+
+
+def refuse(message: str) -> NoReturn:
+    """Ends this process: nothing can run."""
+    print(message, file=sys.stderr)
+    sys.exit(2)
+
+
+def installed(package: str) -> str | None:
+    """Its version; None: this Python does not have it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def missing_packages() -> dict[str, str]:
+    """Requirements of the launcher and its tests that this Python does not meet, by package."""
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    missing = {}
+    for requirement in map(Requirement, [*project["dependencies"], "pytest>=8"]):
+        found = installed(requirement.name)
+        good = found is not None and requirement.specifier.contains(found, prereleases=True)
+        if not good and requirement.name not in LOGGERS:
+            missing[requirement.name] = f"{requirement} (here: {found or 'none'})"
+    return missing
+
+
+def add_wheels(wheels: Path, folder: Path) -> None:
+    """Installs the wheels that this Python needs into another folder, and imports from that.
+
+    Exits where there are none at all, or pip fails.
+    """
+    found = {file: file.name.partition("-")[0] for file in wheels.glob("*.whl")}
+    if not found:
+        refuse(f"WHEELS={wheels}: there are no wheels; `make gpu-wheels` downloads them")
+    outdated = {name.replace("-", "_").lower() for name in missing_packages()}
+    needed = [file for file, name in found.items() if not installed(name) or name in outdated]
+    if needed:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        words = [*pip, "--upgrade", "--target", folder, *sorted(needed)]
+        if code := subprocess.run(list(map(str, words)), check=False).returncode:
+            refuse(f"pip failed with status {code}")
+    import_from(folder)
+
+
+def machine_here(commit: str | None) -> dict[str, Any]:
+    """What the parts run on; the key gpu is None where torch sees no GPU."""
+    words = [sys.executable, "-c", DESCRIBE]
+    described = subprocess.run(words, capture_output=True, text=True, check=False)
+    if described.returncode:
+        refuse(f"torch does not work here:\n{described.stderr[-2000:]}")
+    machine = describe_machine() | json.loads(described.stdout.splitlines()[-1])
+    del machine["date"]  # each part has its own
+    machine["driver"] = None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError, IndexError):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        told = subprocess.run(query, capture_output=True, text=True, check=True)
+        machine["driver"] = told.stdout.split()[0]
+    return machine | ({"commit": commit} if commit else {})
+
+
+def main() -> int:
+    """Runs the parts; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=PARTS, metavar="PART", default=PARTS, help=" ".join(PARTS))
+    add("--results", type=Path, default=ROOT / "build/gpu", help="folder that results go to")
+    add("--wheels", type=Path, help="folder with the packages that this Python lacks")
+    add("--limit", type=float, default=530, help=f"seconds of a part, and {GRACE} to end it")
+    add("--quick", action="store_true", help="small models, few steps: to see that all runs")
+    add("--commit", help="of these files, where this is no git repository")
+    arguments = parser.parse_args()
+    # A shell starts background jobs with SIGINT ignored, and commands would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    results: Path = arguments.results.resolve()
+    logs = results / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    import_from(ROOT)
+    os.environ["PYTHONUNBUFFERED"] = "1"  # what a command printed is in its log, however it ends
+    os.environ["COLUMNS"] = "200"  # pytest cuts its reasons at this width
+    if arguments.wheels is not None:
+        add_wheels(arguments.wheels, results / "packages")
+    if missing := missing_packages():
+        lines = "\n  ".join([f"{sys.executable} lacks packages:", *missing.values()])
+        refuse(f"{lines}\nInstall them; without network: WHEELS=FOLDER, see benchmarks/README.md")
+    machine = machine_here(arguments.commit)
+    if machine["gpu"] is None:
+        refuse(f"torch {machine['torch']} of {sys.executable} sees no GPU")
+    file = results / "gpu.json"
+    done: dict[str, Any] = json.loads(file.read_text())["parts"] if file.exists() else {}
+    failed = []
+    for part in arguments.parts:
+        for old in logs.glob(f"{part}[-.]*"):
+            old.unlink()
+        date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+        record = {"machine": machine, "date": date, "status": "not finished", "seconds": 0}
+        records: list[dict[str, Any]] = []
+        done.pop(part, None)
+        done[part] = record | {"commands": records}
+        started = time.monotonic()
+        for command in commands(part, gpus=machine["gpus"], quick=arguments.quick, logs=logs):
+            write(results, done)
+            left = started + arguments.limit - time.monotonic()
+            log = logs / f"{part}-{command.name}.log"
+            records.append(run_command(command, part=part, log=log, seconds=left))
+            done[part]["seconds"] = round(time.monotonic() - started, 1)
+        bad = [f"{one['name']}: {one['status']}" for one in records if one["status"] != "passed"]
+        done[part]["status"] = "; ".join(bad) or "passed"
+        write(results, done)
+        failed += [f"{part}: {one}" for one in bad]
+    print(f"\n{markdown(done)}\nResults: {results / 'gpu.md'} and gpu.json")
+    if failed:
+        print("Failed:", *failed, sep="\n  ")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""`make test-gpu` keeps what a part measured, names what failed, and reads figures out of logs."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LOG = """
+collecting ... collected 9 items / 3 deselected / 6 selected
+
+tests/gpu/test_gpu.py::test_a[{param_dtype: bfloat16}-1] PASSED  [ 16%]
+tests/gpu/test_gpu.py::test_b FAILED                             [ 33%]
+tests/gpu/test_gpu.py::test_c SKIPPED (needs nvidia-smi)         [ 50%]
+tests/gpu/test_gpu.py::test_d[1-x] 
+!!!!!!!!!! KeyboardInterrupt !!!!!!!!!
+1.50s setup    tests/gpu/test_gpu.py::test_a[{param_dtype: bfloat16}-1]
+2.25s call     tests/gpu/test_gpu.py::test_a[{param_dtype: bfloat16}-1]
+FAILED tests/gpu/test_gpu.py::test_b - assert 1 == 2
+"""
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """benchmarks/gpu.py as a module."""
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    return importlib.import_module("gpu")
+
+
+def test_every_test_is_in_the_figures(gpu):
+    assert [tuple(row.values()) for row in gpu.outcomes(LOG)] == [
+        ("test_a[{param_dtype: bfloat16}-1]", "passed", 3.75),
+        ("test_b", "failed: assert 1 == 2", None),
+        ("test_c", "skipped (needs nvidia-smi)", None),
+        ("test_d[1-x]", "not done", None),
+        ("2 others", "not started", None),
+    ]
+
+
+def test_tables(gpu):
+    rows = gpu.tables("noise\n| a | b |\n|---|---:|\n| 1 | x, y |\n| 2 |  |\n\n| c |\n|---|\n| 3 |\n")
+    assert rows == [{"a": "1", "b": "x, y"}, {"a": "2", "b": ""}, {"c": "3"}]
+
+
+def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monkeypatch, capsys):
+    table = "print('| steps |\\n|---|\\n| {} |', flush=True)"
+    interrupted = "\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('| 3 |')"
+    scripts = {
+        "doctor": {"one": table.format(1), "two": "import sys; sys.exit(7)"},
+        "tests": {"slow": "import time\n" + table.format(2) + interrupted, "late": "print('late')"},
+        "plan": {"good": table.format(4) + "; print('\\n| mode | loss |\\n|---|---|\\n| ddp | 0.5 |')"},
+    }
+
+    def commands(part, **_):
+        return [gpu.Command(name, ["-c", script], gpu.tables) for name, script in scripts[part].items()]
+
+    machine = {"gpu": "NVIDIA H200", "gpus": 2, "torch": "2.11.0", "commit": "abc"}
+    monkeypatch.setattr(gpu, "commands", commands)
+    monkeypatch.setattr(gpu, "machine_here", lambda commit: dict(machine))
+    monkeypatch.setattr(gpu, "missing_packages", dict)
+    monkeypatch.setattr(gpu, "import_from", lambda folder: None)
+    monkeypatch.setattr(gpu.signal, "signal", lambda *unused: None)
+    for name in ("PYTHONUNBUFFERED", "COLUMNS"):
+        monkeypatch.setenv(name, "")
+
+    def main(*parts, limit=30):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path), "--limit", str(limit), "--parts", *parts])
+        status = gpu.main()
+        return status, json.loads((tmp_path / "gpu.json").read_text())["parts"], capsys.readouterr().out
+
+    status, parts, printed = main("doctor", "plan")
+    assert status == 1
+    assert parts["doctor"]["status"] == "two: failed with status 7"
+    assert "doctor: two: failed with status 7" in printed.partition("Failed:")[2]
+    assert (parts["plan"]["status"], parts["plan"]["machine"]) == ("passed", machine)
+    status, parts, _ = main("tests", limit=3)
+    assert status == 1
+    assert list(parts) == ["doctor", "plan", "tests"], "other parts' results stay"
+    slow, late = parts["tests"]["commands"]
+    assert (slow["status"], slow["figures"]) == ("not done in 3 s", [{"steps": "2"}, {"steps": "3"}])
+    assert late["status"] == "not started: the part's time was up"
+    status, parts, _ = main("plan")
+    assert status == 0
+    text = (tmp_path / "gpu.md").read_text()
+    assert "| doctor | two: failed with status 7 |" in text
+    assert "## plan: good" in text
+    assert "| steps |\n|---|\n| 4 |\n\n| mode | loss |\n|---|---|\n| ddp | 0.5 |\n" in text
+
+
+def test_an_interrupted_comparison_reports_what_it_measured(gpu, tmp_path, monkeypatch):
+    compare = importlib.import_module("compare")
+    step = {"step_seconds": 0.5, "cpu_seconds": 1.0, "data_seconds": 0.1, "peak_memory_bytes": 2**20, "loss": 3.0}
+    run = compare.Measured([step] * 3, 9.0)
+
+    def measure(name, result, **_):
+        if name == "fsdp-bf16":
+            raise KeyboardInterrupt
+        result.pairs.append((run, run))
+
+    monkeypatch.setattr(compare, "compare", measure)
+    monkeypatch.setattr(compare.Bench, "prepare", lambda self: None)
+    monkeypatch.setattr(compare.Bench, "initial_weights", lambda self, mode: tmp_path)
+    monkeypatch.setattr(compare.signal, "signal", lambda *unused: None)
+    words = ["--steps", "3", "--skip", "1", "--modes", "ddp-bf16", "fsdp-bf16", "--output", str(tmp_path / "table.md")]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words])
+    assert compare.main() == 1
+    text = (tmp_path / "table.md").read_text()
+    assert "| ddp-bf16 | step time, ms | 500.0 | 500.0 |" in text
+    assert "Failed: fsdp-bf16 and what follows it (interrupted)." in text
+
+
+def test_a_loss_of_zero_or_a_skipped_step_is_infinitely_off(gpu):
+    compare = importlib.import_module("compare")
+    raw, launcher = (compare.Measured([{"loss": loss} for loss in losses], 0.0) for losses in ((2.0, 2.0, 0.0), (1.0, None, 1.0)))
+    result = compare.Result(pairs=[(raw, launcher)], same_weights=raw)
+    assert result.loss_differences() == [0.5, float("inf"), float("inf")]
+
+
+def test_processes_of_a_run_inside_another_one_end_with_it(gpu, tmp_path, monkeypatch):
+    compare = importlib.import_module("compare")
+    sleeper = "import subprocess, sys; subprocess.Popen(['sleep', '300'], start_new_session=True)"
+    inner = f"import os; os.environ['{compare.MARK}'] += 'inner'; {sleeper}"
+    marks = []
+    original = compare.marked_processes
+    monkeypatch.setattr(compare, "marked_processes", lambda mark: marks.append(mark) or original(mark))
+    assert compare.exit_status([sys.executable, "-c", inner], log=tmp_path / "log", limit=60) == 0
+    assert original(marks[0]) == []
+    assert len(marks) > 1, "one process was left, and was ended"
