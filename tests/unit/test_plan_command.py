@@ -12,7 +12,7 @@ from launcher.cli import main
 from launcher.cli import plan as command
 from launcher.cli.options import count, read_options, size, truth, word
 from launcher.errors import RecipeError
-from launcher.planner import planning, rates
+from launcher.planner import measure, planning, rates
 from launcher.planner import search as ladders
 from launcher.planner.components import COMPONENTS
 from launcher.planner.formatting import NAMES, batch_in_words, disagreement, strategy_in_words, where
