@@ -40,9 +40,15 @@ class OverheadBench(Bench):
         return 1000 * statistics.median(steps[skip:])
 
     def _launcher_steps(self, strategy: str) -> list[float]:
-        """Measured in each process, since on null GPUs the launcher's own record has no values."""
+        """Measured in each process, since on null GPUs the launcher's own record has no values, and no step is finite."""
         folder = self._next(f"{strategy}-launcher")
-        self._launcher(MODES[f"{strategy}-bf16"], folder, script=HERE / "launcher_cpu.py", checkpoint={"every_steps": None})
+        self._launcher(
+            MODES[f"{strategy}-bf16"],
+            folder,
+            script=HERE / "launcher_cpu.py",
+            run={"max_skipped_steps": 10**6},
+            checkpoint={"every_steps": None},
+        )
         return self._sum_of_ranks(folder / "cpu", "launcher")
 
     def _peer(self, library: str, strategy: str) -> list[float]:

@@ -354,6 +354,7 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
 def _standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Iterator[None]:
     """What fake tensors cannot do, or would do otherwise than the device, done in its place."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     from launcher.strategies import activation_checkpointing, ddp
 
@@ -367,9 +368,16 @@ def _standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Itera
                     tracker.mark([gradient], "gradients")
         return post_backward(self, *unused)
 
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unrecorded(*args: Any, **kwargs: Any) -> Any:  # torch 2.11 derives shapes from fake tensors of whole parameters
+        with tracker.paused():
+            return propagate(*args, **kwargs)
+
     on_host = replaced(activation_checkpointing, "save_on_cpu", partial(_saving_on_host, tracker))
     with (
         replaced(group, "post_backward", marking),
+        replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unrecorded),
         replaced(ddp, "DistributedDataParallel", _Reducer),
         resizing_watched(tracker),
         computing_as_on(device, data),

@@ -67,11 +67,23 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._places: list[Place] = [self.place]
         self._events: list[_Event] = []
         self._live: dict[int, Record] = {}
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Tensors that are created inside are not recorded."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own operations come here, on plain tensors
         out = func(*args, **(kwargs or {}))
+        if self._paused:
+            return out
         if func.name() in self._copied:
             self._note_transient(args[self._copied[func.name()]].nbytes, "communication")
         casts = func is torch.ops.aten._to_copy.default
