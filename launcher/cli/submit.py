@@ -35,7 +35,7 @@ from launcher.planner.rough import CERTAIN, rough_bytes
 from launcher.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from launcher.recipe.schema import Recipe, Slurm
 from launcher.reliability.run_directory import RunFolder
-from launcher.slurm import submit
+from launcher.slurm import scheduler, submit
 from launcher.slurm.attempts import DEFAULT_LEAD, measured_lead
 from launcher.slurm.render import JobScript, file_pattern, node_counts, ranks_per_node, render
 
@@ -219,7 +219,7 @@ def main(arguments: Sequence[str]) -> int:
         submissions[0].script.write_text(text)
         script.log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            job = submit.sbatch(submissions[0].script)
+            job = scheduler.sbatch(submissions[0].script)
         except RecipeError:
             for file in (submissions[0].script, *(submission.recipe for submission in submissions)):
                 file.unlink(missing_ok=True)
@@ -339,7 +339,7 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
             if time.monotonic() - asked > _SQUEUE_SECONDS:
                 asked = time.monotonic()
                 with contextlib.suppress(RecipeError):  # a controller that is restarted is back in a moment
-                    active = submit.active_jobs()
+                    active = scheduler.active_jobs()
                     jobs = {job for run in runs for job in submit.Submission(run.folder, "").jobs()}
                     running = {active[job].lower() for job in jobs if job in active}
                     # Successors are pending all the time

@@ -34,7 +34,9 @@ def address(interface: str | None, environment: Mapping[str, str] = os.environ) 
         return environment.get("SLURMD_NODENAME") or socket.gethostname()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
-            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface)[:15]))
+            answer = fcntl.ioctl(
+                any_socket, _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface)[:15])
+            )
         except OSError as error:
             known = ", ".join(name for _, name in socket.if_nameindex())
             raise SystemExit(
@@ -52,7 +54,11 @@ def listeners(parent: int, number: signal.Signals = signal.SIGUSR1) -> list[int]
         return []
     for child in map(int, children):
         try:
-            status = dict(line.split(":\t", 1) for line in Path(f"/proc/{child}/status").read_text().splitlines() if ":\t" in line)
+            status = dict(
+                line.split(":\t", 1)
+                for line in Path(f"/proc/{child}/status").read_text().splitlines()
+                if ":\t" in line
+            )
         except OSError:
             continue
         if int(status.get("SigCgt", "0"), 16) >> (number - 1) & 1:
@@ -64,7 +70,9 @@ def run(command: Sequence[str]) -> int:
     """Runs torchrun to its end; returns its exit status. To be called with `_REQUESTS` blocked, so that none is missed."""
     waited_for = _REQUESTS | {signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
-    for number in _REQUESTS:  # a signal that is ignored, as the shell before may have set it, would not be waited for
+    for number in (
+        _REQUESTS
+    ):  # a signal that is ignored, as the shell before may have set it, would not be waited for
         signal.signal(number, lambda *_: None)
 
     def start() -> None:
@@ -78,7 +86,10 @@ def run(command: Sequence[str]) -> int:
         came = signal.sigtimedwait(waited_for, 0.25 if asked else 5.0)
         if came is not None and came.si_signo in _REQUESTS and not asked:
             asked = True
-            print(f"{signal.Signals(came.si_signo).name}: the ranks on {address(None)} are told to save and stop", flush=True)
+            print(
+                f"{signal.Signals(came.si_signo).name}: the ranks on {address(None)} are told to save and stop",
+                flush=True,
+            )
         if asked:
             for rank in listeners(child.pid):
                 if rank not in told:
@@ -97,7 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.address:
         print(address(options.interface))
         return 0
-    own = {"{address}": address(options.interface), "is_host={is_host}": f"is_host={int(os.environ.get('SLURM_NODEID') == '0')}"}
+    own = {
+        "{address}": address(options.interface),
+        "is_host={is_host}": f"is_host={int(os.environ.get('SLURM_NODEID') == '0')}",
+    }
     return run([own.get(word, word) for word in options.command])
 
 

@@ -79,7 +79,11 @@ def _options(job: JobScript) -> list[str]:
         "output": job.log,
     }
     flags = ["--requeue", "--open-mode=append"]
-    return [f"--{name}={value}" for name, value in values.items() if value is not None] + flags + list(slurm.sbatch_extra or ())
+    return (
+        [f"--{name}={value}" for name, value in values.items() if value is not None]
+        + flags
+        + list(slurm.sbatch_extra or ())
+    )
 
 
 def quote_for_sbatch(option: str) -> str:
@@ -89,7 +93,9 @@ def quote_for_sbatch(option: str) -> str:
     Raises RecipeError where it holds what cannot stand in a line.
     """
     if not option.isprintable():
-        raise RecipeError(f"{option!r} cannot be told to Slurm: it holds a character that cannot stand in a line")
+        raise RecipeError(
+            f"{option!r} cannot be told to Slurm: it holds a character that cannot stand in a line"
+        )
     name, equals, value = option.partition("=")
     if re.fullmatch(r"[\w@%+=:,./\[\]-]*", option, flags=re.ASCII):
         return option
@@ -101,7 +107,9 @@ def quote_for_sbatch(option: str) -> str:
 def _template() -> str:
     package = Path(__file__).resolve().parent.parent
     folders = [package.parent / "slurm", package / "_slurm"]  # in a checkout, in a wheel
-    return next(folder / "train.sbatch.j2" for folder in folders if (folder / "train.sbatch.j2").is_file()).read_text(encoding="utf-8")
+    return next(
+        folder / "train.sbatch.j2" for folder in folders if (folder / "train.sbatch.j2").is_file()
+    ).read_text(encoding="utf-8")
 
 
 def render(job: JobScript) -> str:
@@ -119,7 +127,9 @@ def render(job: JobScript) -> str:
     environment.filters["sbatch"] = quote_for_sbatch
     environment.filters["shell"] = lambda value: shlex.quote(str(value))
     slurm, nodes, ranks = job.slurm, job.slurm.nodes, ranks_per_node(job.slurm)
-    title = f"{job.name}: {nodes} node{'s' * (nodes != 1)}, {ranks} rank{'s' * (ranks != 1)} on each"
+    title = (
+        f"{job.name}: {nodes} node{'s' * (nodes != 1)}, {ranks} rank{'s' * (ranks != 1)} on each"
+    )
     return environment.from_string(_template()).render(
         title=" ".join(title.split()),
         version=__version__,

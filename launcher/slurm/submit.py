@@ -18,25 +18,7 @@ from launcher import __version__
 from launcher.errors import EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.metrics.console import bytes_as_text
 from launcher.reliability.run_directory import read_lines
-
-
-def slurm_environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment without what another job left in it: a shell inside an allocation would hand on its CPUs and tasks."""
-    kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
-    return {name: value for name, value in variables.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_")) or name in kept}
-
-
-def slurm_command(*words: str) -> str:
-    """What a command of Slurm prints. Raises RecipeError where there is no Slurm, or it refuses."""
-    try:
-        done = subprocess.run(words, env=slurm_environment(), capture_output=True, text=True, timeout=120, check=False)
-    except FileNotFoundError:
-        raise RecipeError(f"{words[0]}: no such command; submit on a machine where Slurm is, or see the script with --dry-run") from None
-    except subprocess.TimeoutExpired:
-        raise RecipeError(f"{words[0]}: Slurm did not answer within 120 s") from None
-    if done.returncode:
-        raise RecipeError(f"Slurm refused: {done.stderr.strip() or words[0]}")
-    return done.stdout
+from launcher.slurm import scheduler
 
 
 def code_version() -> dict[str, Any]:
@@ -44,9 +26,18 @@ def code_version() -> dict[str, Any]:
     version: dict[str, Any] = {"launcher": __version__, "python": sys.version.split()[0]}
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 30, "check": True}
+        options: dict[str, Any] = {
+            "capture_output": True,
+            "text": True,
+            "timeout": 30,
+            "check": True,
+        }
         version["commit"] = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
-        version["changed"] = bool(subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], **options).stdout.strip())
+        version["changed"] = bool(
+            subprocess.run(
+                [*git, "status", "--porcelain", "--untracked-files=no"], **options
+            ).stdout.strip()
+        )
     return version
 
 
@@ -88,7 +79,9 @@ class Submission:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.recipe.write_text(recipe_yaml)
         except OSError as error:
-            raise RecipeError(f"run.dir: {self.run_dir} cannot be written to: {error.strerror}") from None
+            raise RecipeError(
+                f"run.dir: {self.run_dir} cannot be written to: {error.strerror}"
+            ) from None
 
     def note(self, job: str, version: Mapping[str, Any]) -> None:
         """Keeps which job it became, of which code."""
@@ -99,7 +92,11 @@ class Submission:
     def jobs(self) -> list[str]:
         """Ids of all jobs that this folder was submitted with."""
         try:
-            return [str(line["job"]) for line in read_lines(self._record.read_text(encoding="utf-8")) if "job" in line]
+            return [
+                str(line["job"])
+                for line in read_lines(self._record.read_text(encoding="utf-8"))
+                if "job" in line
+            ]
         except OSError:
             return []
 
@@ -110,19 +107,12 @@ class Submission:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock_file = (self.folder / ".lock").open("w")
         except OSError as error:
-            raise RecipeError(f"run.dir: {self.run_dir} cannot be written to: {error.strerror}") from None
+            raise RecipeError(
+                f"run.dir: {self.run_dir} cannot be written to: {error.strerror}"
+            ) from None
         with lock_file as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-
-def active_jobs() -> dict[str, str]:
-    """State (PENDING, RUNNING, ...) of every job that is queued or runs, by its id and, of an array's task, ARRAY_TASK."""
-    found = {}
-    for line in slurm_command("squeue", "--noheader", "--array", "--format=%i %T").splitlines():
-        job, state = line.split()
-        found[job] = state
-    return found
 
 
 def refuse_if_queued(submission: Submission) -> None:
@@ -130,18 +120,13 @@ def refuse_if_queued(submission: Submission) -> None:
     jobs = submission.jobs()
     if not jobs:
         return
-    active = active_jobs()
+    active = scheduler.active_jobs()
     for job in jobs:
         if job in active:
             raise RecipeError(
                 f"run.dir: {submission.run_dir} has job {job} already ({active[job].lower()}); "
                 f"wait for it, end it (scancel {job}), or give another run.dir"
             )
-
-
-def sbatch(script: Path) -> str:
-    """Submits; returns the job's id."""
-    return slurm_command("sbatch", "--parsable", str(script)).strip().split(";")[0]
 
 
 @dataclass(frozen=True)
@@ -153,7 +138,11 @@ class PlanCheck:
     said: str
 
 
-def check_plan(arguments: Sequence[str], *, command: Sequence[str] = (sys.executable, "-m", "launcher.cli.main", "plan")) -> PlanCheck:
+def check_plan(
+    arguments: Sequence[str],
+    *,
+    command: Sequence[str] = (sys.executable, "-m", "launcher.cli.main", "plan"),
+) -> PlanCheck:
     """Asks the plan, in a process of its own: it imports torch, and a login node should not keep that.
 
     Raises RecipeError with what is wrong with the arguments.
@@ -161,17 +150,34 @@ def check_plan(arguments: Sequence[str], *, command: Sequence[str] = (sys.execut
     """
     words = [*command, *arguments, "ladder=false", "--json"]
     try:
-        done = subprocess.run(words, env=slurm_environment(), capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(
+            words,
+            env=scheduler.slurm_environment(),
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return PlanCheck(None, f"no plan: {error}")
     try:
         plan = json.loads(done.stdout)
-        fits, needed, spare, phase = plan["fits"], plan["needed"], plan["spare"], plan["peak"]["phase"]
+        fits, needed, spare, phase = (
+            plan["fits"],
+            plan["needed"],
+            plan["spare"],
+            plan["peak"]["phase"],
+        )
     except (ValueError, KeyError, TypeError):
         if done.returncode == EXIT_USAGE:
             raise RecipeError(done.stderr.strip().splitlines()) from None
         last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         return PlanCheck(False if done.returncode == EXIT_NO else None, f"no plan: {last[0]}")
     if spare is None:
-        return PlanCheck(fits, f"plan: {bytes_as_text(needed)} a GPU; how much memory it has is not known")
-    return PlanCheck(fits, f"plan: {bytes_as_text(needed)} of a GPU's {bytes_as_text(needed + spare)}, at its peak ({phase})")
+        return PlanCheck(
+            fits, f"plan: {bytes_as_text(needed)} a GPU; how much memory it has is not known"
+        )
+    return PlanCheck(
+        fits,
+        f"plan: {bytes_as_text(needed)} of a GPU's {bytes_as_text(needed + spare)}, at its peak ({phase})",
+    )
