@@ -1,9 +1,10 @@
-"""What an exception says about the cause of a failure."""
+"""The cause of a failure: what an exception says, and what is known about memory that ran out."""
 
 from __future__ import annotations
 
 import os
 import traceback
+from typing import Any, Protocol
 
 import torch
 
@@ -66,3 +67,27 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {first_line(error) if str(error) else 'no message'}{where}"
+
+
+class Account(Protocol):
+    """What is known about memory that ran out (`planner/out_of_memory.py`)."""
+
+    told: str
+    """Printed at once."""
+    noted: dict[str, Any]
+    """For events.jsonl."""
+    restarts_now: bool
+    """torchrun starts the run again with a smaller micro-batch: the plan is not asked."""
+
+    def conclude(self, seconds: float) -> str:
+        """What the plan says, in at most so many seconds."""
+
+
+class PostMortem(Protocol):
+    """Finds out why memory ran out."""
+
+    def examine(self, error: BaseException, *, step: int, phase: str, micro_batch: int) -> Account:
+        """On the rank that ran out of memory. step: the last finished one."""
+
+    def killed(self, who: str, step: int) -> Account:
+        """On a node where the kernel killed a process."""

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import Any, NoReturn, TextIO
 
 from torch._C._distributed_c10d import Store
 
@@ -32,6 +32,8 @@ from launcher.errors import (
     TrainingError,
 )
 from launcher.reliability.causes import (
+    Account,
+    PostMortem,
     describe,
     first_cause,
     lost_a_peer,
@@ -56,30 +58,6 @@ _EXPLAIN_SECONDS = 60.0
 """Time for the memory plan to find what would fit."""
 _CLOSE_SECONDS = 10.0
 """Time for the metrics services to take the last records. torchrun kills a rank after 30."""
-
-
-class Account(Protocol):
-    """What is known about memory that ran out (`planner/out_of_memory.py`)."""
-
-    told: str
-    """Printed at once."""
-    noted: dict[str, Any]
-    """For events.jsonl."""
-    restarts_now: bool
-    """torchrun starts the run again with a smaller micro-batch: the plan is not asked."""
-
-    def conclude(self, seconds: float) -> str:
-        """What the plan says, in at most so many seconds."""
-
-
-class PostMortem(Protocol):
-    """Finds out why memory ran out."""
-
-    def examine(self, error: BaseException, *, step: int, phase: str, micro_batch: int) -> Account:
-        """On the rank that ran out of memory. step: the last finished one."""
-
-    def killed(self, who: str, step: int) -> Account:
-        """On a node where the kernel killed a process."""
 
 
 class FailureWatch:

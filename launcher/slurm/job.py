@@ -70,7 +70,7 @@ def _for_srun() -> None:
 
 
 class Job:
-    """One start of a job. `job` is the first one of a chain of successors, `this` the one that runs."""
+    """One start of a job: `this`. `job` is the first one of its chain of successors."""
 
     def __init__(self, options: argparse.Namespace, requests: Requests) -> None:
         self.options, self.requests = options, requests
@@ -113,7 +113,7 @@ class Job:
         raise SystemExit(f"{folder}: 10,000 starts")
 
     def begin(self) -> int | None:
-        """Counts the attempt and queues a successor. Returns an exit status if there is nothing to do."""
+        """Counts the attempt and queues a successor. Returns the exit status if the job must end."""
         log(f"job {self.job}, restart {self.restart}, on {self.nodelist}: {self.run_dir}")
         if self.after and not self.requeued:  # a successor that was requeued has work to do
             why = nothing_left(self.run_dir, self.job, self.after)
@@ -302,7 +302,7 @@ class Job:
         )
 
     def requeue(self, decision: Decision, bad_nodes: Sequence[str]) -> int:
-        """Requeues the job, without its bad nodes; leaves the run to the successor if that fails."""
+        """Requeues the job, without bad nodes. If that fails, its successor resumes the run."""
         known = JobInfo.read(self.this)
         # A job that was cancelled, or was started again elsewhere, would come back
         running = known is not None and known.state == "RUNNING" and known.restarts == self.requeued
