@@ -1,18 +1,19 @@
-"""`launcher doctor [ranks=N] [json=FILE] [shared=FOLDER]`: is this machine, node or allocation fit to train, and how fast is it?
+"""`launcher doctor [ranks=N] [json=FILE] [shared=FOLDER]`: whether a machine, node or allocation is fit to train, and its rates.
+
 
     ranks      processes that measure together; the GPUs of this machine, else two
     json       a file that `launcher plan rates=FILE` reads: fit, bad_nodes (hosts, as Slurm calls them), device, nodes,
-               ranks_per_node, versions, findings [{host, name, state, text}], rates (`memory.machine.Rates`; null where
-               it was not measured), and within_node and across_nodes: bytes a second that a rank sends, by collective;
-               links: bytes a second that a rank swaps with the next node, by host
+               ranks_per_node, versions, findings [{host, name, state, text}], rates (`planner.machine.Rates`; null where
+               it was not measured), and within_node and across_nodes: bytes/s that a rank sends, by collective;
+               links: bytes/s that a rank exchanges with a neighbouring node, by host
     shared     a folder that every node must see and be able to write to
     runs       where runs go; runs
     gpus       how many this node must have; what Slurm gave it, else as many as there are
     port       must be free here; any
-    quick      true, over several nodes: what nodes find of one another, and no more; for a job's script, after --node.
-               Exits with 0 whatever it finds, which torchrun would bury under a failure of its own: the file tells
-    --node     this node alone, in seconds, nothing measured: for a job's script. Prints one line: `HOST fit: ...`, or for
-               each thing that is bad `HOST unfit: ...`
+    quick      true, over several nodes: only checks that nodes do together; for jobs, after --node. The verdict is in
+               the file: the exit status is 0, since torchrun would print its own report of a failure
+    --node     only this node, in seconds, nothing measured: for jobs. Prints `HOST fit: ...`, or a line
+               `HOST unfit: ...` for each bad finding
 
 Over several nodes, start it as training is started, one torchrun a node:
     srun --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\

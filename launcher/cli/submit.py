@@ -58,7 +58,7 @@ class Words:
 
 
 def sort_arguments(arguments: Sequence[str]) -> Words:
-    """Slurm's arguments stay text: 1:30:00 would be read as 5400, and 0123 as another number. Raises RecipeError."""
+    """Slurm's arguments stay text: YAML reads 1:30:00 as 5400, and 0123 as an octal number. Raises RecipeError."""
     words = Words(set(), [], [], [])
     lists: dict[str, list[str]] = {}
     for argument in arguments:
@@ -93,7 +93,7 @@ def sort_arguments(arguments: Sequence[str]) -> Words:
 
 
 def split_values(text: str) -> list[str]:
-    """At the commas that stand in no brackets or quotes: `1,[2,3]` is two values."""
+    """Splits at commas outside of brackets and quotes: `1,[2,3]` has two values."""
     values, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -109,7 +109,7 @@ def split_values(text: str) -> list[str]:
 
 
 def _load(arguments: Sequence[str]) -> LoadedRecipe:
-    """Checked for every number of ranks that the job may get. Raises RecipeError."""
+    """Loads the recipe, and checks it for each number of ranks that the job may get. Raises RecipeError."""
     loaded = load_recipe(arguments, ranks=None)
     slurm = loaded.recipe.slurm or Slurm()
     counts = node_counts(slurm)
@@ -124,15 +124,15 @@ def _load(arguments: Sequence[str]) -> LoadedRecipe:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the job: of an array, a task's."""
+    """One run: of a job, or of a task of a job array."""
 
     recipe: Recipe
     label: str
-    """What sets it apart in a sweep."""
+    """The values of a sweep."""
 
     @property
     def folder(self) -> Path:
-        """Absolute: the job may see another working folder."""
+        """Absolute: the job may have another working folder."""
         return Path(self.recipe.run.dir).absolute()
 
 
@@ -155,7 +155,7 @@ def make_runs(words: Words) -> list[Run]:
 
 
 def _half(limit: str | None) -> int:
-    """Half of a time limit, in seconds: a run that is warned earlier would not get on."""
+    """Half of a time limit, in seconds. With an earlier warning a run would get nothing done."""
     if limit is None or not limit[0].isdigit():
         return sys.maxsize
     days, dash, rest = limit.rpartition("-")
@@ -170,7 +170,7 @@ def _half(limit: str | None) -> int:
 
 
 def make_script(words: Words, runs: Sequence[Run], submissions: Sequence[submit.Submission]) -> JobScript:
-    """The job of these runs."""
+    """The script for these runs."""
     first, slurm = runs[0], runs[0].recipe.slurm or Slurm()
     above = first.folder.parent if words.sweep else first.folder
     name = first.recipe.run.name.removesuffix(f" {first.label}")
@@ -189,7 +189,7 @@ def make_script(words: Words, runs: Sequence[Run], submissions: Sequence[submit.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0: submitted (with --wait and --follow: finished); 3: would not fit; 75 and 1: as the run ended, where it was waited for."""
+    """0: submitted (with --wait and --follow: finished); 3: does not fit; 75 and 1: how the run ended that was waited for."""
     words = sort_arguments(arguments)
     if words.throttle is not None and not words.sweep:
         raise RecipeError("command line: throttle: of a sweep only: how many of its runs go on at a time")
@@ -230,12 +230,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def can_plan() -> bool:
-    """Whether the plan can be made here: it needs torch."""
+    """Whether torch is installed here, which the plan needs."""
     return importlib.util.find_spec("torch") is not None
 
 
 def _fits(words: Words, slurm: Slurm) -> bool:
-    """Whether the plan has nothing against it, or --force."""
+    """Whether the plan says that it fits, or cannot tell, or --force was given."""
     if slurm.gpus_per_node is None or "--force" in words.flags:
         return True
     if not words.plan:
@@ -261,18 +261,18 @@ def _fits(words: Words, slurm: Slurm) -> bool:
 
 
 MOST_PLANS = 8
-"""Of a sweep: each takes seconds."""
+"""Plans of a sweep: each takes seconds."""
 
 
 def _of_different_memory(sweep: Sequence[tuple[str, list[str]]]) -> list[list[str]]:
-    """Overrides of the runs of a sweep that may need different memory; of what memory does not depend on, the first value."""
+    """Overrides of the runs of a sweep that may need different memory. Other keys have their first value."""
     sections = ("model", "batch", "strategy", "activation_checkpointing", "lora", "data")
     chosen = [[f"{key}={value}" for value in (values if key.split(".")[0] in sections else values[:1])] for key, values in sweep]
     return [list(values) for values in itertools.islice(itertools.product(*chosen), MOST_PLANS)]
 
 
 def _shown(path: Path) -> str:
-    """As short as it can be typed."""
+    """Relative to the working folder, if it is inside."""
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
@@ -306,7 +306,7 @@ def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
 
 
 def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
-    """Until the jobs and their successors have left the queue, over all requeues; then how the runs ended."""
+    """Waits until all jobs and their successors have left the queue. Returns how the runs ended, as an exit status."""
     told: dict[Path, int] = {}
     log = runs[0].folder / "log" / "rank_0.log"
     told[log] = log.stat().st_size if log.exists() else 0

@@ -249,28 +249,19 @@ def compare_versions(versions: Mapping[str, Mapping[str, Any]]) -> list[Finding]
 def compare_with_plan(
     rates: Mapping[str, Any], *, device: str, nodes: int, ranks_per_node: int
 ) -> list[Finding]:
-    """Warns of rates far below those that the plan assumes for this GPU."""
-    state: State = "note"
-    own = "launcher plan rates=FILE takes the measured ones"
-    if device == "CPU":
-        texts = [f"not compared with the plan's: it has no table of CPUs; {own}"]
-    else:
-        try:
-            machine = known_machine(device, nodes=nodes, gpus_per_node=ranks_per_node)
-        except RecipeError:
-            texts = [f"not compared with the plan's: {device} is not in its table; {own}"]
-        else:
-            state, texts = "warning", []
-            for name, (what, unit) in RATES.items():
-                measured, assumed = rates.get(name), getattr(machine.rates, name)
-                if measured is not None and measured < ASSUMED * assumed:
-                    share = f"{measured / assumed:.0%} of the {rate_as_text(assumed, unit)}"
-                    text = f"{what}: {rate_as_text(measured, unit)}, {share}"
-                    texts.append(f"{text} that the plan assumes for {device}; {own}")
-            if not texts:
-                state = "good"
-                texts = [f"none under {ASSUMED:.0%} of what the plan assumes for {device}"]
-    return [Finding(name="rates", state=state, text=text, host=ALL_NODES) for text in texts]
+    """Warns of rates far below those that the plan assumes for this GPU; none if it knows none."""
+    try:
+        machine = known_machine(device, nodes=nodes, gpus_per_node=ranks_per_node)
+    except RecipeError:
+        return []
+    findings = []
+    for name, (what, unit) in RATES.items():
+        measured, assumed = rates.get(name), getattr(machine.rates, name)
+        if measured is not None and measured < ASSUMED * assumed:
+            share = f"{measured / assumed:.0%} of the {rate_as_text(assumed, unit)}"
+            text = f"{what}: {rate_as_text(measured, unit)}, {share} that the plan assumes"
+            findings.append(Finding(name="rates", state="warning", text=text, host=ALL_NODES))
+    return findings
 
 
 def slowest_by_host(results: Sequence[Mapping[str, Any]], key: str) -> dict[str, float]:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import socket
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,15 +107,10 @@ def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
         findings = list(_merged(findings))
     names = max((len(finding.name) for finding in findings), default=0)
     width = max((len(finding.host) for finding in findings), default=0) + 2 if hosts else 0
-    indent = 8 + names + width
     for finding in findings:
         mark, style = _STYLES[finding.state]
         host = f"{finding.host:<{width}}" if hosts else ""
-        text, columns = finding.text, max(40, 110 - indent)
-        rows = textwrap.wrap(text, columns, break_long_words=False, break_on_hyphens=False)
-        _print((f"  {mark}", style), (f"  {host}{finding.name:<{names}}  {rows[0]}", ""))
-        for row in rows[1:]:
-            _print((" " * (indent + 2) + row, ""))
+        _print((f"  {mark}", style), (f"  {host}{finding.name:<{names}}  {finding.text}", ""))
 
 
 def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:

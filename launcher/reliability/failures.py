@@ -189,7 +189,7 @@ class FailureWatch:
         """
         with contextlib.suppress(Exception):
             if self.other_stopped():
-                return self._stopped_status()
+                return self.stopped_status
         status = EXIT_USAGE if isinstance(error, RecipeError) else EXIT_FAILED
         log_file = self.run.log / f"rank_{self.rank}.log"
         if not isinstance(error, (RecipeError, TrainingError)):
@@ -371,13 +371,11 @@ class FailureWatch:
                 self.run.note("stopped", ranks=self.ranks, step=step, reason=who)
             # Only now may the others end: rank 0 releases the folder, and this rank could not write
             self._set(_STOPPED)
-        self.end(self._stopped_status())
+        self.end(self.stopped_status)
 
-    def end_stopped(self) -> NoReturn:
-        """Ends this rank after another one has ended the run as it was asked to."""
-        self.end(self._stopped_status())
-
-    def _stopped_status(self) -> int:
+    @property
+    def stopped_status(self) -> int:
+        """Exit status of a rank of a stopped run: torchrun restarts on anything but 0."""
         return EXIT_DONE if self.environment.torchrun else EXIT_STOPPED
 
     def end(self, status: int) -> NoReturn:

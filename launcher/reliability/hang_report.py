@@ -53,8 +53,6 @@ def process_state(pid: int) -> list[str]:
         return ["State: gone, there is no such process"]
     lines = [f"State: {status.get('State', '?').strip()}"]
     lines.append(f"waits in the kernel in: {read('wchan') or '?'}")
-    names = ("Threads", "VmRSS", "VmSwap", "SigPnd", "ShdPnd")
-    lines += [f"{name}: {status[name].strip()}" for name in names if name in status]
     lines.append(f"command: {read('cmdline')}")
     for task in sorted((folder / "task").glob("*"))[:64]:
         with contextlib.suppress(OSError, IndexError):

@@ -180,7 +180,7 @@ class Watch:
     def _look_at_store(self, lost: list[int], elapsed: float) -> None:
         if self._ranks > 1:
             if self._failures.other_stopped():
-                self._failures.end_stopped()
+                self._failures.end(self._failures.stopped_status)
             if self._failures.other_failed():
                 self._other_failed()
                 return

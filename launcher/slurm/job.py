@@ -22,7 +22,7 @@ from launcher.errors import EXIT_DONE, EXIT_FAILED
 from launcher.reliability.run_directory import RunFolder
 from launcher.slurm import attempts, preflight
 from launcher.slurm.agent import address
-from launcher.slurm.attempts import Decision, Ended, Record, newest_checkpoint
+from launcher.slurm.attempts import Ended, Record, newest_checkpoint
 from launcher.slurm.scheduler import JobInfo, hostnames, log, scontrol
 from launcher.slurm.successors import nothing_left, remove_successor, submit_successor
 
@@ -282,7 +282,7 @@ class Job:
         if decision.action == "end":
             remove_successor(self.run_dir, self.job)
             return decision.status
-        return self.requeue(decision, bad_nodes)
+        return self.requeue(bad_nodes)
 
     def _ended(self, known: JobInfo | None, bad_nodes: Sequence[str]) -> Ended:
         record = Record.read(self.run_dir, self.job)
@@ -301,7 +301,7 @@ class Job:
             failures=record.failures,
         )
 
-    def requeue(self, decision: Decision, bad_nodes: Sequence[str]) -> int:
+    def requeue(self, bad_nodes: Sequence[str]) -> int:
         """Requeues the job, without bad nodes. If that fails, its successor resumes the run."""
         known = JobInfo.read(self.this)
         # A job that was cancelled, or was started again elsewhere, would come back

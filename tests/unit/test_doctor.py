@@ -425,19 +425,11 @@ def test_rates_are_held_against_the_plan():
             )
         ]
 
-    assert against(device) == [("good", f"none under 50% of what the plan assumes for {device}")]
-    assert against(device, float32_flops=None, host_adamw=None)[0][0] == "good"
-    ((state, text),) = against(device, inter_node_bandwidth=1.2e9)
-    assert (state, text) == (
-        "warning",
-        "collectives across nodes: 1.2 GB/s, 2% of the 80 GB/s that the plan assumes for NVIDIA H100 80GB HBM3; "
-        "launcher plan rates=FILE takes the measured ones",
-    )
-    assert against(device, half_flops=300e12)[0][1].startswith(
-        "matrix products, bfloat16: 300 TFLOP/s, "
-    )
-    assert [state for state, _ in against("CPU") + against("Tesla X1")] == ["note", "note"]
-    assert "Tesla X1 is not in its table" in against("Tesla X1")[0][1]
+    assert against(device) == against(device, float32_flops=None, host_adamw=None) == []
+    text = "2% of the 80 GB/s that the plan assumes"
+    slow = [("warning", f"collectives across nodes: 1.2 GB/s, {text}")]
+    assert against(device, inter_node_bandwidth=1.2e9) == slow
+    assert against("CPU") == against("Tesla X1") == []
 
 
 def test_ranks_that_are_alike_are_fit():

@@ -492,8 +492,7 @@ def test_lead_time_is_twice_a_step_and_a_save_as_measured(run):
 )
 def test_a_bad_node_is_excluded(started, nodes, bad, excluded):
     job, commands = started({"SLURM_JOB_NUM_NODES": str(nodes)}, "JobState=RUNNING Restarts=0 ExcNodeList=n9")
-    decision = decide(dataclasses.replace(PLAIN, state=None, reason=None, bad_nodes=bad), max_failures=3)
-    assert job.requeue(decision, bad) == 0
+    assert job.requeue(bad) == 0
     updates = [words for words in commands if words[0] == "update"]
     assert updates == ([] if excluded is None else [("update", "JobId=7", f"ExcNodeList={excluded}")])
 
@@ -501,7 +500,7 @@ def test_a_bad_node_is_excluded(started, nodes, bad, excluded):
 @pytest.mark.parametrize("said", ["JobState=CANCELLED Restarts=0", "JobState=RUNNING Restarts=1", ""])
 def test_a_job_that_slurm_has_ended_is_left_to_its_successor(started, said):
     job, commands = started({}, said)
-    assert job.requeue(decide(PLAIN, max_failures=3), []) == 1
+    assert job.requeue([]) == 1
     assert not [words for words in commands if words[0] == "requeue"]
     assert Record.read(job.run_dir, "7").left
 
