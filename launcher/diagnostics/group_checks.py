@@ -249,7 +249,9 @@ def compare_versions(versions: Mapping[str, Mapping[str, Any]]) -> list[Finding]
 def compare_with_plan(
     rates: Mapping[str, Any], *, device: str, nodes: int, ranks_per_node: int
 ) -> list[Finding]:
-    """Warns of rates far below those that the plan assumes for this GPU; none if it knows none."""
+    """Warns of rates far below those that the plan assumes for this GPU, if it knows the GPU."""
+    if device == "CPU":
+        return []
     try:
         machine = known_machine(device, nodes=nodes, gpus_per_node=ranks_per_node)
     except RecipeError:

@@ -142,10 +142,6 @@ class Watch:
         if time.monotonic() - self._owner_checked > _OWNER_SECONDS:
             self._owner_checked = time.monotonic()
             self._check_owner()
-        # If no thread of Python runs, because a call keeps the interpreter's lock, one of C writes
-        # the stacks
-        late = self._hang_timeout + 2 * self._silent_after
-        faulthandler.dump_traceback_later(late, file=2)
         position = (self._progress.step, self._progress.beats)
         self._idle = self._idle + elapsed if position == self._position else 0.0
         self._position = position
@@ -218,6 +214,9 @@ class Watch:
 
     def _heartbeat(self, elapsed: float) -> None:
         """Publishes this rank's state, and judges those of all where that is this rank's part."""
+        # If no thread of Python runs, because a call keeps the interpreter's lock, or if the store
+        # never answers, a thread of C writes the stacks to the log
+        faulthandler.dump_traceback_later(self._hang_timeout + 2 * self._silent_after, file=2)
         store, progress = self._store, self._progress
         self._published += 1
         mine = {

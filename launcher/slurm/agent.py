@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_REQUESTS = {signal.SIGUSR1, signal.SIGTERM}
+_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGCHLD)
 _SIOCGIFADDR = 0x8915
 """netdevice(7): the IPv4 address of an interface."""
 
@@ -50,6 +50,26 @@ def address(interface: str | None) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
+def block_signals() -> None:
+    """From now on signals wait for `next_signal`, so that none is missed."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    for number in _SIGNALS[:2]:  # one that the shell before has ignored would not be waited for
+        signal.signal(number, lambda *_: None)
+
+
+def next_signal(seconds: float) -> str | None:
+    """SIGUSR1, SIGTERM or SIGCHLD (the end of a child); None: none within so many seconds."""
+    came = signal.sigtimedwait(_SIGNALS, seconds)
+    return None if came is None else signal.Signals(came.si_signo).name
+
+
+def in_child() -> None:
+    """For a child: the signals as usual, but for SIGUSR1, which it must not die of."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
 def listeners(parent: int, number: signal.Signals = signal.SIGUSR1) -> list[int]:
     """Children of a process that have a handler for this signal (proc_pid_status(5), SigCgt)."""
     found = []
@@ -64,24 +84,15 @@ def listeners(parent: int, number: signal.Signals = signal.SIGUSR1) -> list[int]
 
 
 def run(command: Sequence[str]) -> int:
-    """Runs torchrun; returns its exit status. `_REQUESTS` are blocked, so that none is missed."""
-    waited_for = _REQUESTS | {signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
-    for number in _REQUESTS:  # a signal that the shell before has ignored would not be waited for
-        signal.signal(number, lambda *_: None)
-
-    def start() -> None:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, waited_for)
-
-    child = subprocess.Popen(command, preexec_fn=start)
+    """Runs torchrun; returns its exit status."""
+    block_signals()
+    child = subprocess.Popen(command, preexec_fn=in_child)
     asked, told = False, set[int]()
     while child.poll() is None:
-        came = signal.sigtimedwait(waited_for, 0.25 if asked else 5.0)
-        if came is not None and came.si_signo in _REQUESTS and not asked:
-            asked, name = True, signal.Signals(came.si_signo).name
-            print(f"{name}: the ranks on {address(None)} are told to save and stop", flush=True)
+        came = next_signal(0.25 if asked else 5.0)
+        if came in ("SIGUSR1", "SIGTERM") and not asked:
+            asked = True
+            print(f"{came}: the ranks on {address(None)} are told to save and stop", flush=True)
         for rank in set(listeners(child.pid)) - told if asked else ():
             told.add(rank)
             with contextlib.suppress(ProcessLookupError):
@@ -101,5 +112,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
+    block_signals()
     sys.exit(main())

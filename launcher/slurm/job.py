@@ -21,12 +21,11 @@ from typing import IO
 from launcher.errors import EXIT_DONE, EXIT_FAILED
 from launcher.reliability.run_directory import RunFolder
 from launcher.slurm import attempts, preflight
-from launcher.slurm.agent import address
+from launcher.slurm.agent import address, block_signals, in_child, next_signal
 from launcher.slurm.attempts import Ended, Record, newest_checkpoint
 from launcher.slurm.scheduler import JobInfo, hostnames, log, scontrol
 from launcher.slurm.successors import nothing_left, remove_successor, submit_successor
 
-_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGCHLD)
 _SIGNAL_AGAIN_SECONDS = 5
 """Until the agent of a node listens, the signal is lost there."""
 _PREFLIGHT_NODES_SECONDS, _PREFLIGHT_ALL_SECONDS = 300, 180
@@ -42,9 +41,7 @@ class Requests:
         """By scancel, `scontrol requeue` and others (SIGTERM)."""
         self.warn_at: float | None = None
         """time.monotonic() at which this job warns itself, if Slurm's warning is too late."""
-        for number in _SIGNALS[:2]:  # an ignored signal would not be waited for
-            signal.signal(number, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        block_signals()
 
     def any(self) -> bool:
         """Whether the job must end."""
@@ -54,19 +51,11 @@ class Requests:
         """Waits for a signal, the end of a child, or so many seconds."""
         if self.warn_at is not None:
             seconds = min(seconds, max(0.0, self.warn_at - time.monotonic()))
-        came = signal.sigtimedwait(_SIGNALS, seconds)
-        number = None if came is None else came.si_signo
-        self.warned = self.warned or number == signal.SIGUSR1
-        self.terminated = self.terminated or number == signal.SIGTERM
+        came = next_signal(seconds)
+        self.warned = self.warned or came == "SIGUSR1"
+        self.terminated = self.terminated or came == "SIGTERM"
         if self.warn_at is not None and time.monotonic() >= self.warn_at:
             self.warned, self.warn_at = True, None
-
-
-def _for_srun() -> None:
-    """In the child: until srun listens, a SIGUSR1 must not end it."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 class Job:
@@ -166,7 +155,7 @@ class Job:
         """Starts a command on every node."""
         task = ["srun", "--nodes", self.nodes, "--ntasks-per-node=1"]
         stderr = None if output is None else subprocess.STDOUT
-        return subprocess.Popen([*task, *words], stdout=output, stderr=stderr, preexec_fn=_for_srun)
+        return subprocess.Popen([*task, *words], stdout=output, stderr=stderr, preexec_fn=in_child)
 
     def torchrun(self, *words: str, port: int, restarts: int, suffix: str = "") -> list[str]:
         """torchrun of a node, beside the agent that brings it signals."""

@@ -429,7 +429,7 @@ def test_rates_are_held_against_the_plan():
     text = "2% of the 80 GB/s that the plan assumes"
     slow = [("warning", f"collectives across nodes: 1.2 GB/s, {text}")]
     assert against(device, inter_node_bandwidth=1.2e9) == slow
-    assert against("CPU") == against("Tesla X1") == []
+    assert against("CPU", half_flops=1.0) == against("Tesla X1", half_flops=1.0) == []
 
 
 def test_ranks_that_are_alike_are_fit():
