@@ -7,6 +7,7 @@ accumulation and number of ranks, and compares losses and gradient norms with th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from dataclasses import dataclass
@@ -98,66 +99,65 @@ def shrunk_model(model: schema.Model) -> schema.Model:
 
 def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
     """The first one is the reference: fsdp in float32 on all ranks, one micro-batch a step."""
+    strategies = _strategies(recipe, ranks=ranks)
+    variants = []
+    for name, changed in strategies:
+        alone = ranks > 1 and changed.strategy.replicate == 1
+        counts = (ranks, 1) if alone else (ranks,)
+        sizes = itertools.product(counts, (SEQUENCES_PER_RANK, 1))
+        variants += [_variant(name, changed, None, ranks, *size) for size in sizes]
+    precision = recipe.strategy.mixed_precision
+    if precision is not None and precision.param_dtype != "float32":
+        variants += [
+            _variant(name, changed, precision, ranks, ranks, SEQUENCES_PER_RANK)
+            for name, changed in strategies
+        ]
+    return variants
+
+
+def _strategies(recipe: Recipe, *, ranks: int) -> list[tuple[str, Recipe]]:
+    """The recipe under each strategy that it could name, in float32."""
     own = recipe.strategy
-    half = (
-        own.mixed_precision
-        if own.mixed_precision is not None and own.mixed_precision.param_dtype != "float32"
-        else None
+    fsdp = Strategy(
+        kind="fsdp",
+        mixed_precision=None,
+        reshard_after_forward=own.reshard_after_forward,
+        reshard_after_backward=own.reshard_after_backward,
     )
+    offload = dataclasses.replace(fsdp, cpu_offload=CpuOffload())
     checkpointing = recipe.activation_checkpointing or ActivationCheckpointing()
-    sharding: dict[str, Any] = {
-        "reshard_after_forward": own.reshard_after_forward,
-        "reshard_after_backward": own.reshard_after_backward,
-    }
-    strategies: list[tuple[str, Strategy, ActivationCheckpointing | None]] = [
-        ("fsdp", Strategy(kind="fsdp", mixed_precision=None, **sharding), None),
+    found: list[tuple[str, Strategy, ActivationCheckpointing | None]] = [
+        ("fsdp", fsdp, None),
         ("ddp", Strategy(kind="ddp", mixed_precision=None), None),
-        (
-            "fsdp, offload, checkpointing",
-            Strategy(kind="fsdp", mixed_precision=None, cpu_offload=CpuOffload(), **sharding),
-            checkpointing,
-        ),
+        ("fsdp, offload, checkpointing", offload, checkpointing),
     ]
     replicate = own.replicate if own.replicate > 1 else 2
     if ranks > replicate and ranks % replicate == 0:
-        hybrid = Strategy(kind="fsdp", mixed_precision=None, replicate=replicate, **sharding)
-        strategies.append((f"fsdp, hybrid {replicate} x {ranks // replicate}", hybrid, None))
+        hybrid = dataclasses.replace(fsdp, replicate=replicate)
+        found.append((f"fsdp, hybrid {replicate} x {ranks // replicate}", hybrid, None))
+    return [
+        (name, dataclasses.replace(recipe, strategy=strategy, activation_checkpointing=mode))
+        for name, strategy, mode in found
+    ]
 
-    def variant(
-        name: str,
-        strategy: Strategy,
-        mode: ActivationCheckpointing | None,
-        precision: MixedPrecision | None,
-        n: int,
-        micro: int,
-    ) -> Variant:
-        batch = Batch(global_batch_size=SEQUENCES_PER_RANK * ranks, micro_batch_size=micro)
-        if strategy.kind == "ddp" and precision is not None:
-            precision = MixedPrecision(param_dtype=precision.param_dtype)  # it reduces in float32
-        changed = dataclasses.replace(
-            recipe,
-            batch=batch,
-            strategy=dataclasses.replace(strategy, mixed_precision=precision),
-            activation_checkpointing=mode,
-        )
-        accumulation = batch.global_batch_size // (micro * n)
-        tolerances = (1e-5, 1e-5) if precision is None else (1e-3, 2e-2)
-        return Variant(name, n, accumulation, changed, *tolerances)
 
-    variants = []
-    for name, strategy, mode in strategies:
-        for n in sorted({1, ranks}, reverse=True):
-            if "hybrid" in name and n != ranks:
-                continue
-            variants += [
-                variant(name, strategy, mode, None, n, micro) for micro in (SEQUENCES_PER_RANK, 1)
-            ]
-    if half is not None:
-        variants += [
-            variant(name, strategy, mode, half, ranks, SEQUENCES_PER_RANK)
-            for name, strategy, mode in strategies
-        ]
-    return variants
+def _variant(
+    name: str,
+    recipe: Recipe,
+    precision: MixedPrecision | None,
+    all_ranks: int,
+    ranks: int,
+    micro_batch_size: int,
+) -> Variant:
+    """The same global batch on `ranks` of all ranks."""
+    sequences = SEQUENCES_PER_RANK * all_ranks
+    batch = Batch(global_batch_size=sequences, micro_batch_size=micro_batch_size)
+    if recipe.strategy.kind == "ddp" and precision is not None:
+        precision = MixedPrecision(param_dtype=precision.param_dtype)  # it reduces in float32
+    strategy = dataclasses.replace(recipe.strategy, mixed_precision=precision)
+    recipe = dataclasses.replace(recipe, batch=batch, strategy=strategy)
+    tolerances = (1e-5, 1e-5) if precision is None else (1e-3, 2e-2)
+    return Variant(name, ranks, sequences // (micro_batch_size * ranks), recipe, *tolerances)
 
 
 def train_variant(variant: Variant, ranks: DataParallel) -> tuple[list[float], list[float]]:
