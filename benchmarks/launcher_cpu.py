@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from peers import CpuSeconds  # noqa: E402
 
 from launcher.recipe.load import load_recipe  # noqa: E402
-from launcher.reliability.failures import Progress  # noqa: E402
+from launcher.reliability.progress import Progress  # noqa: E402
 from launcher.train import main  # noqa: E402
 
 

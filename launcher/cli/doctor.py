@@ -1,18 +1,19 @@
-"""`launcher doctor [ranks=N] [json=FILE] [shared=FOLDER]`: is this machine, node or allocation fit to train, and how fast is it?
+"""`launcher doctor [ranks=N] [json=FILE] [shared=FOLDER]`: whether a machine, node or allocation is fit to train, and its rates.
+
 
     ranks      processes that measure together; the GPUs of this machine, else two
     json       a file that `launcher plan rates=FILE` reads: fit, bad_nodes (hosts, as Slurm calls them), device, nodes,
-               ranks_per_node, versions, findings [{host, name, state, text}], rates (`memory.machine.Rates`; null where
-               it was not measured), and within_node and across_nodes: bytes a second that a rank sends, by collective;
-               links: bytes a second that a rank swaps with the next node, by host
+               ranks_per_node, versions, findings [{host, name, state, text}], rates (`planner.machine.Rates`; null where
+               it was not measured), and within_node and across_nodes: bytes/s that a rank sends, by collective;
+               links: bytes/s that a rank exchanges with a neighbouring node, by host
     shared     a folder that every node must see and be able to write to
     runs       where runs go; runs
     gpus       how many this node must have; what Slurm gave it, else as many as there are
     port       must be free here; any
-    quick      true, over several nodes: what nodes find of one another, and no more; for a job's script, after --node.
-               Exits with 0 whatever it finds, which torchrun would bury under a failure of its own: the file tells
-    --node     this node alone, in seconds, nothing measured: for a job's script. Prints one line: `HOST fit: ...`, or for
-               each thing that is bad `HOST unfit: ...`
+    quick      true, over several nodes: only checks that nodes do together; for jobs, after --node. The verdict is in
+               the file: the exit status is 0, since torchrun would print its own report of a failure
+    --node     only this node, in seconds, nothing measured: for jobs. Prints `HOST fit: ...`, or a line
+               `HOST unfit: ...` for each bad finding
 
 Over several nodes, start it as training is started, one torchrun a node:
     srun --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
@@ -24,30 +25,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import json
 import os
 import socket
-import subprocess
-import sys
-import tempfile
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from launcher.cli.options import count, read_options, truth, word
 from launcher.diagnostics import node_checks
-from launcher.diagnostics.node_checks import Finding, Report
+from launcher.diagnostics.report import (
+    Finding,
+    Report,
+    finish,
+    print_findings,
+    print_node,
+    print_rates,
+)
 from launcher.distributed.environment import Environment, read_environment
+from launcher.distributed.spawn import run_ranks
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
 
 OPTIONS = {"ranks": count, "json": word, "shared": word, "runs": word, "gpus": count, "port": count, "quick": truth, "node": truth}
 MEASURING_SECONDS = 300
-"""After which the ranks that measure are taken for hung: it takes them some 20 s."""
-WORKER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={ranks}", "-m", "launcher.diagnostics.group_checks")
-
-_STYLES = {"good": ("ok  ", "green"), "note": ("note", "cyan"), "warning": ("warn", "bold yellow"), "bad": ("BAD ", "bold red")}
-_COLLECTIVES = {"all_gather": "all-gather", "all_reduce": "all-reduce", "point_to_point": "neighbours swapping"}
+"""Time limit for the ranks that measure; they need some 20 s."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     }
     if options.get("node", False):
         findings, versions = node_checks.examine(**node)
-        return print_node(findings, versions)
+        return EXIT_DONE if print_node(findings, versions) else EXIT_NO
     environment = None
     with contextlib.suppress(RecipeError):  # started by srun without torchrun: each looks at its own machine
         environment = read_environment()
@@ -78,11 +77,11 @@ def main(arguments: Sequence[str]) -> int:
         report: Report = importlib.import_module("launcher.diagnostics.group_checks").run(
             node=node, shared=shared, quick=options.get("quick", False)
         )
-        if not _speaks(environment):  # a rank that fails would have torchrun end the one that still writes
+        if not _prints(environment):  # if it failed, torchrun would end the rank that writes
             return EXIT_DONE
         print_findings(report.findings, hosts=report.nodes > 1)
         print_rates(report)
-        _finish(report, file)
+        finish(report, file)
         return EXIT_DONE if report.fit or options.get("quick", False) else EXIT_NO
     if "quick" in options:
         raise RecipeError("command line: quick: is for several nodes, each with a torchrun (launcher doctor --help)")
@@ -91,13 +90,13 @@ def main(arguments: Sequence[str]) -> int:
     ranks = options.get("ranks") or versions["gpus"] or min(2, node_checks.cores())
     report = Report(findings=findings, device="CPU", nodes=1, ranks_per_node=ranks, versions=versions)
     if any(finding.state == "bad" and finding.name in ("torch", "GPUs", "/dev/shm") for finding in findings):
-        print("\nnothing was measured: see to what is bad first")
+        print("\nnothing was measured: fix what is bad first")
     else:
         print(f"\nmeasuring with {ranks} {'rank' if ranks == 1 else 'ranks'} ...", flush=True)
         report = measured(ranks, report)
         print_findings(report.findings[len(findings) :], hosts=False)
         print_rates(report)
-    _finish(report, file)
+    finish(report, file)
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if nodes not in ("", "1"):
         print(f"\nThis was {socket.gethostname()} alone. Over all {nodes} nodes of the job, with a HOST of it:")
@@ -106,136 +105,30 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_DONE if report.fit else EXIT_NO
 
 
-def _speaks(environment: Environment) -> bool:
-    """Whether this rank prints and writes for all: under srun one of the first node, which sees the folders that the job's
-    script sees; torchrun may give rank 0 to any node."""
+def _prints(environment: Environment) -> bool:
+    """Whether this rank prints and writes the file.
+
+    Under srun a rank of the first node, which sees the folders of the job's script; torchrun may
+    give rank 0 to any node.
+    """
     node = os.environ.get("SLURM_NODEID")
     return environment.main if node is None else environment.local_rank == 0 and node == "0"
 
 
 def measured(ranks: int, report: Report) -> Report:
-    """The report with what `launcher.diagnostics.group_checks` measures under torchrun; a finding more where that failed."""
-    environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)  # torchrun's own default, without its warning
-    with tempfile.TemporaryDirectory(prefix="launcher-doctor-") as folder:
-        told = Path(folder) / "report.json"
-        command = [sys.executable, *(part.format(ranks=ranks) for part in WORKER)]
-        process = subprocess.Popen(
-            [*command, json.dumps({"report": str(told)})],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        hung = False
-        try:
-            printed, _ = process.communicate(timeout=MEASURING_SECONDS)
-        except subprocess.TimeoutExpired:
-            hung, printed = True, ""
-        finally:
-            if process.poll() is None:  # too late, or the user has had enough
-                process.terminate()  # the agent ends its workers, which stand in sessions of their own, within 30 s
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(45)
-                process.kill()
-                process.wait()
-        if told.exists() and not hung:
-            found = json.loads(told.read_text())
-            findings = [Finding(**finding) for finding in found.pop("findings")]
-            return Report(**found | {"findings": report.findings + findings, "versions": report.versions})
-    why = f"{ranks} ranks did not finish within {MEASURING_SECONDS} s: one of them hangs" if hung else _last_word(printed)
-    return dataclasses.replace(report, findings=[*report.findings, Finding(name="measuring", state="bad", text=why)])
-
-
-def _last_word(printed: str) -> str:
-    """What the first rank that failed said, out of all that torchrun prints after it."""
-    errors = [line.partition("]:")[2] or line for line in printed.splitlines() if "Error" in line and "ChildFailedError" not in line]
-    return f"the ranks failed: {errors[0].strip()}" if errors else "the ranks failed without a word"
-
-
-def print_node(findings: Sequence[Finding], versions: dict[str, Any]) -> int:
-    """One line that says fit, or one for each thing that is bad; returns the exit status."""
-    bad = [finding for finding in findings if finding.state == "bad"]
-    for finding in bad:
-        print(f"{finding.host} unfit: {finding.name}: {finding.text}")
-    if bad:
-        return EXIT_NO
-    gpus = next((finding.text for finding in findings if finding.name == "GPUs"), "no GPU")
-    print(f"{node_checks.host_name()} fit: {gpus}; torch {versions['torch']}")
-    return EXIT_DONE
-
-
-def _print(pieces: Sequence[tuple[str, str]]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, soft_wrap=True)
-    if console.is_terminal:
-        console.print(Text.assemble(*pieces))
+    """Measures with so many ranks. Returns the report with the rates, or with a bad finding."""
+    ended = run_ranks(
+        "launcher.diagnostics.group_checks", {}, ranks=ranks, seconds=MEASURING_SECONDS
+    )
+    if ended.status is not None and ended.result is not None:
+        found = ended.result
+        findings = [Finding(**finding) for finding in found.pop("findings")]
+        both = {"findings": report.findings + findings, "versions": report.versions}
+        return Report(**found | both)
+    if ended.status is None:
+        why = f"{ranks} ranks did not finish within {MEASURING_SECONDS} s: one of them hangs"
     else:
-        print("".join(text for text, _ in pieces).rstrip())
-
-
-def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
-    """A line each; with hosts, those that are good once for all nodes that say the same."""
-    if hosts:
-        findings = list(_merged(findings))
-    width = max((len(finding.name) for finding in findings), default=0)
-    beside = max((len(finding.host) for finding in findings), default=0) if hosts else 0
-    for finding in findings:
-        mark, style = _STYLES[finding.state]
-        margin = f"{finding.host:<{beside}}  " if hosts else ""
-        indent = 8 + width + (beside + 2 if hosts else 0)
-        rows = textwrap.wrap(finding.text, max(40, 110 - indent), break_long_words=False, break_on_hyphens=False)
-        _print([(f"  {mark}", style), (f"  {margin}{finding.name:<{width}}  ", ""), (rows[0], "")])
-        for row in rows[1:]:
-            _print([(" " * (indent + 2) + row, "")])
-
-
-def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """What several nodes say is said once: word for word, or where all is well with them, by one for all."""
-    everywhere = {finding.host for finding in findings}
-    groups: dict[tuple[str, ...], list[Finding]] = {}
-    for finding in findings:
-        alike = (finding.name, finding.state) if finding.state in ("good", "note") else (finding.name, finding.state, finding.text)
-        groups.setdefault(alike, []).append(finding)
-    for group in groups.values():
-        hosts = {finding.host for finding in group}
-        if len(hosts) == 1:
-            yield group[0]
-            continue
-        differ = len({finding.text for finding in group}) > 1
-        text = f"{group[0].host}: {group[0].text}" if differ else group[0].text
-        yield dataclasses.replace(group[0], host="all nodes" if hosts == everywhere else f"{len(hosts)} nodes", text=text)
-
-
-def print_rates(report: Report) -> None:
-    """What was measured: of each the slowest rank's."""
-    if report.rates is None:
-        return
-    where = f"{report.nodes} {'node' if report.nodes == 1 else 'nodes'} x {report.ranks_per_node} {report.device}"
-    _print([(f"\nA rank's rates, all measuring at once ({where}):", "bold")])
-    rows = [
-        (what, node_checks.rate_in_words(rate, unit))
-        for key, (what, unit) in node_checks.FIGURES.items()
-        if (rate := report.rates[key]) is not None
-    ]
-    for found, place in ((report.within_node, "within a node"), (report.across_nodes, "across nodes")):
-        rows += [(f"{_COLLECTIVES[kind]} {place}", node_checks.rate_in_words(rate, "B/s")) for kind, rate in (found or {}).items()]
-    if report.links:
-        rows.append(("between neighbouring nodes", node_checks.rate_in_words(min(report.links.values()), "B/s")))
-    width = max(len(what) for what, _ in rows)
-    for what, text in rows:
-        _print([(f"  {what:<{width}}  ", "dim"), (text, "")])
-
-
-def _finish(report: Report, file: Path | None) -> None:
-    if file is not None:
-        file.write_text(json.dumps({"fit": report.fit, "bad_nodes": report.bad_nodes} | dataclasses.asdict(report), indent=1) + "\n")
-        print(f"\nwritten: {file}; plan with it: launcher plan recipe=NAME rates={file}")
-    bad = [finding for finding in report.findings if finding.state == "bad"]
-    if bad:
-        _print([("\nNot fit to train", "bold red"), (f": {len(bad)} {'thing is' if len(bad) == 1 else 'things are'} bad", "")])
-        if report.nodes > 1 and report.bad_nodes:
-            print(f"nodes to leave out: {','.join(report.bad_nodes)}")
-    else:
-        _print([("\nFit to train.", "bold green")])
+        printed = (ended.error or "").splitlines()[:1] or ended.printed.splitlines()[-1:]
+        why = f"the ranks failed: {printed[0].strip() if printed else 'nothing was printed'}"
+    finding = Finding(name="measuring", state="bad", text=why)
+    return dataclasses.replace(report, findings=[*report.findings, finding])

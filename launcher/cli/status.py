@@ -1,4 +1,4 @@
-"""`launcher status RUN_DIR`: how a run stands, what it has lost, and whether anybody works on it. A folder of runs gives a table.
+"""`launcher status RUN_DIR`: the state of a run, its losses and restarts, and who owns it. A folder of runs gives a table.
 
 Reads files only; standard library and rich.
 """
@@ -25,59 +25,59 @@ _COLOURS = {"running": "green", "finished": "bold green", "stopped": "yellow", "
 
 @dataclass
 class Attempt:
-    """From a start to an end."""
+    """One start of a run, to its end."""
 
     number: int
     started: float
     host: str
     ranks: int | None
     resumed: int = 0
-    """Step it went on from."""
+    """The step that it resumed from."""
     ended: str = ""
-    """In words."""
+    """How, for a reader."""
     end: float | None = None
     reached: int | None = None
-    """Last step known."""
+    """The last known step."""
 
 
 @dataclass
 class Summary:
-    """What the files of a run say."""
+    """What the files of a run contain."""
 
     path: Path
     state: str
-    """As status.json says, but: starting where it says nothing yet, died where it says running and nobody does."""
+    """Of status.json; `starting` if there is none yet, `died` if it says running and no process does."""
     step: int = 0
     steps: int | None = None
     last: dict[str, Any] = field(default_factory=dict)
-    """The last line of a step."""
+    """The last training line of metrics.jsonl."""
     evaluation: dict[str, Any] = field(default_factory=dict)
     checkpoint: tuple[int, float, int] | None = None
-    """The newest valid one: step, when, bytes."""
+    """The newest valid checkpoint: step, time, bytes."""
     valid: int = 0
     damaged: list[str] = field(default_factory=list)
     owner: str = ""
     reason: str | None = None
     error: str | None = None
     more: dict[str, Any] = field(default_factory=dict)
-    """What else stands in status.json."""
+    """Other keys of status.json."""
     attempts: list[Attempt] = field(default_factory=list)
     until: float = 0.0
-    """When it ended, gave its last sign of life, or now."""
+    """When it ended or last wrote; now, if its owner lives."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Where the time of a run went, in seconds: the parts sum up to `wall`."""
+    """How a run spent its time, in seconds. The parts add up to `wall`."""
 
     wall: float
     counted: float
-    """In steps that are part of the result."""
+    """In steps that count."""
     repeated: float
-    """In steps that were lost and trained again; estimated from the mean step."""
+    """In steps that were trained again, estimated from the mean step."""
     repeated_steps: int
     between: float
-    """With nobody running: in the queue, say."""
+    """Between two starts, in the queue, say."""
 
     @property
     def rest(self) -> float:
@@ -86,7 +86,7 @@ class Spent:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints it. Raises RecipeError where there is no run."""
+    """Prints the state. Raises RecipeError if there is no run."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise RecipeError("launcher status RUN_DIR: takes the folder of a run, or one that holds several")
     folder = Path(arguments[0])
@@ -109,7 +109,7 @@ def _is_run(path: Path) -> bool:
 
 
 def summarize(path: Path, now: float) -> Summary:
-    """Reads status.json, events.jsonl, the end of metrics.jsonl, the owner and the markers of checkpoints."""
+    """Reads status.json, events.jsonl, the end of metrics.jsonl, the lock, and the markers of checkpoints."""
     run = RunFolder(path)
     status = run.read_status()
     known = ("state", "step", "steps", "reason", "error", "time")
@@ -143,7 +143,7 @@ def summarize(path: Path, now: float) -> Summary:
 
 
 def read_attempts(events: list[dict[str, Any]]) -> list[Attempt]:
-    """Attempts of events.jsonl. One without an end of its own is ended by what the next one found."""
+    """Attempts of events.jsonl. The end of an attempt that wrote none is what the next one found."""
     attempts: dict[int, Attempt] = {}
     for event in events:
         number, name = event["attempt"], event["event"]
@@ -166,7 +166,7 @@ def read_attempts(events: list[dict[str, Any]]) -> list[Attempt]:
 
 
 def spent(summary: Summary, folder: Path) -> Spent | None:
-    """None: there is no record of a start."""
+    """None if no start was recorded."""
     attempts = summary.attempts
     if not attempts:
         return None
@@ -208,7 +208,7 @@ def _console() -> Any:
     from rich.console import Console
 
     console = Console(highlight=False)
-    # Into a file or a pipe, lines stay whole
+    # In a file or a pipe lines are not wrapped
     return console if console.is_terminal else Console(highlight=False, width=1000)
 
 

@@ -27,15 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.checkpoint.resume import choose_resume
-from launcher.cli.options import size
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, EXIT_USAGE, RecipeError
-from launcher.metrics.console import bytes_as_text
-from launcher.planner.hardware import find_gpu
-from launcher.planner.rough import CERTAIN, rough_bytes
 from launcher.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from launcher.recipe.schema import Recipe, Slurm
 from launcher.reliability.run_directory import RunFolder
-from launcher.slurm import submit
+from launcher.slurm import scheduler, submit
 from launcher.slurm.attempts import DEFAULT_LEAD, measured_lead
 from launcher.slurm.render import JobScript, file_pattern, node_counts, ranks_per_node, render
 
@@ -62,7 +58,7 @@ class Words:
 
 
 def sort_arguments(arguments: Sequence[str]) -> Words:
-    """Slurm's arguments stay text: 1:30:00 would be read as 5400, and 0123 as another number. Raises RecipeError."""
+    """Slurm's arguments stay text: YAML reads 1:30:00 as 5400, and 0123 as an octal number. Raises RecipeError."""
     words = Words(set(), [], [], [])
     lists: dict[str, list[str]] = {}
     for argument in arguments:
@@ -97,7 +93,7 @@ def sort_arguments(arguments: Sequence[str]) -> Words:
 
 
 def split_values(text: str) -> list[str]:
-    """At the commas that stand in no brackets or quotes: `1,[2,3]` is two values."""
+    """Splits at commas outside of brackets and quotes: `1,[2,3]` has two values."""
     values, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -113,7 +109,7 @@ def split_values(text: str) -> list[str]:
 
 
 def _load(arguments: Sequence[str]) -> LoadedRecipe:
-    """Checked for every number of ranks that the job may get. Raises RecipeError."""
+    """Loads the recipe, and checks it for each number of ranks that the job may get. Raises RecipeError."""
     loaded = load_recipe(arguments, ranks=None)
     slurm = loaded.recipe.slurm or Slurm()
     counts = node_counts(slurm)
@@ -128,15 +124,15 @@ def _load(arguments: Sequence[str]) -> LoadedRecipe:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the job: of an array, a task's."""
+    """One run: of a job, or of a task of a job array."""
 
     recipe: Recipe
     label: str
-    """What sets it apart in a sweep."""
+    """The values of a sweep."""
 
     @property
     def folder(self) -> Path:
-        """Absolute: the job may see another working folder."""
+        """Absolute: the job may have another working folder."""
         return Path(self.recipe.run.dir).absolute()
 
 
@@ -159,7 +155,7 @@ def make_runs(words: Words) -> list[Run]:
 
 
 def _half(limit: str | None) -> int:
-    """Half of a time limit, in seconds: a run that is warned earlier would not get on."""
+    """Half of a time limit, in seconds. With an earlier warning a run would get nothing done."""
     if limit is None or not limit[0].isdigit():
         return sys.maxsize
     days, dash, rest = limit.rpartition("-")
@@ -174,7 +170,7 @@ def _half(limit: str | None) -> int:
 
 
 def make_script(words: Words, runs: Sequence[Run], submissions: Sequence[submit.Submission]) -> JobScript:
-    """The job of these runs."""
+    """The script for these runs."""
     first, slurm = runs[0], runs[0].recipe.slurm or Slurm()
     above = first.folder.parent if words.sweep else first.folder
     name = first.recipe.run.name.removesuffix(f" {first.label}")
@@ -193,7 +189,7 @@ def make_script(words: Words, runs: Sequence[Run], submissions: Sequence[submit.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0: submitted (with --wait and --follow: finished); 3: would not fit; 75 and 1: as the run ended, where it was waited for."""
+    """0: submitted (with --wait and --follow: finished); 3: does not fit; 75 and 1: how the run ended that was waited for."""
     words = sort_arguments(arguments)
     if words.throttle is not None and not words.sweep:
         raise RecipeError("command line: throttle: of a sweep only: how many of its runs go on at a time")
@@ -219,7 +215,7 @@ def main(arguments: Sequence[str]) -> int:
         submissions[0].script.write_text(text)
         script.log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            job = submit.sbatch(submissions[0].script)
+            job = scheduler.sbatch(submissions[0].script)
         except RecipeError:
             for file in (submissions[0].script, *(submission.recipe for submission in submissions)):
                 file.unlink(missing_ok=True)
@@ -234,27 +230,27 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def can_plan() -> bool:
-    """Whether the plan can be made here: it needs torch."""
+    """Whether torch is installed here, which the plan needs."""
     return importlib.util.find_spec("torch") is not None
 
 
 def _fits(words: Words, slurm: Slurm) -> bool:
-    """Whether the plan has nothing against it, or --force."""
+    """Whether the plan says that it fits, or cannot tell, or --force was given."""
     if slurm.gpus_per_node is None or "--force" in words.flags:
         return True
     if not words.plan:
         print("note: whether it fits was not checked: say for which GPU, such as gpu=h100")
         return True
+    if not can_plan():
+        print("note: whether it fits was not checked: there is no torch here to plan with")
+        return True
     nodes = node_counts(slurm)[0]  # on more of them each holds less
     memory = re.fullmatch(r"([1-9]\d*)([KMGT]?)", (slurm.host_memory or "").upper())
     host = [f"host_memory={memory[1]}{memory[2] or 'M'}iB"] if memory else []
-    asks = can_plan()
     for values in _of_different_memory(words.sweep):
         recipe = [*words.recipe, *values]
-        if asks:
-            checked = submit.check_plan([*recipe, f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *words.plan, *host])
-        else:
-            checked = _fits_roughly(recipe, words, ranks=nodes * slurm.gpus_per_node)
+        size = [f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}"]
+        checked = submit.check_plan([*recipe, *size, *words.plan, *host])
         run = f"{' '.join(values)}: " if words.sweep else ""
         if checked.fits is False:
             told = f"{run}{checked.said}\nnot submitted: that does not fit. launcher plan says what would; --force submits it anyway"
@@ -265,35 +261,18 @@ def _fits(words: Words, slurm: Slurm) -> bool:
 
 
 MOST_PLANS = 8
-"""Of a sweep: each takes seconds."""
+"""Plans of a sweep: each takes seconds."""
 
 
 def _of_different_memory(sweep: Sequence[tuple[str, list[str]]]) -> list[list[str]]:
-    """Overrides of the runs of a sweep that may need different memory; of what memory does not depend on, the first value."""
+    """Overrides of the runs of a sweep that may need different memory. Other keys have their first value."""
     sections = ("model", "batch", "strategy", "activation_checkpointing", "lora", "data")
     chosen = [[f"{key}={value}" for value in (values if key.split(".")[0] in sections else values[:1])] for key, values in sweep]
     return [list(values) for values in itertools.islice(itertools.product(*chosen), MOST_PLANS)]
 
 
-def _fits_roughly(recipe: Sequence[str], words: Words, *, ranks: int) -> submit.PlanCheck:
-    """By arithmetic, where there is no torch to plan with: says no only where it is sure."""
-    given = dict(word.split("=", 1) for word in words.plan)
-    gpu = find_gpu(given["gpu"]) if "gpu" in given else None
-    try:
-        stated = size(given["gpu_memory"]) if "gpu_memory" in given else None
-    except ValueError as error:
-        raise RecipeError(f"command line: gpu_memory={given['gpu_memory']}: {error}") from None
-    memory = stated if stated is not None else round(gpu.memory * 2**30) if gpu is not None else None
-    needed = rough_bytes(load_recipe(recipe, ranks=None, files=False).recipe, ranks=ranks)
-    if needed is None or memory is None:
-        what = "the model, or how it is trained, is none that is known by heart" if needed is None else f"gpu={given['gpu']} is not known"
-        return submit.PlanCheck(None, f"note: whether it fits was not checked: there is no torch here to plan with, and {what}")
-    said = f"about {bytes_as_text(needed)} of a GPU's {bytes_as_text(memory)}, by rough arithmetic (there is no torch here to plan with)"
-    return submit.PlanCheck(False if needed > CERTAIN * memory else None, said)
-
-
 def _shown(path: Path) -> str:
-    """As short as it can be typed."""
+    """Relative to the working folder, if it is inside."""
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
@@ -327,7 +306,7 @@ def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
 
 
 def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
-    """Until the jobs and their successors have left the queue, over all requeues; then how the runs ended."""
+    """Waits until all jobs and their successors have left the queue. Returns how the runs ended, as an exit status."""
     told: dict[Path, int] = {}
     log = runs[0].folder / "log" / "rank_0.log"
     told[log] = log.stat().st_size if log.exists() else 0
@@ -339,7 +318,7 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
             if time.monotonic() - asked > _SQUEUE_SECONDS:
                 asked = time.monotonic()
                 with contextlib.suppress(RecipeError):  # a controller that is restarted is back in a moment
-                    active = submit.active_jobs()
+                    active = scheduler.active_jobs()
                     jobs = {job for run in runs for job in submit.Submission(run.folder, "").jobs()}
                     running = {active[job].lower() for job in jobs if job in active}
                     # Successors are pending all the time

@@ -7,7 +7,6 @@ then joined, in the order of files and lines, into the store's flat arrays.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 import logging
@@ -27,6 +26,7 @@ import xxhash
 
 from launcher.data.encoder import Encoder
 from launcher.data.sources import Part, read_all, split
+from launcher.distributed.spawn import end_with_parent
 from launcher.errors import RecipeError
 from launcher.training.loss import IGNORED
 
@@ -266,10 +266,7 @@ def _be_a_child(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, Linux: the parent may end without any clean-up
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_parent(parent)
 
 
 # What is written

@@ -1,16 +1,16 @@
 """The same losses, proved on the user's own recipe and machine.
 
-Started by `launcher selftest` under torchrun: trains a few steps per strategy, accumulation and number of ranks, and
-holds losses and gradient norms against one of them.
+`launcher selftest` starts this module under torchrun. It trains a few steps with each strategy,
+accumulation and number of ranks, and compares losses and gradient norms with the first of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,21 +20,29 @@ from torch import nn
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import DataParallel
+from launcher.distributed.spawn import rank_main
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.recipe import schema
 from launcher.recipe.hub import model_folder
 from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import ActivationCheckpointing, Batch, CpuOffload, MixedPrecision, Recipe, Strategy
+from launcher.recipe.schema import (
+    ActivationCheckpointing,
+    Batch,
+    CpuOffload,
+    MixedPrecision,
+    Recipe,
+    Strategy,
+)
 from launcher.reliability.failures import end_process
 from launcher.training.setup import assemble
 
 SEQUENCES_PER_RANK = 4
-"""A self-test's global batch is this many sequences a rank: one micro-batch of four, or four of one."""
+"""Size of the global batch per rank: one micro-batch of four sequences, or four of one."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train."""
+    """A combination of strategy, precision, ranks and accumulation."""
 
     name: str
     ranks: int
@@ -61,9 +69,9 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Dropout draws per rank, so other numbers of ranks draw otherwise: it is off in the self-test.
+    """Sets all dropout probabilities to zero: each rank draws its own, so losses would differ.
 
-    As modules, and as probabilities that a module keeps for its forward pass (`attention_dropout`).
+    Of `nn.Dropout`, and of modules that keep a probability themselves (`attention_dropout`).
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -74,57 +82,82 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 
 def shrunk_model(model: schema.Model) -> schema.Model:
-    """The same architecture with random weights, made small; that of a checkpoint by its config."""
+    """The same architecture, made small, with random weights."""
     config = model.config
     if model.path is not None:
         folder = model_folder(model.path, key="model.path", weights=False)
         told = json.loads((folder / "config.json").read_text())
-        config = {key: value for key, value in told.items() if key not in ("architectures", "dtype", "torch_dtype", "transformers_version")}
-    return dataclasses.replace(model, path=None, init=None, config=None if config is None else shrunk(config))
+        config = {
+            key: value
+            for key, value in told.items()
+            if key not in ("architectures", "dtype", "torch_dtype", "transformers_version")
+        }
+    return dataclasses.replace(
+        model, path=None, init=None, config=None if config is None else shrunk(config)
+    )
 
 
 def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
     """The first one is the reference: fsdp in float32 on all ranks, one micro-batch a step."""
+    strategies = _strategies(recipe, ranks=ranks)
+    variants = []
+    for name, changed in strategies:
+        alone = ranks > 1 and changed.strategy.replicate == 1
+        counts = (ranks, 1) if alone else (ranks,)
+        sizes = itertools.product(counts, (SEQUENCES_PER_RANK, 1))
+        variants += [_variant(name, changed, None, ranks, *size) for size in sizes]
+    precision = recipe.strategy.mixed_precision
+    if precision is not None and precision.param_dtype != "float32":
+        variants += [
+            _variant(name, changed, precision, ranks, ranks, SEQUENCES_PER_RANK)
+            for name, changed in strategies
+        ]
+    return variants
+
+
+def _strategies(recipe: Recipe, *, ranks: int) -> list[tuple[str, Recipe]]:
+    """The recipe under each strategy that it could name, in float32."""
     own = recipe.strategy
-    half = own.mixed_precision if own.mixed_precision is not None and own.mixed_precision.param_dtype != "float32" else None
+    fsdp = Strategy(
+        kind="fsdp",
+        mixed_precision=None,
+        reshard_after_forward=own.reshard_after_forward,
+        reshard_after_backward=own.reshard_after_backward,
+    )
+    offload = dataclasses.replace(fsdp, cpu_offload=CpuOffload())
     checkpointing = recipe.activation_checkpointing or ActivationCheckpointing()
-    sharding: dict[str, Any] = {"reshard_after_forward": own.reshard_after_forward, "reshard_after_backward": own.reshard_after_backward}
-    strategies: list[tuple[str, Strategy, ActivationCheckpointing | None]] = [
-        ("fsdp", Strategy(kind="fsdp", mixed_precision=None, **sharding), None),
+    found: list[tuple[str, Strategy, ActivationCheckpointing | None]] = [
+        ("fsdp", fsdp, None),
         ("ddp", Strategy(kind="ddp", mixed_precision=None), None),
-        (
-            "fsdp, offload, checkpointing",
-            Strategy(kind="fsdp", mixed_precision=None, cpu_offload=CpuOffload(), **sharding),
-            checkpointing,
-        ),
+        ("fsdp, offload, checkpointing", offload, checkpointing),
     ]
     replicate = own.replicate if own.replicate > 1 else 2
     if ranks > replicate and ranks % replicate == 0:
-        hybrid = Strategy(kind="fsdp", mixed_precision=None, replicate=replicate, **sharding)
-        strategies.append((f"fsdp, hybrid {replicate} x {ranks // replicate}", hybrid, None))
+        hybrid = dataclasses.replace(fsdp, replicate=replicate)
+        found.append((f"fsdp, hybrid {replicate} x {ranks // replicate}", hybrid, None))
+    return [
+        (name, dataclasses.replace(recipe, strategy=strategy, activation_checkpointing=mode))
+        for name, strategy, mode in found
+    ]
 
-    def variant(
-        name: str, strategy: Strategy, mode: ActivationCheckpointing | None, precision: MixedPrecision | None, n: int, micro: int
-    ) -> Variant:
-        batch = Batch(global_batch_size=SEQUENCES_PER_RANK * ranks, micro_batch_size=micro)
-        if strategy.kind == "ddp" and precision is not None:
-            precision = MixedPrecision(param_dtype=precision.param_dtype)  # it reduces in float32
-        changed = dataclasses.replace(
-            recipe, batch=batch, strategy=dataclasses.replace(strategy, mixed_precision=precision), activation_checkpointing=mode
-        )
-        accumulation = batch.global_batch_size // (micro * n)
-        tolerances = (1e-5, 1e-5) if precision is None else (1e-3, 2e-2)
-        return Variant(name, n, accumulation, changed, *tolerances)
 
-    variants = []
-    for name, strategy, mode in strategies:
-        for n in sorted({1, ranks}, reverse=True):
-            if "hybrid" in name and n != ranks:
-                continue
-            variants += [variant(name, strategy, mode, None, n, micro) for micro in (SEQUENCES_PER_RANK, 1)]
-    if half is not None:
-        variants += [variant(name, strategy, mode, half, ranks, SEQUENCES_PER_RANK) for name, strategy, mode in strategies]
-    return variants
+def _variant(
+    name: str,
+    recipe: Recipe,
+    precision: MixedPrecision | None,
+    all_ranks: int,
+    ranks: int,
+    micro_batch_size: int,
+) -> Variant:
+    """The same global batch on `ranks` of all ranks."""
+    sequences = SEQUENCES_PER_RANK * all_ranks
+    batch = Batch(global_batch_size=sequences, micro_batch_size=micro_batch_size)
+    if recipe.strategy.kind == "ddp" and precision is not None:
+        precision = MixedPrecision(param_dtype=precision.param_dtype)  # it reduces in float32
+    strategy = dataclasses.replace(recipe.strategy, mixed_precision=precision)
+    recipe = dataclasses.replace(recipe, batch=batch, strategy=strategy)
+    tolerances = (1e-5, 1e-5) if precision is None else (1e-3, 2e-2)
+    return Variant(name, ranks, sequences // (micro_batch_size * ranks), recipe, *tolerances)
 
 
 def train_variant(variant: Variant, ranks: DataParallel) -> tuple[list[float], list[float]]:
@@ -141,17 +174,25 @@ def train_variant(variant: Variant, ranks: DataParallel) -> tuple[list[float], l
 
 
 def largest_difference(values: list[float], reference: list[float]) -> float:
-    """Relative; infinite where a value is not finite."""
-    differences = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(values, reference, strict=True)]
-    return max(difference if difference == difference else float("inf") for difference in differences)
+    """The largest relative difference; infinite where a value is not finite."""
+    differences = [
+        abs(a - b) / abs(b) if b else abs(a) for a, b in zip(values, reference, strict=True)
+    ]
+    return max(
+        difference if difference == difference else float("inf") for difference in differences
+    )
 
 
-def _table(variants: list[Variant], results: list[tuple[list[float], list[float]]]) -> tuple[list[str], bool]:
+def _table(
+    variants: list[Variant], results: list[tuple[list[float], list[float]]]
+) -> tuple[list[str], bool]:
     width = max(len(variant.name) for variant in variants)
-    head = f"{'strategy':<{width}}  precision  ranks  accumulation  {'loss differs by':>22}  {'grad_norm differs by':>22}"
+    head = f"{'strategy':<{width}}  precision  ranks  accumulation"
+    head += f"  {'loss differs by':>22}  {'grad_norm differs by':>22}"
     lines, good = [head, "-" * len(head)], True
     for variant, (losses, norms) in zip(variants, results, strict=True):
-        loss, norm = largest_difference(losses, results[0][0]), largest_difference(norms, results[0][1])
+        loss = largest_difference(losses, results[0][0])
+        norm = largest_difference(norms, results[0][1])
         fine = loss <= variant.loss_tolerance and norm <= variant.norm_tolerance
         good = good and fine
         mixed = variant.recipe.strategy.mixed_precision
@@ -159,64 +200,76 @@ def _table(variants: list[Variant], results: list[tuple[list[float], list[float]
         if variant is variants[0]:
             cells = f"{'reference':>22}  {'reference':>22}"
         else:
-            cells = f"{f'{loss:.1e} of {variant.loss_tolerance:.0e}':>22}  {f'{norm:.1e} of {variant.norm_tolerance:.0e}':>22}"
+            of_loss = f"{loss:.1e} of {variant.loss_tolerance:.0e}"
+            of_norm = f"{norm:.1e} of {variant.norm_tolerance:.0e}"
+            cells = f"{of_loss:>22}  {of_norm:>22}"
         mark = "" if fine else "  TOO MUCH"
-        lines.append(f"{variant.name:<{width}}  {precision:<9}  {variant.ranks:>5}  {variant.accumulation:>12}  {cells}{mark}")
+        name = f"{variant.name:<{width}}  {precision:<9}"
+        lines.append(f"{name}  {variant.ranks:>5}  {variant.accumulation:>12}  {cells}{mark}")
     return lines, good
 
 
+def selftest_recipe(setting: dict[str, Any]) -> Recipe:
+    """The user's recipe for a few steps, without validation data. Raises RecipeError."""
+    recipe = load_recipe(setting["recipe"], ranks=None).recipe
+    data, model = recipe.data, recipe.model
+    tokenizer = data.tokenizer if data.tokenizer is not None else model.path
+    schedule: dict[str, Any] = {"kind": "constant", "warmup_steps": 1, "decay_steps": None}
+    return dataclasses.replace(
+        recipe,
+        run=dataclasses.replace(recipe.run, max_steps=setting["steps"], epochs=None),
+        model=shrunk_model(model) if setting["shrink"] else model,
+        data=dataclasses.replace(data, validation=None, workers=0, tokenizer=tokenizer),
+        schedule=dataclasses.replace(recipe.schedule, **schedule),
+    )
+
+
+def train_all(
+    variants: list[Variant], everyone: DataParallel
+) -> list[tuple[list[float], list[float]]]:
+    """Losses and gradient norms of each variant; on rank 0 also of those on one rank."""
+    group = dist.new_group([0])
+    alone = DataParallel(rank=0, size=1, group=group, device=everyone.device)
+    results = []
+    for variant in variants:
+        if everyone.rank == 0:
+            live = f"\r\x1b[2K{variant.name}, {variant.ranks} ranks ..."
+            print(live if sys.stdout.isatty() else ".", end="", flush=True)
+        if variant.ranks == everyone.size or everyone.rank == 0:
+            ranks = everyone if variant.ranks == everyone.size else alone
+            results.append(train_variant(variant, ranks))
+        dist.barrier()
+    return results
+
+
 def run(setting: dict[str, Any]) -> int:
-    """Trains all variants and prints the table; returns the exit status (on every rank)."""
+    """On every rank: trains all variants; rank 0 prints the table. Returns the exit status."""
     environment = read_environment()
     process_group.set_numerics(deterministic=False, float32_matmul="highest")
-    main = environment.main
-    with process_group.process_group(environment, device=setting["device"], init_timeout=600) as (everyone, _):
-        device = everyone.device
-        process_group.set_threads(environment, device=device, cpu_offload=True)
+    group = process_group.process_group(environment, device=setting["device"], init_timeout=600)
+    with group as (ranks, _):
+        process_group.set_threads(environment, device=ranks.device, cpu_offload=True)
         try:
-            recipe = load_recipe(setting["recipe"], ranks=None).recipe
-            recipe = dataclasses.replace(
-                recipe,
-                run=dataclasses.replace(recipe.run, max_steps=setting["steps"], epochs=None),
-                model=shrunk_model(recipe.model) if setting["shrink"] else recipe.model,
-                data=dataclasses.replace(
-                    recipe.data,
-                    validation=None,
-                    workers=0,
-                    tokenizer=recipe.data.tokenizer if recipe.data.tokenizer is not None else recipe.model.path,
-                ),
-                schedule=dataclasses.replace(recipe.schedule, kind="constant", warmup_steps=1, decay_steps=None),
-            )
-            variants = make_variants(recipe, ranks=everyone.size)
-            alone = dist.new_group([0])
-            results = []
-            for variant in variants:
-                if main:
-                    print(f"\r\x1b[2K{variant.name}, {variant.ranks} ranks ..." if sys.stdout.isatty() else ".", end="", flush=True)
-                if variant.ranks == everyone.size:
-                    results.append(train_variant(variant, everyone))
-                elif main:
-                    results.append(train_variant(variant, DataParallel(rank=0, size=1, group=alone, device=device)))
-                dist.barrier()
+            variants = make_variants(selftest_recipe(setting), ranks=ranks.size)
+            results = train_all(variants, ranks)
         except RecipeError as error:
-            if main:
+            if environment.main:
                 print(error, file=sys.stderr, flush=True)
             dist.barrier()
             return EXIT_USAGE
-        if not main:
+        if not environment.main:
             return EXIT_DONE
         lines, good = _table(variants, results)
-        where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        cuda = ranks.device.type == "cuda"
+        where = torch.cuda.get_device_name(ranks.device) if cuda else "CPU"
+        sequences = f"{setting['steps']} steps of {SEQUENCES_PER_RANK * ranks.size} sequences"
         print("\r\x1b[2K" if sys.stdout.isatty() else "")
-        print("\n".join(lines))
-        print(f"\n{setting['steps']} steps of {SEQUENCES_PER_RANK * everyone.size} sequences on {everyone.size} x {where}, dropout off.")
-        print("Every way of training gives the same losses." if good else "Not the same: see the lines marked TOO MUCH.")
+        print("\n".join([*lines, "", f"{sequences} on {ranks.size} x {where}, dropout off."]))
+        same = "Every way of training gives the same losses."
+        print(same if good else "Not the same: see the lines marked TOO MUCH.")
         return EXIT_DONE if good else EXIT_NO
 
 
 if __name__ == "__main__":
-    _setting = json.loads(sys.argv[1])
-    _status = run(_setting)
-    if read_environment().main:
-        Path(_setting["verdict"]).write_text(str(_status))
+    rank_main(run)
     end_process(EXIT_DONE)

@@ -11,13 +11,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
-import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
-import traceback
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +35,7 @@ from launcher.data.synthetic import rows_of
 from launcher.distributed import process_group
 from launcher.distributed.environment import prepare_cuda, read_environment
 from launcher.distributed.process_group import DataParallel
+from launcher.distributed.spawn import rank_main, run_ranks
 from launcher.errors import TrainingError
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
@@ -403,8 +399,8 @@ def _of_step(marks: list[Mark], counted: _Counted, number: int) -> dict[str, int
     }
 
 
-def run(setting: dict[str, Any]) -> None:
-    """On every rank: measures each recipe; rank 0 writes the results as JSON into the file `result`."""
+def run(setting: dict[str, Any]) -> list[dict[str, Any]]:
+    """On every rank: measures each recipe; returns the fields of `Measured`."""
     environment = read_environment()
     with process_group.process_group(environment, device="any", init_timeout=300) as (ranks, _):
         process_group.set_threads(environment, device=ranks.device, cpu_offload=True)
@@ -413,8 +409,7 @@ def run(setting: dict[str, Any]) -> None:
             recipe = load_recipe(arguments, ranks=ranks.size, files=False).recipe
             process_group.set_numerics(deterministic=recipe.run.deterministic, float32_matmul=recipe.run.float32_matmul)
             results.append(dataclasses.asdict(measure_recipe(recipe, ranks)))
-        if environment.main:
-            Path(setting["result"]).write_text(json.dumps(results))
+        return results
 
 
 def measure(recipes: Sequence[Sequence[str]], *, ranks: int, gpus: bool = True, timeout: float = 600) -> list[Measured]:
@@ -426,36 +421,18 @@ def measure(recipes: Sequence[Sequence[str]], *, ranks: int, gpus: bool = True, 
     """
     for arguments in recipes:
         load_recipe(arguments, ranks=ranks, files=False)
-    variables = {"OMP_NUM_THREADS": "1"} | dict(os.environ)  # torchrun's own default, without its warning
+    variables = dict(os.environ)
     prepare_cuda(variables, deterministic=False)  # as a training run has it
     if not gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ""
-    with tempfile.TemporaryDirectory(prefix="launcher-measuring-") as folder:
-        result, log = Path(folder) / "result", Path(folder) / "log"
-        setting = json.dumps({"recipes": [list(arguments) for arguments in recipes], "result": str(result)})
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", __name__, setting]
-        with log.open("w") as output:
-            process = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)
-            try:
-                status: int | None = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:  # the agent ends its workers, which it has put into sessions of their own
-                process.terminate()
-                process.wait()
-        if status != 0 or not result.exists():
-            what = f"were not done after {timeout:.0f} s" if status is None else f"ended with status {status}"
-            errors = sorted(Path(folder).glob("error_*"), key=lambda file: file.stat().st_mtime_ns)
-            why = errors[0].read_text() if errors else f"the end of what they printed:\n{log.read_text()[-4000:]}"
-            raise TrainingError(f"the {ranks} processes that measure {what}: {why}")
-        return [Measured(**measured) for measured in json.loads(result.read_text())]
+    setting = {"recipes": [list(arguments) for arguments in recipes]}
+    ended = run_ranks("launcher.planner.measure", setting, ranks=ranks, seconds=timeout, variables=variables)
+    if ended.status != 0 or ended.result is None:
+        what = f"were not done after {timeout:.0f} s" if ended.status is None else f"ended with status {ended.status}"
+        why = ended.error or f"the end of what they printed:\n{ended.printed[-4000:]}"
+        raise TrainingError(f"the {ranks} processes that measure {what}: {why}")
+    return [Measured(**measured) for measured in ended.result]
 
 
 if __name__ == "__main__":
-    _setting = json.loads(sys.argv[1])
-    try:
-        run(_setting)
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        Path(_setting["result"]).with_name(f"error_{os.getpid()}").write_text(text)
-        raise
+    rank_main(run)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from launcher.distributed.environment import alone
+from launcher.distributed.spawn import end_with_parent
 from launcher.errors import RecipeError
 from launcher.planner.machine import Machine, Rates
 from launcher.recipe.load import load_recipe, to_yaml
@@ -72,7 +72,7 @@ def main(stdin: TextIO, tell: Callable[[Answer], None]) -> None:
     if job["task"] == "explain":
         # torchrun's agent has asked all of this rank to end: the rank ends this process when it has its answer
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_with(job["parent"])
+    end_with_parent(job["parent"])
     # Here, not in the process that asks: that may end at any moment, and would leave the folder behind
     with tempfile.TemporaryDirectory(prefix="launcher-plan-") as folder:
         file = Path(folder, "recipe.yaml")
@@ -102,13 +102,6 @@ def main(stdin: TextIO, tell: Callable[[Answer], None]) -> None:
 
     for answer in explain(recipe, machine, phase=job["phase"], measured=job["measured"], outside=job["outside"]):
         tell(answer)
-
-
-def _end_with(parent: int) -> None:
-    """This process is killed when its parent ends. prctl(2): PR_SET_PDEATHSIG."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the rank that asked is gone")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Who may write into a run's folder: one job at a time.
+"""The lock of a run folder: one job at a time may write there.
 
-RUN_DIR/owner holds numbered records; the highest number is the owner. To take the folder is to create the next number,
-which a file system gives to one process only (a hard link fails where the name is there, on NFS too); nothing is ever
-replaced, so two that find the same dead owner cannot both succeed it. An owner shows that it lives by touching its record.
-One that finds a higher number than its own was superseded: it writes nothing more.
+RUN_DIR/owner holds numbered records; the highest number owns the folder. To take the folder is to
+create the next number, which a file system lets only one process do (a hard link fails if the name
+exists, on NFS too). Nothing is ever replaced, so two processes that find the same dead owner cannot
+both succeed it. The owner touches its record as a heartbeat. An owner that finds a higher number
+is fenced off: it writes nothing more.
 
-No clock is compared with another machine's. On the owner's machine its process is looked for; elsewhere its record is
-watched, for longer than the owner takes to touch it and a client of NFS may remember a folder (a minute by default).
+Clocks of different machines are never compared. On the owner's machine its process is looked up.
+Elsewhere its record is watched, for longer than the interval between heartbeats and the time for
+which an NFS client caches a folder (a minute by default).
 
 Standard library only: a folder is refused before torch is imported.
 """
@@ -16,12 +18,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +31,15 @@ from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
 
 TOUCH_SECONDS = 15.0
+"""Between heartbeats."""
 LEASE_SECONDS = 120.0
+"""Without a heartbeat for so long, an owner on another machine is gone."""
 _ABANDONED_SECONDS = 3600.0
-"""A record untouched for so long by this machine's clock and by the file server's is not watched first: no clock is so wrong."""
+"""A record this old by this machine's clock and the file server's is not watched first: no clock
+is so wrong."""
 _RELEASED = "released"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +49,10 @@ class Owner:
     token: str
     host: str
     machine: str
-    """Boot id and process namespace: where it is ours, the process can be looked for."""
+    """As `this_machine`: on the same one the process can be looked up."""
     pid: int
     started: int
-    """When the process started, in the kernel's ticks: a process id is used again, with another start."""
+    """Start of the process in ticks: the kernel uses process ids again, with another start."""
     agent: str | None
     """torchrun's agent, as `machine/pid/started`."""
     job: str | None
@@ -56,13 +63,14 @@ class Owner:
     time: float
 
     def describe(self) -> str:
-        """For a message."""
+        """For messages."""
         job = f", Slurm job {self.job}" if self.job else ""
-        return f"process {self.pid} on {self.host}{job}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.time))}"
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+        return f"process {self.pid} on {self.host}{job}, since {since}"
 
 
 def process_start(pid: int) -> int | None:
-    """Start of a process in ticks since boot (proc_pid_stat(5), field 22); None: there is none, or it only waits to be reaped."""
+    """Start of a process in ticks since boot (proc_pid_stat(5), field 22); None: it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
@@ -71,16 +79,17 @@ def process_start(pid: int) -> int | None:
 
 
 def this_machine() -> str:
-    """The same for processes that can see one another in /proc, and for no others."""
+    """Boot id and process namespace: equal for processes that see each other in /proc."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot + os.readlink("/proc/self/ns/pid")
     except OSError:
         return socket.gethostname()
 
 
-def _mine(environment: Environment) -> Owner:
-    machine = this_machine()
-    agent = f"{machine}/{environment.parent}/{process_start(environment.parent)}" if environment.torchrun else None
+def _new_owner(environment: Environment) -> Owner:
+    machine, parent = this_machine(), environment.parent
+    agent = f"{machine}/{parent}/{process_start(parent)}" if environment.torchrun else None
     return Owner(
         token=uuid.uuid4().hex,
         host=socket.gethostname(),
@@ -98,7 +107,10 @@ def _mine(environment: Environment) -> Owner:
 
 
 def succeeds(new: Owner, old: Owner) -> bool:
-    """Whether `new` is a later start of what `old` is of, so that it takes over though `old` may still run on a lost node."""
+    """Whether `new` is a later start of the same job, which takes over though `old` may still run.
+
+    (On a node that the scheduler has lost, say.)
+    """
     if new.job is not None and new.job == old.job:
         if new.job_restart_count != old.job_restart_count:
             return new.job_restart_count > old.job_restart_count
@@ -106,8 +118,9 @@ def succeeds(new: Owner, old: Owner) -> bool:
             return True
     if new.agent is not None and new.agent == old.agent:
         return True  # an agent has one generation of workers at a time
-    # Who meets at the same place under the same id is of one torchrun, which has one generation at a time too; the id alone
-    # may be another torchrun's, and `localhost` is every machine. (Not by the restart count: each agent has its own.)
+    # The same run id and the same meeting point are the same torchrun, with one generation at a
+    # time too. The id alone may be another torchrun's, and `localhost` is on every machine. The
+    # restart count does not tell: each agent has its own
     host = (new.meeting_point or "localhost").rsplit(":", 1)[0]
     same = new.run_id == old.run_id is not None and new.meeting_point == old.meeting_point
     return same and not host.startswith(("127.", "localhost", "::1"))
@@ -123,7 +136,10 @@ def _records(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _read(record: Path) -> Owner | None:
-    """None: released, or not to be read (a file system without hard links shows a record before it is whole)."""
+    """None: released, or unreadable.
+
+    (A file system without hard links shows a record before it is complete.)
+    """
     try:
         values = json.loads(record.read_text())
         return Owner(**{field.name: values[field.name] for field in dataclasses.fields(Owner)})
@@ -139,8 +155,11 @@ def _touched(record: Path) -> int | None:
 
 
 def current_owner(run_dir: Path) -> tuple[Owner, bool | None] | None:
-    """The owner of a run's folder, and whether it lives; None for that: on another machine, silent for longer than it should be
-    by clocks that may differ. None: nobody owns it."""
+    """The owner of a run folder, and whether it is alive; None: nobody owns it.
+
+    Alive is None for an owner on another machine without a recent heartbeat, by clocks that may
+    differ.
+    """
     records = _records(run_dir / "owner")
     if not records or records[-1][1].name.endswith(_RELEASED):
         return None
@@ -151,43 +170,46 @@ def current_owner(run_dir: Path) -> tuple[Owner, bool | None] | None:
     if owner.machine == this_machine():
         return owner, process_start(owner.pid) == owner.started
     touched = _touched(record)
-    return owner, True if touched is not None and time.time() - touched / 1e9 < LEASE_SECONDS else None
+    return owner, True if touched and time.time() - touched / 1e9 < LEASE_SECONDS else None
 
 
 class Ownership:
-    """A folder that is owned by this process (`take`), or by a rank that this one trains with (`follow`)."""
+    """The lock, held by this process (`take`) or by a rank that this one trains with (`follow`)."""
 
     def __init__(self, record: Path, *, own: bool) -> None:
         self._record, self._own = record, own
         self._number = int(record.name.split(".")[0])
         self._released = threading.Event()
-        if own:
+        if own:  # from before torch is imported to the end: not a part of the watch
             threading.Thread(target=self._touch, name="owner", daemon=True).start()
 
     @classmethod
-    def take(cls, run_dir: Path, environment: Environment, *, say: Callable[[str], None] = print) -> Ownership:
-        """Takes a run's folder, which need not exist.
+    def take(cls, run_dir: Path, environment: Environment) -> Ownership:
+        """Takes the lock of a run folder, which need not exist.
 
-        Waits for up to LEASE_SECONDS where the owner was on another machine and nothing is known of its end.
-        Raises RecipeError where another job owns it, and has then changed nothing.
+        Waits for up to LEASE_SECONDS if the owner was on another machine and did not release it.
+        Raises RecipeError if another job owns the folder; nothing was changed then.
         """
-        folder, mine = run_dir / "owner", _mine(environment)
+        folder, mine = run_dir / "owner", _new_owner(environment)
         while True:
             records = _records(folder)
             number, last = records[-1] if records else (0, folder)
-            owner = None if not records or last.name.endswith(_RELEASED) else _read_whole(last)
+            free = not records or last.name.endswith(_RELEASED)
+            owner = None if free else _read_complete(last)
             if owner is not None and not succeeds(mine, owner):
-                _refuse_if_alive(run_dir, owner, last, say)
+                _refuse_if_alive(run_dir, owner, last)
             record = folder / f"{number + 1:08}.json"
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 folder.mkdir(exist_ok=True)
                 created = _create(record, mine)
             except OSError as error:
-                raise RecipeError(f"run.dir: {run_dir} cannot be written to: {error.strerror}") from None
+                text = f"run.dir: {run_dir} cannot be written to: {error.strerror}"
+                raise RecipeError(text) from None
             if not created:
-                continue  # another process was faster: see who it is
-            if _records(folder)[-1][0] != number + 1:  # it decided long ago, and others came and went since
+                continue  # another process was faster: look at its record
+            if _records(folder)[-1][0] != number + 1:
+                # This process was slow: others took and released the folder since it looked
                 record.unlink(missing_ok=True)
                 continue
             for older, file in records:
@@ -197,7 +219,7 @@ class Ownership:
 
     @classmethod
     def follow(cls, run_dir: Path, name: str) -> Ownership:
-        """On the other ranks of the run. name: the `name` of rank 0's."""
+        """On the other ranks of the run. name: that of rank 0's record."""
         return cls(run_dir / "owner" / name, own=False)
 
     @property
@@ -206,16 +228,19 @@ class Ownership:
         return self._record.name
 
     def check(self) -> None:
-        """Before anything is written. Raises TrainingError (reason superseded) where the folder is another's by now."""
+        """Before each write. Raises TrainingError (reason superseded) if another job took over."""
         records = _records(self._record.parent)
         if records and records[-1][0] == self._number:
             return
         owner = _read(records[-1][1]) if records else None
-        by = f"now belongs to {owner.describe()}" if owner is not None else "has lost the record that it is this run's (RUN_DIR/owner)"
-        raise TrainingError(f"{self._record.parent.parent} {by}; this run ends, and writes nothing more", reason="superseded")
+        by = "has lost the record that it is this run's (RUN_DIR/owner)"
+        if owner is not None:
+            by = f"now belongs to {owner.describe()}"
+        text = f"{self._record.parent.parent} {by}; this run ends, and writes nothing more"
+        raise TrainingError(text, reason="superseded")
 
     def release(self) -> None:
-        """Lets the folder go: the next job need not find out whether this process is gone."""
+        """Releases the lock: the next job need not find out whether this process is gone."""
         if not self._own or self._released.is_set():
             return
         self._released.set()
@@ -229,8 +254,8 @@ class Ownership:
                 os.utime(self._record)
 
 
-def _read_whole(record: Path) -> Owner | None:
-    """None: nobody's. A record that cannot be read for a second is broken: what wrote it died."""
+def _read_complete(record: Path) -> Owner | None:
+    """None: no owner. A record that stays unreadable for a second is of a process that died."""
     for _ in range(10):
         if (owner := _read(record)) is not None or not record.exists():
             return owner
@@ -239,7 +264,7 @@ def _read_whole(record: Path) -> Owner | None:
 
 
 def _create(record: Path, owner: Owner) -> bool:
-    """False where the name is there already."""
+    """False if the name exists."""
     text = json.dumps(dataclasses.asdict(owner), indent=1) + "\n"
     scratch = record.parent / f".{owner.token}"
     try:
@@ -250,7 +275,7 @@ def _create(record: Path, owner: Owner) -> bool:
         try:
             os.link(scratch, record)
         except FileExistsError:
-            # On NFS the answer to a link that was made may be lost, and the repeated question fails
+            # On NFS the answer to a successful request may be lost, and the repeated one fails
             return scratch.stat().st_nlink == 2
         except OSError:  # a file system without hard links
             try:
@@ -263,28 +288,26 @@ def _create(record: Path, owner: Owner) -> bool:
         scratch.unlink(missing_ok=True)
 
 
-def _refuse_if_alive(run_dir: Path, owner: Owner, record: Path, say: Callable[[str], None]) -> None:
-    """Returns where the owner is gone; raises RecipeError where it lives."""
+def _refuse_if_alive(run_dir: Path, owner: Owner, record: Path) -> None:
+    """Returns if the owner is gone; raises RecipeError if it lives."""
     refusal = RecipeError(
-        f"run.dir: {run_dir} belongs to a run that goes on: {owner.describe()}; nothing was changed there. "
-        f"Wait for it, end it (touch {run_dir}/stop), or give another run.dir"
+        f"run.dir: {run_dir} belongs to a run that goes on: {owner.describe()}; nothing was "
+        f"changed there. Wait for it, end it (touch {run_dir}/stop), or give another run.dir"
     )
     if owner.machine == this_machine():
         if process_start(owner.pid) == owner.started:
             raise refusal
         return
     touched = _touched(record)
-    if touched is None:
+    if touched is None or time.time() - max(touched / 1e9, owner.time) > _ABANDONED_SECONDS:
         return
-    age = time.time() - max(touched / 1e9, owner.time)
-    if age > _ABANDONED_SECONDS:
-        return
-    say(f"{run_dir} was last written to by {owner.describe()}: watching for a sign of life, for up to {LEASE_SECONDS:.0f} s")
+    last, lease = f"{run_dir} was last written to by {owner.describe()}", f"{LEASE_SECONDS:.0f} s"
+    logger.warning("%s: watching for a sign of life, for up to %s", last, lease)
     deadline = time.monotonic() + LEASE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(min(1.0, LEASE_SECONDS / 10))
         now = _touched(record)
         if now is None:
-            return  # released, or taken: seen when the next number is created
+            return  # released, or taken: creating the next number will tell
         if now != touched:
             raise refusal

@@ -1,4 +1,4 @@
-"""RUN_DIR: the files that a run writes beside its metrics, and whether a folder may be written to."""
+"""RUN_DIR: the files that a run writes beside its metrics."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Event = Literal["started", "resumed", "saved", "failed", "stopped", "finished"]
 
 
 class RunFolder:
-    """A run's folder. Rank 0 writes `recipe.yaml` and `status.json`; where a rank fails, that rank writes the status.
+    """A run folder. Rank 0 writes `recipe.yaml` and `status.json`; a rank that fails, the status.
 
-    Nothing is written that was not preceded by `check`: the folder may have passed to another job.
+    Each write is preceded by `check`: another job may have taken the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,11 +42,11 @@ class RunFolder:
         self._ranks: int | None = None
 
     def take(self, environment: Environment) -> None:
-        """Makes this process the folder's owner, before it writes. Raises RecipeError where another job is."""
+        """Takes the lock of the folder. Raises RecipeError if another job has it."""
         self.ownership = Ownership.take(self.path, environment)
 
     def check(self) -> None:
-        """Before each write. Raises TrainingError (reason superseded) where the folder passed to another job."""
+        """Before each write. Raises TrainingError (reason superseded) if another job took over."""
         if self.ownership is not None:
             self.ownership.check()
 
@@ -56,22 +56,21 @@ class RunFolder:
             self.ownership.release()
 
     def was_begun_by(self, environment: Environment) -> bool:
-        """Whether what is in the folder comes from an earlier start of this very job: before torchrun's agent, or Slurm, started
-        it once more. A restart alone does not tell: what was refused is restarted too. To be asked before `note("started")`."""
-        if not environment.restarted:
-            return False
-        try:
-            events = read_lines(self.events.read_text(encoding="utf-8"))
-        except OSError:
-            return False
-        mine = _identity(environment)
-        return any(
-            event["event"] == "started" and any(value is not None and event.get(key) == value for key, value in mine.items())
-            for event in events
+        """Whether an earlier start of this job began what is in the folder. Before `note_start`.
+
+        (torchrun's agent or Slurm started the job again. A restart alone does not tell: a job that
+        was refused is restarted too.)
+        """
+        mine = {key: value for key, value in _identity(environment).items() if value is not None}
+        return environment.restarted and any(
+            event.get(key) == value
+            for event in self._events()
+            if event["event"] == "started"
+            for key, value in mine.items()
         )
 
     def note_start(self, environment: Environment) -> None:
-        """A start, and whose it is."""
+        """Writes the event of a start, and which job it belongs to."""
         self.note(
             "started",
             ranks=environment.world_size,
@@ -81,33 +80,36 @@ class RunFolder:
         )
 
     def was_started_from(self, checkpoint: str) -> bool:
-        """Whether an earlier start of this folder resumed from this path of checkpoint.resume: the folder has its history."""
+        """Whether an earlier start of this folder resumed from this path (checkpoint.resume)."""
+        origin = str(Path(checkpoint).resolve())
+        return any(event.get("origin") == origin for event in self._events())
+
+    def _events(self) -> list[dict[str, Any]]:
         try:
-            events = read_lines(self.events.read_text(encoding="utf-8"))
+            return read_lines(self.events.read_text(encoding="utf-8"))
         except OSError:
-            return False
-        return any(event.get("origin") == str(Path(checkpoint).resolve()) for event in events)
+            return []
 
     def refuse_if_used(self, why: str) -> None:
-        """Raises RecipeError where an earlier run trained into this folder: its record would be lost.
+        """Raises RecipeError if an earlier run trained into this folder: its record would be lost.
 
-        why: the run is not resumed. A folder whose run never finished a step holds nothing to lose, and is used again.
+        why: the run is not resumed. A folder whose run never finished a step is used again.
         """
         recorded = self.metrics.exists() and self.metrics.stat().st_size
         if not recorded and next((self.path / "checkpoints").glob("step_*"), None) is None:
             return
-        known = ""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            status = json.loads(self._status.read_text())
+        status, known = self.read_status(), ""
+        if "state" in status and "step" in status:
             known = f" ({status['state']}, step {status['step']})"
         raise RecipeError(
-            f"run.dir: {self.path} holds a run already{known}, and {why}; give another folder, such as run.dir={self.path}-2, or remove it"
+            f"run.dir: {self.path} holds a run already{known}, and {why}; "
+            f"give another folder, such as run.dir={self.path}-2, or remove it"
         )
 
     def create(self, recipe_yaml: str, *, anew: bool = True) -> None:
-        """Makes the folder and writes the recipe. anew: nothing is gone on from, so the record begins empty.
+        """Makes the folder and writes the recipe. anew: not a resume, so the record begins empty.
 
-        Raises RecipeError where that is not possible.
+        Raises RecipeError if that is not possible.
         """
         self.check()
         try:
@@ -116,29 +118,37 @@ class RunFolder:
             if anew:
                 self.metrics.write_text("")
         except OSError as error:
-            raise RecipeError(f"run.dir: {self.path} cannot be written to: {error.strerror}") from None
+            text = f"run.dir: {self.path} cannot be written to: {error.strerror}"
+            raise RecipeError(text) from None
 
-    def write_status(self, state: State, *, step: int, reason: str | None = None, error: str | None = None, **more: Any) -> None:
-        """Replaces status.json at once: a reader sees the old one or the new one, whole."""
+    def write_status(
+        self,
+        state: State,
+        *,
+        step: int,
+        reason: str | None = None,
+        error: str | None = None,
+        **more: Any,
+    ) -> None:
+        """Replaces status.json."""
         self.check()
-        status = {"state": state, "step": step, "reason": reason, "error": error, **more, "time": time.time()}
-        scratch = self._status.with_name(f".status.{os.getpid()}")
-        scratch.write_text(json.dumps(status, indent=1) + "\n")
-        scratch.replace(self._status)
+        status = {"state": state, "step": step, "reason": reason, "error": error, **more}
+        replace_text(self._status, json.dumps(status | {"time": time.time()}, indent=1) + "\n")
         self._written = time.monotonic()
 
     def note_step(self, step: int, **more: Any) -> None:
-        """Keeps the step in status.json fresh, every few seconds."""
+        """Writes the step to status.json, every few seconds."""
         if time.monotonic() - self._written > 5:
             self.write_status("running", step=step, **more)
 
     def note(self, event: Event, *, ranks: int | None = None, **more: Any) -> None:
-        """Appends a line to events.jsonl: `event`, `time`, `host`, `attempt` (1, 2, ... a start), `ranks`
-        (as given last) and what is given.
+        """Appends a line to events.jsonl: `event`, `time`, `host`, `attempt` (the number of the
+        start), `ranks` (the last ones given) and the keywords.
 
-        started: `found`, `found_step` and `found_time` are what status.json and metrics.jsonl said when the attempt began.
-        resumed: `step`, and `origin`, the checkpoint.resume that was a path. saved: `step`, `seconds`, `bytes`. failed, stopped:
-        `step`, `reason`; out of memory in training: also `micro_batch_size`, `device`, `sequence_length`. finished: `step`.
+        started: `found`, `found_step` and `found_time` are what status.json and metrics.jsonl said
+        when the attempt began. resumed: `step`, and `origin`, the checkpoint.resume that was a
+        path. saved: `step`, `seconds`, `bytes`. failed, stopped: `step`, `reason`; out of memory
+        in training: also `micro_batch_size`, `device`, `sequence_length`. finished: `step`.
         """
         self.check()
         self._ranks = ranks = ranks if ranks is not None else self._ranks
@@ -150,18 +160,24 @@ class RunFolder:
             attempts = [line["attempt"] for line in read_lines(text)]
             self._attempt = max(attempts, default=0) + (event == "started")
         if event == "started":
-            status = self.read_status()
-            last = last_line(self.metrics)
-            found_step = max(status.get("step") or 0, last.get("step") or 0)
-            found_time = max(status.get("time") or 0.0, last.get("time") or 0.0) or None
-            more = {"found": status.get("state"), "found_step": found_step, "found_time": found_time, **more}
-        line = {"event": event, "time": time.time(), "host": socket.gethostname(), "attempt": self._attempt, "ranks": ranks, **more}
-        torn = "\n" if text and not text.endswith("\n") else ""  # what wrote last was killed
+            more = self._found() | more
+        line: dict[str, Any] = {"event": event, "time": time.time(), "host": socket.gethostname()}
+        line |= {"attempt": self._attempt, "ranks": ranks, **more}
+        torn = "\n" if text and not text.endswith("\n") else ""  # the last writer was killed
         with self.events.open("a", encoding="utf-8") as stream:
             stream.write(torn + json.dumps(line) + "\n")
 
+    def _found(self) -> dict[str, Any]:
+        """What the folder says of the attempt before."""
+        files = self.read_status(), last_line(self.metrics)
+        return {
+            "found": files[0].get("state"),
+            "found_step": max(file.get("step") or 0 for file in files),
+            "found_time": max(file.get("time") or 0.0 for file in files) or None,
+        }
+
     def read_status(self) -> dict[str, Any]:
-        """status.json; empty where there is none."""
+        """status.json; empty if there is none."""
         try:
             status = json.loads(self._status.read_text())
         except (OSError, ValueError):
@@ -170,14 +186,21 @@ class RunFolder:
 
 
 def _identity(environment: Environment) -> dict[str, str | None]:
-    """What stays the same when a job is started again: Slurm's id, torchrun's, the agent's."""
+    """What all starts of a job have in common: Slurm's id, torchrun's, the agent's."""
     agent = f"{socket.gethostname()}:{environment.parent}" if environment.torchrun else None
     run_id = environment.run_id if environment.run_id not in (None, "", "none") else None
     return {"job": environment.job, "run_id": run_id, "agent": agent}
 
 
+def replace_text(file: Path, text: str) -> None:
+    """Replaces a file atomically: a reader sees the old text or the new one, complete."""
+    scratch = file.with_name(f".{file.name}.{os.getpid()}")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(file)
+
+
 def read_lines(text: str) -> list[dict[str, Any]]:
-    """Objects of a .jsonl file; a torn line is left out."""
+    """Objects of a .jsonl file, without incomplete lines."""
     found = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
@@ -187,15 +210,19 @@ def read_lines(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def last_line(file: Path, *, having: str = "step") -> dict[str, Any]:
-    """The last object with this key in the last 64 KiB of a .jsonl file; empty where there is none."""
+def last_lines(file: Path, *, size: int = 64 << 10) -> list[dict[str, Any]]:
+    """Objects in the last bytes of a .jsonl file; empty if there is none."""
     try:
         with file.open("rb") as stream:
-            stream.seek(max(0, file.stat().st_size - (64 << 10)))
-            text = stream.read().decode(errors="replace")
+            stream.seek(max(0, file.stat().st_size - size))
+            return read_lines(stream.read().decode(errors="replace"))
     except OSError:
-        return {}
-    return next((line for line in reversed(read_lines(text)) if having in line), {})
+        return []
+
+
+def last_line(file: Path, *, having: str = "step") -> dict[str, Any]:
+    """The last object with this key near the end of a .jsonl file; empty if there is none."""
+    return next((line for line in reversed(last_lines(file)) if having in line), {})
 
 
 class _Tee:
@@ -205,7 +232,7 @@ class _Tee:
         self._first, self._second = first, second
 
     def write(self, text: str) -> int:
-        # A line that is drawn over again on a terminal is no line of a log.
+        # A line that a terminal draws over is not for a log
         if "\r" not in text:
             self._second.write(text)
         return self._first.write(text)
@@ -220,9 +247,10 @@ class _Tee:
 
 @contextlib.contextmanager
 def rank_log(folder: Path, rank: int) -> Iterator[TextIO]:
-    """Sends what this rank prints to `log/rank_N.log`, rank 0's to the console too; yields the console.
+    """Sends what this rank prints to `log/rank_N.log`, on rank 0 to the console too.
 
-    Other ranks are redirected as processes, so what C++ libraries print is caught as well.
+    Yields the console. On other ranks the process's streams are redirected, so that the log also
+    has what C++ libraries print.
     """
     with (folder / f"rank_{rank}.log").open("a", buffering=1, encoding="utf-8") as log:
         if rank == 0:

@@ -1,4 +1,5 @@
-"""Being asked to stop: SIGTERM (torchrun, Slurm), SIGINT (Ctrl-C), SIGUSR1 (Slurm's warning), or the file RUN_DIR/stop."""
+"""Requests to stop: SIGTERM (torchrun, Slurm), SIGINT (Ctrl-C), SIGUSR1 (Slurm's warning), or the
+file RUN_DIR/stop."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _SAME_REQUEST_SECONDS = 5.0
 
 
 def _forget() -> None:
-    """In a process forked from this one: a signal to it is none to its parent."""
+    """In a forked process: its signals are not for its parent."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
 
@@ -27,11 +28,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class StopRequest:
-    """Remembers that this process was asked to stop; the ranks agree on it at the next step. Asked by a second signal more
-    than five seconds after the first, the process ends at once.
+    """Remembers that this process was asked to stop; the ranks agree on it at the next step.
 
-    Python runs a handler when the main thread is back from a call, and a collective may never be: each signal is therefore
-    also written to a pipe, at once, which a thread reads (`look`).
+    A second signal more than five seconds after the first one ends the process at once.
+
+    Python runs a signal handler when the main thread returns from a call, and a collective may
+    never return. Each signal is therefore also written to a pipe, which the watch reads (`look`).
     """
 
     def __init__(self) -> None:
@@ -42,15 +44,15 @@ class StopRequest:
         self._read = self._write = self._wakeup = -1
 
     def requested(self) -> bool:
-        """Whether anybody asked."""
+        """Whether this process was asked to stop."""
         return self.signal is not None
 
     def ask(self, who: str) -> None:
-        """Asks by other means than a signal."""
+        """A request by other means than a signal."""
         self.signal = self.signal or who
 
     def look(self) -> None:
-        """Takes note of signals that came; from any thread."""
+        """Reads the signals that came; from any thread."""
         with contextlib.suppress(OSError):
             for number in os.read(self._read, 64) if self._read >= 0 else b"":
                 if number in _SIGNALS:

@@ -1,1 +1,1 @@
-"""Jobs of Slurm: the script (`render`), how it gets there (`submit`), and what goes on in it (`agent`, `attempts`). Never imports torch."""
+"""Jobs of Slurm: their script (`render`, `submit`) and their program (`job`, `agent`). No torch."""

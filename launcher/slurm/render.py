@@ -1,8 +1,7 @@
-"""The job's script, as text: a pure function of what it depends on. The template is `slurm/train.sbatch.j2`."""
+"""The job's script, as text, from slurm/train.sbatch.j2."""
 
 from __future__ import annotations
 
-import functools
 import re
 import shlex
 from dataclasses import dataclass
@@ -23,13 +22,13 @@ class JobScript:
     lead: int
     """Seconds before the time limit at which Slurm warns."""
     log: Path
-    """The job's log, as sbatch's --output: what Slurm fills in (%j) stays as it is."""
+    """The job's log, as sbatch's --output, in which Slurm replaces %j."""
     directory: Path
     """Where the script runs: relative paths of the recipe start there."""
     runs: tuple[tuple[Path, Path], ...]
     """Run folder and recipe of each task of the job array; one: no array."""
     python: Path
-    """Python with the launcher in it, for what the script asks on the first node."""
+    """Python with the launcher, on the first node."""
     throttle: int | None = None
     """Tasks of the array that run at a time; None: all."""
     dependency: str | None = None
@@ -37,7 +36,7 @@ class JobScript:
 
 
 def ranks_per_node(slurm: Slurm) -> int:
-    """One a GPU, or one, where the recipe does not say."""
+    """One a GPU, or one, unless the recipe says otherwise."""
     return slurm.ranks_per_node or slurm.gpus_per_node or 1
 
 
@@ -48,18 +47,18 @@ def node_counts(slurm: Slurm) -> range:
 
 
 def file_pattern(path: Path) -> str:
-    """A path as sbatch takes one for a file that it writes to: it fills in what follows a %."""
+    """A path for sbatch --output, which replaces what follows a %."""
     return str(path).replace("%", "%%")
 
 
 def _options(job: JobScript) -> list[str]:
-    slurm = job.slurm
-    array = None
+    slurm, array = job.slurm, None
     if len(job.runs) > 1:
         array = f"0-{len(job.runs) - 1}" + (f"%{job.throttle}" if job.throttle is not None else "")
     values = {
         "job-name": job.name,
-        "nodes": slurm.nodes,  # with --ntasks-per-node, which the srun has, Slurm would take the fewest nodes of a range
+        # No --ntasks-per-node here, only for srun: of a range of nodes Slurm would take the fewest
+        "nodes": slurm.nodes,
         "gpus-per-node": slurm.gpus_per_node,
         "cpus-per-task": slurm.cpus,
         "mem": slurm.host_memory,
@@ -78,18 +77,20 @@ def _options(job: JobScript) -> list[str]:
         "chdir": job.directory,
         "output": job.log,
     }
-    flags = ["--requeue", "--open-mode=append"]
-    return [f"--{name}={value}" for name, value in values.items() if value is not None] + flags + list(slurm.sbatch_extra or ())
+    options = [f"--{name}={value}" for name, value in values.items() if value is not None]
+    return [*options, "--requeue", "--open-mode=append", *(slurm.sbatch_extra or ())]
 
 
 def quote_for_sbatch(option: str) -> str:
-    """An option as sbatch reads it from an #SBATCH line: inside double quotes only a backslash and a quote mean anything there,
-    and outside a backslash does not keep words together (seen with Slurm 22.05).
+    """An option for an #SBATCH line.
 
-    Raises RecipeError where it holds what cannot stand in a line.
+    Inside double quotes sbatch interprets only a backslash and a quote; outside, a backslash does
+    not keep words together (seen with Slurm 22.05). Raises RecipeError for a character that cannot
+    stand in a line.
     """
     if not option.isprintable():
-        raise RecipeError(f"{option!r} cannot be told to Slurm: it holds a character that cannot stand in a line")
+        text = "it holds a character that cannot stand in a line"
+        raise RecipeError(f"{option!r} cannot be told to Slurm: {text}")
     name, equals, value = option.partition("=")
     if re.fullmatch(r"[\w@%+=:,./\[\]-]*", option, flags=re.ASCII):
         return option
@@ -97,15 +98,15 @@ def quote_for_sbatch(option: str) -> str:
     return f'{name}{equals}"{escaped}"'
 
 
-@functools.cache
 def _template() -> str:
     package = Path(__file__).resolve().parent.parent
-    folders = [package.parent / "slurm", package / "_slurm"]  # in a checkout, in a wheel
-    return next(folder / "train.sbatch.j2" for folder in folders if (folder / "train.sbatch.j2").is_file()).read_text(encoding="utf-8")
+    folders = (package.parent / "slurm", package / "_slurm")  # in a checkout, in a wheel
+    files = (folder / "train.sbatch.j2" for folder in folders)
+    return next(file for file in files if file.is_file()).read_text(encoding="utf-8")
 
 
 def render(job: JobScript) -> str:
-    """The script. Raises RecipeError where a value cannot be told to Slurm."""
+    """The script. Raises RecipeError if a value cannot stand in it."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -113,27 +114,18 @@ def render(job: JobScript) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        comment_start_string="{%#",  # "{#" is bash: ${#array[@]}
-        comment_end_string="#%}",
     )
     environment.filters["sbatch"] = quote_for_sbatch
     environment.filters["shell"] = lambda value: shlex.quote(str(value))
-    slurm, nodes, ranks = job.slurm, job.slurm.nodes, ranks_per_node(job.slurm)
-    title = f"{job.name}: {nodes} node{'s' * (nodes != 1)}, {ranks} rank{'s' * (ranks != 1)} on each"
+    slurm, ranks = job.slurm, ranks_per_node(job.slurm)
+    nodes = f"{slurm.nodes} node{'s' * (slurm.nodes != 1)}"
+    title = f"{job.name}: {nodes}, {ranks} rank{'s' * (ranks != 1)} on each"
     return environment.from_string(_template()).render(
         title=" ".join(title.split()),
         version=__version__,
         options=_options(job),
-        lead=job.lead,
-        runs=job.runs,
-        python=job.python,
-        ranks_python=slurm.python or job.python,
+        job=job,
+        slurm=slurm,
         ranks_per_node=ranks,
-        setup=slurm.setup or (),
         environment=sorted((slurm.environment or {}).items()),
-        interface=slurm.interface,
-        srun_extra=slurm.srun_extra or (),
-        max_restarts=slurm.max_restarts,
-        max_failures=slurm.max_failures,
-        preflight=slurm.preflight,
     )

@@ -1,4 +1,4 @@
-"""From a rendered script to a job: snapshot, sbatch, who else is in the folder. No job of a folder is queued twice."""
+"""Submission of a job: snapshots of recipe and script, and checks before sbatch."""
 
 from __future__ import annotations
 
@@ -18,45 +18,32 @@ from launcher import __version__
 from launcher.errors import EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.metrics.console import bytes_as_text
 from launcher.reliability.run_directory import read_lines
-
-
-def slurm_environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment without what another job left in it: a shell inside an allocation would hand on its CPUs and tasks."""
-    kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
-    return {name: value for name, value in variables.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_")) or name in kept}
-
-
-def slurm_command(*words: str) -> str:
-    """What a command of Slurm prints. Raises RecipeError where there is no Slurm, or it refuses."""
-    try:
-        done = subprocess.run(words, env=slurm_environment(), capture_output=True, text=True, timeout=120, check=False)
-    except FileNotFoundError:
-        raise RecipeError(f"{words[0]}: no such command; submit on a machine where Slurm is, or see the script with --dry-run") from None
-    except subprocess.TimeoutExpired:
-        raise RecipeError(f"{words[0]}: Slurm did not answer within 120 s") from None
-    if done.returncode:
-        raise RecipeError(f"Slurm refused: {done.stderr.strip() or words[0]}")
-    return done.stdout
+from launcher.slurm import scheduler
 
 
 def code_version() -> dict[str, Any]:
-    """Launcher, Python, and the commit where the launcher runs from a checkout."""
+    """Versions of launcher and Python; in a checkout also its commit."""
     version: dict[str, Any] = {"launcher": __version__, "python": sys.version.split()[0]}
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    folder = str(Path(__file__).resolve().parent)
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", folder, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.strip()
+
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 30, "check": True}
-        version["commit"] = subprocess.run([*git, "rev-parse", "HEAD"], **options).stdout.strip()
-        version["changed"] = bool(subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], **options).stdout.strip())
+        version["commit"] = git("rev-parse", "HEAD")
+        version["changed"] = bool(git("status", "--porcelain", "--untracked-files=no"))
     return version
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A folder's snapshots: RUN_DIR/slurm/recipe_NAME.yaml, train_NAME.sbatch, and a line of submissions.jsonl."""
+    """RUN_DIR/slurm/recipe_NAME.yaml, train_NAME.sbatch, and a line of submissions.jsonl."""
 
     run_dir: Path
     name: str
-    """Unlike any other submission's."""
+    """Unlike that of any other submission."""
 
     @classmethod
     def new(cls, run_dir: Path) -> Submission:
@@ -65,72 +52,66 @@ class Submission:
 
     @property
     def folder(self) -> Path:
-        """Of what belongs to Slurm."""
+        """Files that belong to Slurm."""
         return self.run_dir / "slurm"
 
     @property
     def recipe(self) -> Path:
-        """What the job trains, whatever becomes of the recipe that was submitted."""
+        """What the job trains, even if the submitted recipe changes."""
         return self.folder / f"recipe_{self.name}.yaml"
 
     @property
     def script(self) -> Path:
-        """As it was handed to sbatch."""
+        """What sbatch was given."""
         return self.folder / f"train_{self.name}.sbatch"
 
     @property
     def _record(self) -> Path:
         return self.folder / "submissions.jsonl"
 
-    def write_recipe(self, recipe_yaml: str) -> None:
-        """Raises RecipeError where the folder cannot be written to."""
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises RecipeError if the folder cannot be written to."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.recipe.write_text(recipe_yaml)
+            yield
         except OSError as error:
-            raise RecipeError(f"run.dir: {self.run_dir} cannot be written to: {error.strerror}") from None
+            text = f"run.dir: {self.run_dir} cannot be written to: {error.strerror}"
+            raise RecipeError(text) from None
+
+    def write_recipe(self, recipe_yaml: str) -> None:
+        """Raises RecipeError if the folder cannot be written to."""
+        with self._writing():
+            self.recipe.write_text(recipe_yaml)
 
     def note(self, job: str, version: Mapping[str, Any]) -> None:
-        """Keeps which job it became, of which code."""
+        """Records the job's id and the version of the code."""
         line = {"job": job, "name": self.name, "time": time.time(), **version}
         with self._record.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
 
     def jobs(self) -> list[str]:
-        """Ids of all jobs that this folder was submitted with."""
+        """Ids of all jobs of this folder."""
         try:
-            return [str(line["job"]) for line in read_lines(self._record.read_text(encoding="utf-8")) if "job" in line]
+            lines = read_lines(self._record.read_text(encoding="utf-8"))
         except OSError:
             return []
+        return [str(line["job"]) for line in lines if "job" in line]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One submission of a folder at a time."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock_file = (self.folder / ".lock").open("w")
-        except OSError as error:
-            raise RecipeError(f"run.dir: {self.run_dir} cannot be written to: {error.strerror}") from None
-        with lock_file as lock:
+        """One submission of a folder at a time. Raises as `write_recipe`."""
+        with self._writing():
+            lock = (self.folder / ".lock").open("w")
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
 
-def active_jobs() -> dict[str, str]:
-    """State (PENDING, RUNNING, ...) of every job that is queued or runs, by its id and, of an array's task, ARRAY_TASK."""
-    found = {}
-    for line in slurm_command("squeue", "--noheader", "--array", "--format=%i %T").splitlines():
-        job, state = line.split()
-        found[job] = state
-    return found
-
-
 def refuse_if_queued(submission: Submission) -> None:
-    """Raises RecipeError where a job of this folder is queued or runs."""
+    """Raises RecipeError if a job of this folder is queued or runs."""
     jobs = submission.jobs()
-    if not jobs:
-        return
-    active = active_jobs()
+    active = scheduler.active_jobs() if jobs else {}
     for job in jobs:
         if job in active:
             raise RecipeError(
@@ -139,39 +120,41 @@ def refuse_if_queued(submission: Submission) -> None:
             )
 
 
-def sbatch(script: Path) -> str:
-    """Submits; returns the job's id."""
-    return slurm_command("sbatch", "--parsable", str(script)).strip().split(";")[0]
-
-
 @dataclass(frozen=True)
 class PlanCheck:
-    """What the plan says of a job before it is submitted."""
+    """Whether a job fits, by the plan."""
 
     fits: bool | None
-    """None: it cannot tell, or could not be made."""
+    """None: the plan cannot tell, or could not be made."""
     said: str
 
 
-def check_plan(arguments: Sequence[str], *, command: Sequence[str] = (sys.executable, "-m", "launcher.cli.main", "plan")) -> PlanCheck:
-    """Asks the plan, in a process of its own: it imports torch, and a login node should not keep that.
+PLAN = (sys.executable, "-m", "launcher.cli.main", "plan")
 
-    Raises RecipeError with what is wrong with the arguments.
-    arguments: recipe=..., overrides, nodes=, gpus_per_node=, gpu= and the like. command: what to put before them.
+
+def check_plan(arguments: Sequence[str], *, command: Sequence[str] = PLAN) -> PlanCheck:
+    """Asks the plan in another process: it imports torch, which a login node should not keep.
+
+    arguments: recipe=..., overrides, nodes=, gpus_per_node=, gpu= and the like, for `command`.
+    Raises RecipeError if they are wrong.
     """
     words = [*command, *arguments, "ladder=false", "--json"]
+    environment = scheduler.slurm_environment()
     try:
-        done = subprocess.run(words, env=slurm_environment(), capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.TimeoutExpired) as error:
         return PlanCheck(None, f"no plan: {error}")
     try:
         plan = json.loads(done.stdout)
-        fits, needed, spare, phase = plan["fits"], plan["needed"], plan["spare"], plan["peak"]["phase"]
+        fits, needed, spare = plan["fits"], plan["needed"], plan["spare"]
+        phase = plan["peak"]["phase"]
     except (ValueError, KeyError, TypeError):
         if done.returncode == EXIT_USAGE:
             raise RecipeError(done.stderr.strip().splitlines()) from None
         last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         return PlanCheck(False if done.returncode == EXIT_NO else None, f"no plan: {last[0]}")
+    text = f"plan: {bytes_as_text(needed)}"
     if spare is None:
-        return PlanCheck(fits, f"plan: {bytes_as_text(needed)} a GPU; how much memory it has is not known")
-    return PlanCheck(fits, f"plan: {bytes_as_text(needed)} of a GPU's {bytes_as_text(needed + spare)}, at its peak ({phase})")
+        return PlanCheck(fits, f"{text} a GPU; how much memory it has is not known")
+    memory = bytes_as_text(needed + spare)
+    return PlanCheck(fits, f"{text} of a GPU's {memory}, at its peak ({phase})")

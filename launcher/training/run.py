@@ -24,7 +24,8 @@ from launcher.planner.detect import machine_here, resolve_here
 from launcher.planner.out_of_memory import PostMortem, Trained
 from launcher.recipe.load import LoadedRecipe, to_yaml
 from launcher.recipe.schema import Recipe
-from launcher.reliability.failures import FailureWatch, Progress, failing_together
+from launcher.reliability.failures import FailureWatch, failing_together
+from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch, watching

@@ -75,6 +75,7 @@ def install():
             if kind == "memory" and len(micro_batch["input_ids"]) > int(rows[0]):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of ...")
             if kind == "kill":
+                time.sleep(0.5)  # the numbers of the step before have arrived by then
                 kill_this_rank()
             if kind == "hang":
                 time.sleep(10**6)

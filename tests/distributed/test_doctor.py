@@ -34,7 +34,7 @@ def test_a_real_examination(tmp_path):
     for bandwidth in (rates.memory_bandwidth, rates.host_bandwidth, rates.intra_node_bandwidth):
         assert 1e7 < bandwidth < 1e14
     assert 1e6 < rates.host_adamw < 1e12
-    assert set(told["within_node"]) == {"all_gather", "all_reduce", "point_to_point"}
+    assert set(told["within_node"]) == {"all_gather", "all_reduce"}
     assert told["across_nodes"] is None
     assert list(tmp_path.iterdir()) == [file]
 
@@ -50,6 +50,6 @@ def test_of_three_nodes_the_one_that_is_not_as_the_others_is_named(tmp_path):
     assert bad == "40 s ahead of the other nodes': let chrony or ntpd keep it"
     assert set(told["links"]) == {"n1", "n2", "n3"}
     assert all(1e6 < rate < 1e14 for rate in told["links"].values())
-    said = [line for line in done.output.splitlines() if "nodes to leave out" in line]
-    assert said == ["[default2]:nodes to leave out: n2"], done.output
+    said = [line for line in done.output.splitlines() if "nodes to exclude" in line]
+    assert said == ["[default2]:nodes to exclude: n2"], done.output
     assert sorted(tmp_path.iterdir()) == [file, script]

@@ -398,7 +398,7 @@ def test_selftest_says_no_where_losses_differ(tmp_path):
         "import sys\n"
         "if 'launcher.diagnostics.selftest' in sys.orig_argv:\n"
         "    import torch\n"
-        "    from launcher import loss\n"
+        "    from launcher.training import loss\n"
         "    from launcher.data.loader import Counts\n"
         "    original = loss.summed_loss\n"
         "    loss.summed_loss = lambda m, b: original(m, b) / (b['targets'] != -100).sum()\n"

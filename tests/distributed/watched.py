@@ -20,7 +20,8 @@ import torch.distributed as dist
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
 from launcher.recipe.schema import Data
-from launcher.reliability.failures import Progress, end_process, failing_together
+from launcher.reliability.failures import end_process, failing_together
+from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import watching

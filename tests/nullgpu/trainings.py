@@ -18,7 +18,8 @@ prepare_cuda(deterministic=False)
 import torch  # noqa: E402
 
 import launcher.training.run  # noqa: E402, F401
-from launcher.reliability.failures import Progress, end_process  # noqa: E402
+from launcher.reliability.failures import end_process  # noqa: E402
+from launcher.reliability.progress import Progress  # noqa: E402
 from launcher.train import main  # noqa: E402
 from tests.nullgpu.train import LIBRARY, marked  # noqa: E402
 

@@ -11,13 +11,19 @@ import torch.distributed as dist
 
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
-from launcher.reliability import failures
-from launcher.reliability.failures import FailureWatch, Progress
+from launcher.reliability import watchdog
+from launcher.reliability.causes import first_cause
+from launcher.reliability.failures import FailureWatch
+from launcher.reliability.hang_report import collectives, compare_collectives
 from launcher.reliability.lock import process_start, this_machine
+from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder
-from launcher.reliability.watchdog import collectives, compare_collectives
+from launcher.reliability.signals import StopRequest
+from launcher.reliability.watchdog import Watch
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # SystemExit, of what ends a process
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # SystemExit, of what ends a process
 
 
 class Flaky:
@@ -48,17 +54,29 @@ class Rank0:
     def __init__(self, folder, monkeypatch, failing=()):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ended, self.end = [], threading.Event()
-        monkeypatch.setattr(failures, "_POLL_SECONDS", 0.02)
-        monkeypatch.setattr(failures, "_GRACE_SECONDS", 0.1)
-        monkeypatch.setattr(FailureWatch, "connect", lambda watch, store=None: Flaky(self.store.clone(), failing))
+        monkeypatch.setattr(watchdog, "_ROUND_SECONDS", 0.02)
+        monkeypatch.setattr(watchdog, "_GRACE_SECONDS", 0.1)
+        monkeypatch.setattr(
+            FailureWatch, "_connect", lambda failures: Flaky(self.store.clone(), failing)
+        )
         monkeypatch.setattr(FailureWatch, "end", lambda watch, status: self._end(status))
         self.run = RunFolder(folder)
         self.run.log.mkdir()
         self.run.write_status("running", step=4)
-        environment = Environment(rank=0, world_size=2, local_rank=0, local_world_size=2, torchrun=True, restart_count=0)
+        environment = Environment(
+            rank=0, world_size=2, local_rank=0, local_world_size=2, torchrun=False, restart_count=0
+        )
         progress = Progress()
         progress.step = 4
-        self.watch = FailureWatch(self.store, environment=environment, run=self.run, console=io.StringIO(), progress=progress)
+        self.failures = FailureWatch(
+            self.store,
+            environment=environment,
+            run=self.run,
+            console=io.StringIO(),
+            progress=progress,
+        )
+        self.watch = Watch(self.failures, stop=StopRequest(), hang_timeout=60)
+        self.watch.start()
 
     def _end(self, status):
         self.ended.append(status)
@@ -67,9 +85,11 @@ class Rank0:
 
     def meet(self, process):
         """Rank 1 says which process it is; returns once the watch knows."""
-        self.store.set("failed/process_1", f"{this_machine()} {process.pid} {process_start(process.pid)}")
+        self.store.set(
+            "failed/process_1", f"{this_machine()} {process.pid} {process_start(process.pid)}"
+        )
         for _ in range(500):
-            if self.watch._neighbours is not None or self.end.wait(0.02):
+            if self.failures.neighbours.known or self.end.wait(0.02):
                 return
         raise AssertionError("the neighbours were not found")
 
@@ -87,7 +107,9 @@ def start(tmp_path, monkeypatch):
         rank.watch.close()
 
 
-@pytest.mark.parametrize("failing", [(), (1, 3, 4, 12, 13)], ids=["store answers", "store fails now and then"])
+@pytest.mark.parametrize(
+    "failing", [(), (1, 3, 4, 12, 13)], ids=["store answers", "store fails now and then"]
+)
 def test_a_killed_neighbour_is_reported(start, neighbour, failing):
     rank = start(failing)
     rank.meet(neighbour)
@@ -102,7 +124,7 @@ def test_a_killed_neighbour_is_reported(start, neighbour, failing):
 def test_a_killed_neighbour_is_reported_where_the_store_is_gone_too(start, neighbour):
     rank = start()
     rank.meet(neighbour)
-    rank.watch._store.failing = set(range(10**6))
+    rank.failures.store.failing = set(range(10**6))
     neighbour.kill()
     assert rank.end.wait(30)
     assert rank.run.read_status()["reason"] == "rank_lost"
@@ -117,20 +139,23 @@ def test_a_neighbour_that_ends_in_order_is_not_lost(start, neighbour, key):
     neighbour.kill()
     neighbour.wait()
     assert rank.end.wait(0.5) == (key == "stopped")
-    assert rank.ended == ([0] if key == "stopped" else [])
+    assert rank.ended == ([75] if key == "stopped" else [])
     assert rank.run.read_status()["state"] == "running"
 
 
-def test_a_request_to_stop_that_follows_a_loss_before_training_is_no_stop(start, neighbour, monkeypatch):
+def test_a_request_to_stop_that_follows_a_loss_before_training_is_no_stop(
+    start, neighbour, monkeypatch
+):
     """torchrun sends SIGTERM to the others at once when a rank has died."""
     rank = start()
     rank.meet(neighbour)
-    monkeypatch.setattr(failures, "_POLL_SECONDS", 60)
+    monkeypatch.setattr(watchdog, "_ROUND_SECONDS", 60)
+    rank.watch._done.set()
     rank.end.wait(0.1)
     neighbour.kill()
     neighbour.wait()
     with pytest.raises(SystemExit):
-        rank.watch.stop_before_training("SIGTERM")
+        rank.failures.stop_before_training("SIGTERM")
     assert rank.run.read_status()["reason"] == "rank_lost"
 
 
@@ -154,7 +179,7 @@ def test_the_first_cause_is_reported_not_what_was_raised_while_it_was_handled(st
         except RuntimeError:
             raise WORKER  # noqa: B904
 
-    assert rank.watch.report(raised(act)) == 1
+    assert rank.failures.report(raised(act)) == 1
     status = rank.run.read_status()
     assert status["reason"] == "rank_lost"
     assert "rank 1 of 2 ended without a word" in status["error"]
@@ -183,8 +208,8 @@ def test_an_exception_that_hides_nothing_stays_what_it_is():
         except RuntimeError:
             raise ValueError("b") from None
 
-    assert failures.first_cause(raised(handled)) is WORKER
-    assert isinstance(failures.first_cause(raised(hidden)), ValueError)
+    assert first_cause(raised(handled)) is WORKER
+    assert isinstance(first_cause(raised(hidden)), ValueError)
 
 
 # Hang reports
@@ -192,17 +217,31 @@ def test_an_exception_that_hides_nothing_stays_what_it_is():
 
 def recorded(*entries, state="started"):
     """A flight recorder of collectives, each (number, name, whether it is finished) of group `shard`."""
-    keys = [{"collective_seq_id": n, "profiling_name": name, "state": "completed" if done else state} for n, name, done in entries]
-    common = {"process_group": ["1", "shard"], "input_sizes": [[8]], "retired": False, "is_p2p": False}
+    keys = [
+        {"collective_seq_id": n, "profiling_name": name, "state": "completed" if done else state}
+        for n, name, done in entries
+    ]
+    common = {
+        "process_group": ["1", "shard"],
+        "input_sizes": [[8]],
+        "retired": False,
+        "is_p2p": False,
+    }
     return json.dumps({"entries": [common | entry for entry in keys]}).encode()
 
 
 def test_the_oldest_unfinished_collective_is_compared_over_ranks():
     """Ranks 0 and 2 have enqueued one more than the one that hangs; rank 1 has begun another; rank 3 none."""
     ranks = {
-        0: recorded((6, "nccl:all_gather", True), (7, "nccl:all_reduce", False), (8, "nccl:reduce_scatter", False)),
+        0: recorded(
+            (6, "nccl:all_gather", True),
+            (7, "nccl:all_reduce", False),
+            (8, "nccl:reduce_scatter", False),
+        ),
         1: recorded((6, "nccl:all_gather", True), (7, "nccl:broadcast", False)),
-        2: recorded((7, "nccl:all_reduce", False), (8, "nccl:reduce_scatter", False), state="scheduled"),
+        2: recorded(
+            (7, "nccl:all_reduce", False), (8, "nccl:reduce_scatter", False), state="scheduled"
+        ),
         3: recorded((6, "nccl:all_gather", True)),
         4: recorded((7, "nccl:all_reduce", True)),
         5: None,
@@ -221,7 +260,13 @@ def test_the_oldest_unfinished_collective_is_compared_over_ranks():
 
 def test_gloo_listens_on_the_interface_that_leads_to_the_others(monkeypatch):
     environment = Environment(
-        rank=0, world_size=2, local_rank=0, local_world_size=1, torchrun=True, restart_count=0, meeting_point="127.0.0.1:1"
+        rank=0,
+        world_size=2,
+        local_rank=0,
+        local_world_size=1,
+        torchrun=True,
+        restart_count=0,
+        meeting_point="127.0.0.1:1",
     )
     assert process_group.interface_to("127.0.0.1") == "lo"
     assert process_group.interface_to("no.such.host.invalid") is None

@@ -95,7 +95,7 @@ def test_what_checks_a_recipe_imports_nothing_heavy():
     code = (
         "import sys, json, launcher.train, launcher.cli.main, launcher.cli.show, launcher.cli.selftest, launcher.cli.export,"
         "launcher.cli.prepare, launcher.cli.status, launcher.cli.plan, launcher.cli.doctor,"
-        "launcher.cli.submit, launcher.slurm.attempts, launcher.slurm.agent;"
+        "launcher.cli.submit, launcher.slurm.job, launcher.slurm.agent;"
         "print(json.dumps([m for m in ('torch', 'transformers', 'numpy', 'wandb', 'rich') if m in sys.modules]))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=60).stdout

@@ -13,7 +13,9 @@ from launcher.errors import TrainingError
 from launcher.planner import out_of_memory
 from launcher.planner.out_of_memory import Inventory, PostMortem, Trained, asked_for, take_inventory
 from launcher.recipe.schema import Batch
-from launcher.reliability.failures import FailureWatch, Progress, ran_out_of_memory
+from launcher.reliability.causes import ran_out_of_memory
+from launcher.reliability.failures import FailureWatch
+from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, read_lines
 from tests.unit.made_plan import GIB, RECIPE, machine, made_plan
 

@@ -20,9 +20,12 @@ from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Slurm
 from launcher.reliability.run_directory import RunFolder
-from launcher.slurm import agent, attempts, preflight, submit
-from launcher.slurm.attempts import Ended, decide
+from launcher.slurm import agent, attempts, preflight, scheduler, submit, successors
+from launcher.slurm import job as job_module
+from launcher.slurm.attempts import Ended, Record, decide
+from launcher.slurm.job import Job, Requests, read_options
 from launcher.slurm.render import JobScript, node_counts, quote_for_sbatch, ranks_per_node, render
+from launcher.slurm.scheduler import JobInfo
 from tests.unit.made_plan import made_plan
 from tests.unit.small_recipe import says
 
@@ -78,24 +81,28 @@ def test_what_is_asked_for_stands_in_the_script():
         *("--signal=B:USR1@300", "--chdir=/home/me", "--output=/runs/a/slurm/job_%j.log", "--requeue", "--open-mode=append"),
         "--exclusive",
     ]
-    for part in ("--nproc-per-node 8 ", "--max-restarts 5 ", " --container-image=i ", "NCCL_SOCKET_IFNAME=ib0", "export NCCL_IB_HCA=mlx5"):
-        assert part in text
-    order = ["trap 'warned=1", "module load cuda", "export NCCL_DEBUG", "export NCCL_IB_HCA", "exec srun", "attempts end"]
+    order = ["trap 'warned=1", "module load cuda", "NCCL_DEBUG=", "NCCL_SOCKET_IFNAME=ib0", "export NCCL_IB_HCA=mlx5", "exec /py"]
     assert sorted(order, key=text.index) == order
-    assert "doctor" not in text
-    assert "localhost" not in text
-    looked_at = render(job(preflight=True, nodes=2, ranks_per_node=3))
-    order = [
-        "trap 'warned=1",
-        "doctor --node",
-        "preflight each",
-        "--nproc-per-node 3 --max-restarts 0",
-        "doctor quick=true",
-        "preflight together",
-    ]
-    order += ["launcher.train", "attempts end"]
-    assert sorted(order, key=looked_at.index) == order
-    assert "--gpus-per-node" not in render(job()), "a node of CPUs"
+    told = job_options(text, "7", "9")
+    assert [run for run, _ in told.run] == ["/runs/a/0", "/runs/a/1", "/runs/a/2"]
+    assert (told.ranks_per_node, told.max_restarts, told.max_failures, told.lead) == (8, 5, 3, 300)
+    assert (told.srun_extra, told.interface, told.preflight) == (["--container-image=i"], "ib0", False)
+    assert (told.script, told.chain) == ("/spool/script", ["7", "9"])
+    plain = render(job(preflight=True, nodes=2, ranks_per_node=3))
+    told = job_options(plain)
+    assert (told.ranks_per_node, told.preflight, told.interface, told.srun_extra, told.chain) == (3, True, None, [], [])
+    assert "--gpus-per-node" not in plain, "a node of CPUs"
+    assert len(plain.splitlines()) < 40, "read at a glance"
+
+
+def job_options(text, *arguments):
+    """What the program of the job reads, if the script has these arguments."""
+    values = {"\\\n": " ", "$warned": "0", "$terminated": "0", "$0": "/spool/script"}
+    line = text[text.index("exec ") :]
+    for name, value in values.items():
+        line = line.replace(name, value)
+    words = [word for word in shlex.split(line) if word != "$@"]
+    return read_options([*words[words.index("launcher.slurm.job") + 1 :], *arguments])
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (Debian: apt-get install shellcheck)")
@@ -117,16 +124,17 @@ HOSTILE = "we ird'\"; $(touch HACKED) `touch HACKED` #\\ %j &"
 
 
 def test_a_hostile_name_is_a_name(tmp_path):
-    """The script's body is run, with what it calls replaced: the folder that is made is the one that was named."""
+    """The script is run, with another program for the job: it gets the folder that was named."""
     run_dir = tmp_path / HOSTILE
-    text = render(job(str(run_dir), name=HOSTILE, partition=HOSTILE, environment={"VALUE": HOSTILE + "\nmore"}, python=Path("echo")))
+    text = render(job(str(run_dir), name=HOSTILE, partition=HOSTILE, environment={"VALUE": HOSTILE + "\nmore"}, python=tmp_path / "python"))
     asked = options(text)
     assert len(asked) == len(options(render(job(partition="p"))))
     assert {f"--job-name={HOSTILE}", f"--partition={HOSTILE}"} <= set(asked)
-    body = text[: text.index("# The ranks meet")] + 'printf %s "$VALUE" > value\n'
-    environment = os.environ | {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "1"}
-    subprocess.run(["bash", "-c", body], cwd=tmp_path, env=environment, check=True, timeout=20, capture_output=True)
-    assert (run_dir / "slurm/job_1/restart_0").is_dir()
+    (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\0" "$@" > arguments; printf %s "$VALUE" > value\n')
+    (tmp_path / "python").chmod(0o755)
+    subprocess.run(["bash", "-c", text], cwd=tmp_path, check=True, timeout=20, capture_output=True)
+    told = read_options((tmp_path / "arguments").read_text().split("\0")[2:-1])
+    assert told.run == [[str(run_dir), f"{run_dir}/slurm/recipe_1.yaml"]]
     assert (tmp_path / "value").read_text() == HOSTILE + "\nmore"
     assert not list(tmp_path.rglob("HACKED"))
 
@@ -260,7 +268,7 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
 
     monkeypatch.setattr(submit, "check_plan", check_plan)
     monkeypatch.setattr(command, "can_plan", lambda: True)
-    monkeypatch.setattr(submit, "sbatch", lambda script: "7")
+    monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
     words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500G"]
     assert command.main(words) == 3
     overrides = ["slurm.nodes=2", "slurm.gpus_per_node=4", 'slurm.host_memory="500G"']
@@ -281,27 +289,16 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
     (snapshot,) = (folder / "runs/small/slurm").glob("recipe_*.yaml")
     assert "nodes: 2" in snapshot.read_text()
     assert json.loads((folder / "runs/small/slurm/submissions.jsonl").read_text())["job"] == "7"
-    monkeypatch.setattr(submit, "active_jobs", lambda: {"7": "PENDING"})
+    monkeypatch.setattr(scheduler, "active_jobs", lambda: {"7": "PENDING"})
     with pytest.raises(RecipeError, match=r"has job 7 already \(pending\); wait for it, end it \(scancel 7\)"):
         command.main([*words, "--force"])
 
 
-LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-
-
-def test_without_torch_it_is_planned_roughly(folder, monkeypatch, capsys):
+def test_without_torch_there_is_no_plan(folder, monkeypatch, capsys):
     monkeypatch.setattr(command, "can_plan", lambda: False)
-    monkeypatch.setattr(submit, "sbatch", lambda script: "7")
-    config = LLAMA_8B | {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
-    large = f"model.config={json.dumps(config)}"
-    words = ["recipe=x.yaml", large, "data.sequence_length=4096", "nodes=1", "gpus_per_node=2", "gpu=h100"]
-    assert command.main(words) == 3
-    said = capsys.readouterr().err
-    assert says("about ... GiB of a GPU's 79.1 GiB, by rough arithmetic (there is no torch here to plan with)\nnot submitted: ...", said)
-    assert command.main([*words, "run.name=small", "model.config.num_hidden_layers=2", "batch.micro_batch_size=1"]) == 0
-    assert "by rough arithmetic" in capsys.readouterr().out
-    assert command.main(["recipe=x.yaml", "gpus_per_node=2", "gpu_memory=80GiB", "run.name=other", "model.config={model_type: bloom}"]) == 0
-    assert "the model, or how it is trained, is none that is known by heart" in capsys.readouterr().out
+    monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
+    assert command.main(["recipe=x.yaml", "gpus_per_node=2", "gpu=h100"]) == 0
+    assert "note: whether it fits was not checked: there is no torch here to plan with\n" in capsys.readouterr().out
 
 
 def test_without_slurm_it_says_so(folder, monkeypatch):
@@ -331,8 +328,8 @@ def test_who_waits_is_told_how_it_ended(folder, monkeypatch, capsys, left, statu
         return "7"
 
     states = [{"7": "RUNNING"}, {}]
-    monkeypatch.setattr(submit, "sbatch", sbatch)
-    monkeypatch.setattr(submit, "active_jobs", lambda: states.pop(0))
+    monkeypatch.setattr(scheduler, "sbatch", sbatch)
+    monkeypatch.setattr(scheduler, "active_jobs", lambda: states.pop(0))
     monkeypatch.setattr(command, "_SQUEUE_SECONDS", 0.0)
     assert command.main(["recipe=x.yaml", "--wait"]) == status
     said = capsys.readouterr().out
@@ -406,31 +403,30 @@ def checkpoint(run, step):
 
 
 def begin(run, **more):
-    settings = {"lead": 300, "max_failures": 3, "end_time": 10_000.0, "now": 1_000.0} | more
+    settings = {"max_failures": 3} | more
     return attempts.begin(run.path, settings.pop("job", "7"), **settings)
 
 
 def test_an_attempt_that_died_with_its_node_is_counted_by_the_next(run):
-    assert begin(run) == (True, "")
+    assert begin(run) is None
     checkpoint(run, 10)
     run.write_status("running", step=12)
-    assert begin(run) == (True, ""), "died after a new checkpoint"
-    assert attempts.read_record(run.path, "7").failures == 1
-    assert begin(run) == (True, "")
-    may, why = begin(run)
-    assert not may
+    assert begin(run) is None, "died after a new checkpoint"
+    assert Record.read(run.path, "7").failures == 1
+    assert begin(run) is None
+    why = begin(run)
     assert "failed 3 times in a row without a new checkpoint (slurm.max_failures=3)" in why
     assert run.read_status()["reason"] == "max_failures"
-    assert begin(run, job="8") == (True, ""), "another submission begins anew"
+    assert begin(run, job="8") is None, "another submission begins anew"
 
 
 def test_an_attempt_that_was_stopped_is_none_that_failed(run):
     begin(run)
     run.write_status("stopped", step=3, reason="SIGTERM")
     begin(run)  # scontrol requeue: the script was killed before it could say so
-    assert attempts.read_record(run.path, "7").failures == 0
+    assert Record.read(run.path, "7").failures == 0
     begin(run)  # that attempt said nothing: the status is the one that it found
-    assert attempts.read_record(run.path, "7").failures == 1
+    assert Record.read(run.path, "7").failures == 1
 
 
 def test_a_new_checkpoint_forgives(run):
@@ -439,11 +435,11 @@ def test_a_new_checkpoint_forgives(run):
         if step is not None:
             checkpoint(run, step)
         run.write_status("failed", step=number, reason="error")
-        ended = dataclasses.replace(PLAIN, new_checkpoint=step is not None, failures=attempts.read_record(run.path, "7").failures)
+        ended = dataclasses.replace(PLAIN, new_checkpoint=step is not None, failures=Record.read(run.path, "7").failures)
         assert attempts.end(run.path, "7", ended, max_failures=3).action == "requeue"
     begin(run)
     run.write_status("failed", step=9, reason="error", error="it broke")
-    ended = dataclasses.replace(PLAIN, failures=attempts.read_record(run.path, "7").failures)
+    ended = dataclasses.replace(PLAIN, failures=Record.read(run.path, "7").failures)
     assert attempts.end(run.path, "7", ended, max_failures=3).action == "end"
     assert run.read_status()["error"].endswith(
         "3 in a row without a new checkpoint, of slurm.max_failures=3: not requeued\nthe last: it broke"
@@ -467,8 +463,8 @@ def test_a_new_checkpoint_forgives(run):
     ],
 )
 def test_what_slurm_says_of_a_job(monkeypatch, said, job):
-    monkeypatch.setattr(attempts, "scontrol", lambda *words: said)
-    known = attempts.Job.read("7")
+    monkeypatch.setattr(scheduler, "scontrol", lambda *words: said)
+    known = JobInfo.read("7")
     assert (known and (known.state, known.restarts, known.preempted, known.excluded)) == job
     if known is not None and "EndTime" in said:
         assert known.end_time == time.mktime((2026, 11, 21, 11, 0, 0, 0, 0, -1))
@@ -480,53 +476,77 @@ def test_lead_time_is_twice_a_step_and_a_save_as_measured(run):
     assert attempts.measured_lead(run.path) is None
     run.note("saved", ranks=2, step=3, bytes=1, seconds=200.0)
     assert attempts.measured_lead(run.path) == 481
-    assert begin(run, lead=300) == (True, f"{10_000 - 1_000 - 481} 481"), "Slurm was told less: the script warns itself"
-    assert begin(run, lead=500) == (True, "")
-    assert begin(run, lead=300, end_time=None) == (True, "")
-    assert begin(run, lead=300, end_time=1_800.0, max_failures=9) == (True, "400 400"), "half of what is left, or nothing would be trained"
-    assert begin(run, lead=300, end_time=1_100.0, max_failures=9) == (True, "")
+
+
+    def earlier(lead, left):
+        return attempts.earlier_warning(run.path, lead=lead, seconds_left=left)
+
+    assert earlier(300, 9_000.0) == 481, "Slurm was told less: the job warns itself"
+    assert earlier(500, 9_000.0) is None
+    assert earlier(300, 800.0) == 400, "half of what is left, or nothing would be trained"
+    assert earlier(300, 100.0) is None
 
 
 @pytest.mark.parametrize(
     ("nodes", "bad", "excluded"), [(3, ("n2",), "n9,n2"), (3, ("n1", "n2", "n3"), None), (1, ("n1",), "n9,n1"), (2, (), None)]
 )
-def test_a_bad_node_is_left_out(monkeypatch, nodes, bad, excluded):
-    said = []
-
-    def scontrol(*words):
-        said.append(words)
-        return "JobId=7 JobState=RUNNING Restarts=0 ExcNodeList=n9"
-
-    monkeypatch.setattr(attempts, "scontrol", scontrol)
-    monkeypatch.setattr(attempts.signal, "signal", lambda *_: None)
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", str(nodes))
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
-    decision = decide(dataclasses.replace(PLAIN, state=None, reason=None, bad_nodes=bad), max_failures=3)
-    assert attempts.carry_out(decision, "7", bad) == (False, 0)
-    updates = [words for words in said if words[0] == "update"]
+def test_a_bad_node_is_excluded(started, nodes, bad, excluded):
+    job, commands = started({"SLURM_JOB_NUM_NODES": str(nodes)}, "JobState=RUNNING Restarts=0 ExcNodeList=n9")
+    assert job.requeue(bad) == 0
+    updates = [words for words in commands if words[0] == "update"]
     assert updates == ([] if excluded is None else [("update", "JobId=7", f"ExcNodeList={excluded}")])
 
 
+@pytest.mark.parametrize("said", ["JobState=CANCELLED Restarts=0", "JobState=RUNNING Restarts=1", ""])
+def test_a_job_that_slurm_has_ended_is_left_to_its_successor(started, said):
+    job, commands = started({}, said)
+    assert job.requeue([]) == 1
+    assert not [words for words in commands if words[0] == "requeue"]
+    assert Record.read(job.run_dir, "7").left
+
+
+@pytest.mark.parametrize(
+    ("said", "lead", "asked", "warns_itself"),
+    [
+        ("JobState=RUNNING EndTime=2100-01-01T00:00:00", 300, (False, False), False),
+        ("JobState=CANCELLED", 300, (False, True), False),
+        ("JobState=RUNNING StartTime=2026-11-21T10:00:00 PreemptTime=2026-11-21T10:05:00", 300, (True, False), False),
+        ("JobState=RUNNING EndTime=2026-11-21T10:00:00", 300, (True, False), False),
+        ("JobState=RUNNING EndTime=2100-01-01T00:00:00", 300, (False, False), True),
+    ],
+)
+def test_a_signal_before_the_program_listened_is_found(started, said, lead, asked, warns_itself):
+    job, _ = started({}, said)
+    if warns_itself:
+        (job.run_dir / "metrics.jsonl").write_text('{"step_seconds": 200.0}\n')
+        (job.run_dir / "events.jsonl").write_text('{"event": "saved", "seconds": 50.0}\n')
+    job._read_limits(JobInfo.read("7"))
+    assert (job.requests.warned, job.requests.terminated) == asked
+    assert (job.lead, job.requests.warn_at is not None) == ((500, True) if warns_itself else (300, False))
+
+
 def slurm_job(state="RUNNING", reason="None"):
-    return attempts.Job(state, 0, False, None, "n9", state == "TIMEOUT" or reason == "TimeLimit")
+    return JobInfo(state, excluded="n9", timed_out=state == "TIMEOUT" or reason == "TimeLimit")
 
 
 def test_a_successor_is_queued_once_and_removed_when_nothing_is_left(run, monkeypatch):
     said, jobs = [], {}
-    monkeypatch.setattr(attempts, "slurm_command", lambda *words: said.append(words) or "8\n")
-    monkeypatch.setattr(attempts.Job, "read", jobs.get)
+    slurm = lambda *words: said.append(words) or "8\n"  # noqa: E731
+    monkeypatch.setattr(scheduler, "slurm_command", slurm)
+    monkeypatch.setattr(successors, "slurm_command", slurm)
+    monkeypatch.setattr(JobInfo, "read", jobs.get)
     begin(run)
-    attempts.submit_successor(run.path, "7", "7", "/spool/script", "n9")
+    successors.submit_successor(run.path, "7", "7", "/spool/script", "n9")
     jobs["8"] = slurm_job("PENDING")
     begin(run)  # requeued: the successor is still there
-    attempts.submit_successor(run.path, "7", "7", "/spool/script", "")
+    successors.submit_successor(run.path, "7", "7", "/spool/script", "")
     options = ("--dependency=afternotok:7", "--kill-on-invalid-dep=yes", "--exclude=n9")
     assert said == [("sbatch", "--parsable", *options, "/spool/script", "7", "7")]
     assert submit.Submission(run.path, "").jobs() == ["8"], "no other job of this folder is submitted meanwhile"
-    attempts.remove_successor(run.path, "7")
+    successors.remove_successor(run.path, "7")
     assert said[1:] == [("scancel", "8")]
     begin(run, job="7_2")
-    attempts.submit_successor(run.path, "7_2", "9_2", "/spool/script", "")
+    successors.submit_successor(run.path, "7_2", "9_2", "/spool/script", "")
     assert said[2][2:] == ("--dependency=afternotok:9_2", "--kill-on-invalid-dep=yes", "--array=2", "/spool/script", "7_2", "9_2")
     assert submit.Submission(run.path, "").jobs() == ["8", "8_2"]
 
@@ -536,11 +556,11 @@ def test_a_successor_is_queued_once_and_removed_when_nothing_is_left(run, monkey
     [("RUNNING", None), ("TIMEOUT", None), (None, None), ("CANCELLED", "job 7 was cancelled")],
 )
 def test_a_successor_goes_on_where_the_job_before_was_ended(run, monkeypatch, cluster, why):
-    monkeypatch.setattr(attempts.Job, "read", lambda job: cluster and slurm_job(cluster))
+    monkeypatch.setattr(JobInfo, "read", lambda job: cluster and slurm_job(cluster))
     begin(run)
-    assert attempts.nothing_left(run.path, "7", "7") == why, "killed"
+    assert successors.nothing_left(run.path, "7", "7") == why, "killed"
     attempts.end(run.path, "7", PLAIN, max_failures=3)
-    assert attempts.nothing_left(run.path, "7", "7") == (why or "job 7 has ended by itself")
+    assert successors.nothing_left(run.path, "7", "7") == (why or "job 7 has ended by itself")
 
 
 def test_who_killed_the_ranks_of_a_run_stands_in_its_status(run):
@@ -554,25 +574,109 @@ def test_who_killed_the_ranks_of_a_run_stands_in_its_status(run):
 
 
 @pytest.mark.parametrize(
-    ("state", "reason", "removed"),
+    ("state", "reason", "cancelled"),
     [("COMPLETING", "None", True), ("CANCELLED", "None", True), ("COMPLETING", "TimeLimit", False), ("RUNNING", "None", False)],
 )
-def test_only_scancel_removes_the_successor_at_once(run, monkeypatch, state, reason, removed):
-    said = []
-    monkeypatch.setattr(attempts, "slurm_command", lambda *words: said.append(words) or "8\n")
-    monkeypatch.setattr(attempts.Job, "read", lambda job: slurm_job(state, reason))
-    begin(run)
-    attempts.submit_successor(run.path, "7", "7", "script", "")
-    attempts.main(["signalled", "--run-dir", str(run.path), "--job", "7", "--this", "7"])
-    assert (("scancel", "8") in said) == removed
+def test_only_scancel_cancels(state, reason, cancelled):
+    assert slurm_job(state, reason).cancelled == cancelled
 
 
-def test_the_job_before_is_an_argument_of_the_script():
-    text = render(job())
-    assert "job=${1:-$this} after=${2:-}" in text
-    assert '--this "$this" --after "$after" --script "$0"' in text
-    assert "export LAUNCHER_JOB=$job LAUNCHER_START=$restart" in text
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in text, "torch's default is right"
+# The program of the job, with an srun that runs the command here
+
+SRUN = """#!/bin/bash
+while [[ $1 == -* || $1 =~ ^[0-9]+$ ]]; do
+    [[ $1 == --output=* ]] && exec >>"${1#--output=}" 2>&1
+    shift
+done
+exec "$@"
+"""
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """Makes a start of job 7: (variables, what scontrol prints, more options) -> the job, commands of scontrol."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/srun").write_text(SRUN)
+    (tmp_path / "bin/srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "4"}
+    before, environment = signal.pthread_sigmask(signal.SIG_BLOCK, []), dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+
+    def start(variables, printed, *options):
+        commands = []
+
+        def scontrol(*words):
+            commands.append(words)
+            return "n1\n" if "hostnames" in words else printed
+
+        for module in (scheduler, job_module):
+            monkeypatch.setattr(module, "scontrol", scontrol)
+        for name, value in (slurm | variables).items():
+            monkeypatch.setenv(name, value)
+        words = ["--run", str(tmp_path / "run"), "recipe.yaml", "--script", "s", "--ranks-python", sys.executable]
+        words += ["--ranks-per-node", "2", "--lead", "300", "--max-restarts", "0", "--max-failures", "3"]
+        return Job(read_options([*words, *options]), Requests()), commands
+
+    yield start
+    while signal.sigtimedwait([signal.SIGUSR1, signal.SIGTERM, signal.SIGCHLD], 0) is not None:
+        pass
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def test_each_start_has_its_logs_its_port_and_its_environment(started):
+    job, _ = started({"SLURM_JOB_ID": "9", "SLURM_CPUS_PER_TASK": "8"}, "", "--", "7", "8")
+    again, _ = started({"SLURM_JOB_ID": "9"}, "", "--", "7", "8")
+    assert (job.job, job.this, job.after, job.restart, again.restart) == ("7", "9", "8", 0, 1)
+    assert again.logs == job.run_dir / "slurm/job_7/restart_1"
+    assert (job.port, again.port) == (20063, 20064)
+    assert {name: os.environ[name] for name in ("LAUNCHER_JOB", "LAUNCHER_START", "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK")} == {
+        "LAUNCHER_JOB": "7", "LAUNCHER_START": "1", "OMP_NUM_THREADS": "4", "SRUN_CPUS_PER_TASK": "8"
+    }
+    assert os.environ["LAUNCHER_REFUSED"] == str(again.refused)
+    task, _ = started({"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1"}, "", "--run", f"{job.run_dir}_1", "other.yaml")
+    assert (task.this, task.job, str(task.run_dir)) == ("6_1", "6_1", f"{job.run_dir}_1")
+
+
+TRAINS = """#!{python}
+import pathlib, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: (print("saved", flush=True), sys.exit(5)))
+print(" ".join(sys.argv[1:]), flush=True)
+time.sleep(20)
+"""
+
+
+def test_a_warning_reaches_the_ranks_and_comes_again(started, tmp_path, monkeypatch):
+    """The first signals are lost: srun and the agent do not listen yet."""
+    python = tmp_path / "trains"
+    python.write_text(TRAINS.format(python=sys.executable))
+    python.chmod(0o755)
+    monkeypatch.setattr(job_module, "_SIGNAL_AGAIN_SECONDS", 0.1)
+    job, _ = started({}, "JobState=RUNNING", "--ranks-python", str(python))
+    job.requests.warn_at = time.monotonic() + 0.1
+    assert job.train() == 5
+    assert (job.requests.warned, job.requests.terminated) == (True, False)
+    said = (job.logs / "node_%N.log").read_text().splitlines()
+    assert said[0].startswith("-m launcher.slurm.agent ")
+    assert said[0].endswith("-m launcher.train recipe=recipe.yaml")
+    assert "--nnodes 1 --nproc-per-node 2 --max-restarts 0 " in said[0]
+    assert "--rdzv-endpoint n1:20049 --rdzv-id 7.0 " in said[0]
+    assert said[1:] == ["saved"]
+
+
+def test_an_examination_ends_when_it_takes_too_long_or_the_job_is_asked_to_stop(started, tmp_path):
+    job, _ = started({}, "")
+    log = tmp_path / "log"
+    assert job._look(60, log, "bash", "-c", "echo printed; exit 7") == 7
+    assert log.read_text() == "printed\n"
+    assert job._look(0, log, "sleep", "30") == preflight.LATE
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert job._look(60, log, "sleep", "30") == -signal.SIGTERM
+    assert job.requests.terminated
 
 
 # The agent's side
@@ -634,77 +738,42 @@ def test_a_refusal_is_left_for_the_script(tmp_path, folder):
 # The preflight
 
 
-def test_each_node_alone():
-    log = "\n".join(
-        [
-            *("n1: n1 fit: 8 x H100", "n1: status 0", "n2: n2 unfit: GPU 3: not free", "n2: status 3", "srun: error: a word of Slurm's"),
-            *("n3: the recipe is not there", "n3: status 2", "n4: n4 fit: 8 x H100"),
-        ]
-    )
+def test_each_node_alone(tmp_path):
+    log = tmp_path / "log"
+    lines = ["n1: n1 fit: 8 x H100", "n1: status 0", "n2: n2 unfit: GPU 3: not free", "n2: status 3", "srun: error: of Slurm"]
+    log.write_text("\n".join([*lines, "n3: the recipe is not there", "n3: status 2", "n4: n4 fit: 8 x H100"]))
     nodes = ["n1", "n2", "n3", "n4", "n5"]
-    bad, nobody = preflight.each(log, nodes, status=1)
+    bad, other = preflight.each(log, nodes, status=1)
     assert bad == {"n2": ["n2 unfit: GPU 3: not free"]}
     unknown = "nothing is known of it; the srun ended with status 1"
-    assert nobody == ["n3: the recipe is not there", f"n4: {unknown}", f"n5: {unknown}"]
-    late, nobody = preflight.each(log, nodes, status=preflight.LATE)
+    assert other == ["n3: the recipe is not there", f"n4: {unknown}", f"n5: {unknown}"]
+    late, other = preflight.each(log, nodes, status=preflight.LATE)
     assert list(late) == ["n2", "n4", "n5"]
-    assert nobody == ["n3: the recipe is not there"]
+    assert other == ["n3: the recipe is not there"]
     assert late["n5"] == ["did not come to an end: a GPU, its driver or a file system hangs"]
-    assert preflight.each("n1: status 127\n", ["n1"], status=0) == ({"n1": ["ended with status 127"]}, [])
+    log.write_text("n1: status 127\n")
+    assert preflight.each(log, ["n1"], status=0) == ({"n1": ["ended with status 127"]}, [])
 
 
-def report(*findings):
-    findings = [{"name": name, "state": state, "text": "why", "host": host} for name, state, host in findings]
-    return {"findings": findings, "bad_nodes": sorted({f["host"] for f in findings if f["state"] == "bad"} - {"all nodes"})}
+def test_all_nodes_together(tmp_path, capsys):
+    nodes, file = ["n1", "n2", "n3"], tmp_path / "preflight_all.json"
 
+    def found(*findings, status=1):
+        hosts = sorted({host for _, state, host in findings if state == "bad"} - {"all nodes"})
+        findings = [{"name": name, "state": state, "text": "why", "host": host} for name, state, host in findings]
+        file.write_text(json.dumps({"findings": findings, "bad_nodes": hosts}))
+        return preflight.together(file, nodes, status=status)
 
-def test_all_nodes_together(monkeypatch, tmp_path, capsys):
-    nodes = ["n1", "n2", "n3"]
-    told = report(("clock", "bad", "n2"), ("versions", "bad", "n2"), ("rates", "warning", "n1"), ("clocks", "bad", "all nodes"))
-    assert preflight.together(told, nodes, status=1) == ({"n2": ["clock: why", "versions: why"]}, ["all nodes: clocks: why"])
-    assert preflight.together(report(("clock", "bad", "elsewhere")), nodes, status=1) == ({}, ["elsewhere: clock: why"])
-    assert preflight.together(None, nodes, status=preflight.LATE) == ({}, ["the examination took too long, and was ended"])
-    monkeypatch.setattr(preflight, "scontrol", lambda *words: "n1\nn2\nn3\n")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
-    file = tmp_path / "preflight_all.json"
-
-    def printed(status):
-        assert preflight.main(["together", str(file), status]) == 0
-        said = capsys.readouterr()
-        return said.out, said.err
-
-    out, err = printed("1")
-    assert out == ""
-    assert "the examination ended with status 1, and no report" in err
-    assert f"no node is named by that, and training goes on; more is in {tmp_path}/preflight_all.log" in err
-    file.write_text(json.dumps(told))
-    out, err = printed("1")
-    assert out == "n2\n"
-    assert "not fit to train: n2; more is in" in err
-    assert "  n2: clock: why\n" in err
-    file.write_text(json.dumps(report(("rates", "warning", "n1"))))
-    assert printed("0") == ("", "")
-
-
-def test_looking_at_nodes_ends_when_it_takes_too_long_or_the_job_is_asked_to_stop(tmp_path):
-    """The script's own function, with an srun that runs the command here."""
-    text = render(job(preflight=True))
-    assert "sleep 1 &" in text
-    look = text[text.index("look() {") : text.index("if ((warned + terminated == 0)); then\n    looked=0")].replace(
-        "sleep 1 &", "sleep 0.1 &"
-    )
-    (tmp_path / "srun").write_text('#!/bin/bash\nshift 3\nexec "$@"\n')
-    (tmp_path / "srun").chmod(0o755)
-
-    def looked(limit, command, *, before=":"):
-        script = f"set -u; warned=0 terminated=0; trap terminated=1 TERM\n{look}\n{before}\nlook {limit} log {command}; echo $? $terminated"
-        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "1"}
-        began = time.monotonic()
-        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, timeout=20, capture_output=True, text=True, check=True)
-        assert time.monotonic() - began < 5
-        return done.stdout.split()
-
-    assert looked(60, "bash -c 'echo said; exit 7'") == ["7", "0"]
-    assert (tmp_path / "log").read_text() == "said\n"
-    assert looked(0, "sleep 19") == ["124", "0"]
-    assert looked(60, "sleep 19", before="{ sleep 0.3; kill $$; } &") == ["143", "1"]
+    late = preflight.together(file, nodes, status=preflight.LATE)
+    assert late == ({}, ["the examination took too long, and was ended"])
+    assert preflight.together(file, nodes, status=1) == ({}, ["the examination ended with status 1, and no report"])
+    assert found(("clock", "bad", "elsewhere")) == ({}, ["elsewhere: clock: why"])
+    assert found(("rates", "warning", "n1"), status=0) == ({}, [])
+    clocks = found(("clock", "bad", "n2"), ("versions", "bad", "n2"), ("rates", "warning", "n1"), ("clocks", "bad", "all nodes"))
+    assert clocks == ({"n2": ["clock: why", "versions: why"]}, ["all nodes: clocks: why"])
+    assert preflight.report(*late, tmp_path / "x.log") == []
+    assert f"no node is named by that, and training goes on; more is in {tmp_path}/x.log" in capsys.readouterr().err
+    assert preflight.report(*clocks, tmp_path / "x.log") == ["n2"]
+    printed = capsys.readouterr().err
+    assert "not fit to train: n2; more is in" in printed
+    assert "  n2: clock: why\n" in printed

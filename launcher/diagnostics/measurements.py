@@ -1,0 +1,164 @@
+"""Rates of a rank: computing, moving bytes, collectives. All ranks measure at the same time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launcher.distributed.process_group import DataParallel
+
+SECONDS = 0.25
+"""How long each rate is measured, without the warm-up."""
+
+
+def median_seconds(
+    body: Callable[[], Any], device: torch.device, group: dist.ProcessGroup | None = None
+) -> float:
+    """Median time of a call, after two calls that do not count.
+
+    group: for a collective: its first rank decides how often all of its ranks call.
+    """
+
+    def once() -> float:
+        started = time.perf_counter()
+        body()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
+
+    once()
+    second = max(once(), 1e-7)
+    count = torch.tensor([min(200, max(3, round(SECONDS / second)))], device=device)
+    if group is not None:
+        dist.broadcast(count, group=group, group_src=0)
+    return statistics.median(once() for _ in range(int(count)))
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s in products of square matrices: 2 n^3 each."""
+    size = 8192 if device.type == "cuda" else 768
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return float(2 * size**3 / median_seconds(lambda: torch.mm(left, right, out=out), device))
+
+
+def memory_rate(device: torch.device) -> float:
+    """Bytes/s read and written, by a copy that is larger than the caches."""
+    size = 1 << 30 if device.type == "cuda" else 1 << 26
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / median_seconds(lambda: target.copy_(source), device)
+
+
+def host_rate(device: torch.device) -> float:
+    """Bytes/s between host and device, in the slower direction; on a CPU within host memory."""
+    size = 1 << 28 if device.type == "cuda" else 1 << 26
+    host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    other = torch.empty(size, dtype=torch.uint8, device=device)
+    upload = median_seconds(lambda: other.copy_(host, non_blocking=True), device)
+    download = median_seconds(lambda: host.copy_(other, non_blocking=True), device)
+    return size / max(upload, download)
+
+
+def adamw_rate() -> float:
+    """Parameters/s that fused AdamW updates in host memory."""
+    weights = torch.nn.Parameter(torch.zeros(1 << 24))
+    weights.grad = torch.ones_like(weights)
+    optimizer = torch.optim.AdamW([weights], fused=True)
+    return weights.numel() / median_seconds(optimizer.step, torch.device("cpu"))
+
+
+def collective_rates(group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
+    """Bytes/s that a rank sends, by collective, with buffers as large as a block's weights.
+
+    A ring of n ranks sends (n - 1) / n of the buffer in an all-gather, twice that in an all-reduce.
+    """
+    ranks = dist.get_world_size(group)
+    size = (1 << 28 if device.type == "cuda" else 1 << 23) // (4 * ranks) * ranks
+    whole = torch.zeros(size, device=device)
+    part = torch.zeros(size // ranks, device=device)
+    sent = 4 * size * (ranks - 1) / ranks
+    # Its name since torch 2.13
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather = median_seconds(lambda: all_gather(whole, part, group=group), device, group)
+    reduce = median_seconds(lambda: dist.all_reduce(whole, group=group), device, group)
+    return {"all_gather": sent / gather, "all_reduce": 2 * sent / reduce}
+
+
+def link_rounds(nodes: int) -> list[list[tuple[int, int]]]:
+    """Pairs of neighbours in a ring of nodes, in rounds in which no node is in two pairs.
+
+    Each node has two links (of two nodes one), which tells a slow node from its neighbours.
+    """
+    links = [(node, (node + 1) % nodes) for node in range(nodes if nodes > 2 else nodes - 1)]
+    paired = nodes // 2 * 2
+    rounds = links[0:paired:2], links[1:paired:2], links[paired:]
+    return [pairs for pairs in rounds if pairs]
+
+
+def link_rate(ranks: DataParallel, *, local: int) -> float | None:
+    """Bytes/s that this rank exchanges with its counterpart on a neighbouring node.
+
+    The better of both neighbours: a slow node does not make its neighbours look slow. None: this
+    rank had no neighbour. local: ranks of a node.
+    """
+    node, device = ranks.rank // local, ranks.device
+    size = 1 << 24 if device.type == "cuda" else 1 << 20
+    mine, other = torch.zeros(size, device=device), torch.empty(size, device=device)
+    rates = []
+    for pairs in link_rounds(ranks.size // local):
+        dist.barrier(group=ranks.group)
+        pair = next((pair for pair in pairs if node in pair), None)
+        if pair is None:
+            continue
+        peer = ranks.rank + (sum(pair) - 2 * node) * local
+
+        def exchange(peer: int = peer) -> None:
+            send = dist.P2POp(dist.isend, mine, peer, group=ranks.group)
+            receive = dist.P2POp(dist.irecv, other, peer, group=ranks.group)
+            for work in dist.batch_isend_irecv([send, receive]):
+                work.wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        times = []
+        for _ in range(6):
+            started = time.perf_counter()
+            exchange()
+            times.append(time.perf_counter() - started)
+        rates.append(4 * size / statistics.median(times[1:]))
+    return max(rates, default=None)
+
+
+def measure(ranks: DataParallel, *, local: int, quick: bool) -> dict[str, Any]:
+    """This rank's rates by name; `within_node`, `across_nodes` and `link` may be None.
+
+    local: ranks of a node. quick: only what tells whether a node is healthy.
+    """
+    device, nodes = ranks.device, ranks.size // local
+    torch.set_float32_matmul_precision("high")  # as the recipes set it
+    steps: dict[str, Callable[[], float]] = {
+        "half_flops": lambda: product_rate(device, torch.bfloat16),
+        "memory_bandwidth": lambda: memory_rate(device),
+        "host_bandwidth": lambda: host_rate(device),
+    }
+    if not quick:
+        steps["float32_flops"] = lambda: product_rate(device, torch.float32)
+        steps["host_adamw"] = adamw_rate
+    rates: dict[str, Any] = dict.fromkeys(("within_node", "across_nodes", "link"))
+    for name, step in steps.items():
+        dist.barrier(group=ranks.group)
+        rates[name] = step()
+    if local > 1:
+        members = [range(first, first + local) for first in range(0, ranks.size, local)]
+        groups = [dist.new_group(list(node)) for node in members]
+        rates["within_node"] = collective_rates(groups[ranks.rank // local], device)
+    if nodes > 1:
+        rates["across_nodes"] = collective_rates(ranks.group, device)
+        rates["link"] = link_rate(ranks, local=local)
+    return rates

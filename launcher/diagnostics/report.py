@@ -1,0 +1,181 @@
+"""What `launcher doctor` finds, and how it is printed. Standard library and rich only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+ALL_NODES = "all nodes"
+"""Host of a finding that belongs to no single node."""
+
+State = Literal["good", "note", "warning", "bad"]
+_STYLES = {
+    "good": ("ok  ", "green"),
+    "note": ("note", "cyan"),
+    "warning": ("warn", "bold yellow"),
+    "bad": ("BAD ", "bold red"),
+}
+RATES = {
+    "half_flops": ("matrix products, bfloat16", "FLOP/s"),
+    "float32_flops": ("matrix products, float32", "FLOP/s"),
+    "memory_bandwidth": ("memory, read and written", "B/s"),
+    "host_bandwidth": ("between host and device", "B/s"),
+    "host_adamw": ("AdamW in host memory", "parameters/s"),
+    "intra_node_bandwidth": ("collectives within a node", "B/s"),
+    "inter_node_bandwidth": ("collectives across nodes", "B/s"),
+}
+"""The measured fields of `planner.machine.Rates`: description and unit."""
+
+
+def host_name() -> str:
+    """Slurm's name of this node, as `--exclude` takes it; without Slurm the host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The result of one check."""
+
+    name: str
+    state: State
+    """bad: not fit to train; warning: trains, but slower or not for long; note: information."""
+    text: str
+    host: str = field(default_factory=host_name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The result of all checks and measurements."""
+
+    findings: list[Finding]
+    device: str
+    nodes: int
+    ranks_per_node: int
+    versions: dict[str, Any]
+    rates: dict[str, Any] | None = None
+    """Fields of `planner.machine.Rates`; None for a rate that was not measured."""
+    within_node: dict[str, float] | None = None
+    """Bytes/s that a rank sends, by collective, among the ranks of a node."""
+    across_nodes: dict[str, float] | None = None
+    """The same among all ranks of several nodes."""
+    links: dict[str, float] | None = None
+    """Bytes/s that a rank exchanges with a neighbouring node, by host: the better of its two
+    neighbours, and the slowest of its ranks."""
+
+    @property
+    def fit(self) -> bool:
+        """Whether no finding is bad."""
+        return not any(finding.state == "bad" for finding in self.findings)
+
+    @property
+    def bad_nodes(self) -> list[str]:
+        """Hosts with a bad finding."""
+        bad = {finding.host for finding in self.findings if finding.state == "bad"}
+        return sorted(bad - {ALL_NODES})
+
+
+def rate_as_text(rate: float, unit: str) -> str:
+    """`652 TFLOP/s`, `2.61 TB/s`, `0.38 billion parameters/s`."""
+    if unit == "parameters/s":
+        return f"{rate / 1e9:.3g} billion {unit}"
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if rate >= size:
+            return f"{rate / size:.3g} {prefix}{unit}"
+    return f"{rate:.3g} {unit}"
+
+
+def _print(*pieces: tuple[str, str]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    if console.is_terminal:
+        console.print(Text.assemble(*pieces))
+    else:
+        print("".join(text for text, _ in pieces).rstrip())
+
+
+def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
+    """One line each. hosts: also the host; findings that several hosts share are printed once."""
+    if hosts:
+        findings = list(_merged(findings))
+    names = max((len(finding.name) for finding in findings), default=0)
+    width = max((len(finding.host) for finding in findings), default=0) + 2 if hosts else 0
+    for finding in findings:
+        mark, style = _STYLES[finding.state]
+        host = f"{finding.host:<{width}}" if hosts else ""
+        _print((f"  {mark}", style), (f"  {host}{finding.name:<{names}}  {finding.text}", ""))
+
+
+def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Merges equal findings of several hosts. Good findings merge even if their texts differ."""
+    everywhere = {finding.host for finding in findings}
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        text = "" if finding.state in ("good", "note") else finding.text
+        groups.setdefault((finding.name, finding.state, text), []).append(finding)
+    for group in groups.values():
+        first, hosts = group[0], {finding.host for finding in group}
+        if len(hosts) == 1:
+            yield first
+            continue
+        differ = len({finding.text for finding in group}) > 1
+        text = f"{first.host}: {first.text}" if differ else first.text
+        host = ALL_NODES if hosts == everywhere else f"{len(hosts)} nodes"
+        yield dataclasses.replace(first, host=host, text=text)
+
+
+def print_node(findings: Sequence[Finding], versions: dict[str, Any]) -> bool:
+    """Prints `HOST fit: ...`, or one line `HOST unfit: ...` for each bad finding."""
+    bad = [finding for finding in findings if finding.state == "bad"]
+    for finding in bad:
+        print(f"{finding.host} unfit: {finding.name}: {finding.text}")
+    if not bad:
+        gpus = next((finding.text for finding in findings if finding.name == "GPUs"), "no GPU")
+        print(f"{host_name()} fit: {gpus}; torch {versions['torch']}")
+    return not bad
+
+
+def print_rates(report: Report) -> None:
+    """The measured rates of the slowest rank."""
+    if report.rates is None:
+        return
+    nodes = f"{report.nodes} node{'s' * (report.nodes > 1)}"
+    where = f"{nodes} x {report.ranks_per_node} {report.device}"
+    _print((f"\nRates of a rank, while all ranks measure ({where}):", "bold"))
+    rows = []
+    for key, (what, unit) in RATES.items():
+        if (rate := report.rates[key]) is not None and not what.startswith("collectives"):
+            rows.append((what, rate_as_text(rate, unit)))
+    groups = (("within a node", report.within_node), ("across nodes", report.across_nodes))
+    for place, rates in groups:
+        for kind, rate in (rates or {}).items():
+            rows.append((f"{kind.replace('_', '-')} {place}", rate_as_text(rate, "B/s")))
+    if report.links:
+        slowest = rate_as_text(min(report.links.values()), "B/s")
+        rows.append(("between neighbouring nodes", slowest))
+    width = max(len(what) for what, _ in rows)
+    for what, text in rows:
+        _print((f"  {what:<{width}}  ", "dim"), (text, ""))
+
+
+def finish(report: Report, file: Path | None) -> None:
+    """Writes the report to a file, if one was named, and prints the verdict."""
+    if file is not None:
+        verdict = {"fit": report.fit, "bad_nodes": report.bad_nodes}
+        file.write_text(json.dumps(verdict | dataclasses.asdict(report), indent=1) + "\n")
+        print(f"\nwritten: {file}; plan with it: launcher plan recipe=NAME rates={file}")
+    count = sum(finding.state == "bad" for finding in report.findings)
+    if not count:
+        _print(("\nFit to train.", "bold green"))
+        return
+    bad = f": {count} {'thing is' if count == 1 else 'things are'} bad"
+    _print(("\nNot fit to train", "bold red"), (bad, ""))
+    if report.nodes > 1 and report.bad_nodes:
+        print(f"nodes to exclude: {','.join(report.bad_nodes)}")

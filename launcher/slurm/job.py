@@ -1,0 +1,354 @@
+"""The job: trains on its nodes, brings Slurm's signals to the ranks, and requeues itself.
+
+    python -m launcher.slurm.job --run RUN_DIR RECIPE ...
+
+The job's script (slurm/train.sbatch.j2) ends in this program, on the first node. No torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from launcher.errors import EXIT_DONE, EXIT_FAILED
+from launcher.reliability.run_directory import RunFolder
+from launcher.slurm import attempts, preflight
+from launcher.slurm.agent import address, block_signals, in_child, next_signal
+from launcher.slurm.attempts import Ended, Record, newest_checkpoint
+from launcher.slurm.scheduler import JobInfo, hostnames, log, scontrol
+from launcher.slurm.successors import nothing_left, remove_successor, submit_successor
+
+_SIGNAL_AGAIN_SECONDS = 5
+"""Until the agent of a node listens, the signal is lost there."""
+_PREFLIGHT_NODES_SECONDS, _PREFLIGHT_ALL_SECONDS = 300, 180
+
+
+class Requests:
+    """What Slurm has asked of this job. Its signals are blocked, and read by `wait`."""
+
+    def __init__(self, *, warned: bool = False, terminated: bool = False) -> None:
+        self.warned = warned
+        """Of a time limit or a preemption, which is near (SIGUSR1)."""
+        self.terminated = terminated
+        """By scancel, `scontrol requeue` and others (SIGTERM)."""
+        self.warn_at: float | None = None
+        """time.monotonic() at which this job warns itself, if Slurm's warning is too late."""
+        block_signals()
+
+    def any(self) -> bool:
+        """Whether the job must end."""
+        return self.warned or self.terminated
+
+    def wait(self, seconds: float) -> None:
+        """Waits for a signal, the end of a child, or so many seconds."""
+        if self.warn_at is not None:
+            seconds = min(seconds, max(0.0, self.warn_at - time.monotonic()))
+        came = next_signal(seconds)
+        self.warned = self.warned or came == "SIGUSR1"
+        self.terminated = self.terminated or came == "SIGTERM"
+        if self.warn_at is not None and time.monotonic() >= self.warn_at:
+            self.warned, self.warn_at = True, None
+
+
+class Job:
+    """One start of a job: `this`. `job` is the first one of its chain of successors."""
+
+    def __init__(self, options: argparse.Namespace, requests: Requests) -> None:
+        self.options, self.requests = options, requests
+        self.lead: int = options.lead
+        variables = os.environ
+        task = variables.get("SLURM_ARRAY_TASK_ID")
+        run_dir, self.recipe = options.run[int(task or 0)]
+        self.run_dir = Path(run_dir)
+        array = variables.get("SLURM_ARRAY_JOB_ID")
+        self.this = f"{array}_{task}" if array else variables["SLURM_JOB_ID"]
+        chain: Sequence[str] = options.chain or (self.this, "")
+        self.job, self.after = chain
+        self.nodes, self.nodelist = (
+            variables["SLURM_JOB_NUM_NODES"],
+            variables["SLURM_JOB_NODELIST"],
+        )
+        self.requeued = int(variables.get("SLURM_RESTART_COUNT") or 0)
+        """How often Slurm had requeued this job when it began."""
+        self.restart, self.logs = self._make_logs()
+        self.refused = self.logs / "refused"
+        """Written if the recipe or the run folder is at fault."""
+        cpus = int(variables.get("SLURM_CPUS_PER_TASK") or variables["SLURM_CPUS_ON_NODE"])
+        threads = str(max(1, cpus // options.ranks_per_node))
+        variables.setdefault("OMP_NUM_THREADS", threads)
+        variables["SRUN_CPUS_PER_TASK"] = str(cpus)  # without it srun gives a task one CPU
+        variables["LAUNCHER_JOB"], variables["LAUNCHER_START"] = self.job, str(self.restart)
+        variables["LAUNCHER_REFUSED"] = str(self.refused)
+        self.host, self.port = self._meeting_point()
+
+    def _make_logs(self) -> tuple[int, Path]:
+        """The number of this start, over all jobs of the chain, and a new folder for its logs."""
+        folder = self.run_dir / "slurm" / f"job_{self.job}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for restart in range(10_000):
+            try:
+                (folder / f"restart_{restart}").mkdir()
+                return restart, folder / f"restart_{restart}"
+            except FileExistsError:
+                continue
+        raise SystemExit(f"{folder}: 10,000 starts")
+
+    def begin(self) -> int | None:
+        """Counts the attempt and queues a successor. Returns the exit status if the job must end."""
+        log(f"job {self.job}, restart {self.restart}, on {self.nodelist}: {self.run_dir}")
+        if self.after and not self.requeued:  # a successor that was requeued has work to do
+            why = nothing_left(self.run_dir, self.job, self.after)
+            if why is not None:
+                log(f"nothing to resume: {why}")
+                return EXIT_DONE
+        known = JobInfo.read(self.this)
+        why = attempts.begin(self.run_dir, self.job, max_failures=self.options.max_failures)
+        if why is not None:
+            log(why)
+            remove_successor(self.run_dir, self.job)
+            return EXIT_FAILED
+        excluded = known.excluded if known is not None else ""
+        submit_successor(self.run_dir, self.job, self.this, self.options.script, excluded)
+        if known is not None:
+            self._read_limits(known)
+        return None
+
+    def _read_limits(self, known: JobInfo) -> None:
+        """Warns of the time limit itself, if the run needs more time to save than Slurm was told.
+
+        A signal that came before this program listened is found in what Slurm knows of the job.
+        """
+        self.requests.terminated = self.requests.terminated or known.ending
+        self.requests.warned = self.requests.warned or known.preempted
+        if known.end_time is None:
+            return
+        left = known.end_time - time.time()
+        self.requests.warned = self.requests.warned or left < self.lead
+        needed = attempts.earlier_warning(self.run_dir, lead=self.lead, seconds_left=left)
+        if needed is not None:
+            seconds = max(1, int(left - needed))
+            self.lead, self.requests.warn_at = needed, time.monotonic() + seconds
+            text = f"the run may need {needed} s to save, more than Slurm was told"
+            log(f"{text}: told to in {seconds} s")
+
+    def _meeting_point(self) -> tuple[str, int]:
+        """Host and port where the ranks meet.
+
+        Each start has another port: ranks of a lost node may still hold the last one.
+        """
+        interface = self.options.interface
+        first = address(interface) if interface else (hostnames(self.nodelist) or [""])[0]
+        if not first:
+            raise SystemExit(f"the address of the first node of {self.nodelist} is not known")
+        number = int(os.environ["SLURM_JOB_ID"]) * 7 + self.restart
+        return first, 20000 + number % 12000  # the preflight meets 10000 below
+
+    def srun(self, *words: str, output: IO[str] | None = None) -> subprocess.Popen[bytes]:
+        """Starts a command on every node."""
+        task = ["srun", "--nodes", self.nodes, "--ntasks-per-node=1"]
+        stderr = None if output is None else subprocess.STDOUT
+        return subprocess.Popen([*task, *words], stdout=output, stderr=stderr, preexec_fn=in_child)
+
+    def torchrun(self, *words: str, port: int, restarts: int, suffix: str = "") -> list[str]:
+        """torchrun of a node, beside the agent that brings it signals."""
+        python, interface = self.options.ranks_python, self.options.interface
+        agent = [python, "-m", "launcher.slurm.agent"]
+        agent += ["--interface", interface] if interface else []
+        ranks = ["--nproc-per-node", str(self.options.ranks_per_node)]
+        job = os.environ["SLURM_JOB_ID"]
+        return [
+            *(*agent, python, "-m", "torch.distributed.run", "--nnodes", self.nodes, *ranks),
+            *("--max-restarts", str(restarts), "--rdzv-backend", "c10d"),
+            *(
+                "--rdzv-endpoint",
+                f"{self.host}:{port}",
+                "--rdzv-id",
+                f"{job}.{self.restart}{suffix}",
+            ),
+            *("--rdzv-conf", "is_host={is_host}", "--local-addr", "{address}", "-m", *words),
+        ]
+
+    def preflight(self) -> list[str]:
+        """Examines each node alone, then all together. Returns the nodes that are not fit."""
+        python, folder = self.options.ranks_python, str(self.run_dir)
+        doctor = ["launcher.cli.main", "doctor"]
+        log_file = self.logs / "preflight_nodes.log"
+        # Each line and the exit status with the name of its node
+        name = '"$@" 2>&1 | sed "s/^/$SLURMD_NODENAME: /"; '
+        name += 'echo "$SLURMD_NODENAME: status ${PIPESTATUS[0]}"'
+        words = [python, "-m", *doctor, "--node", f"runs={folder}", f"shared={folder}"]
+        status = self._look(_PREFLIGHT_NODES_SECONDS, log_file, "bash", "-c", name, "bash", *words)
+        if self.requests.any():
+            return []
+        nodes = hostnames(self.nodelist)
+        bad = preflight.report(*preflight.each(log_file, nodes, status=status), log_file)
+        if bad or len(nodes) == 1:
+            return bad
+        result, log_file = self.logs / "preflight_all.json", self.logs / "preflight_all.log"
+        port = self.port - 10000
+        words = [*doctor, "quick=true", f"shared={folder}", f"json={result}"]
+        command = self.torchrun(*words, port=port, restarts=0, suffix=".preflight")
+        status = self._look(_PREFLIGHT_ALL_SECONDS, log_file, *command)
+        if self.requests.any():
+            return []
+        return preflight.report(*preflight.together(result, nodes, status=status), log_file)
+
+    def _look(self, seconds: float, log_file: Path, *command: str) -> int:
+        """Runs a command on every node, until it ends, is late, or the job must end.
+
+        Returns its exit status; `preflight.LATE` if it was late.
+        """
+        if self.requests.any():
+            return 0
+        started, late = time.monotonic(), False
+        extra = self.options.srun_extra
+        with log_file.open("w") as output:
+            process = self.srun(*extra, *command, output=output)
+            while process.poll() is None:
+                self.requests.wait(1.0)
+                elapsed = time.monotonic() - started
+                late = late or elapsed >= seconds
+                if late or self.requests.any():
+                    process.terminate()
+                if elapsed >= seconds + 60:  # it waits for processes that cannot be killed
+                    process.kill()
+        return preflight.LATE if late else process.returncode
+
+    def train(self) -> int:
+        """Trains until the run ends; returns srun's exit status."""
+        words = ["launcher.train", f"recipe={self.recipe}"]
+        command = self.torchrun(*words, port=self.port, restarts=self.options.max_restarts)
+        output = f"--output={str(self.logs).replace('%', '%%')}/node_%N.log"
+        process = self.srun(
+            *("--kill-on-bad-exit=1", "--wait=60", output, *self.options.srun_extra),
+            *("bash", "-c", 'trap "" USR1 TERM; exec "$@"', "bash", *command),
+        )
+        asked_at: float | None = None
+        next_signal, told = 0.0, False
+        while process.poll() is None:
+            self.requests.wait(1.0 if self.requests.any() else 3600.0)
+            if not self.requests.any():
+                continue
+            now = time.monotonic()
+            asked_at = now if asked_at is None else asked_at
+            if now >= next_signal:
+                process.send_signal(signal.SIGUSR1)
+                next_signal = now + _SIGNAL_AGAIN_SECONDS
+            if self.requests.terminated and not told:
+                # At once: this program may be killed before the ranks have saved
+                told, known = True, JobInfo.read(self.this)
+                if known is not None and known.cancelled:
+                    remove_successor(self.run_dir, self.job)
+            # A save that takes too long: ended, to requeue the job before the time limit ends it
+            if self.requests.warned and now - asked_at > self.lead - 15 and self.lead > 30:
+                process.terminate()
+        return process.returncode
+
+    def end(self, status: int, bad_nodes: Sequence[str]) -> int:
+        """Requeues the job if it should be; returns its exit status. status: that of srun."""
+        known = JobInfo.read(self.this)
+        if known is not None and known.restarts != self.requeued:
+            log("Slurm has requeued the job itself: this start of it ends")
+            return EXIT_FAILED
+        ended = self._ended(known, bad_nodes)
+        if attempts.foreign_owner(self.run_dir, self.job):
+            log("the run's folder belongs to another job now: this one ends")
+            remove_successor(self.run_dir, self.job)
+            return EXIT_FAILED
+        limit = self.options.max_failures
+        decision = attempts.end(self.run_dir, self.job, ended, max_failures=limit)
+        log(f"{decision.why} (srun's exit status: {status})")
+        if ended.refused:
+            print(self.refused.read_text().strip(), file=sys.stderr, flush=True)
+        if decision.action == "end":
+            remove_successor(self.run_dir, self.job)
+            return decision.status
+        return self.requeue(bad_nodes)
+
+    def _ended(self, known: JobInfo | None, bad_nodes: Sequence[str]) -> Ended:
+        record = Record.read(self.run_dir, self.job)
+        status = RunFolder(self.run_dir).read_status()
+        fresh = status if status != record.found else {}
+        return Ended(
+            state=fresh.get("state"),
+            reason=fresh.get("reason"),
+            warned=self.requests.warned,
+            terminated=self.requests.terminated,
+            preempted=known is not None and known.preempted,
+            timed_out=known is not None and known.timed_out,
+            refused=self.refused.exists(),
+            bad_nodes=tuple(bad_nodes),
+            new_checkpoint=newest_checkpoint(self.run_dir) > record.checkpoint,
+            failures=record.failures,
+        )
+
+    def requeue(self, bad_nodes: Sequence[str]) -> int:
+        """Requeues the job, without bad nodes. If that fails, its successor resumes the run."""
+        known = JobInfo.read(self.this)
+        # A job that was cancelled, or was started again elsewhere, would come back
+        running = known is not None and known.state == "RUNNING" and known.restarts == self.requeued
+        if known is None or not running:
+            state = known.state if known else "unknown"
+            log(f"Slurm has ended this start of the job ({state}): its successor resumes the run")
+        elif scontrol("requeue", self.this) is None:
+            log("could not be requeued: the job's successor resumes the run")
+        else:
+            # If all of several nodes are bad, the fault is hardly theirs. The job does not start
+            # again before this program has ended
+            if bad_nodes and (len(bad_nodes) < int(self.nodes) or self.nodes == "1"):
+                excluded = ",".join(filter(None, [known.excluded, *bad_nodes]))
+                scontrol("update", f"JobId={self.this}", f"ExcNodeList={excluded}")
+            return EXIT_DONE
+        replace(Record.read(self.run_dir, self.job), left=True).write(self.run_dir)
+        return EXIT_FAILED
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options, which the job's script writes."""
+    parser = argparse.ArgumentParser(prog="python -m launcher.slurm.job")
+    parser.add_argument("--run", nargs=2, action="append", required=True, metavar=("DIR", "RECIPE"))
+    parser.add_argument("--script", required=True, help="this job's, for its successor")
+    parser.add_argument("--ranks-python", required=True)
+    parser.add_argument("--ranks-per-node", type=int, required=True)
+    parser.add_argument(
+        "--lead", type=int, required=True, help="seconds from a warning to the limit"
+    )
+    parser.add_argument("--max-restarts", type=int, required=True)
+    parser.add_argument("--max-failures", type=int, required=True)
+    parser.add_argument("--interface")
+    parser.add_argument("--srun-extra", action="append", default=[])
+    parser.add_argument("--preflight", action="store_true")
+    parser.add_argument("--warned", type=int, default=0)
+    parser.add_argument("--terminated", type=int, default=0)
+    parser.add_argument(
+        "chain", nargs="*", help="of a successor: the first job, and the one before"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status of the job."""
+    options = read_options(arguments)
+    requests = Requests(warned=bool(options.warned), terminated=bool(options.terminated))
+    job = Job(options, requests)
+    if (status := job.begin()) is not None:
+        return status
+    bad_nodes: list[str] = []
+    status = 0
+    if options.preflight:
+        bad_nodes = job.preflight()
+    if not requests.any() and not bad_nodes:
+        status = job.train()
+    return job.end(status, bad_nodes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

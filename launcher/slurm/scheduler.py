@@ -1,0 +1,128 @@
+"""The commands of Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from launcher.errors import RecipeError
+
+
+def log(text: str) -> None:
+    """Writes a line to the job's log."""
+    print(f"{time.strftime('%F %T')} {text}", file=sys.stderr, flush=True)
+
+
+def slurm_environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment without the variables of a job, whose CPUs and tasks a new job would get."""
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
+    prefixes = ("SLURM_", "SBATCH_", "SRUN_")
+    return {
+        name: value
+        for name, value in variables.items()
+        if not name.startswith(prefixes) or name in kept
+    }
+
+
+def slurm_command(*words: str) -> str:
+    """What a command of Slurm prints. Raises RecipeError if it is missing, or refuses."""
+    environment = slurm_environment()
+    try:
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    except FileNotFoundError:
+        where = "submit on a machine where Slurm is, or see the script with --dry-run"
+        raise RecipeError(f"{words[0]}: no such command; {where}") from None
+    except subprocess.TimeoutExpired:
+        raise RecipeError(f"{words[0]}: Slurm did not answer within 120 s") from None
+    if done.returncode:
+        raise RecipeError(f"Slurm refused: {done.stderr.strip() or words[0]}")
+    return done.stdout
+
+
+def sbatch(script: Path | str, *options: str, arguments: tuple[str, ...] = ()) -> str:
+    """Submits a script, with arguments for it; returns the job's id. Raises RecipeError."""
+    words = ["sbatch", "--parsable", *options, str(script), *arguments]
+    return slurm_command(*words).strip().split(";")[0]
+
+
+def active_jobs() -> dict[str, str]:
+    """State (PENDING, RUNNING, ...) of all queued and running jobs, by id; tasks as ARRAY_TASK."""
+    lines = slurm_command("squeue", "--noheader", "--array", "--format=%i %T").splitlines()
+    return dict(line.split() for line in lines)
+
+
+def scontrol(*words: str) -> str | None:
+    """What scontrol prints; None: it failed, and the job's log says why."""
+    for wait in (1, 3, 10, None):  # a controller that restarts is back in a moment
+        try:
+            done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=60)
+            if done.returncode == 0:
+                return done.stdout
+            problem = done.stderr.strip()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = str(error)
+        log(f"scontrol {' '.join(words)}: {problem}")
+        if wait is None or "nvalid" in problem:
+            break
+        time.sleep(wait)
+    return None
+
+
+def hostnames(nodes: str) -> list[str]:
+    """`n[1-3]` as n1, n2 and n3; empty if Slurm does not answer."""
+    return (scontrol("show", "hostnames", nodes) or "").split()
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """What Slurm knows of a job."""
+
+    state: str
+    restarts: int = 0
+    preempted: bool = False
+    """In its current start."""
+    end_time: float | None = None
+    """Of the allocation, in seconds since 1970."""
+    excluded: str = ""
+    timed_out: bool = False
+
+    @property
+    def ending(self) -> bool:
+        """Cancelled, or ended by Slurm."""
+        return self.state in ("CANCELLED", "COMPLETING")
+
+    @property
+    def cancelled(self) -> bool:
+        """Ended by scancel: not at the time limit, nor preempted or requeued."""
+        return self.ending and not (self.timed_out or self.preempted)
+
+    @classmethod
+    def read(cls, job: str) -> JobInfo | None:
+        """None: Slurm does not answer, or has forgotten the job."""
+        values = dict(re.findall(r"(\w+)=(\S*)", scontrol("show", "job", "--oneliner", job) or ""))
+        if "JobState" not in values:
+            return None
+
+        def seconds(key: str) -> float | None:
+            try:
+                return datetime.fromisoformat(values.get(key, "")).timestamp()
+            except ValueError:  # None, Unknown
+                return None
+
+        preempted, started = seconds("PreemptTime"), seconds("StartTime")
+        excluded = values.get("ExcNodeList", "(null)")
+        return cls(
+            state=values["JobState"],
+            restarts=int(values.get("Restarts", 0)),
+            preempted=preempted is not None and preempted >= (started or 0.0),
+            end_time=seconds("EndTime"),
+            excluded="" if excluded == "(null)" else excluded,
+            timed_out=values["JobState"] == "TIMEOUT" or values.get("Reason") == "TimeLimit",
+        )
