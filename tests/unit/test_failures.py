@@ -189,7 +189,7 @@ def test_the_first_cause_is_reported_not_what_was_raised_while_it_was_handled(st
 def test_torchrun_ended_a_loader_process_because_another_rank_was_lost(start):
     """The exception interrupts the training step, and has no context."""
     rank = start()
-    assert rank.watch.report(RuntimeError(*WORKER.args)) == 1
+    assert rank.failures.report(RuntimeError(*WORKER.args)) == 1
     status = rank.run.read_status()
     assert status["reason"] == "rank_lost"
     assert "rank 1 of 2 ended without a word" in status["error"]
