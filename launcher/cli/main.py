@@ -20,6 +20,7 @@ VERBS = {
     "status": "how a run stands: step, loss, checkpoint, restarts and why, time lost; a folder of runs gives a table",
     "submit": "a job of Slurm that is requeued until the run is finished; sweeps as job arrays; --dry-run, --follow",
     "doctor": "is this machine, node or allocation fit to train, and how fast: GPUs, limits, disks, clocks, links",
+    "schema": "the JSON Schema of recipes, for editors: launcher schema > recipe.schema.json",
     "selftest": "the same losses over strategies, accumulation and ranks, on your recipe and machine",
 }
 
@@ -28,6 +29,7 @@ TAKES = {
     "doctor": "[ranks=] [json=] [shared=] [--node]",
     "export": "RUN_DIR OUT [dtype=] [merged=]",
     "plan": "recipe=NAME gpu=h100 [nodes= ...]",
+    "schema": "",
     "status": "RUN_DIR",
     "submit": "recipe=NAME nodes=2 [time= ...]",
 }

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from launcher.errors import RecipeError
-from launcher.recipe.decode import Decoder, KeyPath, Problem, default_of, dotted, section_fields, subsection
+from launcher.recipe.decode import KeyPath, Problem, decode, dotted, subsection
 from launcher.recipe.find import find_recipe, read_recipe, recipe_folders, shown_path
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import check
@@ -229,14 +229,13 @@ def _peek(config: DictConfig, key: Any) -> Any:
 
 def _write_defaults(config: DictConfig, section: Any, path: KeyPath) -> Iterator[KeyPath]:
     """Adds what a recipe leaves out, so that an interpolation finds it; yields the keys."""
-    annotations = section_fields(section)
-    for field_ in dataclasses.fields(section):
-        name, default = field_.name, default_of(field_)
+    for key in dataclasses.fields(section):
+        name, default = key.name, key.default
         if name not in set(config) and default is not dataclasses.MISSING:  # `in config` would interpolate
             config[name] = _plain(default)
             yield (*path, name)
             continue
-        inner, value = subsection(annotations[name]), _peek(config, name)
+        inner, value = subsection(section, name), _peek(config, name)
         if inner is not None and isinstance(value, DictConfig) and not OmegaConf.is_interpolation(config, name):
             yield from _write_defaults(value, inner, (*path, name))
 
@@ -324,11 +323,10 @@ def load_recipe(arguments: Sequence[str], *, ranks: int | None, files: bool = Tr
                 found.append((True, index, str(error)))
     defaults = set(_write_defaults(config, Recipe, ()))
     plain = _resolve(config, (), (config,), defaults, problems)
-    decoder = Decoder(Recipe)
-    recipe = decoder.section(Recipe, plain, ())
-    named_already = {problem.path for problem in problems}
-    problems += [problem for problem in decoder.problems if problem.path not in named_already]
-    problems += check(recipe, ranks=ranks, unsound={problem.path for problem in problems} | decoder.misspelt, files=files)
+    recipe, wrong, unsound = decode(plain)
+    reported = {problem.path for problem in problems}
+    problems += [problem for problem in wrong if problem.path not in reported]
+    problems += check(recipe, ranks=ranks, unsound=unsound | reported, files=files)
     for problem in problems:
         where = origins.locate(problem.path)
         found.append((isinstance(where, str), where if isinstance(where, int) else arguments.index(where), origins.cite(problem)))

@@ -5,16 +5,14 @@ A rule names the keys it reads; where one of them is unsound already, the rule i
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from launcher.recipe.decode import KeyPath, Problem, default_of
+from launcher.recipe.decode import KeyPath, Problem
 from launcher.recipe.hub import is_hub_id
 from launcher.recipe.model_config import config_problems
 from launcher.recipe.schema import Data, Model, Recipe, Strategy
@@ -137,14 +135,10 @@ def _built_models(recipe: Recipe, ranks: int | None) -> Found:
         if recipe.data.builder is None:
             yield "data.builder", "missing; a model of your own (model.builder) needs its data and loss from data.builder"
         for name in ("task", "num_labels", "attention", "init"):
-            if getattr(model, name) != _default(Model, name):
+            if getattr(model, name) != getattr(Model, name):
                 yield f"model.{name}", "not available with model.builder, which decides it"
     if model.trust_remote_code and model.path is None:
         yield "model.trust_remote_code", "needs model.path, whose code it would be"
-
-
-def _default(section: Any, name: str) -> Any:
-    return next(default_of(field) for field in dataclasses.fields(section) if field.name == name)
 
 
 @_rule("model.attention", "strategy")
@@ -198,13 +192,13 @@ _COLUMNS = {
 def _columns(recipe: Recipe, ranks: int | None) -> Found:
     data = recipe.data
     for name, kinds in _COLUMNS.items():
-        if getattr(data, name) == _default(Data, name):
+        if getattr(data, name) == getattr(Data, name):
             continue
         if data.builder is not None:
             yield f"data.{name}", "not available with data.builder, which reads the data itself"
         elif not kinds & _kinds(recipe):
             yield f"data.{name}", f"not available with kind {data.kind}; for kind {' and '.join(sorted(kinds))}"
-    if not data.streaming and data.shuffle_buffer != _default(Data, "shuffle_buffer"):
+    if not data.streaming and data.shuffle_buffer != Data.shuffle_buffer:
         yield "data.shuffle_buffer", "needs data.streaming; without it the whole set is shuffled"
 
 
@@ -392,7 +386,7 @@ def _strategy(recipe: Recipe, ranks: int | None) -> Found:
     strategy = recipe.strategy
     if strategy.kind == "ddp":
         for name in ("cpu_offload", "replicate", "reshard_after_forward", "reshard_after_backward"):
-            if getattr(strategy, name) != _default(Strategy, name):
+            if getattr(strategy, name) != getattr(Strategy, name):
                 yield f"strategy.{name}", "not available with kind ddp; use kind fsdp"
         if strategy.mixed_precision is not None and strategy.mixed_precision.reduce_dtype != "float32":
             yield "strategy.mixed_precision.reduce_dtype", "not available with kind ddp, which reduces in float32; use kind fsdp"
