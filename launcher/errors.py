@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -39,3 +40,14 @@ class DivergedError(TrainingError):
     def __init__(self, message: str, *, reason: str, first_step: int, last_step: int) -> None:
         self.first_step, self.last_step = first_step, last_step
         super().__init__(message, reason=reason)
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` is probably a misspelling of."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?`, or an empty string where no known word is similar."""
+    near = closest(word, known)
+    return f"; did you mean {near}?" if near else ""

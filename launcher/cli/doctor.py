@@ -1,22 +1,10 @@
-"""`launcher doctor [ranks=N] [json=FILE] [shared=FOLDER]`: is this machine, node or allocation fit to train, and how fast is it?
+"""`launcher doctor`: is this machine, node or allocation fit to train, and how fast is it?
 
-    ranks      processes that measure together; the GPUs of this machine, else two
-    json       a file that `launcher plan rates=FILE` reads: fit, bad_nodes (hosts, as Slurm calls them), device, nodes,
-               ranks_per_node, versions, findings [{host, name, state, text}], rates (`memory.machine.Rates`; null where
-               it was not measured), and within_node and across_nodes: bytes a second that a rank sends, by collective;
-               links: bytes a second that a rank swaps with the next node, by host
-    shared     a folder that every node must see and be able to write to
-    runs       where runs go; runs
-    gpus       how many this node must have; what Slurm gave it, else as many as there are
-    port       must be free here; any
-    quick      true, over several nodes: what nodes find of one another, and no more; for a job's script, after --node.
-               Exits with 0 whatever it finds, which torchrun would bury under a failure of its own: the file tells
-    --node     this node alone, in seconds, nothing measured: for a job's script. Prints one line: `HOST fit: ...`, or for
-               each thing that is bad `HOST unfit: ...`
-
-Over several nodes, start it as training is started, one torchrun a node:
-    srun --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
-        -m launcher.cli.main doctor shared=FOLDER json=doctor.json
+The JSON file, which `launcher plan rates=FILE` reads, has: fit, bad_nodes (hosts, as Slurm names
+them), device, nodes, ranks_per_node, versions, findings [{host, name, state, text}], rates
+(`planner.hardware.Rates`; null where a rate was not measured), within_node and across_nodes (bytes
+a second that a rank sends, by collective), links (bytes a second that a rank swaps with the next
+node, by host).
 """
 
 from __future__ import annotations
@@ -32,65 +20,107 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.cli.options import count, read_options, truth, word
 from launcher.diagnostics import node_checks
 from launcher.diagnostics.node_checks import Finding, Report
 from launcher.distributed.environment import Environment, read_environment
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
 
-OPTIONS = {"ranks": count, "json": word, "shared": word, "runs": word, "gpus": count, "port": count, "quick": truth, "node": truth}
 MEASURING_SECONDS = 300
 """After which the ranks that measure are taken for hung: it takes them some 20 s."""
-WORKER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={ranks}", "-m", "launcher.diagnostics.group_checks")
+WORKER = (
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node={ranks}",
+    "-m",
+    "launcher.diagnostics.group_checks",
+)
 
-_STYLES = {"good": ("ok  ", "green"), "note": ("note", "cyan"), "warning": ("warn", "bold yellow"), "bad": ("BAD ", "bold red")}
-_COLLECTIVES = {"all_gather": "all-gather", "all_reduce": "all-reduce", "point_to_point": "neighbours swapping"}
+_STYLES = {
+    "good": ("ok  ", "green"),
+    "note": ("note", "cyan"),
+    "warning": ("warn", "bold yellow"),
+    "bad": ("BAD ", "bold red"),
+}
+_COLLECTIVES = {
+    "all_gather": "all-gather",
+    "all_reduce": "all-reduce",
+    "point_to_point": "neighbours swapping",
+}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """0: fit; 3: something is bad."""
-    options, _ = read_options("launcher doctor", arguments, OPTIONS, recipe=False)
-    file = None if options.get("json") is None else Path(options["json"])
-    if file is not None and not (file.absolute().parent.is_dir() and os.access(file.absolute().parent, os.W_OK)):
-        raise RecipeError(f"command line: json={file}: there is no folder {file.absolute().parent} that can be written to")
-    shared = None if options.get("shared") is None else Path(options["shared"])
+@dataclass(frozen=True)
+class Request:
+    """The options of the command."""
+
+    ranks: int | None
+    json: Path | None
+    shared: Path | None
+    runs: Path
+    gpus: int | None
+    port: int
+    quick: bool
+    node: bool
+
+
+def main(request: Request) -> int:
+    """Returns 0 where everything is fit, 3 where something is bad."""
+    file, shared, quick = request.json, request.shared, request.quick
+    if file is not None and not (
+        file.absolute().parent.is_dir() and os.access(file.absolute().parent, os.W_OK)
+    ):
+        raise RecipeError(
+            f"command line: json={file}: there is no folder {file.absolute().parent} that can be written to"
+        )
     granted = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    expected = options.get("gpus", int(granted) if granted.isdigit() else None)
-    node = {
+    expected = request.gpus or (int(granted) if granted.isdigit() else None)
+    node: dict[str, Any] = {
         "expected_gpus": expected,
-        "ranks": options.get("ranks"),
-        "runs": Path(options.get("runs", "runs")),
+        "ranks": request.ranks,
+        "runs": request.runs,
         "shared": shared,
-        "port": options.get("port", 0),
+        "port": request.port,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }
-    if options.get("node", False):
+    if request.node:
         findings, versions = node_checks.examine(**node)
         return print_node(findings, versions)
     environment = None
-    with contextlib.suppress(RecipeError):  # started by srun without torchrun: each looks at its own machine
+    with contextlib.suppress(
+        RecipeError
+    ):  # started by srun without torchrun: each looks at its own machine
         environment = read_environment()
     if environment is not None and environment.torchrun:
         node["ranks"] = environment.local_world_size
         report: Report = importlib.import_module("launcher.diagnostics.group_checks").run(
-            node=node, shared=shared, quick=options.get("quick", False)
+            node=node, shared=shared, quick=quick
         )
-        if not _speaks(environment):  # a rank that fails would have torchrun end the one that still writes
+        if not _speaks(
+            environment
+        ):  # a rank that fails would have torchrun end the one that still writes
             return EXIT_DONE
         print_findings(report.findings, hosts=report.nodes > 1)
         print_rates(report)
         _finish(report, file)
-        return EXIT_DONE if report.fit or options.get("quick", False) else EXIT_NO
-    if "quick" in options:
-        raise RecipeError("command line: quick: is for several nodes, each with a torchrun (launcher doctor --help)")
+        return EXIT_DONE if report.fit or quick else EXIT_NO
+    if quick:
+        raise RecipeError(
+            "command line: quick: is for several nodes, each with a torchrun (launcher doctor --help)"
+        )
     findings, versions = node_checks.examine(**node)
     print_findings(findings, hosts=False)
-    ranks = options.get("ranks") or versions["gpus"] or min(2, node_checks.cores())
-    report = Report(findings=findings, device="CPU", nodes=1, ranks_per_node=ranks, versions=versions)
-    if any(finding.state == "bad" and finding.name in ("torch", "GPUs", "/dev/shm") for finding in findings):
+    ranks = request.ranks or versions["gpus"] or min(2, node_checks.cores())
+    report = Report(
+        findings=findings, device="CPU", nodes=1, ranks_per_node=ranks, versions=versions
+    )
+    if any(
+        finding.state == "bad" and finding.name in ("torch", "GPUs", "/dev/shm")
+        for finding in findings
+    ):
         print("\nnothing was measured: see to what is bad first")
     else:
         print(f"\nmeasuring with {ranks} {'rank' if ranks == 1 else 'ranks'} ...", flush=True)
@@ -100,8 +130,12 @@ def main(arguments: Sequence[str]) -> int:
     _finish(report, file)
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if nodes not in ("", "1"):
-        print(f"\nThis was {socket.gethostname()} alone. Over all {nodes} nodes of the job, with a HOST of it:")
-        print("  srun --ntasks-per-node=1 torchrun --nnodes $SLURM_JOB_NUM_NODES --nproc-per-node GPUS --rdzv-backend c10d \\")
+        print(
+            f"\nThis was {socket.gethostname()} alone. Over all {nodes} nodes of the job, with a HOST of it:"
+        )
+        print(
+            "  srun --ntasks-per-node=1 torchrun --nnodes $SLURM_JOB_NUM_NODES --nproc-per-node GPUS --rdzv-backend c10d \\"
+        )
         print("    --rdzv-endpoint HOST:29500 -m launcher.cli.main doctor")
     return EXIT_DONE if report.fit else EXIT_NO
 
@@ -115,7 +149,9 @@ def _speaks(environment: Environment) -> bool:
 
 def measured(ranks: int, report: Report) -> Report:
     """The report with what `launcher.diagnostics.group_checks` measures under torchrun; a finding more where that failed."""
-    environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)  # torchrun's own default, without its warning
+    environment = {"OMP_NUM_THREADS": "1"} | dict(
+        os.environ
+    )  # torchrun's own default, without its warning
     with tempfile.TemporaryDirectory(prefix="launcher-doctor-") as folder:
         told = Path(folder) / "report.json"
         command = [sys.executable, *(part.format(ranks=ranks) for part in WORKER)]
@@ -141,14 +177,26 @@ def measured(ranks: int, report: Report) -> Report:
         if told.exists() and not hung:
             found = json.loads(told.read_text())
             findings = [Finding(**finding) for finding in found.pop("findings")]
-            return Report(**found | {"findings": report.findings + findings, "versions": report.versions})
-    why = f"{ranks} ranks did not finish within {MEASURING_SECONDS} s: one of them hangs" if hung else _last_word(printed)
-    return dataclasses.replace(report, findings=[*report.findings, Finding(name="measuring", state="bad", text=why)])
+            return Report(
+                **found | {"findings": report.findings + findings, "versions": report.versions}
+            )
+    why = (
+        f"{ranks} ranks did not finish within {MEASURING_SECONDS} s: one of them hangs"
+        if hung
+        else _last_word(printed)
+    )
+    return dataclasses.replace(
+        report, findings=[*report.findings, Finding(name="measuring", state="bad", text=why)]
+    )
 
 
 def _last_word(printed: str) -> str:
     """What the first rank that failed said, out of all that torchrun prints after it."""
-    errors = [line.partition("]:")[2] or line for line in printed.splitlines() if "Error" in line and "ChildFailedError" not in line]
+    errors = [
+        line.partition("]:")[2] or line
+        for line in printed.splitlines()
+        if "Error" in line and "ChildFailedError" not in line
+    ]
     return f"the ranks failed: {errors[0].strip()}" if errors else "the ranks failed without a word"
 
 
@@ -185,7 +233,9 @@ def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
         mark, style = _STYLES[finding.state]
         margin = f"{finding.host:<{beside}}  " if hosts else ""
         indent = 8 + width + (beside + 2 if hosts else 0)
-        rows = textwrap.wrap(finding.text, max(40, 110 - indent), break_long_words=False, break_on_hyphens=False)
+        rows = textwrap.wrap(
+            finding.text, max(40, 110 - indent), break_long_words=False, break_on_hyphens=False
+        )
         _print([(f"  {mark}", style), (f"  {margin}{finding.name:<{width}}  ", ""), (rows[0], "")])
         for row in rows[1:]:
             _print([(" " * (indent + 2) + row, "")])
@@ -196,7 +246,11 @@ def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
     everywhere = {finding.host for finding in findings}
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        alike = (finding.name, finding.state) if finding.state in ("good", "note") else (finding.name, finding.state, finding.text)
+        alike = (
+            (finding.name, finding.state)
+            if finding.state in ("good", "note")
+            else (finding.name, finding.state, finding.text)
+        )
         groups.setdefault(alike, []).append(finding)
     for group in groups.values():
         hosts = {finding.host for finding in group}
@@ -205,7 +259,9 @@ def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
             continue
         differ = len({finding.text for finding in group}) > 1
         text = f"{group[0].host}: {group[0].text}" if differ else group[0].text
-        yield dataclasses.replace(group[0], host="all nodes" if hosts == everywhere else f"{len(hosts)} nodes", text=text)
+        yield dataclasses.replace(
+            group[0], host="all nodes" if hosts == everywhere else f"{len(hosts)} nodes", text=text
+        )
 
 
 def print_rates(report: Report) -> None:
@@ -219,10 +275,21 @@ def print_rates(report: Report) -> None:
         for key, (what, unit) in node_checks.FIGURES.items()
         if (rate := report.rates[key]) is not None
     ]
-    for found, place in ((report.within_node, "within a node"), (report.across_nodes, "across nodes")):
-        rows += [(f"{_COLLECTIVES[kind]} {place}", node_checks.rate_in_words(rate, "B/s")) for kind, rate in (found or {}).items()]
+    for found, place in (
+        (report.within_node, "within a node"),
+        (report.across_nodes, "across nodes"),
+    ):
+        rows += [
+            (f"{_COLLECTIVES[kind]} {place}", node_checks.rate_in_words(rate, "B/s"))
+            for kind, rate in (found or {}).items()
+        ]
     if report.links:
-        rows.append(("between neighbouring nodes", node_checks.rate_in_words(min(report.links.values()), "B/s")))
+        rows.append(
+            (
+                "between neighbouring nodes",
+                node_checks.rate_in_words(min(report.links.values()), "B/s"),
+            )
+        )
     width = max(len(what) for what, _ in rows)
     for what, text in rows:
         _print([(f"  {what:<{width}}  ", "dim"), (text, "")])
@@ -230,11 +297,22 @@ def print_rates(report: Report) -> None:
 
 def _finish(report: Report, file: Path | None) -> None:
     if file is not None:
-        file.write_text(json.dumps({"fit": report.fit, "bad_nodes": report.bad_nodes} | dataclasses.asdict(report), indent=1) + "\n")
+        file.write_text(
+            json.dumps(
+                {"fit": report.fit, "bad_nodes": report.bad_nodes} | dataclasses.asdict(report),
+                indent=1,
+            )
+            + "\n"
+        )
         print(f"\nwritten: {file}; plan with it: launcher plan recipe=NAME rates={file}")
     bad = [finding for finding in report.findings if finding.state == "bad"]
     if bad:
-        _print([("\nNot fit to train", "bold red"), (f": {len(bad)} {'thing is' if len(bad) == 1 else 'things are'} bad", "")])
+        _print(
+            [
+                ("\nNot fit to train", "bold red"),
+                (f": {len(bad)} {'thing is' if len(bad) == 1 else 'things are'} bad", ""),
+            ]
+        )
         if report.nodes > 1 and report.bad_nodes:
             print(f"nodes to leave out: {','.join(report.bad_nodes)}")
     else:

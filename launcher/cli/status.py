@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,13 +84,12 @@ class Spent:
         return max(0.0, self.wall - self.counted - self.repeated - self.between)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(folder: Path) -> int:
     """Prints it. Raises RecipeError where there is no run."""
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise RecipeError("launcher status RUN_DIR: takes the folder of a run, or one that holds several")
-    folder = Path(arguments[0])
     if not folder.is_dir():
-        raise RecipeError(f"{folder}: there is no such folder" + (": it is a file" if folder.exists() else ""))
+        raise RecipeError(
+            f"{folder}: there is no such folder" + (": it is a file" if folder.exists() else "")
+        )
     now = time.time()
     if _is_run(folder):
         summary = summarize(folder, now)
@@ -113,22 +111,36 @@ def summarize(path: Path, now: float) -> Summary:
     run = RunFolder(path)
     status = run.read_status()
     known = ("state", "step", "steps", "reason", "error", "time")
-    summary = Summary(path, status.get("state", "starting"), reason=status.get("reason"), error=status.get("error"))
+    summary = Summary(
+        path,
+        status.get("state", "starting"),
+        reason=status.get("reason"),
+        error=status.get("error"),
+    )
     summary.more = {key: value for key, value in status.items() if key not in known}
-    summary.last, summary.evaluation = last_line(run.metrics, having="loss"), last_line(run.metrics, having="eval_loss")
+    summary.last, summary.evaluation = (
+        last_line(run.metrics, having="loss"),
+        last_line(run.metrics, having="eval_loss"),
+    )
     summary.step = max(status.get("step") or 0, summary.last.get("step") or 0)
     summary.steps = status.get("steps")
     summary.until = max(status.get("time") or 0.0, summary.last.get("time") or 0.0)
     owner = current_owner(path)
     if owner is not None:
         who, alive = owner
-        said = {True: "alive", False: "gone", None: "no sign of life from that machine for some minutes"}[alive]
+        said = {
+            True: "alive",
+            False: "gone",
+            None: "no sign of life from that machine for some minutes",
+        }[alive]
         summary.owner = f"{who.describe()}: {said}"
         if alive:
             summary.until = now
     if summary.state in ("running", "starting") and (owner is None or owner[1] is False):
         summary.state = "died"
-        summary.reason = "nobody runs it, and it did not say why it ended: killed, or its machine was lost"
+        summary.reason = (
+            "nobody runs it, and it did not say why it ended: killed, or its machine was lost"
+        )
     for checkpoint in list_checkpoints(path / "checkpoints"):
         problem = verify(checkpoint, deep=False)
         if problem is not None:
@@ -136,7 +148,11 @@ def summarize(path: Path, now: float) -> Summary:
             continue
         marker = read_marker(checkpoint)
         summary.valid += 1
-        summary.checkpoint = (marker.step, marker.time, sum(file.bytes for file in marker.files.values()))
+        summary.checkpoint = (
+            marker.step,
+            marker.time,
+            sum(file.bytes for file in marker.files.values()),
+        )
     with contextlib.suppress(OSError):
         summary.attempts = read_attempts(read_lines(run.events.read_text(encoding="utf-8")))
     return summary
@@ -161,7 +177,11 @@ def read_attempts(events: list[dict[str, Any]]) -> list[Attempt]:
             attempt.resumed = event["step"]
         elif name in ("failed", "stopped", "finished") and not attempt.ended:
             reason = f" ({event['reason']})" if event.get("reason") else ""
-            attempt.ended, attempt.end, attempt.reached = name + reason, event["time"], event.get("step")
+            attempt.ended, attempt.end, attempt.reached = (
+                name + reason,
+                event["time"],
+                event.get("step"),
+            )
     return list(attempts.values())
 
 
@@ -181,11 +201,20 @@ def spent(summary: Summary, folder: Path) -> Spent | None:
                     before = record["step"]
     pairs = list(itertools.pairwise(attempts))
     repeated = sum(max(0, (old.reached or 0) - new.resumed) for old, new in pairs)
-    between = sum(max(0.0, new.started - (old.end if old.end is not None else new.started)) for old, new in pairs)
+    between = sum(
+        max(0.0, new.started - (old.end if old.end is not None else new.started))
+        for old, new in pairs
+    )
     last = attempts[-1]
     end = last.end if last.end is not None else summary.until
     wall = max(end - attempts[0].started, counted)
-    return Spent(wall, counted, min(repeated * counted / max(trained, 1), max(0.0, wall - counted - between)), repeated, between)
+    return Spent(
+        wall,
+        counted,
+        min(repeated * counted / max(trained, 1), max(0.0, wall - counted - between)),
+        repeated,
+        between,
+    )
 
 
 def _ago(then: float, now: float) -> str:
@@ -242,12 +271,21 @@ def _print_one(summary: Summary, time_spent: Spent | None, now: float) -> None:
             left += f", about {seconds_as_text((summary.steps - summary.step) * last['step_seconds'])} left"
     row("step", _steps(summary) + left)
     if last:
-        row("loss", f"{_number(last['loss'])}, grad norm {_number(last.get('grad_norm'), '.3f')}, {_ago(last['time'], now)}")
+        row(
+            "loss",
+            f"{_number(last['loss'])}, grad norm {_number(last.get('grad_norm'), '.3f')}, {_ago(last['time'], now)}",
+        )
     if summary.evaluation:
-        row("evaluation", f"loss {_number(summary.evaluation['eval_loss'])} after step {summary.evaluation['step']:,}")
+        row(
+            "evaluation",
+            f"loss {_number(summary.evaluation['eval_loss'])} after step {summary.evaluation['step']:,}",
+        )
     if last:
         mfu = f", MFU {last['mfu']:.1%}" if last.get("mfu") is not None else ""
-        row("speed", f"{last['tokens_per_second']:,.0f} tokens/s, {last['step_seconds']:.3g} s a step{mfu}")
+        row(
+            "speed",
+            f"{last['tokens_per_second']:,.0f} tokens/s, {last['step_seconds']:.3g} s a step{mfu}",
+        )
     if summary.checkpoint is not None:
         step, when, size = summary.checkpoint
         others = f"; {summary.valid} are kept" if summary.valid > 1 else ""
@@ -262,10 +300,16 @@ def _print_one(summary: Summary, time_spent: Spent | None, now: float) -> None:
     row("owner", summary.owner or "nobody")
     if time_spent is not None:
         share = f"{time_spent.counted / time_spent.wall:.0%}" if time_spent.wall else "0 %"
-        row("goodput", f"{share}: {seconds_as_text(time_spent.counted)} in steps that counted, of {seconds_as_text(time_spent.wall)}")
+        row(
+            "goodput",
+            f"{share}: {seconds_as_text(time_spent.counted)} in steps that counted, of {seconds_as_text(time_spent.wall)}",
+        )
         lost = [f"{seconds_as_text(time_spent.rest)} starting, evaluating and saving"]
         if time_spent.repeated_steps:
-            lost.insert(0, f"about {seconds_as_text(time_spent.repeated)} in {time_spent.repeated_steps:,} steps trained again")
+            lost.insert(
+                0,
+                f"about {seconds_as_text(time_spent.repeated)} in {time_spent.repeated_steps:,} steps trained again",
+            )
         if time_spent.between >= 1:
             lost.insert(0, f"{seconds_as_text(time_spent.between)} with nobody running")
         row("", "the rest: " + ", ".join(lost))
@@ -288,7 +332,10 @@ def _attempts_table(attempts: list[Attempt]) -> Any:
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("attempt", "started", "on", "ranks", "from step", "to step", "ended"):
-        table.add_column(name, justify="right" if name in ("attempt", "ranks", "from step", "to step") else "left")
+        table.add_column(
+            name,
+            justify="right" if name in ("attempt", "ranks", "from step", "to step") else "left",
+        )
     for attempt in attempts[-_SHOWN_ATTEMPTS:]:
         table.add_row(
             str(attempt.number),
@@ -308,8 +355,20 @@ def _print_table(summaries: list[Summary], now: float) -> None:
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     right = ("step", "loss", "evaluation", "tokens/s", "restarts")
-    for name in ("run", "state", "step", "loss", "evaluation", "tokens/s", "checkpoint", "restarts", "reason"):
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=name != "reason")
+    for name in (
+        "run",
+        "state",
+        "step",
+        "loss",
+        "evaluation",
+        "tokens/s",
+        "checkpoint",
+        "restarts",
+        "reason",
+    ):
+        table.add_column(
+            name, justify="right" if name in right else "left", no_wrap=name != "reason"
+        )
     for summary in summaries:
         last = summary.last
         reason = (summary.reason or "") if summary.state not in ("running", "finished") else ""
@@ -320,7 +379,9 @@ def _print_table(summaries: list[Summary], now: float) -> None:
             _number(last["loss"]) if last else "",
             _number(summary.evaluation["eval_loss"]) if summary.evaluation else "",
             f"{last['tokens_per_second']:,.0f}" if last else "",
-            f"step {summary.checkpoint[0]:,}, {_ago(summary.checkpoint[1], now)}" if summary.checkpoint else "none",
+            f"step {summary.checkpoint[0]:,}, {_ago(summary.checkpoint[1], now)}"
+            if summary.checkpoint
+            else "none",
             str(max(0, len(summary.attempts) - 1)),
             Text(reason.split(", and")[0] if summary.state == "died" else reason),
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import functools
 import math
 import typing
@@ -18,6 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from launcher.errors import closest, suggestion
 from launcher.recipe.schema import Recipe, Section
 
 KeyPath = tuple[str, ...]
@@ -58,17 +58,6 @@ def dotted(path: KeyPath) -> str:
     for part in path:
         text += f"[{part}]" if part.isdigit() and text else f".{part}" if text else part
     return text
-
-
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` is probably a misspelling of."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?`, or an empty string where no known word is similar."""
-    near = closest(word, known)
-    return f"; did you mean {near}?" if near else ""
 
 
 def quoted(value: Any) -> str:
@@ -115,6 +104,11 @@ def _root() -> _Schema:
     return _adapter().json_schema()
 
 
+def all_keys() -> list[str]:
+    """Every key of a recipe, dotted."""
+    return [dotted(path) for path in _keys(_root())]
+
+
 def decode(plain: dict[str, Any]) -> tuple[Recipe, list[Problem], set[KeyPath]]:
     """Returns the recipe, all problems, and the keys without a sound value.
 
@@ -153,11 +147,15 @@ class _Errors:
     def problems(self) -> list[Problem]:
         """A message for each key that is wrong, unknown keys first."""
         unknown = [
-            Problem(path, self._unknown(path)) for path, errors in self.at.items() if errors[0]["type"] == "unexpected_keyword_argument"
+            Problem(path, self._unknown(path))
+            for path, errors in self.at.items()
+            if errors[0]["type"] == "unexpected_keyword_argument"
         ]
         seen = {problem.path for problem in unknown} | self.misspelt
         messages = (
-            (path, self._message(path, errors)) for path, errors in self.at.items() if path not in seen and path[:-1] not in self.misspelt
+            (path, self._message(path, errors))
+            for path, errors in self.at.items()
+            if path not in seen and path[:-1] not in self.misspelt
         )
         return unknown + [Problem(path, message) for path, message in messages if message]
 
@@ -171,11 +169,15 @@ class _Errors:
         if meant is not None and section.get(meant, {}) == {}:
             self.misspelt.add((*parent, meant))
         if "." in key:
-            return "unknown key; a dot joins keys on the command line only, in a file they are nested"
+            return (
+                "unknown key; a dot joins keys on the command line only, in a file they are nested"
+            )
         elsewhere = [*filter(lambda other: other[-1] == key, _keys(_root())), None]
         if meant is None and elsewhere[0] is not None:
             meant = dotted(elsewhere[0])
-        return "unknown key; " + (f"did you mean {meant}?" if meant else f"known here: {', '.join(known)}")
+        return "unknown key; " + (
+            f"did you mean {meant}?" if meant else f"known here: {', '.join(known)}"
+        )
 
     def _message(self, path: KeyPath, errors: list[Any]) -> str:
         """An empty text where an error of a key inside this one says it better."""
@@ -183,7 +185,9 @@ class _Errors:
             value = error["input"]
             if error["type"] == "finite_number":
                 return f"must be finite; got {value}"
-            if error["type"] == "string_pattern_mismatch" or (error["type"] == "too_short" and not value):
+            if error["type"] == "string_pattern_mismatch" or (
+                error["type"] == "too_short" and not value
+            ):
                 return "must not be empty"
             if error["type"] in _BOUNDS:
                 name, words = _BOUNDS[error["type"]]

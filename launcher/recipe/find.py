@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from launcher.errors import RecipeError
-from launcher.recipe.decode import closest, suggestion
+from launcher.errors import RecipeError, closest, suggestion
 
 
 def recipe_folders() -> list[Path]:

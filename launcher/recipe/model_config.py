@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher.recipe.decode import suggestion
+from launcher.errors import suggestion
 
 _LEGACY = {
     *("model_type", "torch_dtype", "num_labels", "rope_theta", "rope_scaling"),

@@ -10,16 +10,18 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import typer.main
 
-from launcher.cli.main import TAKES, VERBS
+from launcher.cli.main import app
 from launcher.planner.planning import make_plan
 from launcher.planner.rates import known_machine
 from launcher.planner.rough import rough_bytes
 from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Recipe
+from launcher.recipe.schema import Recipe, Slurm
 from tests.distributed.launching import torchrun
 from tests.unit.test_recipe import MADE, sections
 
+COMMANDS = typer.main.get_command(app).commands
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -128,12 +130,15 @@ def test_what_the_readme_says_to_type():
         if words[0] == "make":
             assert f"\n{words[1]}:" in makefile
         elif words[0] == "launcher":
-            assert words[1] in VERBS
-            if words[1] in TAKES:
-                continue
-            words = shlex.split(command.replace("my/data/*.jsonl", str(REPOSITORY / "README.md")))
-            own = ("ranks=", "shrink=", "steps=", "samples=", "set=", "tokens=")
-            load_recipe([word for word in words[2:] if not word.startswith(own)], ranks=None)
+            subcommand = COMMANDS[words[1]]
+            command = command.replace("my/data/*.jsonl", str(REPOSITORY / "README.md"))
+            words = shlex.split(command, comments=True)
+            words = words[2 : words.index(">")] if ">" in words else words[2:]
+            context = subcommand.make_context(subcommand.name, [word for word in words if word != "..."])
+            overrides = context.params.get("overrides")
+            if overrides and "fast" not in command:
+                own = (*Slurm.__dataclass_fields__, "sweep.")
+                load_recipe([word for word in overrides if not word.startswith(own)], ranks=None, files=False)
         elif "my/data" not in command and "fast" not in command:
             words, ranks = arguments(command)
             load_recipe(words, ranks=ranks)
