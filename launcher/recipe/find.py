@@ -11,7 +11,9 @@ from launcher.errors import RecipeError, closest, suggestion
 def recipe_folders() -> list[Path]:
     """Where `recipe=NAME` is looked for: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parent.parent
-    return [folder for folder in (package.parent / "recipes", package / "_recipes") if folder.is_dir()]
+    return [
+        folder for folder in (package.parent / "recipes", package / "_recipes") if folder.is_dir()
+    ]
 
 
 def find_recipe(name: str) -> Path:
@@ -21,13 +23,23 @@ def find_recipe(name: str) -> Path:
         if not os.path.exists(name):
             stems = {path.stem: path for path in sorted(written.parent.glob("*.y*ml"))}
             near = closest(written.stem, stems)
-            raise RecipeError(f"command line: recipe={name}: no such file{f'; did you mean {stems[near]}?' if near else ''}")
+            raise RecipeError(
+                f"command line: recipe={name}: no such file{f'; did you mean {stems[near]}?' if near else ''}"
+            )
         if written.is_dir():
             raise RecipeError(f"command line: recipe={name}: is a folder; give a file in it")
         return written
-    known = {path.stem: path for folder in reversed(recipe_folders()) for path in sorted(folder.glob("*.yaml"))}
+    known = {
+        path.stem: path
+        for folder in reversed(recipe_folders())
+        for path in sorted(folder.glob("*.yaml"))
+    }
     if name not in known:
-        near = f"; did you mean {name}.yaml?" if os.path.exists(f"{name}.yaml") else suggestion(name, known)
+        near = (
+            f"; did you mean {name}.yaml?"
+            if os.path.exists(f"{name}.yaml")
+            else suggestion(name, known)
+        )
         raise RecipeError(
             f"command line: recipe={name}: no recipe of that name{near}; known: {', '.join(sorted(known))}; "
             "or give the path of a .yaml file"
@@ -48,6 +60,8 @@ def read_recipe(path: Path, shown: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{shown}: not UTF-8 text (byte {error.start}); a recipe is a YAML file") from None
+        raise RecipeError(
+            f"{shown}: not UTF-8 text (byte {error.start}); a recipe is a YAML file"
+        ) from None
     except OSError as error:
         raise RecipeError(f"{shown}: cannot be read: {error.strerror}") from None

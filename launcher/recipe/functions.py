@@ -23,7 +23,9 @@ def call_function(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         section = key.partition(".")[0]
-        raise RecipeError(f"{section}.arguments: {name}{inspect.signature(function)} cannot be called with them: {error}") from None
+        raise RecipeError(
+            f"{section}.arguments: {name}{inspect.signature(function)} cannot be called with them: {error}"
+        ) from None
     return function(**arguments)
 
 
@@ -45,6 +47,12 @@ def import_function(name: str, *, key: str) -> Callable[..., Any]:
         ) from None
     function = getattr(module, function_name, None)
     if not callable(function):
-        there = [name for name, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == module_name]
-        raise RecipeError(f"{key}: {module_name} ({module.__file__}) has no function {function_name}; it has {', '.join(there) or 'none'}")
+        there = [
+            name
+            for name, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == module_name
+        ]
+        raise RecipeError(
+            f"{key}: {module_name} ({module.__file__}) has no function {function_name}; it has {', '.join(there) or 'none'}"
+        )
     return function  # type: ignore[no-any-return]

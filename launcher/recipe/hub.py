@@ -15,7 +15,20 @@ from typing import Any
 
 from launcher.errors import RecipeError
 
-_FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".py", ".md", ".yaml", ".yml", ".gz", ".zst", ".jinja")
+_FILE_ENDINGS = (
+    ".jsonl",
+    ".json",
+    ".parquet",
+    ".csv",
+    ".txt",
+    ".py",
+    ".md",
+    ".yaml",
+    ".yml",
+    ".gz",
+    ".zst",
+    ".jinja",
+)
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
 """Of a model's repository: config, weights, tokenizer, chat template. Not the same weights again in another format."""
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
@@ -52,13 +65,17 @@ def load_data_set(name: str, *, validation: bool = False, streaming: bool = Fals
     splits = [split] if split else ["validation", "test"] if validation else ["train"]
     for wanted in splits:
         try:
-            return datasets.load_dataset(repository, config, split=wanted, **({"streaming": True} if streaming else {}))
+            return datasets.load_dataset(
+                repository, config, split=wanted, **({"streaming": True} if streaming else {})
+            )
         except ValueError as error:
             what = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if "split" not in what.lower():
                 raise RecipeError(f"data: {name}: {what}") from None
             problem = f"data: {name}: has no split {' or '.join(splits)}: {what.rstrip('.')}; name one, as in {repository}:train"
-        except Exception as error:  # no network, no such repository, no access, a broken file: many classes
+        except (
+            Exception
+        ) as error:  # no network, no such repository, no access, a broken file: many classes
             what = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RecipeError(
                 f"data: {name} is not in the cache of data sets and could not be fetched: {what}; where there is no network, "
@@ -67,7 +84,9 @@ def load_data_set(name: str, *, validation: bool = False, streaming: bool = Fals
     raise RecipeError(problem)
 
 
-def model_folder(name: str, *, key: str, weights: bool = True, say: Callable[[str], None] | None = None) -> Path:
+def model_folder(
+    name: str, *, key: str, weights: bool = True, say: Callable[[str], None] | None = None
+) -> Path:
     """The folder of a model or tokenizer: `name` itself, or a snapshot in the hub's cache, fetched where it is missing.
 
     key: of the recipe, for messages. weights: whether the safetensors are needed; else config and tokenizer alone.
@@ -92,7 +111,9 @@ def model_folder(name: str, *, key: str, weights: bool = True, say: Callable[[st
         say(f"fetching {name} from the hub")
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # no network, no such repository, no access: the hub has many classes for these
+    except (
+        Exception
+    ) as error:  # no network, no such repository, no access: the hub has many classes for these
         what = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RecipeError(
             f"{key}: {name} is not in the hub's cache and could not be fetched: {what}; where there is no network, "

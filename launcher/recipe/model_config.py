@@ -96,7 +96,9 @@ def _source(file: Path) -> str:
 @functools.cache
 def _table(file: Path, name: str) -> dict[str, str]:
     """A module's `NAME = OrderedDict([(key, value), ...])`; empty where there is none."""
-    table = re.search(rf"^{name} = OrderedDict\(\n(.*?)^\)", _source(file), re.MULTILINE | re.DOTALL)
+    table = re.search(
+        rf"^{name} = OrderedDict\(\n(.*?)^\)", _source(file), re.MULTILINE | re.DOTALL
+    )
     return dict(re.findall(r'\("([^"]+)", [("]*([^"]+)"', table[1])) if table else {}
 
 
@@ -109,4 +111,6 @@ def _declared(file: Path, class_name: str) -> set[str]:
     base, body = found.groups()
     fields = set(re.findall(r"^    (\w+): (?!ClassVar)", body, re.MULTILINE))
     aliases = re.search(r"^    attribute_map\b[^{]*\{(.*?)\}", body, re.MULTILINE | re.DOTALL)
-    return fields | set(re.findall(r'"(\w+)":', aliases[1] if aliases else "")) | _declared(file, base)
+    return (
+        fields | set(re.findall(r'"(\w+)":', aliases[1] if aliases else "")) | _declared(file, base)
+    )

@@ -2,7 +2,8 @@
 
 pydantic checks plain values against these classes (`decode.py`) and exports them as a JSON Schema
 (`launcher schema`). A key that a recipe leaves out has the default that stands here; a key without
-a default must be given. To add a key: add it here, read it where it is used, show it in the recipes.
+a default must be given. To add a key: add it here, read it where it is used, show it in the
+recipes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Section):
-    """What the run is called, where it writes, how long it lasts."""
+    """Name, folder, length and safeguards of the run."""
 
     name: Text
     """Name of the run, and of its folder."""
@@ -51,14 +52,14 @@ class Run(Section):
     seed: Annotated[StrictInt, Field(ge=0, le=2**32 - 1)] = 1234
     """Seed of the initial weights, the order of samples and dropout."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What all ranks compute on. auto: a GPU each; CPUs only where no rank sees a GPU and torch is built for none. cuda: a GPU each
-    (ROCm's are called so too)."""
+    """Device of all ranks. auto: a GPU each; CPUs only where no rank sees a GPU and torch is built
+    for none. cuda: a GPU each (ROCm's too)."""
     deterministic: StrictBool = False
-    """Bit-reproducible on CUDA too, at some cost in speed."""
+    """true: results are the same bits on CUDA too, at some cost in speed."""
     timeout: PositiveInt = 600
-    """Seconds that a collective may take once the first step is done."""
+    """Seconds that a collective may take after the first step."""
     init_timeout: PositiveInt = 1800
-    """Seconds that the first collectives may take, while ranks still start, load and compile."""
+    """Seconds that the first collectives may take, while other ranks still load and compile."""
     float32_matmul: Literal["highest", "high", "medium"] = "high"
     """Precision of float32 matrix products on CUDA: highest is float32, high is TF32."""
     max_steps: PositiveInt | None = None
@@ -66,13 +67,17 @@ class Run(Section):
     epochs: PositiveInt | None = None
     """Length of the run in passes over the training data; or give max_steps."""
     max_skipped_steps: PositiveInt = 20
-    """Steps in a row with gradients that are not finite before on_divergence acts. A float16 loss scale may halve 16 times."""
+    """Consecutive steps with gradients that are not finite before on_divergence applies. A float16
+    loss scale may halve 16 times."""
     max_loss_ratio: Annotated[StrictFloat, Field(gt=1)] | None = None
-    """A loss above so many times the median of the last 50 steps counts as divergence; null: only gradients that are not finite."""
+    """A loss above this multiple of the median of the last 50 steps counts as divergence; null:
+    only gradients that are not finite."""
     on_divergence: Literal["stop", "rewind"] = "stop"
-    """rewind: go back to the last checkpoint before it, and leave out the samples of the steps that diverged."""
+    """stop: end the run. rewind: resume from the checkpoint before it, and skip the samples of the
+    steps that diverged."""
     hang_timeout: PositiveInt = 480
-    """Seconds without a sign of life from a rank after which the run says which one is behind, and ends to be restarted."""
+    """Seconds without a heartbeat of a rank before the run reports which rank is behind, and ends
+    to be restarted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,24 +93,27 @@ class Model(Section):
     arguments: dict[str, Any] | None = None
     """Keyword arguments of the builder."""
     task: Literal["causal_lm", "sequence_classification"] = "causal_lm"
-    """Which of transformers' heads the model has: AutoModelForCausalLM or AutoModelForSequenceClassification."""
+    """causal_lm: AutoModelForCausalLM. sequence_classification:
+    AutoModelForSequenceClassification."""
     num_labels: Annotated[StrictInt, Field(ge=2)] | None = None
-    """sequence_classification: number of classes; null: as many as data.labels names, else as the config says."""
+    """Number of classes, for task sequence_classification; null: the number of data.labels, else
+    that of the config."""
     trust_remote_code: StrictBool = False
-    """Run the Python code that a checkpoint brings along. It can do whatever you can."""
+    """Run the Python code of a checkpoint. It can do whatever you can."""
     init: Literal["pretrained", "random"] | None = None
-    """Where the weights come from; null: pretrained with a path, random with a config."""
+    """Initial weights; null: pretrained with a path, random with a config."""
     attention: Text = "sdpa"
     """Any attention name of transformers: sdpa, eager, flash_attention_2, ..."""
     compile: StrictBool = False
     """torch.compile each block."""
     freeze: TextList | None = None
-    """Parameters that are not trained: patterns of their names, such as `model.embed_tokens.*` (* stands for anything)."""
+    """Parameters that are not trained: patterns of their names, such as `model.embed_tokens.*`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(Section):
-    """Low-rank adapters (Hu et al., 2021), through peft. All other weights are frozen, and held in strategy's param_dtype."""
+    """Low-rank adapters (Hu et al., 2021), by peft. All other weights are frozen, in
+    param_dtype."""
 
     rank: PositiveInt = 16
     """Rank of each adapter."""
@@ -114,7 +122,7 @@ class Lora(Section):
     dropout: Fraction = 0.0
     """Dropout on the adapter's input."""
     target_modules: TextList | None = None
-    """Names of the linear layers that get an adapter, such as q_proj; null: every linear layer in the blocks."""
+    """Linear layers that get an adapter, such as q_proj; null: all those of the blocks."""
 
 
 DataKind = Literal["text", "tokens", "chat", "instruct", "classification"]
@@ -127,25 +135,28 @@ class Source(Section):
     files: TextList
     """Files, globs, folders, or a hub data set id."""
     weight: PositiveFloat = 1.0
-    """Share of the sequences that come from here: weight / sum of all weights."""
+    """Share of the sequences from this source: weight / sum of all weights."""
     kind: DataKind | None = None
     """null: data.kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section):
-    """What is trained on."""
+    """Training and validation data."""
 
     kind: DataKind = "text"
-    """text: documents; tokens: rows of input_ids (and labels); chat: messages, loss on the assistant's turns;
-    instruct: prompt and response, loss on the response; classification: text and label."""
+    """text: documents, for next-token training. tokens: rows of input_ids (and labels). chat:
+    messages, loss on the assistant's turns. instruct: prompt and response, loss on the response.
+    classification: text and label."""
     train: TextList | Annotated[dict[str, Source], Field(min_length=1)] | None = None
-    """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`, `owner/name/config:split`). Or a
-    mixture: a section of names, each {files: [...], weight: 1.0}."""
+    """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
+    `owner/name/config:split`). Or a mixture: a section of names, each {files: [...], weight:
+    1.0}."""
     validation: TextList | Annotated[dict[str, TextList], Field(min_length=1)] | None = None
     """The same, for evaluation. Or several sets: a section of names, each a list of files."""
     builder: Text | None = None
-    """In the place of train and validation: a function of yours, `package.module:function` (launcher.data.custom)."""
+    """Instead of train and validation: your function `package.module:function` (see
+    launcher/data/custom.py)."""
     arguments: dict[str, Any] | None = None
     """Keyword arguments of the builder."""
     tokenizer: Text | None = None
@@ -155,56 +166,60 @@ class Data(Section):
     packing: StrictBool = True
     """Fill sequences with several documents, attention and positions kept apart."""
     shuffle: StrictBool = True
-    """false: in the order of the files."""
+    """false: keep the order of the files."""
     workers: NonNegativeInt = 2
     """Loader processes per rank; 0: the rank's own process loads."""
     prefetch_factor: PositiveInt = 2
     """Batches that each worker keeps ready."""
     persistent_workers: StrictBool = True
-    """Keep the workers of an evaluation alive until the next one."""
+    """Keep the workers of an evaluation running until the next one."""
     pin_memory: StrictBool | None = None
     """Page-locked host memory for the copy to the device; null: where the device is a GPU."""
     text_column: Text = "text"
-    """The column that holds the document (kinds text and classification)."""
+    """Column with the document, for kinds text and classification."""
     messages_column: Text | None = None
-    """kind chat; null: messages (role, content), or conversations (from, value)."""
+    """Column of kind chat; null: messages (role, content), or conversations (from, value)."""
     prompt_column: Text | None = None
-    """kind instruct; null: prompt, or instruction and input."""
+    """Column of kind instruct; null: prompt, or instruction and input."""
     response_column: Text | None = None
-    """kind instruct; null: response, completion or output."""
+    """Column of kind instruct; null: response, completion or output."""
     label_column: Text = "label"
-    """kind classification."""
+    """Column of kind classification."""
     labels: TextList | None = None
-    """kind classification: names of the classes in order; null: the column holds whole numbers from 0."""
+    """Names of the classes in order, for kind classification; null: the column holds integers from
+    0."""
     chat_template: Text | None = None
-    """kind chat: a file with a Jinja chat template; null: the tokenizer's own."""
+    """File with a Jinja chat template, for kinds chat and instruct; null: the tokenizer's own."""
     on_error: Literal["fail", "skip"] = "fail"
-    """What a row that cannot be used does; skip: it is left out, counted, and listed in RUN_DIR/skipped_rows.jsonl."""
+    """What to do with a row that cannot be used; skip: leave it out, count it and list it in
+    RUN_DIR/skipped_rows.jsonl."""
     processes: PositiveInt | None = None
-    """Processes that tokenize, on each node; null: one a core."""
+    """Processes that tokenize on each node; null: one for each core."""
     streaming: StrictBool = False
     """Tokenize while training, for sets larger than the disk."""
     shuffle_buffer: PositiveInt = 1000
-    """streaming: rows held in memory to be shuffled, over all shards together."""
+    """Rows held in memory to shuffle a stream, over all shards together."""
     cache: Text | None = None
     """Folder of tokenized data; null: $XDG_CACHE_HOME/launcher or ~/.cache/launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Section):
-    """How many sequences at once. Accumulation follows from these two and the number of ranks."""
+    """Sequences of a step. Accumulation follows from the sizes and the number of ranks."""
 
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: PositiveInt | Literal["auto"] | None = None
-    """Sequences per rank per forward pass; auto: what is fastest and fits by the memory plan, on the devices that are there."""
+    """Sequences per rank and forward pass; auto: the fastest size that fits by the memory plan, on
+    the devices of this run."""
     micro_batch_tokens: PositiveInt | None = None
-    """In its place, with packing: false: tokens, padding included, per rank per forward pass; sequences of like length meet."""
+    """Instead of micro_batch_size, with packing: false: tokens per rank and forward pass, padding
+    included; sequences of similar length are put together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision(Section):
-    """What is computed in fewer bits. Master weights and optimizer state stay float32."""
+    """Lower precision of compute and reduction. Master weights and optimizer state stay float32."""
 
     param_dtype: Dtype = "bfloat16"
     """ddp: the autocast dtype; fsdp: gathered weights and compute."""
@@ -222,35 +237,40 @@ class CpuOffload(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Section):
-    """How the model is spread over the ranks."""
+    """How model and gradients are distributed over the ranks."""
 
     kind: Literal["ddp", "fsdp", "auto"] = "fsdp"
-    """ddp: every rank holds the model; fsdp: parameters, gradients and optimizer state are sharded; auto: what is fastest and fits
-    by the memory plan, on the devices that are there, and activation_checkpointing with it."""
+    """ddp: every rank holds the model. fsdp: parameters, gradients and optimizer state are sharded.
+    auto: the fastest that fits by the memory plan, on the devices of this run, together with
+    activation_checkpointing."""
     mixed_precision: MixedPrecision | None = MixedPrecision()
     """null: float32 throughout."""
     reshard_after_forward: StrictBool = True
-    """fsdp: free a block's gathered weights after its forward pass, and gather them again for its backward pass."""
+    """fsdp: free a block's unsharded weights after its forward pass, and gather them again for its
+    backward pass."""
     reshard_after_backward: StrictBool = True
-    """fsdp; false: weights stay gathered from the first to the last micro-batch of a step: faster, more memory."""
+    """fsdp; false: weights stay unsharded from the first to the last micro-batch of a step, which
+    is faster and needs more memory."""
     cpu_offload: CpuOffload | None = None
     """fsdp: {pin_memory: true} keeps the shards in host memory."""
     replicate: PositiveInt = 1
     """fsdp: copies of the sharded model (hybrid sharding); 1: shard over all ranks."""
     sync_every_micro_batch: StrictBool | Literal["auto"] = "auto"
-    """Reduce gradients after each micro-batch (less memory) or after the last (less traffic); auto: fsdp true, ddp false."""
+    """true: reduce gradients after each micro-batch (less memory). false: after the last (less
+    traffic). auto: true with fsdp, false with ddp."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing(Section):
-    """Which activations are computed again in the backward pass instead of kept."""
+    """Activations that are computed again in the backward pass instead of kept."""
 
     mode: Literal["full", "selective"] = "full"
-    """full: keep a block's input only; selective: also attention's and every other matrix product's output."""
+    """full: keep only the input of a block. selective: also the outputs of attention and of every
+    other matrix product."""
     every_n_blocks: PositiveInt = 1
     """Checkpoint every n-th block."""
     offload_to_cpu: StrictBool = False
-    """Keep what is kept in host memory."""
+    """Keep these activations in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +300,7 @@ class Schedule(Section):
     warmup_steps: NonNegativeInt = 100
     """Steps of linear warm-up; the first step has learning_rate / warmup_steps."""
     min_ratio: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.1
-    """The last step's learning rate, as a part of the peak."""
+    """Learning rate of the last step, as a part of the peak."""
     decay_steps: PositiveInt | None = None
     """wsd: steps of decay at the end; null: a tenth of the run."""
 
@@ -294,36 +314,39 @@ class Evaluation(Section):
     max_batches: PositiveInt | None = None
     """Micro-batches per rank of one evaluation; null: all."""
     at_start: StrictBool = False
-    """Evaluate before the first step too."""
+    """Evaluate before the first step, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(Section):
-    """What is kept of a run: checkpoints to go on from, and the weights at its end."""
+    """Checkpoints to resume from, and the weights at the end."""
 
     every_steps: PositiveInt | None = 500
-    """Optimizer steps between checkpoints; one is also written when the run is stopped, and at its end. null: none at all."""
+    """Optimizer steps between checkpoints; one is also written when the run is stopped, and at its
+    end. null: no checkpoints."""
     keep_last: PositiveInt = 2
     """Checkpoints to keep."""
     keep_every: PositiveInt | None = None
-    """Keep those whose step is a multiple of this, too."""
+    """Keep checkpoints whose step is a multiple of this, too."""
     keep_best: Literal["eval_loss"] | None = None
-    """eval_loss: keep the one with the lowest evaluation loss, too."""
+    """eval_loss: keep the checkpoint with the lowest evaluation loss, too."""
     resume: Text = "auto"
-    """auto: resume from the newest valid checkpoint of run.dir, if there is one | never | the path of a checkpoint, to start an empty
-    run.dir from; later starts resume from run.dir's own checkpoints."""
+    """auto: resume from the newest valid checkpoint of run.dir, if there is one. never: start from
+    scratch. Or the path of a checkpoint, to start an empty run.dir from; later starts resume from
+    run.dir's own checkpoints."""
     allow_changes: StrictBool = False
-    """Resume although the recipe's data, model, global batch or seed differ from the checkpoint's."""
+    """Resume even if data, model, global batch or seed differ from the checkpoint's."""
     asynchronous: StrictBool = True
-    """Write checkpoints while training goes on."""
+    """Write checkpoints while training continues."""
     max_failures: PositiveInt = 3
-    """Saves that fail in a row (a full disk) before the run ends; after fewer it goes on, and says so."""
+    """Consecutive saves that may fail (a full disk) before the run ends; fewer are reported."""
     export: Literal["at_end"] | None = None
     """at_end: write the final weights as a Hugging Face folder to RUN_DIR/hf."""
     export_dtype: Dtype | None = None
-    """Of the exported weights; null: the checkpoint's that the run started from, else float32."""
+    """Dtype of the exported weights; null: that of the checkpoint that the run started from, else
+    float32."""
     export_merged: StrictBool = False
-    """lora: export the whole model with the adapters added in; false: the adapters alone, for peft."""
+    """lora: true: export the whole model with the adapters added. false: the adapters, for peft."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,16 +363,18 @@ class Wandb(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Logging(Section):
-    """Where numbers go, beside metrics.jsonl and the console."""
+    """Where metrics are written, besides metrics.jsonl and the console."""
 
     every_steps: PositiveInt = 1
-    """Optimizer steps between lines. The numbers of a step are read after the next one has started: 1 costs no gap on a GPU."""
+    """Optimizer steps between lines. A step is logged after the next one has started, so that 1
+    does not delay a GPU."""
     wandb: Wandb | None = None
     """{project: NAME, mode: online | offline}."""
     tensorboard: StrictBool = False
     """Write RUN_DIR/tensorboard."""
     memory_plan: StrictBool = False
-    """Plan the memory beside the training, and log how the measured peak compares. Planning takes seconds of one core."""
+    """Plan the memory while training starts, and log how the measured peak compares. Planning takes
+    seconds of one core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,7 +382,7 @@ class Profile(Section):
     """torch.profiler over a few steps: one Chrome trace a rank in RUN_DIR/profile."""
 
     start_step: PositiveInt
-    """First step that is profiled, a step of the run: 1000 is step 1000 after a resume, too."""
+    """First step to profile, counted over the whole run."""
     steps: PositiveInt
     """Number of steps."""
     memory_snapshot: StrictBool = False
@@ -366,20 +391,23 @@ class Profile(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm(Section):
-    """What `launcher submit` asks Slurm for, and how the job runs. An argument of the same name wins: `submit time=1:30:00`."""
+    """What `launcher submit` asks Slurm for, and how the job runs. An argument of the same name
+    wins: `submit time=1:30:00`."""
 
     nodes: PositiveInt | Text = 1
-    """Nodes; "2-4": as many of them as there are, another number after each requeue."""
+    """Nodes; "2-4": as many of them as are free, another number after each requeue."""
     gpus_per_node: PositiveInt | None = None
     """GPUs on each node; null: the ranks compute on the CPU."""
     ranks_per_node: PositiveInt | None = None
-    """Ranks on each node; null: one a GPU, or one."""
+    """Ranks on each node; null: one for each GPU, or one."""
     cpus: PositiveInt | None = None
-    """CPUs on each node (sbatch --cpus-per-task); null: those that Slurm gives."""
+    """CPUs on each node (sbatch --cpus-per-task); null: the partition's default."""
     host_memory: Text | None = None
-    """Host memory on each node (sbatch --mem), such as 500G; "0": all of it; null: what Slurm gives."""
+    """Host memory on each node (sbatch --mem), such as 500G; "0": all of it; null: the partition's
+    default."""
     time: Text | None = None
-    """Limit of one allocation, in quotes: "12:00:00"; the job goes on in another. null: the partition's."""
+    """Time limit of one allocation, in quotes: "12:00:00"; the job continues in another. null: the
+    partition's."""
     partition: Text | None = None
     """sbatch --partition."""
     account: Text | None = None
@@ -389,51 +417,54 @@ class Slurm(Section):
     constraint: Text | None = None
     """sbatch --constraint."""
     exclude: Text | None = None
-    """Nodes that are not to be used (sbatch --exclude)."""
+    """Nodes to leave out (sbatch --exclude)."""
     reservation: Text | None = None
     """sbatch --reservation."""
     mail: Text | None = None
-    """Address that is written to when the job ends, fails or is requeued."""
+    """Address for mail when the job ends, fails or is requeued."""
     sbatch_extra: TextList | None = None
     """Other options of sbatch, such as --exclusive."""
     srun_extra: TextList | None = None
     """Other options of the srun that starts the ranks, such as --container-image=IMAGE."""
     setup: TextList | None = None
-    """Lines of bash that prepare the environment on the first node, which the others get: module load, source .../activate."""
+    """Lines of bash that prepare the environment on the first node, which the others get: module
+    load, source .../activate."""
     environment: Annotated[dict[str, Text], Field(min_length=1)] | None = None
-    """Environment variables, after setup: {NCCL_IB_HCA: mlx5}."""
+    """Environment variables, set after setup: {NCCL_IB_HCA: mlx5}."""
     interface: Text | None = None
-    """Network interface of NCCL, gloo and the ranks' meeting point, such as ib0; null: they choose."""
+    """Network interface of NCCL, gloo and the rendezvous, such as ib0; null: chosen by them."""
     python: Text | None = None
-    """Python of the ranks; null: the one that submits."""
+    """Python of the ranks; null: the one that runs `launcher submit`."""
     max_restarts: NonNegativeInt = 3
     """Restarts within an allocation (torchrun --max-restarts)."""
     max_failures: PositiveInt = 3
-    """Failures in a row without a new checkpoint after which the job is not requeued."""
+    """Consecutive failures without a new checkpoint after which the job is not requeued."""
     lead: PositiveInt | None = None
-    """Seconds before the time limit at which the run is told to save; null: at least twice a step and a save, as measured."""
+    """Seconds before the time limit when the run is told to save; null: at least twice the time of
+    a step and a save, as measured."""
     preflight: StrictBool = False
-    """Check every node before training (launcher doctor --node), then all together; a bad one is excluded, and the job requeued."""
+    """Check every node before training (launcher doctor --node), then all together; a bad node is
+    excluded and the job requeued."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Section):
-    """One run, whole."""
+    """One run."""
 
     run: Run
-    """What the run is called, where it writes, how long it lasts."""
+    """Name, folder, length and safeguards of the run."""
     model: Model
     """Which model, and how it is built."""
     data: Data
-    """What is trained on."""
+    """Training and validation data."""
     batch: Batch
-    """How many sequences at once."""
+    """Sequences of a step."""
     strategy: Strategy = Strategy()
-    """How the model is spread over the ranks."""
+    """How model and gradients are distributed over the ranks."""
     activation_checkpointing: ActivationCheckpointing | None = None
-    """Which activations are computed again; null: none."""
+    """Activations that are computed again in the backward pass; null: none."""
     lora: Lora | None = None
-    """Low-rank adapters are trained, all else is frozen; null: everything is trained."""
+    """Train low-rank adapters and freeze all else; null: train everything."""
     optimizer: Optimizer = Optimizer()
     """AdamW and its settings."""
     schedule: Schedule = Schedule()
@@ -441,9 +472,9 @@ class Recipe(Section):
     evaluation: Evaluation = Evaluation()
     """Loss on data.validation."""
     checkpoint: Checkpoint = Checkpoint()
-    """What is kept of the weights."""
+    """Checkpoints to resume from, and the weights at the end."""
     logging: Logging = Logging()
-    """Where numbers go."""
+    """Where metrics are written."""
     profile: Profile | None = None
     """torch.profiler over a few steps; null: off."""
     slurm: Slurm | None = None
