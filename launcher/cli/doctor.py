@@ -30,7 +30,7 @@ from launcher.distributed.environment import Environment, read_environment
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
 
 MEASURING_SECONDS = 300
-"""After which the ranks that measure are taken for hung: it takes them some 20 s."""
+"""Ranks that measure longer than this hang: they take some 20 s."""
 WORKER = (
     "-m",
     "torch.distributed.run",
@@ -69,89 +69,83 @@ class Request:
 
 def main(request: Request) -> int:
     """Returns 0 where everything is fit, 3 where something is bad."""
-    file, shared, quick = request.json, request.shared, request.quick
-    if file is not None and not (
-        file.absolute().parent.is_dir() and os.access(file.absolute().parent, os.W_OK)
-    ):
-        raise RecipeError(
-            f"command line: json={file}: there is no folder {file.absolute().parent} that can be written to"
-        )
+    folder = None if request.json is None else request.json.absolute().parent
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        what = f"there is no folder {folder} that can be written to"
+        raise RecipeError(f"command line: json={request.json}: {what}")
     granted = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    expected = request.gpus or (int(granted) if granted.isdigit() else None)
     node: dict[str, Any] = {
-        "expected_gpus": expected,
+        "expected_gpus": request.gpus or (int(granted) if granted.isdigit() else None),
         "ranks": request.ranks,
         "runs": request.runs,
-        "shared": shared,
+        "shared": request.shared,
         "port": request.port,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }
     if request.node:
-        findings, versions = node_checks.examine(**node)
-        return print_node(findings, versions)
+        return print_node(*node_checks.examine(**node))
     environment = None
-    with contextlib.suppress(
-        RecipeError
-    ):  # started by srun without torchrun: each looks at its own machine
+    with contextlib.suppress(RecipeError):  # srun without torchrun: each task checks its machine
         environment = read_environment()
     if environment is not None and environment.torchrun:
-        node["ranks"] = environment.local_world_size
-        report: Report = importlib.import_module("launcher.diagnostics.group_checks").run(
-            node=node, shared=shared, quick=quick
-        )
-        if not _speaks(
-            environment
-        ):  # a rank that fails would have torchrun end the one that still writes
-            return EXIT_DONE
-        print_findings(report.findings, hosts=report.nodes > 1)
-        print_rates(report)
-        _finish(report, file)
-        return EXIT_DONE if report.fit or quick else EXIT_NO
-    if quick:
-        raise RecipeError(
-            "command line: quick: is for several nodes, each with a torchrun (launcher doctor --help)"
-        )
+        return _examine_group(request, node, environment)
+    if request.quick:
+        what = "is for several nodes, each with a torchrun (launcher doctor --help)"
+        raise RecipeError(f"command line: quick: {what}")
+    return _examine_machine(request, node)
+
+
+def _examine_group(request: Request, node: dict[str, Any], environment: Environment) -> int:
+    """Under torchrun: the ranks of all nodes check and measure together."""
+    node["ranks"] = environment.local_world_size
+    group_checks = importlib.import_module("launcher.diagnostics.group_checks")
+    report: Report = group_checks.run(node=node, shared=request.shared, quick=request.quick)
+    if not _prints(environment):  # a failed rank would make torchrun end the rank that prints
+        return EXIT_DONE
+    print_findings(report.findings, hosts=report.nodes > 1)
+    print_rates(report)
+    _finish(report, request.json)
+    return EXIT_DONE if report.fit or request.quick else EXIT_NO
+
+
+def _examine_machine(request: Request, node: dict[str, Any]) -> int:
+    """Checks this machine, then measures with several processes."""
     findings, versions = node_checks.examine(**node)
     print_findings(findings, hosts=False)
     ranks = request.ranks or versions["gpus"] or min(2, node_checks.cores())
     report = Report(
         findings=findings, device="CPU", nodes=1, ranks_per_node=ranks, versions=versions
     )
-    if any(
-        finding.state == "bad" and finding.name in ("torch", "GPUs", "/dev/shm")
-        for finding in findings
-    ):
+    needed = ("torch", "GPUs", "/dev/shm")
+    if any(finding.state == "bad" and finding.name in needed for finding in findings):
         print("\nnothing was measured: see to what is bad first")
     else:
         print(f"\nmeasuring with {ranks} {'rank' if ranks == 1 else 'ranks'} ...", flush=True)
         report = measured(ranks, report)
         print_findings(report.findings[len(findings) :], hosts=False)
         print_rates(report)
-    _finish(report, file)
+    _finish(report, request.json)
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if nodes not in ("", "1"):
-        print(
-            f"\nThis was {socket.gethostname()} alone. Over all {nodes} nodes of the job, with a HOST of it:"
-        )
-        print(
-            "  srun --ntasks-per-node=1 torchrun --nnodes $SLURM_JOB_NUM_NODES --nproc-per-node GPUS --rdzv-backend c10d \\"
-        )
+        alone = f"This was {socket.gethostname()} alone."
+        print(f"\n{alone} Over all {nodes} nodes of the job, with a HOST of it:")
+        torchrun = "torchrun --nnodes $SLURM_JOB_NUM_NODES --nproc-per-node GPUS"
+        print(f"  srun --ntasks-per-node=1 {torchrun} --rdzv-backend c10d \\")
         print("    --rdzv-endpoint HOST:29500 -m launcher.cli.main doctor")
     return EXIT_DONE if report.fit else EXIT_NO
 
 
-def _speaks(environment: Environment) -> bool:
-    """Whether this rank prints and writes for all: under srun one of the first node, which sees the folders that the job's
-    script sees; torchrun may give rank 0 to any node."""
+def _prints(environment: Environment) -> bool:
+    """Whether this rank prints and writes for all. Under srun it is a rank of the first node, which
+    sees the folders of the job's script; torchrun may give rank 0 to any node."""
     node = os.environ.get("SLURM_NODEID")
     return environment.main if node is None else environment.local_rank == 0 and node == "0"
 
 
 def measured(ranks: int, report: Report) -> Report:
-    """The report with what `launcher.diagnostics.group_checks` measures under torchrun; a finding more where that failed."""
-    environment = {"OMP_NUM_THREADS": "1"} | dict(
-        os.environ
-    )  # torchrun's own default, without its warning
+    """The report with the measurements of `launcher.diagnostics.group_checks` under torchrun, or
+    with a finding where that failed."""
+    environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)  # torchrun's default, no warning
     with tempfile.TemporaryDirectory(prefix="launcher-doctor-") as folder:
         told = Path(folder) / "report.json"
         command = [sys.executable, *(part.format(ranks=ranks) for part in WORKER)]
@@ -168,8 +162,8 @@ def measured(ranks: int, report: Report) -> Report:
         except subprocess.TimeoutExpired:
             hung, printed = True, ""
         finally:
-            if process.poll() is None:  # too late, or the user has had enough
-                process.terminate()  # the agent ends its workers, which stand in sessions of their own, within 30 s
+            if process.poll() is None:  # it hangs, or the user interrupts
+                process.terminate()  # the agent ends its workers within 30 s
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(45)
                 process.kill()
@@ -191,7 +185,7 @@ def measured(ranks: int, report: Report) -> Report:
 
 
 def _last_word(printed: str) -> str:
-    """What the first rank that failed said, out of all that torchrun prints after it."""
+    """The error of the first rank that failed."""
     errors = [
         line.partition("]:")[2] or line
         for line in printed.splitlines()
@@ -201,7 +195,7 @@ def _last_word(printed: str) -> str:
 
 
 def print_node(findings: Sequence[Finding], versions: dict[str, Any]) -> int:
-    """One line that says fit, or one for each thing that is bad; returns the exit status."""
+    """Prints a line that says fit, or one for each problem; returns the exit status."""
     bad = [finding for finding in findings if finding.state == "bad"]
     for finding in bad:
         print(f"{finding.host} unfit: {finding.name}: {finding.text}")
@@ -224,7 +218,7 @@ def _print(pieces: Sequence[tuple[str, str]]) -> None:
 
 
 def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
-    """A line each; with hosts, those that are good once for all nodes that say the same."""
+    """Prints a line for each; with hosts, good findings once for all nodes that agree."""
     if hosts:
         findings = list(_merged(findings))
     width = max((len(finding.name) for finding in findings), default=0)
@@ -242,7 +236,7 @@ def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
 
 
 def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """What several nodes say is said once: word for word, or where all is well with them, by one for all."""
+    """Joins equal findings of several nodes, and good ones even if their texts differ."""
     everywhere = {finding.host for finding in findings}
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
@@ -265,10 +259,11 @@ def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def print_rates(report: Report) -> None:
-    """What was measured: of each the slowest rank's."""
+    """Prints the measured rates, each of the slowest rank."""
     if report.rates is None:
         return
-    where = f"{report.nodes} {'node' if report.nodes == 1 else 'nodes'} x {report.ranks_per_node} {report.device}"
+    nodes = "node" if report.nodes == 1 else "nodes"
+    where = f"{report.nodes} {nodes} x {report.ranks_per_node} {report.device}"
     _print([(f"\nA rank's rates, all measuring at once ({where}):", "bold")])
     rows = [
         (what, node_checks.rate_in_words(rate, unit))

@@ -33,9 +33,8 @@ def main(run: Path, out: Path, *, dtype: str | None, merged: bool) -> int:
     _refuse_if_used(out)
     adapter = (source / "adapter_config.json").is_file()
     if merged and not adapter:
-        raise RecipeError(
-            f"command line: merged=true: {source} holds a whole model already, there is no adapter to add in"
-        )
+        what = "holds a whole model already, there is no adapter to add in"
+        raise RecipeError(f"command line: merged=true: {source} {what}")
     from launcher.models.folders import export_folder  # and with it torch
 
     export_folder(source, out, dtype=dtype, merged=merged)
@@ -88,8 +87,8 @@ def _weights(run: Path) -> Path:
             else " (it does not look like the folder of a run: no recipe.yaml)"
         )
         raise RecipeError(
-            f"command line: {run} has no weights{started}: a run leaves them in {source} when it ends, where the recipe says "
-            "checkpoint.export: at_end, and in its checkpoints"
+            f"command line: {run} has no weights{started}: a run leaves them in {source} when it "
+            "ends, where the recipe says checkpoint.export: at_end, and in its checkpoints"
         )
     return source
 

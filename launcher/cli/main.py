@@ -7,109 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from launcher import __version__
+from launcher.cli.app import Overrides, SubmitCommand, app, command
 from launcher.errors import EXIT_DONE, EXIT_USAGE, RecipeError
-from launcher.recipe.find import recipe_folders
-
-
-def _complete(incomplete: str) -> list[str]:
-    from launcher.cli.options import complete_override
-
-    return complete_override(incomplete)
-
-
-Overrides = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="recipe=NAME KEY=VALUE",
-        default_factory=list,
-        hidden=True,  # described by _Command.format_epilog
-        autocompletion=_complete,
-    ),
-]
-
-
-class _Command(TyperCommand):
-    """A command whose options may be written `name=value` as well as `--name value`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        from launcher.cli.options import with_dashes
-
-        options = {
-            str(param.name): bool(param.default) if param.is_flag else None
-            for param in self.params
-            if isinstance(param, TyperOption)
-        }
-        overrides = any(param.name == "overrides" for param in self.params)
-        return super().parse_args(
-            ctx, with_dashes(str(self.name), args, options, overrides=overrides)
-        )
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        if any(param.name == "overrides" for param in self.params):
-            with formatter.section("Arguments"):
-                formatter.write_dl(
-                    [
-                        ("recipe=NAME", "A shipped recipe, or recipe=path/to/file.yaml."),
-                        ("KEY=VALUE", "Overrides a key of the recipe: batch.micro_batch_size=4."),
-                    ]
-                )
-
-
-class _Submit(_Command):
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        from launcher.recipe.decode import json_schema
-
-        super().format_epilog(ctx, formatter)
-        keys = json_schema()["$defs"]["Slurm"]["properties"]
-        with formatter.section("Arguments for Slurm (keys of the recipe's section slurm)"):
-            formatter.write_dl(
-                [
-                    (f"{name}=...", f"{key['description']}  [default: {_as_yaml(key['default'])}]")
-                    for name, key in keys.items()
-                ]
-            )
-
-
-def _as_yaml(value: Any) -> str:
-    return "null" if value is None else str(value).lower()
-
-
-class _Group(TyperGroup):
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(self.commands)  # in the order of this file
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        first_lines = {name: command.help or "" for name, command in self.commands.items()}
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text.split("\n")[0]) for name, text in first_lines.items()])
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        recipes = sorted(
-            {file.stem for folder in recipe_folders() for file in folder.glob("*.yaml")}
-        )
-        formatter.write_paragraph()
-        formatter.write_text(f"Shipped recipes: {', '.join(recipes)}.")
-
-
-app = typer.Typer(
-    cls=_Group,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-
-
-def _command(function: Callable[..., int]) -> Callable[..., int]:
-    return app.command(cls=_Command)(function)
 
 
 def _print_version(wanted: bool) -> None:
@@ -133,7 +39,7 @@ def launcher(
     """
 
 
-@_command
+@command
 def train(
     overrides: Overrides,
     gpus: Annotated[
@@ -164,7 +70,7 @@ def train(
     return main(overrides, gpus=gpus, max_restarts=max_restarts)
 
 
-@_command
+@command
 def show(
     overrides: Overrides,
     ranks: Annotated[
@@ -183,7 +89,7 @@ def show(
     return main(overrides, ranks=ranks)
 
 
-@_command
+@command
 def schema() -> int:
     """Print the JSON Schema of recipes, for editors.
 
@@ -196,7 +102,7 @@ def schema() -> int:
     return main()
 
 
-@_command
+@command
 def plan(
     overrides: Overrides,
     nodes: Annotated[int, typer.Option(metavar="N", help="Nodes.")] = 1,
@@ -257,7 +163,7 @@ def plan(
     return main([*overrides, *given])
 
 
-@_command
+@command
 def prepare(overrides: Overrides) -> int:
     """Fetch model and data and tokenize into the cache: for nodes that have no network later.
 
@@ -270,7 +176,7 @@ def prepare(overrides: Overrides) -> int:
     return main(overrides)
 
 
-@_command
+@command
 def inspect(
     overrides: Overrides,
     set: Annotated[
@@ -292,7 +198,7 @@ def inspect(
     return main(overrides, name=set, samples=samples, tokens=tokens)
 
 
-@_command
+@command
 def selftest(
     overrides: Overrides,
     ranks: Annotated[int, typer.Option(metavar="N", min=1, help="Ranks, on this machine.")] = 2,
@@ -301,7 +207,7 @@ def selftest(
     ] = 5,
     shrink: Annotated[bool, typer.Option("--shrink", help="Make the model small.")] = False,
 ) -> int:
-    """Train a few steps with each strategy, accumulation and number of ranks, and compare the losses.
+    """Compare the losses of a few steps over strategies, accumulation and numbers of ranks.
 
     Exit status 3: losses differ by more than their tolerance.
 
@@ -314,7 +220,7 @@ def selftest(
     return main(overrides, ranks=ranks, steps=steps, shrink=shrink)
 
 
-@app.command(cls=_Submit)
+@app.command(cls=SubmitCommand)
 def submit(
     overrides: Overrides,
     gpu: Annotated[
@@ -370,7 +276,7 @@ def submit(
     return main(overrides, request)
 
 
-@_command
+@command
 def status(
     folder: Annotated[
         Path,
@@ -389,7 +295,7 @@ def status(
     return main(folder)
 
 
-@_command
+@command
 def export(
     run: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or one of its checkpoints.")
@@ -421,7 +327,7 @@ def export(
     return main(run, out, dtype=dtype, merged=merged)
 
 
-@_command
+@command
 def doctor(
     ranks: Annotated[
         int | None,
@@ -459,7 +365,7 @@ def doctor(
         bool,
         typer.Option(
             "--quick",
-            help="Over several nodes: compare them without measuring. Always exits with 0; read the JSON.",
+            help="Compare several nodes without measuring. Exits with 0; read the JSON.",
         ),
     ] = False,
     node: Annotated[
@@ -498,10 +404,10 @@ def doctor(
 
 def run(arguments: Sequence[str]) -> int:
     """Runs `launcher ARGUMENTS`; returns the exit status. Raises RecipeError."""
-    command = typer.main.get_command(app)
+    group = typer.main.get_command(app)
     try:
-        with command.make_context("launcher", list(arguments)) as context:
-            status: int = command.invoke(context)
+        with group.make_context("launcher", list(arguments)) as context:
+            status: int = group.invoke(context)
             return status
     except typer.Exit as ended:  # --help, --version
         return ended.exit_code

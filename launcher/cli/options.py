@@ -62,7 +62,7 @@ def recipe_keys(command: str) -> list[str]:
 
 
 def _is_word(argument: str, sections: Sequence[str]) -> bool:
-    """Whether this is a path or an override; the recipe's check finds what is wrong in a section."""
+    """Whether this is a path or may be an override; the recipe's check finds unknown keys."""
     name, equals, _ = argument.partition("=")
     if not equals or os.path.exists(argument):
         return True
@@ -84,11 +84,11 @@ def read_options(
     *,
     recipe: bool = True,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Options of both styles, `name=value` and `--name value` (or `--name=value`); one read by `truth` may stand bare.
+    """Reads options, `name=value` or `--name value`; a flag, read by `truth`, needs no value.
 
     command: as messages call it.
     known: what reads each option's text, and raises ValueError with what it must be.
-    recipe: whether overrides of the recipe may stand among them; they are returned after the options that were given.
+    recipe: whether overrides may stand among them; they are returned, too.
     Raises RecipeError with all that is wrong; a word that is neither names every option there is.
     """
     sections = {field.name for field in dataclasses.fields(Recipe)} if recipe else set()
@@ -116,7 +116,8 @@ def read_options(
                 also = ["recipe", *sections] if recipe else []
                 there = ", ".join([*known, *(["and keys of the recipe"] if recipe else [])])
                 problems.append(
-                    f"command line: {argument}: no option of {command}{suggestion(name, [*known, *also])}; there are {there}"
+                    f"command line: {argument}: no option of {command}"
+                    f"{suggestion(name, [*known, *also])}; there are {there}"
                 )
             continue
         if not equals:

@@ -12,7 +12,7 @@ from launcher.recipe.schema import Data, DataKind
 
 
 def main(overrides: Sequence[str]) -> int:
-    """Prints where each part is. Raises RecipeError where a part cannot be fetched or a row cannot be used."""
+    """Prints where each part is. Raises RecipeError for a part that cannot be fetched or used."""
     recipe = load_recipe(overrides, ranks=None).recipe
     say = partial(print, flush=True)
     from launcher.recipe.hub import is_hub_id, model_folder
@@ -24,7 +24,8 @@ def main(overrides: Sequence[str]) -> int:
         say(f"model      {model.path}: {folder} ({_size(folder)})")
     if data.builder is not None:
         say(
-            f"data       {data.builder} brings its own; start it once on this machine if it fetches something"
+            f"data       {data.builder} brings its own; start it once on this machine if it "
+            "fetches something"
         )
         return 0
     tokenizer = data.tokenizer or model.path
@@ -61,7 +62,8 @@ def main(overrides: Sequence[str]) -> int:
         if store.skipped:
             first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
             say(
-                f"{name}: {len(store.skipped):,} rows cannot be used and are left out, the first: {first}"
+                f"{name}: {len(store.skipped):,} rows cannot be used and are left out, the "
+                f"first: {first}"
             )
     say(
         "ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none"

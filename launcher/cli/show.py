@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from launcher.recipe.decode import KeyPath
-from launcher.recipe.load import Origins, load_recipe, scalar_as_yaml
+from launcher.recipe.load import load_recipe, scalar_as_yaml
+from launcher.recipe.parse import Origins
 
 _COMMENT_COLUMN = 60
 

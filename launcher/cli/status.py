@@ -1,6 +1,6 @@
-"""`launcher status RUN_DIR`: how a run stands, what it has lost, and whether anybody works on it. A folder of runs gives a table.
+"""`launcher status`: state, progress and lost time of a run, or a table of several runs.
 
-Reads files only; standard library and rich.
+Reads files only.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,32 +25,33 @@ _COLOURS = {"running": "green", "finished": "bold green", "stopped": "yellow", "
 
 @dataclass
 class Attempt:
-    """From a start to an end."""
+    """One start of the run, up to its end."""
 
     number: int
     started: float
     host: str
     ranks: int | None
     resumed: int = 0
-    """Step it went on from."""
+    """Step that it resumed from."""
     ended: str = ""
-    """In words."""
+    """How it ended."""
     end: float | None = None
     reached: int | None = None
-    """Last step known."""
+    """Last known step."""
 
 
 @dataclass
 class Summary:
-    """What the files of a run say."""
+    """The state of a run by its files."""
 
     path: Path
     state: str
-    """As status.json says, but: starting where it says nothing yet, died where it says running and nobody does."""
+    """The state of status.json, or: starting where there is none yet, died where it says running
+    but no process owns the run."""
     step: int = 0
     steps: int | None = None
     last: dict[str, Any] = field(default_factory=dict)
-    """The last line of a step."""
+    """The last metrics of a step."""
     evaluation: dict[str, Any] = field(default_factory=dict)
     checkpoint: tuple[int, float, int] | None = None
     """The newest valid one: step, when, bytes."""
@@ -59,24 +61,24 @@ class Summary:
     reason: str | None = None
     error: str | None = None
     more: dict[str, Any] = field(default_factory=dict)
-    """What else stands in status.json."""
+    """Other keys of status.json."""
     attempts: list[Attempt] = field(default_factory=list)
     until: float = 0.0
-    """When it ended, gave its last sign of life, or now."""
+    """Time of its end or its last heartbeat, or now."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Where the time of a run went, in seconds: the parts sum up to `wall`."""
+    """Where the time of a run went, in seconds; the parts add up to `wall`."""
 
     wall: float
     counted: float
     """In steps that are part of the result."""
     repeated: float
-    """In steps that were lost and trained again; estimated from the mean step."""
+    """In steps that were lost and trained again; estimated by the mean step."""
     repeated_steps: int
     between: float
-    """With nobody running: in the queue, say."""
+    """While no process ran it: in the queue, for example."""
 
     @property
     def rest(self) -> float:
@@ -107,7 +109,7 @@ def _is_run(path: Path) -> bool:
 
 
 def summarize(path: Path, now: float) -> Summary:
-    """Reads status.json, events.jsonl, the end of metrics.jsonl, the owner and the markers of checkpoints."""
+    """Reads status.json, events.jsonl, the end of metrics.jsonl, the owner and the checkpoints."""
     run = RunFolder(path)
     status = run.read_status()
     known = ("state", "step", "steps", "reason", "error", "time")
@@ -159,7 +161,8 @@ def summarize(path: Path, now: float) -> Summary:
 
 
 def read_attempts(events: list[dict[str, Any]]) -> list[Attempt]:
-    """Attempts of events.jsonl. One without an end of its own is ended by what the next one found."""
+    """Attempts of events.jsonl. Where one has no end, the start of the next one says what it
+    found."""
     attempts: dict[int, Attempt] = {}
     for event in events:
         number, name = event["attempt"], event["event"]
@@ -186,7 +189,7 @@ def read_attempts(events: list[dict[str, Any]]) -> list[Attempt]:
 
 
 def spent(summary: Summary, folder: Path) -> Spent | None:
-    """None: there is no record of a start."""
+    """None: no start is recorded."""
     attempts = summary.attempts
     if not attempts:
         return None
@@ -250,78 +253,85 @@ def _show(console: Any, what: Any) -> None:
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
+Row = tuple[str, str, str]
+"""Name, text and style."""
+
+
 def _print_one(summary: Summary, time_spent: Spent | None, now: float) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console, last = _console(), summary.last
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="dim")
-    rows.add_column()
-
-    def row(name: str, text: str, style: str = "") -> None:
-        rows.add_row(name, Text(text, style=style))
-
-    why = f": {summary.reason}" if summary.reason and summary.state != "finished" else ""
-    row("state", summary.state + why, _style(summary.state))
-    left = ""
-    if summary.steps:
-        left = f" ({summary.step / summary.steps:.1%})"
-        if summary.state == "running" and last.get("step_seconds"):
-            left += f", about {seconds_as_text((summary.steps - summary.step) * last['step_seconds'])} left"
-    row("step", _steps(summary) + left)
-    if last:
-        row(
-            "loss",
-            f"{_number(last['loss'])}, grad norm {_number(last.get('grad_norm'), '.3f')}, {_ago(last['time'], now)}",
-        )
-    if summary.evaluation:
-        row(
-            "evaluation",
-            f"loss {_number(summary.evaluation['eval_loss'])} after step {summary.evaluation['step']:,}",
-        )
-    if last:
-        mfu = f", MFU {last['mfu']:.1%}" if last.get("mfu") is not None else ""
-        row(
-            "speed",
-            f"{last['tokens_per_second']:,.0f} tokens/s, {last['step_seconds']:.3g} s a step{mfu}",
-        )
-    if summary.checkpoint is not None:
-        step, when, size = summary.checkpoint
-        others = f"; {summary.valid} are kept" if summary.valid > 1 else ""
-        row("checkpoint", f"step {step:,}, {_ago(when, now)}, {bytes_as_text(size)}{others}")
-    else:
-        row("checkpoint", "none that is valid" if summary.damaged else "none", "yellow")
-    for problem in summary.damaged:
-        row("", f"damaged: {problem}", "red")
-    for key, value in summary.more.items():
-        if value is not None:
-            row(key.replace("_", " "), str(value), "yellow")
-    row("owner", summary.owner or "nobody")
-    if time_spent is not None:
-        share = f"{time_spent.counted / time_spent.wall:.0%}" if time_spent.wall else "0 %"
-        row(
-            "goodput",
-            f"{share}: {seconds_as_text(time_spent.counted)} in steps that counted, of {seconds_as_text(time_spent.wall)}",
-        )
-        lost = [f"{seconds_as_text(time_spent.rest)} starting, evaluating and saving"]
-        if time_spent.repeated_steps:
-            lost.insert(
-                0,
-                f"about {seconds_as_text(time_spent.repeated)} in {time_spent.repeated_steps:,} steps trained again",
-            )
-        if time_spent.between >= 1:
-            lost.insert(0, f"{seconds_as_text(time_spent.between)} with nobody running")
-        row("", "the rest: " + ", ".join(lost))
+    console = _console()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    rows = [*_progress_rows(summary, now), *_file_rows(summary, now)]
+    rows += [] if time_spent is None else _time_rows(time_spent)
     restarts = len(summary.attempts) - 1
     if summary.attempts:
-        row("restarts", str(restarts) if restarts else "none")
+        rows.append(("restarts", str(restarts) if restarts else "none", ""))
+    for name, text, style in rows:
+        table.add_row(name, Text(text, style=style))
     _show(console, Text(str(summary.path), style="bold"))
-    _show(console, rows)
+    _show(console, table)
     if restarts > 0:
         _show(console, _attempts_table(summary.attempts))
     if summary.error:
         _show(console, Text(summary.error, style="red"))
+
+
+def _progress_rows(summary: Summary, now: float) -> Iterator[Row]:
+    last, evaluation = summary.last, summary.evaluation
+    why = f": {summary.reason}" if summary.reason and summary.state != "finished" else ""
+    yield "state", summary.state + why, _style(summary.state)
+    left = ""
+    if summary.steps:
+        left = f" ({summary.step / summary.steps:.1%})"
+        if summary.state == "running" and last.get("step_seconds"):
+            seconds = (summary.steps - summary.step) * last["step_seconds"]
+            left += f", about {seconds_as_text(seconds)} left"
+    yield "step", _steps(summary) + left, ""
+    if last:
+        norm = _number(last.get("grad_norm"), ".3f")
+        text = f"{_number(last['loss'])}, grad norm {norm}, {_ago(last['time'], now)}"
+        yield "loss", text, ""
+    if evaluation:
+        loss = _number(evaluation["eval_loss"])
+        yield "evaluation", f"loss {loss} after step {evaluation['step']:,}", ""
+    if last:
+        mfu = f", MFU {last['mfu']:.1%}" if last.get("mfu") is not None else ""
+        speed = f"{last['tokens_per_second']:,.0f} tokens/s"
+        yield "speed", f"{speed}, {last['step_seconds']:.3g} s a step{mfu}", ""
+
+
+def _file_rows(summary: Summary, now: float) -> Iterator[Row]:
+    if summary.checkpoint is not None:
+        step, when, size = summary.checkpoint
+        others = f"; {summary.valid} are kept" if summary.valid > 1 else ""
+        text = f"step {step:,}, {_ago(when, now)}, {bytes_as_text(size)}{others}"
+        yield "checkpoint", text, ""
+    else:
+        yield "checkpoint", "none that is valid" if summary.damaged else "none", "yellow"
+    for problem in summary.damaged:
+        yield "", f"damaged: {problem}", "red"
+    for key, value in summary.more.items():
+        if value is not None:
+            yield key.replace("_", " "), str(value), "yellow"
+    yield "owner", summary.owner or "nobody", ""
+
+
+def _time_rows(spent: Spent) -> Iterator[Row]:
+    share = f"{spent.counted / spent.wall:.0%}" if spent.wall else "0 %"
+    counted = f"{seconds_as_text(spent.counted)} in steps that counted"
+    yield "goodput", f"{share}: {counted}, of {seconds_as_text(spent.wall)}", ""
+    lost = []
+    if spent.between >= 1:
+        lost.append(f"{seconds_as_text(spent.between)} with nobody running")
+    if spent.repeated_steps:
+        steps = f"{spent.repeated_steps:,} steps trained again"
+        lost.append(f"about {seconds_as_text(spent.repeated)} in {steps}")
+    lost.append(f"{seconds_as_text(spent.rest)} starting, evaluating and saving")
+    yield "", "the rest: " + ", ".join(lost), ""
 
 
 _SHOWN_ATTEMPTS = 12
@@ -355,17 +365,8 @@ def _print_table(summaries: list[Summary], now: float) -> None:
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     right = ("step", "loss", "evaluation", "tokens/s", "restarts")
-    for name in (
-        "run",
-        "state",
-        "step",
-        "loss",
-        "evaluation",
-        "tokens/s",
-        "checkpoint",
-        "restarts",
-        "reason",
-    ):
+    left = ("run", "state", "checkpoint", "reason")
+    for name in (*left[:2], *right[:4], left[2], right[4], left[3]):
         table.add_column(
             name, justify="right" if name in right else "left", no_wrap=name != "reason"
         )

@@ -51,7 +51,7 @@ _NUMBERS = (
 )
 _LISTS = ("sbatch_extra", "srun_extra", "setup")
 _SQUEUE_SECONDS = 5.0
-"""Between questions to Slurm, which may have thousands of users."""
+"""Between calls of squeue, which other users need, too."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def sort_arguments(arguments: Sequence[str]) -> Words:
 
 
 def split_values(text: str) -> list[str]:
-    """At the commas that stand in no brackets or quotes: `1,[2,3]` is two values."""
+    """Splits at the commas outside of brackets and quotes: `1,[2,3]` is two values."""
     values, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -117,7 +117,8 @@ def split_values(text: str) -> list[str]:
 
 
 def _load(arguments: Sequence[str]) -> LoadedRecipe:
-    """Checked for every number of ranks that the job may get. Raises RecipeError."""
+    """Loads the recipe, checked for every number of ranks that the job may get. Raises
+    RecipeError."""
     loaded = load_recipe(arguments, ranks=None)
     slurm = loaded.recipe.slurm or Slurm()
     counts = node_counts(slurm)
@@ -132,11 +133,11 @@ def _load(arguments: Sequence[str]) -> LoadedRecipe:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the job: of an array, a task's."""
+    """One run of the job, or of a task of its array."""
 
     recipe: Recipe
     label: str
-    """What sets it apart in a sweep."""
+    """Name among the runs of a sweep."""
 
     @property
     def folder(self) -> Path:
@@ -145,7 +146,8 @@ class Run:
 
 
 def make_runs(words: Words) -> list[Run]:
-    """One run, or one for each combination of a sweep's values, in folders below the recipe's run.dir. Raises RecipeError."""
+    """The run, or a run for each combination of a sweep's values, in folders below run.dir. Raises
+    RecipeError."""
     if not words.sweep:
         return [Run(_load(words.recipe).recipe, "")]
     runs = []
@@ -166,14 +168,13 @@ def make_runs(words: Words) -> list[Run]:
         )
         runs.append(Run(dataclasses.replace(recipe, run=run), label))
     if len({run.label for run in runs}) < len(runs):
-        raise RecipeError(
-            "command line: sweep: two runs would have the same name, and folder; give each value once"
-        )
+        what = "two runs would have the same name, and folder; give each value once"
+        raise RecipeError(f"command line: sweep: {what}")
     return runs
 
 
 def _half(limit: str | None) -> int:
-    """Half of a time limit, in seconds: a run that is warned earlier would not get on."""
+    """Half of a time limit, in seconds: a warning before that would leave no time to train."""
     if limit is None or not limit[0].isdigit():
         return sys.maxsize
     days, dash, rest = limit.rpartition("-")
@@ -214,7 +215,8 @@ def make_script(
 
 
 def main(arguments: Sequence[str], request: Request) -> int:
-    """Returns 0 where it was submitted, 3 where it does not fit; with wait and follow, how the run ended."""
+    """Returns 0 where it was submitted, 3 where it does not fit. With wait and follow: how it
+    ended."""
     words = sort_arguments(arguments)
     if request.throttle is not None and not words.sweep:
         raise RecipeError(
@@ -259,12 +261,12 @@ def main(arguments: Sequence[str], request: Request) -> int:
 
 
 def can_plan() -> bool:
-    """Whether the plan can be made here: it needs torch."""
+    """Whether torch, which a plan needs, is installed."""
     return importlib.util.find_spec("torch") is not None
 
 
 def _fits(words: Words, request: Request, slurm: Slurm) -> bool:
-    """Whether the plan has nothing against it, or --force."""
+    """Whether the job fits by the plan, or --force was given."""
     if slurm.gpus_per_node is None or request.force:
         return True
     if not request.plan:
@@ -290,19 +292,21 @@ def _fits(words: Words, request: Request, slurm: Slurm) -> bool:
             checked = _fits_roughly(recipe, request, ranks=nodes * slurm.gpus_per_node)
         run = f"{' '.join(values)}: " if words.sweep else ""
         if checked.fits is False:
-            told = f"{run}{checked.said}\nnot submitted: that does not fit. launcher plan says what would; --force submits it anyway"
-            print(told, file=sys.stderr)
+            advice = "launcher plan says what would; --force submits it anyway"
+            print(f"{run}{checked.said}", file=sys.stderr)
+            print(f"not submitted: that does not fit. {advice}", file=sys.stderr)
             return False
         print(f"{run}{checked.said}")
     return True
 
 
 MOST_PLANS = 8
-"""Of a sweep: each takes seconds."""
+"""Plans of a sweep at most: each takes seconds."""
 
 
 def _of_different_memory(sweep: Sequence[tuple[str, list[str]]]) -> list[list[str]]:
-    """Overrides of the runs of a sweep that may need different memory; of what memory does not depend on, the first value."""
+    """Overrides of the runs of a sweep that may differ in memory. Of keys that do not change the
+    memory it takes the first value."""
     sections = ("model", "batch", "strategy", "activation_checkpointing", "lora", "data")
     chosen = [
         [f"{key}={value}" for value in (values if key.split(".")[0] in sections else values[:1])]
@@ -312,7 +316,7 @@ def _of_different_memory(sweep: Sequence[tuple[str, list[str]]]) -> list[list[st
 
 
 def _fits_roughly(recipe: Sequence[str], request: Request, *, ranks: int) -> submit.PlanCheck:
-    """By arithmetic, where there is no torch to plan with: says no only where it is sure."""
+    """Checks by rough arithmetic, without torch: says no only where it is certain."""
     given = dict(word.split("=", 1) for word in request.plan)
     gpu = find_gpu(given["gpu"]) if "gpu" in given else None
     try:
@@ -331,14 +335,16 @@ def _fits_roughly(recipe: Sequence[str], request: Request, *, ranks: int) -> sub
         )
         return submit.PlanCheck(
             None,
-            f"note: whether it fits was not checked: there is no torch here to plan with, and {what}",
+            "note: whether it fits was not checked: there is no torch here to plan with, and "
+            + what,
         )
-    said = f"about {bytes_as_text(needed)} of a GPU's {bytes_as_text(memory)}, by rough arithmetic (there is no torch here to plan with)"
+    said = f"about {bytes_as_text(needed)} of a GPU's {bytes_as_text(memory)}"
+    said += ", by rough arithmetic (there is no torch here to plan with)"
     return submit.PlanCheck(False if needed > CERTAIN * memory else None, said)
 
 
 def _shown(path: Path) -> str:
-    """As short as it can be typed."""
+    """The path relative to the current folder, where it is below."""
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
@@ -359,7 +365,8 @@ def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
     )
     limit = f", {slurm.time} at a time" if slurm.time else ""
     print(
-        f"submitted job {job}: {script.name}{array}, {slurm.nodes} node{'s' * (slurm.nodes != 1)} x {each}{limit}"
+        f"submitted job {job}: {script.name}{array}, "
+        f"{slurm.nodes} node{'s' * (slurm.nodes != 1)} x {each}{limit}"
     )
     log = (
         str(script.log).replace("%j", job).replace("%A", job).replace("%a", "*").replace("%%", "%")
@@ -379,7 +386,8 @@ def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
         ("", f"{cancel:<{width}}saves too, if Slurm's KillWait is long enough (30 s by default)"),
         (
             "limits",
-            f"told to save {script.lead} s before one ends it; the job is then requeued, and goes on",
+            f"told to save {script.lead} s before one ends it; "
+            "the job is then requeued, and goes on",
         ),
     ]
     for name, value in rows:
@@ -388,7 +396,7 @@ def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
 
 
 def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
-    """Until the jobs and their successors have left the queue, over all requeues; then how the runs ended."""
+    """Waits until the jobs and their successors have left the queue; returns how the runs ended."""
     told: dict[Path, int] = {}
     log = runs[0].folder / "log" / "rank_0.log"
     told[log] = log.stat().st_size if log.exists() else 0
@@ -429,9 +437,8 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
             + (f" after step {status['step']}" if "step" in status else "")
         )
         if ended != "finished":
-            print(
-                f"  {status.get('error') or status.get('reason') or f'see the logs in {run.folder}/slurm'}"
-            )
+            logs = f"see the logs in {run.folder}/slurm"
+            print(f"  {status.get('error') or status.get('reason') or logs}")
         statuses.append({"finished": EXIT_DONE, "stopped": EXIT_STOPPED}.get(ended, EXIT_FAILED))
     return max(statuses, key=(EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXIT_FAILED).index)
 

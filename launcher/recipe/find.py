@@ -9,7 +9,7 @@ from launcher.errors import RecipeError, closest, suggestion
 
 
 def recipe_folders() -> list[Path]:
-    """Where `recipe=NAME` is looked for: beside the package in a checkout, inside it in a wheel."""
+    """Folders with recipes: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parent.parent
     return [
         folder for folder in (package.parent / "recipes", package / "_recipes") if folder.is_dir()
@@ -17,15 +17,14 @@ def recipe_folders() -> list[Path]:
 
 
 def find_recipe(name: str) -> Path:
-    """The file that `recipe=NAME` means. Raises RecipeError with what is known and near."""
+    """The file that `recipe=NAME` names. Raises RecipeError with similar and known names."""
     written = Path(name)
     if written.suffix in (".yaml", ".yml") or "/" in name:
         if not os.path.exists(name):
             stems = {path.stem: path for path in sorted(written.parent.glob("*.y*ml"))}
             near = closest(written.stem, stems)
-            raise RecipeError(
-                f"command line: recipe={name}: no such file{f'; did you mean {stems[near]}?' if near else ''}"
-            )
+            hint = f"; did you mean {stems[near]}?" if near else ""
+            raise RecipeError(f"command line: recipe={name}: no such file{hint}")
         if written.is_dir():
             raise RecipeError(f"command line: recipe={name}: is a folder; give a file in it")
         return written
@@ -40,15 +39,13 @@ def find_recipe(name: str) -> Path:
             if os.path.exists(f"{name}.yaml")
             else suggestion(name, known)
         )
-        raise RecipeError(
-            f"command line: recipe={name}: no recipe of that name{near}; known: {', '.join(sorted(known))}; "
-            "or give the path of a .yaml file"
-        )
+        what = f"no recipe of that name{near}; known: {', '.join(sorted(known))}"
+        raise RecipeError(f"command line: recipe={name}: {what}; or give the path of a .yaml file")
     return known[name]
 
 
 def shown_path(path: Path) -> str:
-    """Relative to the current folder where it lies below it, as an error quotes it."""
+    """The path as messages show it: relative where it is below the current folder."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -56,7 +53,7 @@ def shown_path(path: Path) -> str:
 
 
 def read_recipe(path: Path, shown: str) -> str:
-    """A recipe's text. Raises RecipeError where it cannot be read, or is no text."""
+    """A recipe's text. Raises RecipeError where it cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -103,7 +103,7 @@ def _table(file: Path, name: str) -> dict[str, str]:
 
 
 def _declared(file: Path, class_name: str) -> set[str]:
-    """Keys that a config class and its bases in the same file declare; empty where there is none."""
+    """Keys that a config class declares, with its bases in the same file; empty: no such class."""
     pattern = rf"^class {class_name}\((\w*).*?\):\n(.*?)(?=^\S|\Z)"
     found = re.search(pattern, _source(file), re.MULTILINE | re.DOTALL)
     if found is None:

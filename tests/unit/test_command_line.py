@@ -35,7 +35,7 @@ def test_help_of_submit_has_the_keys_of_slurm(capsys):
     assert main(["submit", "--help"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "nodes=..." in printed
-    assert "max_failures=... Failures in a row without a new checkpoint" in printed
+    assert "max_failures=... Consecutive failures without a new checkpoint" in printed
     assert "[default: 3]" in printed
 
 
