@@ -44,13 +44,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 train: install
-	$(BIN)/torchrun --nproc-per-node $(RANKS) launcher/train.py recipe=quickstart run.device=$(DEVICE) run.dir=$(call unused,quickstart)
+	$(BIN)/launcher train recipe=quickstart gpus=$(RANKS) run.device=$(DEVICE) run.dir=$(call unused,quickstart)
 
 finetune: install
 	ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train
 	$(BIN)/python recipes/arithmetic.py generate runs/arithmetic
 	model=$(pretrained); dir=$(call unused,finetune); \
-	$(BIN)/torchrun --nproc-per-node $(RANKS) launcher/train.py recipe=finetune run.device=$(DEVICE) model.path=$$model run.dir=$$dir && \
+	$(BIN)/launcher train recipe=finetune gpus=$(RANKS) run.device=$(DEVICE) model.path=$$model run.dir=$$dir && \
 	echo "before:" && $(BIN)/python recipes/arithmetic.py accuracy $$model runs/arithmetic && \
 	echo "after:" && $(BIN)/python recipes/arithmetic.py accuracy $$dir/hf runs/arithmetic
 

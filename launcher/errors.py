@@ -1,8 +1,9 @@
-"""What can go wrong in a way that the user can mend, and the exit statuses of every command."""
+"""Errors that the user can fix, and the exit statuses of every command."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -15,7 +16,7 @@ EXIT_STOPPED = 75
 
 
 class RecipeError(ValueError):
-    """What the user wrote cannot be run. Holds every problem found, one line each."""
+    """The user's recipe or arguments cannot be run. Holds all problems, a line each."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -23,7 +24,7 @@ class RecipeError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """The run itself cannot go on (too many skipped steps, say). The message is all there is to tell.
+    """The run cannot continue, for example after too many skipped steps.
 
     reason: one word for status.json.
     """
@@ -34,7 +35,8 @@ class TrainingError(RuntimeError):
 
 
 class DivergedError(TrainingError):
-    """The training went wrong at `first_step` and was noticed after `last_step`; a run may go back before it."""
+    """Training diverged at `first_step`, which was detected after `last_step`; a run may be rewound
+    to a step before it."""
 
     def __init__(self, message: str, *, reason: str, first_step: int, last_step: int) -> None:
         self.first_step, self.last_step = first_step, last_step
@@ -44,3 +46,14 @@ class DivergedError(TrainingError):
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message; the name of its type where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` is probably a misspelling of."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?`, or an empty string where no known word is similar."""
+    near = closest(word, known)
+    return f"; did you mean {near}?" if near else ""

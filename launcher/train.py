@@ -1,7 +1,7 @@
-"""The entry: `torchrun --nproc-per-node N launcher/train.py recipe=NAME [key=value ...]`.
+"""The entry point: `torchrun --nproc-per-node N launcher/train.py recipe=NAME [key=value ...]`.
 
-The recipe is checked here, before torch is imported, so that a mistake in it costs a second; what then happens is
-`pipeline.py`.
+Checks the recipe before torch is imported, so that a mistake in it costs a second. The run itself
+is `training/run.py`.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 environment.tell_agent(str(error))
                 environment.tell_job(str(error))
         else:
-            time.sleep(10)  # rank 0 says it; torchrun ends everybody once the first has ended
+            time.sleep(10)  # rank 0 prints it; torchrun ends all ranks once one has ended
         return EXIT_USAGE
     prepare_cuda(deterministic=loaded.recipe.run.deterministic)
     from launcher.training.run import train  # and with it torch
 
     try:
         return train(loaded, environment, run)
-    except TrainingError as error:  # before the ranks could tell one another
+    except TrainingError as error:  # before the ranks could tell each other
         if environment.local_rank == 0 or error.reason != "no_gpu":
             print(f"rank {environment.rank}: {error}", file=sys.stderr, flush=True)
         environment.tell_agent(str(error))
         if environment.main:
-            with contextlib.suppress(OSError, TrainingError):  # the folder is another job's by now
+            with contextlib.suppress(OSError, TrainingError):  # another job owns the folder by now
                 step = last_line(run.metrics).get("step", 0)
                 run.write_status("failed", step=step, reason=error.reason, error=str(error))
                 run.note("failed", step=step, reason=error.reason)
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     _status = main()
     if "torch" in sys.modules:
-        # Threads of torch can abort an interpreter that ends by itself: a finished run would count as failed
+        # Threads of torch can abort an interpreter that exits: the run would count as failed
         from launcher.reliability.failures import end_process
 
         end_process(_status)

@@ -16,14 +16,13 @@ from launcher.models.export import appearing, write_weights
 from launcher.models.folders import reader
 from launcher.models.load import open_checkpoint
 from launcher.models.lora import add_adapters
-from launcher.recipe.decode import Decoder
+from launcher.recipe.decode import decode
 from launcher.recipe.schema import Recipe
 
 
 def recipe_of(checkpoint: Path) -> Recipe:
     """The recipe that a checkpoint was written with. Raises DamagedCheckpointError."""
-    decoder = Decoder(Recipe)
-    recipe: Recipe = decoder.section(Recipe, yaml.safe_load(read_state(checkpoint)["recipe"]), ())
+    recipe, _, _ = decode(yaml.safe_load(read_state(checkpoint)["recipe"]))
     return recipe
 
 

@@ -1,69 +1,426 @@
-"""The `launcher` command: finds the verb, calls it, turns what it raises into a message and an exit status."""
+"""The `launcher` command: every subcommand with its options, their defaults and an example.
+
+The modules that do the work are imported when their command runs: `--help` needs none of them.
+"""
 
 from __future__ import annotations
 
-import importlib
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from launcher import __version__
+from launcher.cli.app import Overrides, SubmitCommand, app, command
 from launcher.errors import EXIT_DONE, EXIT_USAGE, RecipeError
-from launcher.recipe.decode import suggestion
-from launcher.recipe.find import recipe_folders
-
-VERBS = {
-    "inspect": "decoded samples as the model will see them: what carries loss, what is cut, how long documents are",
-    "show": "the resolved recipe, each value with where it came from",
-    "plan": "will it fit: memory of a rank by component, and the ladder of strategies with the fastest that fits",
-    "prepare": "on a node with network: fetch model and data, tokenize into the cache",
-    "export": "the weights of a run as a Hugging Face folder, in another dtype, an adapter merged",
-    "status": "how a run stands: step, loss, checkpoint, restarts and why, time lost; a folder of runs gives a table",
-    "submit": "a job of Slurm that is requeued until the run is finished; sweeps as job arrays; --dry-run, --follow",
-    "doctor": "is this machine, node or allocation fit to train, and how fast: GPUs, limits, disks, clocks, links",
-    "selftest": "the same losses over strategies, accumulation and ranks, on your recipe and machine",
-}
 
 
-TAKES = {
-    "doctor": "[ranks=] [json=] [shared=] [--node]",
-    "export": "RUN_DIR OUT [dtype=] [merged=]",
-    "plan": "recipe=NAME gpu=h100 [nodes= ...]",
-    "status": "RUN_DIR",
-    "submit": "recipe=NAME nodes=2 [time= ...]",
-}
-"""What a verb takes where it is not a recipe."""
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit()
 
 
-def usage() -> str:
-    """What the command can do."""
-    width = max(map(len, VERBS))
-    shipped = ", ".join(sorted({file.stem for folder in recipe_folders() for file in folder.glob("*.yaml")}))
-    verbs = "\n".join(
-        f"  launcher {verb:<{width}} {TAKES.get(verb, 'recipe=NAME [key=value ...]'):<35} {what}" for verb, what in VERBS.items()
+@app.callback()
+def launcher(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Trains models with one recipe on any number of GPUs.
+
+    Options may be written --name value or name=value.
+    """
+
+
+@command
+def train(
+    overrides: Overrides,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Processes, each on a GPU of its own. Default: the visible GPUs, or 1.",
+            show_default=False,
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Restarts after a failure, from the last checkpoint."
+        ),
+    ] = 0,
+) -> int:
+    """Train on this machine: starts torchrun with a process for each GPU.
+
+    \b
+    Example:
+      launcher train recipe=fsdp data.train=[my/data/*.jsonl] optimizer.learning_rate=1e-4
+      launcher train recipe=quickstart run.device=cpu --gpus 2
+    """
+    from launcher.cli.train import main
+
+    return main(overrides, gpus=gpus, max_restarts=max_restarts)
+
+
+@command
+def show(
+    overrides: Overrides,
+    ranks: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Check the batch sizes for so many ranks, too."),
+    ] = None,
+) -> int:
+    """Print the resolved recipe, each value with the line or argument that it comes from.
+
+    \b
+    Example:
+      launcher show recipe=fsdp optimizer.learning_rate=1e-4
+    """
+    from launcher.cli.show import main
+
+    return main(overrides, ranks=ranks)
+
+
+@command
+def schema() -> int:
+    """Print the JSON Schema of recipes, for editors.
+
+    \b
+    Example:
+      launcher schema > recipe.schema.json
+    """
+    from launcher.cli.schema import main
+
+    return main()
+
+
+@command
+def plan(
+    overrides: Overrides,
+    nodes: Annotated[int, typer.Option(metavar="N", help="Nodes.")] = 1,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            help="GPUs on each node. Default: those of this machine, or 8.", show_default=False
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the GPU, such as h100. Default: the GPUs of this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of a GPU, such as 80GiB.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Host memory of a node, such as 1TiB.")
+    ] = None,
+    rates: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Measured rates, from `launcher doctor --json FILE`."),
+    ] = None,
+    ladder: Annotated[
+        bool, typer.Option(help="Search for the fastest configuration that fits.")
+    ] = True,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Train three steps here and print measured beside planned memory."
+        ),
+    ] = False,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page with the same content.")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; sizes are bytes.")
+    ] = False,
+) -> int:
+    """Predict memory and speed: does it fit, and which configuration is the fastest that fits?
+
+    Exit status 3: it does not fit.
+
+    \b
+    Example:
+      launcher plan recipe=qwen3_8b gpu=a100-40gb gpus_per_node=8
+    """
+    from launcher.cli.plan import main
+
+    words = {"nodes": nodes, "gpus_per_node": gpus_per_node, "gpu": gpu, "gpu_memory": gpu_memory}
+    words |= {"host_memory": host_memory, "rates": rates, "html": html}
+    given = [f"{name}={value}" for name, value in words.items() if value is not None]
+    given += [] if ladder and not verify else [f"ladder={str(ladder).lower()}"]
+    given += ["verify=true"] * verify + ["json=true"] * json
+    return main([*overrides, *given])
+
+
+@command
+def prepare(overrides: Overrides) -> int:
+    """Fetch model and data and tokenize into the cache: for nodes that have no network later.
+
+    \b
+    Example:
+      launcher prepare recipe=lora_llama_3_1_8b data.train=[my/data/*.jsonl]
+    """
+    from launcher.cli.prepare import main
+
+    return main(overrides)
+
+
+@command
+def inspect(
+    overrides: Overrides,
+    set: Annotated[
+        str, typer.Option(help="train, validation, or a name in data.train or data.validation.")
+    ] = "train",
+    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Samples to print.")] = 3,
+    tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens to print of each sample.")
+    ] = 600,
+) -> int:
+    """Print samples as the model will see them, packing, totals and a histogram of lengths.
+
+    \b
+    Example:
+      launcher inspect recipe=quickstart samples=2
+    """
+    from launcher.cli.inspect import main
+
+    return main(overrides, name=set, samples=samples, tokens=tokens)
+
+
+@command
+def selftest(
+    overrides: Overrides,
+    ranks: Annotated[int, typer.Option(metavar="N", min=1, help="Ranks, on this machine.")] = 2,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Optimizer steps of each variant.")
+    ] = 5,
+    shrink: Annotated[bool, typer.Option("--shrink", help="Make the model small.")] = False,
+) -> int:
+    """Compare the losses of a few steps over strategies, accumulation and numbers of ranks.
+
+    Exit status 3: losses differ by more than their tolerance.
+
+    \b
+    Example:
+      launcher selftest recipe=fsdp shrink=true ranks=2
+    """
+    from launcher.cli.selftest import main
+
+    return main(overrides, ranks=ranks, steps=steps, shrink=shrink)
+
+
+@app.command(cls=SubmitCommand)
+def submit(
+    overrides: Overrides,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="GPU of the nodes, such as h100: checks first whether the recipe fits."),
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of a GPU, for the same check.")
+    ] = None,
+    dependency: Annotated[str | None, typer.Option(help="sbatch --dependency.")] = None,
+    throttle: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Runs of a sweep that run at the same time."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script only.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the end of the run; exit with its status.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="The same, and print what rank 0 prints.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Submit what does not fit by the plan.")
+    ] = False,
+) -> int:
+    """Submit a Slurm job that is requeued until the run is finished.
+
+    Arguments for Slurm win over the recipe's section slurm; sbatch_extra, srun_extra and setup
+    may be repeated. sweep.KEY=A,B,C makes a job array with a run folder for each value; several
+    sweeps make all combinations.
+
+    \b
+    Example:
+      launcher submit recipe=fsdp nodes=2 gpus_per_node=8 time=12:00:00 partition=gpu gpu=h100
+      launcher submit recipe=quickstart cpus=4 sweep.optimizer.learning_rate=1e-4,3e-4 throttle=2
+    """
+    from launcher.cli.submit import Request, main
+
+    plan_words = [
+        f"{name}={value}"
+        for name, value in (("gpu", gpu), ("gpu_memory", gpu_memory))
+        if value is not None
+    ]
+    request = Request(
+        plan=plan_words,
+        dependency=dependency,
+        throttle=throttle,
+        dry_run=dry_run,
+        wait=wait,
+        follow=follow,
+        force=force,
     )
-    return (
-        f"launcher {__version__}\n\n"
-        f"  torchrun --nproc-per-node GPUS launcher/train.py recipe=NAME [key=value ...]   train\n{verbs}\n\n"
-        f"recipe= takes the path of a .yaml file, or the name of a shipped recipe: {shipped}."
+    return main(overrides, request)
+
+
+@command
+def status(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_DIR", help="Folder of a run, or a folder that holds several."),
+    ],
+) -> int:
+    """Print how a run stands: step, loss, speed, checkpoint, restarts and lost time.
+
+    \b
+    Example:
+      launcher status runs/fsdp
+      launcher status runs
+    """
+    from launcher.cli.status import main
+
+    return main(folder)
+
+
+@command
+def export(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or one of its checkpoints.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to write; must be new or empty.")
+    ],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="bfloat16 | float16 | float32. Default: as the weights are stored.",
+            show_default=False,
+        ),
+    ] = None,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Add adapters into the model that they belong to.")
+    ] = False,
+) -> int:
+    """Write the weights of a run as a Hugging Face folder.
+
+    Takes RUN_DIR/hf where a finished run left it, else the newest checkpoint.
+
+    \b
+    Example:
+      launcher export runs/qwen3_8b exported dtype=bfloat16
+    """
+    from launcher.cli.export import main
+
+    return main(run, out, dtype=dtype, merged=merged)
+
+
+@command
+def doctor(
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Processes that measure together. Default: the GPUs, or 2.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the report, for `launcher plan rates=FILE`."),
+    ] = None,
+    shared: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="A folder that all nodes must see and write to."),
+    ] = None,
+    runs: Annotated[Path, typer.Option(metavar="FOLDER", help="Where runs are written.")] = Path(
+        "runs"
+    ),
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="GPUs that this node must have. Default: those that Slurm granted.",
+            show_default=False,
+        ),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, help="A port that must be free; 0: any.")
+    ] = 0,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Compare several nodes without measuring. Exits with 0; read the JSON.",
+        ),
+    ] = False,
+    node: Annotated[
+        bool,
+        typer.Option(
+            "--node", help="Check this node alone, in seconds; prints a line for each problem."
+        ),
+    ] = False,
+) -> int:
+    """Check whether this machine, node or allocation is fit to train, and measure how fast it is.
+
+    Exit status 3: something is bad. Over several nodes, start it like training, with one torchrun
+    on each node:
+
+    \b
+    Example:
+      launcher doctor --json doctor.json
+      srun --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
+          --rdzv-endpoint HOST:29500 -m launcher.cli.main doctor shared=FOLDER json=doctor.json
+    """
+    from launcher.cli.doctor import Request, main
+
+    return main(
+        Request(
+            ranks=ranks,
+            json=json,
+            shared=shared,
+            runs=runs,
+            gpus=gpus,
+            port=port,
+            quick=quick,
+            node=node,
+        )
     )
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs `launcher ARGUMENTS`; returns the exit status. Raises RecipeError."""
+    group = typer.main.get_command(app)
+    try:
+        with group.make_context("launcher", list(arguments)) as context:
+            status: int = group.invoke(context)
+            return status
+    except typer.Exit as ended:  # --help, --version
+        return ended.exit_code
+    except typer.TyperException as error:
+        raise RecipeError(f"command line: {error.format_message()}") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `launcher VERB ...`; returns the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(usage())
-        return EXIT_DONE if words else EXIT_USAGE
-    if words[0] in ("-V", "--version"):
-        print(__version__)
-        return EXIT_DONE
-    if words[0] not in VERBS:
-        print(f"launcher {words[0]}: no such command{suggestion(words[0], VERBS)}; there are {', '.join(VERBS)}", file=sys.stderr)
-        return EXIT_USAGE
+    """The console script: turns exceptions into a message and an exit status."""
+    if "_LAUNCHER_COMPLETE" in os.environ:  # set by the shell when it completes a command
+        app(prog_name="launcher")
     try:
-        command = importlib.import_module(f"launcher.cli.{words[0]}")
-        status: int = command.main(words[1:])
-        return status
+        return run(sys.argv[1:] if arguments is None else arguments)
     except RecipeError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE

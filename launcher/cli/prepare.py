@@ -1,4 +1,4 @@
-"""`launcher prepare recipe=...`: on a node with network, everything that training needs, fetched and tokenized into the cache."""
+"""`launcher prepare`: fetches model and data and tokenizes into the cache."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Data, DataKind
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Says what lies where. Raises RecipeError where something is not to be had, or a row of data cannot be used."""
-    recipe = load_recipe(arguments, ranks=None).recipe
+def main(overrides: Sequence[str]) -> int:
+    """Prints where each part is. Raises RecipeError for a part that cannot be fetched or used."""
+    recipe = load_recipe(overrides, ranks=None).recipe
     say = partial(print, flush=True)
     configure_logging()
     from launcher.recipe.hub import is_hub_id, model_folder
@@ -24,7 +24,10 @@ def main(arguments: Sequence[str]) -> int:
         folder = model_folder(model.path, key="model.path", weights=weights)
         say(f"model      {model.path}: {folder} ({_size(folder)})")
     if data.builder is not None:
-        say(f"data       {data.builder} brings its own; start it once on this machine if it fetches something")
+        say(
+            f"data       {data.builder} brings its own; start it once on this machine if it "
+            "fetches something"
+        )
         return 0
     tokenizer = data.tokenizer or model.path
     if data.tokenizer not in (None, "bytes"):
@@ -34,7 +37,10 @@ def main(arguments: Sequence[str]) -> int:
     for name, kind, patterns, validation in _sets(data):
         if data.streaming and not validation:
             remote = [pattern for pattern in patterns if is_hub_id(pattern)]
-            say(f"{name}: read while training (data.streaming)" + (f", {', '.join(remote)} through the network" if remote else ""))
+            say(
+                f"{name}: read while training (data.streaming)"
+                + (f", {', '.join(remote)} through the network" if remote else "")
+            )
             offline = offline and not remote
             continue
         from launcher.data.token_store import open_store
@@ -55,8 +61,15 @@ def main(arguments: Sequence[str]) -> int:
         say(f"{name}: {what}: {store.folder} ({_size(store.folder)})")
         if store.skipped:
             first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
-            say(f"{name}: {len(store.skipped):,} rows cannot be used and are left out, the first: {first}")
-    say("ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none" if offline else "ready")
+            say(
+                f"{name}: {len(store.skipped):,} rows cannot be used and are left out, the "
+                f"first: {first}"
+            )
+    say(
+        "ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none"
+        if offline
+        else "ready"
+    )
     return 0
 
 

@@ -1,26 +1,22 @@
-"""`launcher selftest recipe=... [ranks=2] [steps=5] [shrink=true]`: starts `launcher.diagnostics.selftest` under torchrun."""
+"""`launcher selftest`: starts `launcher.diagnostics.selftest` under torchrun."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.cli.options import take_options
 from launcher.distributed.spawn import run_ranks
 from launcher.errors import EXIT_FAILED
 from launcher.recipe.load import load_recipe
 
 
-def main(arguments: Sequence[str]) -> int:
-    """0: every variant has the same losses; 3: one differs by more than its tolerance."""
-    options, rest = take_options(arguments, {"ranks": 2, "steps": 5, "shrink": False})
-    recipe = load_recipe(rest, ranks=None).recipe  # reports mistakes before any process starts
-    device = "cpu" if recipe.run.device == "cpu" else "any"
-    ranks = int(options["ranks"] or 0)
+def main(overrides: Sequence[str], *, ranks: int, steps: int, shrink: bool) -> int:
+    """Returns 0 where all variants have the same losses, 3 where one exceeds its tolerance."""
+    recipe = load_recipe(overrides, ranks=None).recipe  # reports mistakes before any process starts
     setting = {
-        "recipe": rest,
-        "device": device,
-        "steps": options["steps"],
-        "shrink": options["shrink"],
+        "recipe": list(overrides),
+        "device": "cpu" if recipe.run.device == "cpu" else "any",
+        "steps": steps,
+        "shrink": shrink,
     }
     print(f"starting {ranks} processes ...", flush=True)
     try:

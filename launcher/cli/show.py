@@ -1,4 +1,4 @@
-"""`launcher show recipe=...`: the recipe as a run would see it, each value with where it came from."""
+"""`launcher show`: the resolved recipe, each value with its origin."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from launcher.cli.options import take_options
 from launcher.recipe.decode import KeyPath
-from launcher.recipe.load import Origins, load_recipe, scalar_as_yaml
+from launcher.recipe.load import load_recipe, scalar_as_yaml
+from launcher.recipe.parse import Origins
 
 _COMMENT_COLUMN = 60
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Prints YAML: run again as a recipe, it is the same run. `ranks=N` checks it against a number of ranks too."""
-    options, rest = take_options(arguments, {"ranks": None})
-    loaded = load_recipe(rest, ranks=options["ranks"])
+def main(overrides: Sequence[str], *, ranks: int | None = None) -> int:
+    """Prints YAML that is a recipe of the same run.
+
+    ranks: checks the recipe for this number of ranks, too.
+    """
+    loaded = load_recipe(overrides, ranks=ranks)
     colour = sys.stdout.isatty()
     for text, origin in _lines(loaded.recipe, (), loaded.origins, indent=0):
         if not origin:
@@ -28,10 +30,14 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _lines(section: Any, path: KeyPath, origins: Origins, *, indent: int) -> Iterator[tuple[str, str]]:
+def _lines(
+    section: Any, path: KeyPath, origins: Origins, *, indent: int
+) -> Iterator[tuple[str, str]]:
     """(text, origin) a line; a section's own line has no origin."""
     if dataclasses.is_dataclass(section):
-        items = [(field.name, getattr(section, field.name)) for field in dataclasses.fields(section)]
+        items = [
+            (field.name, getattr(section, field.name)) for field in dataclasses.fields(section)
+        ]
     else:
         items = list(section.items())
     for name, value in items:

@@ -1,6 +1,6 @@
-"""`launcher status RUN_DIR`: the state of a run, its losses and restarts, and who owns it. A folder of runs gives a table.
+"""`launcher status`: state, progress and lost time of a run, or a table of several runs.
 
-Reads files only; standard library and rich.
+Reads files only.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,35 +25,36 @@ _COLOURS = {"running": "green", "finished": "bold green", "stopped": "yellow", "
 
 @dataclass
 class Attempt:
-    """One start of a run, to its end."""
+    """One start of the run, up to its end."""
 
     number: int
     started: float
     host: str
     ranks: int | None
     resumed: int = 0
-    """The step that it resumed from."""
+    """Step that it resumed from."""
     ended: str = ""
-    """How, for a reader."""
+    """How it ended."""
     end: float | None = None
     reached: int | None = None
-    """The last known step."""
+    """Last known step."""
 
 
 @dataclass
 class Summary:
-    """What the files of a run contain."""
+    """The state of a run by its files."""
 
     path: Path
     state: str
-    """Of status.json; `starting` if there is none yet, `died` if it says running and no process does."""
+    """The state of status.json, or: starting where there is none yet, died where it says running
+    but no process owns the run."""
     step: int = 0
     steps: int | None = None
     last: dict[str, Any] = field(default_factory=dict)
-    """The last training line of metrics.jsonl."""
+    """The last metrics of a step."""
     evaluation: dict[str, Any] = field(default_factory=dict)
     checkpoint: tuple[int, float, int] | None = None
-    """The newest valid checkpoint: step, time, bytes."""
+    """The newest valid one: step, when, bytes."""
     valid: int = 0
     damaged: list[str] = field(default_factory=list)
     owner: str = ""
@@ -63,21 +64,21 @@ class Summary:
     """Other keys of status.json."""
     attempts: list[Attempt] = field(default_factory=list)
     until: float = 0.0
-    """When it ended or last wrote; now, if its owner lives."""
+    """Time of its end or its last heartbeat, or now."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """How a run spent its time, in seconds. The parts add up to `wall`."""
+    """Where the time of a run went, in seconds; the parts add up to `wall`."""
 
     wall: float
     counted: float
-    """In steps that count."""
+    """In steps that are part of the result."""
     repeated: float
-    """In steps that were trained again, estimated from the mean step."""
+    """In steps that were lost and trained again; estimated by the mean step."""
     repeated_steps: int
     between: float
-    """Between two starts, in the queue, say."""
+    """While no process ran it: in the queue, for example."""
 
     @property
     def rest(self) -> float:
@@ -85,13 +86,12 @@ class Spent:
         return max(0.0, self.wall - self.counted - self.repeated - self.between)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Prints the state. Raises RecipeError if there is no run."""
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise RecipeError("launcher status RUN_DIR: takes the folder of a run, or one that holds several")
-    folder = Path(arguments[0])
+def main(folder: Path) -> int:
+    """Prints it. Raises RecipeError where there is no run."""
     if not folder.is_dir():
-        raise RecipeError(f"{folder}: there is no such folder" + (": it is a file" if folder.exists() else ""))
+        raise RecipeError(
+            f"{folder}: there is no such folder" + (": it is a file" if folder.exists() else "")
+        )
     now = time.time()
     if _is_run(folder):
         summary = summarize(folder, now)
@@ -109,26 +109,40 @@ def _is_run(path: Path) -> bool:
 
 
 def summarize(path: Path, now: float) -> Summary:
-    """Reads status.json, events.jsonl, the end of metrics.jsonl, the lock, and the markers of checkpoints."""
+    """Reads status.json, events.jsonl, the end of metrics.jsonl, the owner and the checkpoints."""
     run = RunFolder(path)
     status = run.read_status()
     known = ("state", "step", "steps", "reason", "error", "time")
-    summary = Summary(path, status.get("state", "starting"), reason=status.get("reason"), error=status.get("error"))
+    summary = Summary(
+        path,
+        status.get("state", "starting"),
+        reason=status.get("reason"),
+        error=status.get("error"),
+    )
     summary.more = {key: value for key, value in status.items() if key not in known}
-    summary.last, summary.evaluation = last_line(run.metrics, having="loss"), last_line(run.metrics, having="eval_loss")
+    summary.last, summary.evaluation = (
+        last_line(run.metrics, having="loss"),
+        last_line(run.metrics, having="eval_loss"),
+    )
     summary.step = max(status.get("step") or 0, summary.last.get("step") or 0)
     summary.steps = status.get("steps")
     summary.until = max(status.get("time") or 0.0, summary.last.get("time") or 0.0)
     owner = current_owner(path)
     if owner is not None:
         who, alive = owner
-        said = {True: "alive", False: "gone", None: "no sign of life from that machine for some minutes"}[alive]
+        said = {
+            True: "alive",
+            False: "gone",
+            None: "no sign of life from that machine for some minutes",
+        }[alive]
         summary.owner = f"{who.describe()}: {said}"
         if alive:
             summary.until = now
     if summary.state in ("running", "starting") and (owner is None or owner[1] is False):
         summary.state = "died"
-        summary.reason = "nobody runs it, and it did not say why it ended: killed, or its machine was lost"
+        summary.reason = (
+            "nobody runs it, and it did not say why it ended: killed, or its machine was lost"
+        )
     for checkpoint in list_checkpoints(path / "checkpoints"):
         problem = verify(checkpoint, deep=False)
         if problem is not None:
@@ -136,14 +150,19 @@ def summarize(path: Path, now: float) -> Summary:
             continue
         marker = read_marker(checkpoint)
         summary.valid += 1
-        summary.checkpoint = (marker.step, marker.time, sum(file.bytes for file in marker.files.values()))
+        summary.checkpoint = (
+            marker.step,
+            marker.time,
+            sum(file.bytes for file in marker.files.values()),
+        )
     with contextlib.suppress(OSError):
         summary.attempts = read_attempts(read_lines(run.events.read_text(encoding="utf-8")))
     return summary
 
 
 def read_attempts(events: list[dict[str, Any]]) -> list[Attempt]:
-    """Attempts of events.jsonl. The end of an attempt that wrote none is what the next one found."""
+    """Attempts of events.jsonl. Where one has no end, the start of the next one says what it
+    found."""
     attempts: dict[int, Attempt] = {}
     for event in events:
         number, name = event["attempt"], event["event"]
@@ -161,12 +180,16 @@ def read_attempts(events: list[dict[str, Any]]) -> list[Attempt]:
             attempt.resumed = event["step"]
         elif name in ("failed", "stopped", "finished") and not attempt.ended:
             reason = f" ({event['reason']})" if event.get("reason") else ""
-            attempt.ended, attempt.end, attempt.reached = name + reason, event["time"], event.get("step")
+            attempt.ended, attempt.end, attempt.reached = (
+                name + reason,
+                event["time"],
+                event.get("step"),
+            )
     return list(attempts.values())
 
 
 def spent(summary: Summary, folder: Path) -> Spent | None:
-    """None if no start was recorded."""
+    """None: no start is recorded."""
     attempts = summary.attempts
     if not attempts:
         return None
@@ -181,11 +204,20 @@ def spent(summary: Summary, folder: Path) -> Spent | None:
                     before = record["step"]
     pairs = list(itertools.pairwise(attempts))
     repeated = sum(max(0, (old.reached or 0) - new.resumed) for old, new in pairs)
-    between = sum(max(0.0, new.started - (old.end if old.end is not None else new.started)) for old, new in pairs)
+    between = sum(
+        max(0.0, new.started - (old.end if old.end is not None else new.started))
+        for old, new in pairs
+    )
     last = attempts[-1]
     end = last.end if last.end is not None else summary.until
     wall = max(end - attempts[0].started, counted)
-    return Spent(wall, counted, min(repeated * counted / max(trained, 1), max(0.0, wall - counted - between)), repeated, between)
+    return Spent(
+        wall,
+        counted,
+        min(repeated * counted / max(trained, 1), max(0.0, wall - counted - between)),
+        repeated,
+        between,
+    )
 
 
 def _ago(then: float, now: float) -> str:
@@ -208,7 +240,7 @@ def _console() -> Any:
     from rich.console import Console
 
     console = Console(highlight=False)
-    # In a file or a pipe lines are not wrapped
+    # Into a file or a pipe, lines stay whole
     return console if console.is_terminal else Console(highlight=False, width=1000)
 
 
@@ -221,63 +253,85 @@ def _show(console: Any, what: Any) -> None:
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
+Row = tuple[str, str, str]
+"""Name, text and style."""
+
+
 def _print_one(summary: Summary, time_spent: Spent | None, now: float) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console, last = _console(), summary.last
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="dim")
-    rows.add_column()
-
-    def row(name: str, text: str, style: str = "") -> None:
-        rows.add_row(name, Text(text, style=style))
-
-    why = f": {summary.reason}" if summary.reason and summary.state != "finished" else ""
-    row("state", summary.state + why, _style(summary.state))
-    left = ""
-    if summary.steps:
-        left = f" ({summary.step / summary.steps:.1%})"
-        if summary.state == "running" and last.get("step_seconds"):
-            left += f", about {seconds_as_text((summary.steps - summary.step) * last['step_seconds'])} left"
-    row("step", _steps(summary) + left)
-    if last:
-        row("loss", f"{_number(last['loss'])}, grad norm {_number(last.get('grad_norm'), '.3f')}, {_ago(last['time'], now)}")
-    if summary.evaluation:
-        row("evaluation", f"loss {_number(summary.evaluation['eval_loss'])} after step {summary.evaluation['step']:,}")
-    if last:
-        mfu = f", MFU {last['mfu']:.1%}" if last.get("mfu") is not None else ""
-        row("speed", f"{last['tokens_per_second']:,.0f} tokens/s, {last['step_seconds']:.3g} s a step{mfu}")
-    if summary.checkpoint is not None:
-        step, when, size = summary.checkpoint
-        others = f"; {summary.valid} are kept" if summary.valid > 1 else ""
-        row("checkpoint", f"step {step:,}, {_ago(when, now)}, {bytes_as_text(size)}{others}")
-    else:
-        row("checkpoint", "none that is valid" if summary.damaged else "none", "yellow")
-    for problem in summary.damaged:
-        row("", f"damaged: {problem}", "red")
-    for key, value in summary.more.items():
-        if value is not None:
-            row(key.replace("_", " "), str(value), "yellow")
-    row("owner", summary.owner or "nobody")
-    if time_spent is not None:
-        share = f"{time_spent.counted / time_spent.wall:.0%}" if time_spent.wall else "0 %"
-        row("goodput", f"{share}: {seconds_as_text(time_spent.counted)} in steps that counted, of {seconds_as_text(time_spent.wall)}")
-        lost = [f"{seconds_as_text(time_spent.rest)} starting, evaluating and saving"]
-        if time_spent.repeated_steps:
-            lost.insert(0, f"about {seconds_as_text(time_spent.repeated)} in {time_spent.repeated_steps:,} steps trained again")
-        if time_spent.between >= 1:
-            lost.insert(0, f"{seconds_as_text(time_spent.between)} with nobody running")
-        row("", "the rest: " + ", ".join(lost))
+    console = _console()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    rows = [*_progress_rows(summary, now), *_file_rows(summary, now)]
+    rows += [] if time_spent is None else _time_rows(time_spent)
     restarts = len(summary.attempts) - 1
     if summary.attempts:
-        row("restarts", str(restarts) if restarts else "none")
+        rows.append(("restarts", str(restarts) if restarts else "none", ""))
+    for name, text, style in rows:
+        table.add_row(name, Text(text, style=style))
     _show(console, Text(str(summary.path), style="bold"))
-    _show(console, rows)
+    _show(console, table)
     if restarts > 0:
         _show(console, _attempts_table(summary.attempts))
     if summary.error:
         _show(console, Text(summary.error, style="red"))
+
+
+def _progress_rows(summary: Summary, now: float) -> Iterator[Row]:
+    last, evaluation = summary.last, summary.evaluation
+    why = f": {summary.reason}" if summary.reason and summary.state != "finished" else ""
+    yield "state", summary.state + why, _style(summary.state)
+    left = ""
+    if summary.steps:
+        left = f" ({summary.step / summary.steps:.1%})"
+        if summary.state == "running" and last.get("step_seconds"):
+            seconds = (summary.steps - summary.step) * last["step_seconds"]
+            left += f", about {seconds_as_text(seconds)} left"
+    yield "step", _steps(summary) + left, ""
+    if last:
+        norm = _number(last.get("grad_norm"), ".3f")
+        text = f"{_number(last['loss'])}, grad norm {norm}, {_ago(last['time'], now)}"
+        yield "loss", text, ""
+    if evaluation:
+        loss = _number(evaluation["eval_loss"])
+        yield "evaluation", f"loss {loss} after step {evaluation['step']:,}", ""
+    if last:
+        mfu = f", MFU {last['mfu']:.1%}" if last.get("mfu") is not None else ""
+        speed = f"{last['tokens_per_second']:,.0f} tokens/s"
+        yield "speed", f"{speed}, {last['step_seconds']:.3g} s a step{mfu}", ""
+
+
+def _file_rows(summary: Summary, now: float) -> Iterator[Row]:
+    if summary.checkpoint is not None:
+        step, when, size = summary.checkpoint
+        others = f"; {summary.valid} are kept" if summary.valid > 1 else ""
+        text = f"step {step:,}, {_ago(when, now)}, {bytes_as_text(size)}{others}"
+        yield "checkpoint", text, ""
+    else:
+        yield "checkpoint", "none that is valid" if summary.damaged else "none", "yellow"
+    for problem in summary.damaged:
+        yield "", f"damaged: {problem}", "red"
+    for key, value in summary.more.items():
+        if value is not None:
+            yield key.replace("_", " "), str(value), "yellow"
+    yield "owner", summary.owner or "nobody", ""
+
+
+def _time_rows(spent: Spent) -> Iterator[Row]:
+    share = f"{spent.counted / spent.wall:.0%}" if spent.wall else "0 %"
+    counted = f"{seconds_as_text(spent.counted)} in steps that counted"
+    yield "goodput", f"{share}: {counted}, of {seconds_as_text(spent.wall)}", ""
+    lost = []
+    if spent.between >= 1:
+        lost.append(f"{seconds_as_text(spent.between)} with nobody running")
+    if spent.repeated_steps:
+        steps = f"{spent.repeated_steps:,} steps trained again"
+        lost.append(f"about {seconds_as_text(spent.repeated)} in {steps}")
+    lost.append(f"{seconds_as_text(spent.rest)} starting, evaluating and saving")
+    yield "", "the rest: " + ", ".join(lost), ""
 
 
 _SHOWN_ATTEMPTS = 12
@@ -288,7 +342,10 @@ def _attempts_table(attempts: list[Attempt]) -> Any:
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("attempt", "started", "on", "ranks", "from step", "to step", "ended"):
-        table.add_column(name, justify="right" if name in ("attempt", "ranks", "from step", "to step") else "left")
+        table.add_column(
+            name,
+            justify="right" if name in ("attempt", "ranks", "from step", "to step") else "left",
+        )
     for attempt in attempts[-_SHOWN_ATTEMPTS:]:
         table.add_row(
             str(attempt.number),
@@ -308,8 +365,11 @@ def _print_table(summaries: list[Summary], now: float) -> None:
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     right = ("step", "loss", "evaluation", "tokens/s", "restarts")
-    for name in ("run", "state", "step", "loss", "evaluation", "tokens/s", "checkpoint", "restarts", "reason"):
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=name != "reason")
+    left = ("run", "state", "checkpoint", "reason")
+    for name in (*left[:2], *right[:4], left[2], right[4], left[3]):
+        table.add_column(
+            name, justify="right" if name in right else "left", no_wrap=name != "reason"
+        )
     for summary in summaries:
         last = summary.last
         reason = (summary.reason or "") if summary.state not in ("running", "finished") else ""
@@ -320,7 +380,9 @@ def _print_table(summaries: list[Summary], now: float) -> None:
             _number(last["loss"]) if last else "",
             _number(summary.evaluation["eval_loss"]) if summary.evaluation else "",
             f"{last['tokens_per_second']:,.0f}" if last else "",
-            f"step {summary.checkpoint[0]:,}, {_ago(summary.checkpoint[1], now)}" if summary.checkpoint else "none",
+            f"step {summary.checkpoint[0]:,}, {_ago(summary.checkpoint[1], now)}"
+            if summary.checkpoint
+            else "none",
             str(max(0, len(summary.attempts) - 1)),
             Text(reason.split(", and")[0] if summary.state == "died" else reason),
         )

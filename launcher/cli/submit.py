@@ -1,16 +1,4 @@
-"""`launcher submit recipe=... nodes=2 gpus_per_node=8 time=12:00:00`: a job of Slurm that goes on until the run is finished.
-
-Options, besides overrides of the recipe:
-    every key of the section slurm (`launcher show recipe=...` lists them), without its name: nodes=2-4 time=1-12:00:00
-    partition=gpu account=me sbatch_extra=--nice=5 ...; text stays text here, and sbatch_extra, srun_extra and setup may be repeated
-    sweep.KEY=A,B,C     an array of runs, a folder each; several make all combinations. throttle=2: so many at a time
-    dependency          sbatch --dependency
-    gpu, gpu_memory     what `launcher plan` checks the job against before it is submitted: gpu=h100
-    --dry-run           print the script
-    --wait, --follow    stay until the job has ended, over all its requeues; follow: and print what rank 0 prints. The exit
-                        status is that of the run: 0 finished, 75 stopped, 2 refused, 1 failed
-    --force             submit what the plan says does not fit
-"""
+"""`launcher submit`: a Slurm job that is requeued until the run is finished."""
 
 from __future__ import annotations
 
@@ -35,49 +23,65 @@ from launcher.slurm import scheduler, submit
 from launcher.slurm.attempts import DEFAULT_LEAD, measured_lead
 from launcher.slurm.render import JobScript, file_pattern, node_counts, ranks_per_node, render
 
-_TEXTS = ("time", "host_memory", "partition", "account", "qos", "constraint", "exclude", "reservation", "mail", "interface", "python")
-_NUMBERS = ("nodes", "gpus_per_node", "ranks_per_node", "cpus", "max_restarts", "max_failures", "lead")
+_TEXTS = (
+    "time",
+    "host_memory",
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "exclude",
+    "reservation",
+    "mail",
+    "interface",
+    "python",
+)
+_NUMBERS = (
+    "nodes",
+    "gpus_per_node",
+    "ranks_per_node",
+    "cpus",
+    "max_restarts",
+    "max_failures",
+    "lead",
+)
 _LISTS = ("sbatch_extra", "srun_extra", "setup")
-_FLAGS = ("--dry-run", "--wait", "--follow", "--force")
 _SQUEUE_SECONDS = 5.0
-"""Between questions to Slurm, which may have thousands of users."""
+"""Between calls of squeue, which other users need, too."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of the command."""
+
+    plan: Sequence[str] = ()
+    """Arguments of `launcher plan` alone."""
+    dependency: str | None = None
+    throttle: int | None = None
+    dry_run: bool = False
+    wait: bool = False
+    follow: bool = False
+    force: bool = False
 
 
 @dataclass
 class Words:
-    """The arguments, sorted."""
+    """The other arguments, sorted."""
 
-    flags: set[str]
     recipe: list[str]
-    """recipe=..., overrides, and what is Slurm's as overrides of the section slurm."""
+    """recipe=..., overrides, and Slurm's arguments as overrides of the section slurm."""
     sweep: list[tuple[str, list[str]]]
-    plan: list[str]
-    """For `launcher plan` alone."""
-    dependency: str | None = None
-    throttle: int | None = None
 
 
 def sort_arguments(arguments: Sequence[str]) -> Words:
-    """Slurm's arguments stay text: YAML reads 1:30:00 as 5400, and 0123 as an octal number. Raises RecipeError."""
-    words = Words(set(), [], [], [])
+    """Slurm's arguments stay text: YAML would read 1:30:00 as 5400 and 0123 as another number."""
+    words = Words([], [])
     lists: dict[str, list[str]] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         name = key.removeprefix("slurm.")
-        if argument.startswith("-"):
-            if argument not in _FLAGS:
-                raise RecipeError(f"command line: {argument}: no such option; there are {', '.join(_FLAGS)}")
-            words.flags.add(argument)
-        elif equals and key.startswith("sweep."):
+        if equals and key.startswith("sweep."):
             words.sweep.append((key.removeprefix("sweep."), split_values(value)))
-        elif equals and key == "dependency":
-            words.dependency = value
-        elif equals and key == "throttle":
-            if not value.isdigit() or int(value) < 1:
-                raise RecipeError(f"command line: {argument}: must be a whole number, at least 1")
-            words.throttle = int(value)
-        elif equals and key in ("gpu", "gpu_memory"):
-            words.plan.append(argument)
         elif equals and name in _TEXTS:
             words.recipe.append(f"slurm.{name}={json.dumps(value)}")
         elif equals and name in _NUMBERS:
@@ -93,7 +97,7 @@ def sort_arguments(arguments: Sequence[str]) -> Words:
 
 
 def split_values(text: str) -> list[str]:
-    """Splits at commas outside of brackets and quotes: `1,[2,3]` has two values."""
+    """Splits at the commas outside of brackets and quotes: `1,[2,3]` is two values."""
     values, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -109,7 +113,8 @@ def split_values(text: str) -> list[str]:
 
 
 def _load(arguments: Sequence[str]) -> LoadedRecipe:
-    """Loads the recipe, and checks it for each number of ranks that the job may get. Raises RecipeError."""
+    """Loads the recipe, checked for every number of ranks that the job may get. Raises
+    RecipeError."""
     loaded = load_recipe(arguments, ranks=None)
     slurm = loaded.recipe.slurm or Slurm()
     counts = node_counts(slurm)
@@ -124,38 +129,48 @@ def _load(arguments: Sequence[str]) -> LoadedRecipe:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: of a job, or of a task of a job array."""
+    """One run of the job, or of a task of its array."""
 
     recipe: Recipe
     label: str
-    """The values of a sweep."""
+    """Name among the runs of a sweep."""
 
     @property
     def folder(self) -> Path:
-        """Absolute: the job may have another working folder."""
+        """Absolute: the job may see another working folder."""
         return Path(self.recipe.run.dir).absolute()
 
 
 def make_runs(words: Words) -> list[Run]:
-    """One run, or one for each combination of a sweep's values, in folders below the recipe's run.dir. Raises RecipeError."""
+    """The run, or a run for each combination of a sweep's values, in folders below run.dir. Raises
+    RecipeError."""
     if not words.sweep:
         return [Run(_load(words.recipe).recipe, "")]
     runs = []
     short = [key.rsplit(".", 1)[-1] for key, _ in words.sweep]
-    names = [name if short.count(name) == 1 else key for name, (key, _) in zip(short, words.sweep, strict=True)]
+    names = [
+        name if short.count(name) == 1 else key
+        for name, (key, _) in zip(short, words.sweep, strict=True)
+    ]
     for values in itertools.product(*(values for _, values in words.sweep)):
         overrides = [f"{key}={value}" for (key, _), value in zip(words.sweep, values, strict=True)]
         recipe = _load([*words.recipe, *overrides]).recipe
-        label = ",".join(f"{name}={re.sub(r'[^-+.=A-Za-z0-9_]', '_', value)}" for name, value in zip(names, values, strict=True))
-        run = dataclasses.replace(recipe.run, name=f"{recipe.run.name} {label}", dir=str(Path(recipe.run.dir) / label))
+        label = ",".join(
+            f"{name}={re.sub(r'[^-+.=A-Za-z0-9_]', '_', value)}"
+            for name, value in zip(names, values, strict=True)
+        )
+        run = dataclasses.replace(
+            recipe.run, name=f"{recipe.run.name} {label}", dir=str(Path(recipe.run.dir) / label)
+        )
         runs.append(Run(dataclasses.replace(recipe, run=run), label))
     if len({run.label for run in runs}) < len(runs):
-        raise RecipeError("command line: sweep: two runs would have the same name, and folder; give each value once")
+        what = "two runs would have the same name, and folder; give each value once"
+        raise RecipeError(f"command line: sweep: {what}")
     return runs
 
 
 def _half(limit: str | None) -> int:
-    """Half of a time limit, in seconds. With an earlier warning a run would get nothing done."""
+    """Half of a time limit, in seconds: a warning before that would leave no time to train."""
     if limit is None or not limit[0].isdigit():
         return sys.maxsize
     days, dash, rest = limit.rpartition("-")
@@ -169,8 +184,10 @@ def _half(limit: str | None) -> int:
     return max(1, (((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds) // 2)
 
 
-def make_script(words: Words, runs: Sequence[Run], submissions: Sequence[submit.Submission]) -> JobScript:
-    """The script for these runs."""
+def make_script(
+    words: Words, request: Request, runs: Sequence[Run], submissions: Sequence[submit.Submission]
+) -> JobScript:
+    """The job of these runs."""
     first, slurm = runs[0], runs[0].recipe.slurm or Slurm()
     above = first.folder.parent if words.sweep else first.folder
     name = first.recipe.run.name.removesuffix(f" {first.label}")
@@ -179,37 +196,47 @@ def make_script(words: Words, runs: Sequence[Run], submissions: Sequence[submit.
         name=name,
         slurm=slurm,
         lead=slurm.lead or min(max(measured, default=DEFAULT_LEAD), _half(slurm.time)),
-        log=Path(file_pattern(above)) / "slurm" / ("job_%A_%a.log" if len(runs) > 1 else "job_%j.log"),
+        log=Path(file_pattern(above))
+        / "slurm"
+        / ("job_%A_%a.log" if len(runs) > 1 else "job_%j.log"),
         directory=Path.cwd(),
-        runs=tuple((run.folder, submission.recipe) for run, submission in zip(runs, submissions, strict=True)),
+        runs=tuple(
+            (run.folder, submission.recipe)
+            for run, submission in zip(runs, submissions, strict=True)
+        ),
         python=Path(sys.executable),
-        throttle=words.throttle,
-        dependency=words.dependency,
+        throttle=request.throttle,
+        dependency=request.dependency,
     )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """0: submitted (with --wait and --follow: finished); 3: does not fit; 75 and 1: how the run ended that was waited for."""
+def main(arguments: Sequence[str], request: Request) -> int:
+    """Returns 0 where it was submitted, 3 where it does not fit. With wait and follow: how it
+    ended."""
     words = sort_arguments(arguments)
-    if words.throttle is not None and not words.sweep:
-        raise RecipeError("command line: throttle: of a sweep only: how many of its runs go on at a time")
+    if request.throttle is not None and not words.sweep:
+        raise RecipeError(
+            "command line: throttle: of a sweep only: how many of its runs go on at a time"
+        )
     runs = make_runs(words)
     submissions = [submit.Submission.new(run.folder) for run in runs]
     for run, submission in zip(runs, submissions, strict=True):  # what the job would be refused for
         submit.refuse_if_queued(submission)
         choose_resume(RunFolder(run.folder), run.recipe, to_yaml(run.recipe), restarted=False)
-    script = make_script(words, runs, submissions)
+    script = make_script(words, request, runs, submissions)
     text = render(script)
-    if "--dry-run" in words.flags:
+    if request.dry_run:
         print(text, end="")
         return EXIT_DONE
-    if not _fits(words, script.slurm):
+    if not _fits(words, request, script.slurm):
         return EXIT_NO
     version = submit.code_version()
     with contextlib.ExitStack() as locks:
         for submission in submissions:
             locks.enter_context(submission.locked())
-            submit.refuse_if_queued(submission)  # again: now that nobody else can submit it meanwhile
+            submit.refuse_if_queued(
+                submission
+            )  # again: now that nobody else can submit it meanwhile
         for run, submission in zip(runs, submissions, strict=True):
             submission.write_recipe(to_yaml(run.recipe))
         submissions[0].script.write_text(text)
@@ -224,21 +251,21 @@ def main(arguments: Sequence[str]) -> int:
         for task, submission in zip(ids, submissions, strict=True):
             submission.note(task, version)
     _tell(script, job, runs)
-    if words.flags & {"--wait", "--follow"}:
-        return _wait(ids, runs, follow="--follow" in words.flags)
+    if request.wait or request.follow:
+        return _wait(ids, runs, follow=request.follow)
     return EXIT_DONE
 
 
 def can_plan() -> bool:
-    """Whether torch is installed here, which the plan needs."""
+    """Whether torch, which a plan needs, is installed."""
     return importlib.util.find_spec("torch") is not None
 
 
-def _fits(words: Words, slurm: Slurm) -> bool:
-    """Whether the plan says that it fits, or cannot tell, or --force was given."""
-    if slurm.gpus_per_node is None or "--force" in words.flags:
+def _fits(words: Words, request: Request, slurm: Slurm) -> bool:
+    """Whether the job fits by the plan, or --force was given."""
+    if slurm.gpus_per_node is None or request.force:
         return True
-    if not words.plan:
+    if not request.plan:
         print("note: whether it fits was not checked: say for which GPU, such as gpu=h100")
         return True
     if not can_plan():
@@ -250,29 +277,34 @@ def _fits(words: Words, slurm: Slurm) -> bool:
     for values in _of_different_memory(words.sweep):
         recipe = [*words.recipe, *values]
         size = [f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}"]
-        checked = submit.check_plan([*recipe, *size, *words.plan, *host])
+        checked = submit.check_plan([*recipe, *size, *request.plan, *host])
         run = f"{' '.join(values)}: " if words.sweep else ""
         if checked.fits is False:
-            told = f"{run}{checked.said}\nnot submitted: that does not fit. launcher plan says what would; --force submits it anyway"
-            print(told, file=sys.stderr)
+            advice = "launcher plan says what would; --force submits it anyway"
+            print(f"{run}{checked.said}", file=sys.stderr)
+            print(f"not submitted: that does not fit. {advice}", file=sys.stderr)
             return False
         print(f"{run}{checked.said}")
     return True
 
 
 MOST_PLANS = 8
-"""Plans of a sweep: each takes seconds."""
+"""Plans of a sweep at most: each takes seconds."""
 
 
 def _of_different_memory(sweep: Sequence[tuple[str, list[str]]]) -> list[list[str]]:
-    """Overrides of the runs of a sweep that may need different memory. Other keys have their first value."""
+    """Overrides of the runs of a sweep that may differ in memory. Of keys that do not change the
+    memory it takes the first value."""
     sections = ("model", "batch", "strategy", "activation_checkpointing", "lora", "data")
-    chosen = [[f"{key}={value}" for value in (values if key.split(".")[0] in sections else values[:1])] for key, values in sweep]
+    chosen = [
+        [f"{key}={value}" for value in (values if key.split(".")[0] in sections else values[:1])]
+        for key, values in sweep
+    ]
     return [list(values) for values in itertools.islice(itertools.product(*chosen), MOST_PLANS)]
 
 
 def _shown(path: Path) -> str:
-    """Relative to the working folder, if it is inside."""
+    """The path relative to the current folder, where it is below."""
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
@@ -282,23 +314,41 @@ def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
     slurm, first = script.slurm, runs[0]
     ranks = ranks_per_node(slurm)
     each = (
-        f"{slurm.gpus_per_node} GPU{'s' * (slurm.gpus_per_node > 1)}" if slurm.gpus_per_node else f"{ranks} rank{'s' * (ranks > 1)} on CPUs"
+        f"{slurm.gpus_per_node} GPU{'s' * (slurm.gpus_per_node > 1)}"
+        if slurm.gpus_per_node
+        else f"{ranks} rank{'s' * (ranks > 1)} on CPUs"
     )
-    array = f", {len(runs)} runs" + (f", {script.throttle} at a time" if script.throttle else "") if len(runs) > 1 else ""
+    array = (
+        f", {len(runs)} runs" + (f", {script.throttle} at a time" if script.throttle else "")
+        if len(runs) > 1
+        else ""
+    )
     limit = f", {slurm.time} at a time" if slurm.time else ""
-    print(f"submitted job {job}: {script.name}{array}, {slurm.nodes} node{'s' * (slurm.nodes != 1)} x {each}{limit}")
-    log = str(script.log).replace("%j", job).replace("%A", job).replace("%a", "*").replace("%%", "%")
+    print(
+        f"submitted job {job}: {script.name}{array}, "
+        f"{slurm.nodes} node{'s' * (slurm.nodes != 1)} x {each}{limit}"
+    )
+    log = (
+        str(script.log).replace("%j", job).replace("%A", job).replace("%a", "*").replace("%%", "%")
+    )
     above = _shown(first.folder.parent if len(runs) > 1 else first.folder)
     stop, cancel = f"touch {_shown(first.folder)}/stop", f"scancel {job}"
     width = max(len(stop), len(cancel)) + 3
     rows = [
-        ("run folders" if len(runs) > 1 else "run folder", above + (f"/{first.label} ..." if len(runs) > 1 else "")),
+        (
+            "run folders" if len(runs) > 1 else "run folder",
+            above + (f"/{first.label} ..." if len(runs) > 1 else ""),
+        ),
         ("log", _shown(Path(log))),
         ("follow", f"launcher status {above}"),
         ("", f"tail -F {_shown(first.folder)}/log/rank_0.log"),
         ("stop", f"{stop:<{width}}saves first, however long that takes"),
         ("", f"{cancel:<{width}}saves too, if Slurm's KillWait is long enough (30 s by default)"),
-        ("limits", f"told to save {script.lead} s before one ends it; the job is then requeued, and goes on"),
+        (
+            "limits",
+            f"told to save {script.lead} s before one ends it; "
+            "the job is then requeued, and goes on",
+        ),
     ]
     for name, value in rows:
         print(f"  {name:<11} {value}")
@@ -306,7 +356,7 @@ def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
 
 
 def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
-    """Waits until all jobs and their successors have left the queue. Returns how the runs ended, as an exit status."""
+    """Waits until the jobs and their successors have left the queue; returns how the runs ended."""
     told: dict[Path, int] = {}
     log = runs[0].folder / "log" / "rank_0.log"
     told[log] = log.stat().st_size if log.exists() else 0
@@ -317,7 +367,9 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
                 _print_new(log, told)
             if time.monotonic() - asked > _SQUEUE_SECONDS:
                 asked = time.monotonic()
-                with contextlib.suppress(RecipeError):  # a controller that is restarted is back in a moment
+                with contextlib.suppress(
+                    RecipeError
+                ):  # a controller that is restarted is back in a moment
                     active = scheduler.active_jobs()
                     jobs = {job for run in runs for job in submit.Submission(run.folder, "").jobs()}
                     running = {active[job].lower() for job in jobs if job in active}
@@ -340,9 +392,13 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
             continue
         status = RunFolder(run.folder).read_status()
         ended = status.get("state") or "ended before training began"
-        print(f"{_shown(run.folder)}: {ended}" + (f" after step {status['step']}" if "step" in status else ""))
+        print(
+            f"{_shown(run.folder)}: {ended}"
+            + (f" after step {status['step']}" if "step" in status else "")
+        )
         if ended != "finished":
-            print(f"  {status.get('error') or status.get('reason') or f'see the logs in {run.folder}/slurm'}")
+            logs = f"see the logs in {run.folder}/slurm"
+            print(f"  {status.get('error') or status.get('reason') or logs}")
         statuses.append({"finished": EXIT_DONE, "stopped": EXIT_STOPPED}.get(ended, EXIT_FAILED))
     return max(statuses, key=(EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXIT_FAILED).index)
 

@@ -1,28 +1,52 @@
-"""A strict decoder: plain YAML values into the schema's frozen dataclasses, every problem at once.
+"""Plain YAML values to a Recipe, by pydantic, and pydantic's errors as messages.
 
-Nothing is converted on the way but a whole number into a float: 3 is not true, "4" is not 4.
+Where a value is wrong, decoding still returns a recipe, with a default in its place: the rules
+that join several keys are then checked wherever the keys that they read are sound.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import difflib
 import functools
 import math
-import types
 import typing
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from launcher.recipe.schema import ListOf, Range
+from pydantic import TypeAdapter, ValidationError
+
+from launcher.errors import closest, suggestion
+from launcher.recipe.schema import Recipe, Section
 
 KeyPath = tuple[str, ...]
+_Schema = dict[str, Any]
+
+_REQUIRED: dict[str, dict[str, Any]] = {
+    "run": {"name": "unnamed"},
+    "model": {},
+    "data": {},
+    "batch": {"global_batch_size": 1},
+}
+"""The sections that must be there, and any value for the keys that must be there."""
+_BOUNDS = {
+    "greater_than_equal": ("ge", "must be at least"),
+    "greater_than": ("gt", "must be more than"),
+    "less_than_equal": ("le", "must be at most"),
+    "less_than": ("lt", "must be less than"),
+}
+_NAMES = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with one key. Where its value came from is added by who knows it."""
+    """What is wrong with one key."""
 
     path: KeyPath
     message: str
@@ -36,17 +60,6 @@ def dotted(path: KeyPath) -> str:
     return text
 
 
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` was probably meant to be."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?`, or an empty string where nothing is near."""
-    near = closest(word, known)
-    return f"; did you mean {near}?" if near else ""
-
-
 def quoted(value: Any) -> str:
     """A value as the user would write it in YAML, shortened."""
     if value is None:
@@ -54,7 +67,8 @@ def quoted(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
-        text = "{" + ", ".join(f"{key}: {quoted(inner)}" for key, inner in value.items()) + "}"
+        pairs = (f"{key}: {quoted(inner)}" for key, inner in value.items())
+        text = "{" + ", ".join(pairs) + "}"
     elif isinstance(value, list):
         text = "[" + ", ".join(quoted(inner) for inner in value) + "]"
     else:
@@ -62,203 +76,155 @@ def quoted(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-@dataclass(frozen=True)
-class _Expected:
-    """A type annotation taken apart."""
-
-    kinds: tuple[Any, ...]
-    optional: bool
-    marks: tuple[Any, ...]
+def subsection(section: Any, name: str) -> Any | None:
+    """The dataclass of the section that key `name` of a section may hold, or None."""
+    hint = _type_hints(section)[name]
+    kinds = (hint, *typing.get_args(hint))
+    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
 
 
-def _expected(annotation: Any) -> _Expected:
-    origin = typing.get_origin(annotation)
-    if origin is typing.Annotated:
-        inner = _expected(typing.get_args(annotation)[0])
-        return _Expected(inner.kinds, inner.optional, inner.marks + typing.get_args(annotation)[1:])
-    if origin in (typing.Union, types.UnionType):
-        parts = [_expected(argument) for argument in typing.get_args(annotation) if argument is not type(None)]
-        return _Expected(
-            tuple(kind for part in parts for kind in part.kinds),
-            type(None) in typing.get_args(annotation) or any(part.optional for part in parts),
-            tuple(mark for part in parts for mark in part.marks),
-        )
-    return _Expected((annotation,), False, ())
+_type_hints = functools.cache(typing.get_type_hints)
 
 
-def _words(kind: Any) -> str:
-    if typing.get_origin(kind) is Literal:
-        choices = [str(choice) for choice in typing.get_args(kind)]
-        return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
-    if typing.get_origin(kind) is tuple:
-        arguments = typing.get_args(kind)
-        return "a list" if arguments[-1] is Ellipsis else f"a list of {len(arguments)} numbers"
-    if typing.get_origin(kind) is dict:
-        return "a section of keys" if typing.get_args(kind)[1] is Any else "a section of names"
-    if dataclasses.is_dataclass(kind):
-        return "a section with the keys " + ", ".join(field.name for field in dataclasses.fields(kind))
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a recipe, for editors, with the docstrings as descriptions."""
+    # Reading the docstrings takes 0.15 s, which no other command should pay
+    Section.__pydantic_config__["use_attribute_docstrings"] = True
+    schema = TypeAdapter(Recipe).json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
 
 
 @functools.cache
-def section_fields(section: Any) -> dict[str, Any]:
-    """A section's keys and their resolved annotations."""
-    return typing.get_type_hints(section, include_extras=True)
+def _adapter() -> TypeAdapter[Recipe]:
+    return TypeAdapter(Recipe)
 
 
-def subsection(annotation: Any) -> Any | None:
-    """The dataclass that an annotation admits, or None."""
-    return next((kind for kind in _expected(annotation).kinds if dataclasses.is_dataclass(kind)), None)
+@functools.cache
+def _root() -> _Schema:
+    return _adapter().json_schema()
 
 
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    """A field's default, or MISSING where it must be given."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+def all_keys() -> list[str]:
+    """Every key of a recipe, dotted."""
+    return [dotted(path) for path in _keys(_root())]
 
 
-def _all_keys(section: Any, path: KeyPath = ()) -> Iterable[KeyPath]:
-    for name, annotation in section_fields(section).items():
-        yield (*path, name)
-        inner = subsection(annotation)
-        if inner is not None:
-            yield from _all_keys(inner, (*path, name))
+def decode(plain: dict[str, Any]) -> tuple[Recipe, list[Problem], set[KeyPath]]:
+    """Returns the recipe, all problems, and the keys without a sound value.
 
-
-class Decoder:
-    """Decodes one tree; `problems` fills as it goes.
-
-    Where a value is wrong the section still comes out, with the default or None in its place, so that the rules
-    between keys can be checked wherever the keys they join are sound.
+    Unsound keys hold a default. They include a missing key whose misspelling was found instead.
     """
+    plain = {name: {} for name in _REQUIRED} | plain
+    try:
+        return _adapter().validate_python(plain), [], set()
+    except ValidationError as error:
+        errors = _Errors(plain, error)
+    problems = errors.problems()
+    return _repaired(plain, errors), problems, errors.misspelt | {one.path for one in problems}
 
-    def __init__(self, root: Any) -> None:
-        self.problems: list[Problem] = []
+
+class _Errors:
+    """The errors of one validation, by the key that they are about."""
+
+    def __init__(self, plain: dict[str, Any], error: ValidationError) -> None:
+        self._plain = plain
+        self.at: dict[KeyPath, list[Any]] = {}
+        for one in error.errors(include_url=False):
+            self.at.setdefault(self._path(one), []).append(one)
         self.misspelt: set[KeyPath] = set()
-        """Keys that are not there, but that a misspelt one seems to mean: they are not told to be missing too."""
-        self._keys = list(_all_keys(root))
 
-    def section(self, kind: Any, value: Any, path: KeyPath) -> Any:
-        """Decodes a mapping into the dataclass `kind`."""
-        annotations = section_fields(kind)
-        for key in value:
-            if key not in annotations:
-                self._unknown(str(key), annotations, annotations.keys() - value.keys(), path)
-        decoded = {}
-        for field in dataclasses.fields(kind):
-            default = default_of(field)
-            here = (*path, field.name)
-            if field.name in value:
-                decoded[field.name] = self._value(annotations[field.name], value[field.name], here, default)
-            elif default is dataclasses.MISSING and here in self.misspelt:
-                decoded[field.name] = None
-            elif default is dataclasses.MISSING and (inner := subsection(annotations[field.name])) is not None:
-                decoded[field.name] = self.section(inner, {}, here)
-            elif default is dataclasses.MISSING:
-                expected = _expected(annotations[field.name])
-                words = " or ".join(_words(one) for one in expected.kinds)
-                self.problems.append(Problem(here, f"missing; must be given: {words}"))
-                decoded[field.name] = None
-            else:
-                decoded[field.name] = default
-        return kind(**decoded)
+    def _path(self, error: Any) -> KeyPath:
+        """pydantic's location of an error, without the names of the kinds that it tried."""
+        path: list[str] = []
+        value: Any = self._plain
+        for part in error["loc"]:
+            inside = range(len(value)) if isinstance(value, list) else value
+            if isinstance(value, (dict, list)) and part in inside:
+                value = value[part]
+                path.append(str(part))
+        return (*path, error["loc"][-1]) if _is_missing(error) else tuple(path)
 
-    def _unknown(self, key: str, known: Iterable[str], absent: Collection[str], path: KeyPath) -> None:
-        message, meant = suggestion(key, known), closest(key, known)
-        if meant is not None and meant in absent:
-            self.misspelt.add((*path, meant))
+    def problems(self) -> list[Problem]:
+        """A message for each key that is wrong, unknown keys first."""
+        unknown = [
+            Problem(path, self._unknown(path))
+            for path, errors in self.at.items()
+            if errors[0]["type"] == "unexpected_keyword_argument"
+        ]
+        seen = {problem.path for problem in unknown} | self.misspelt
+        messages = (
+            (path, self._message(path, errors))
+            for path, errors in self.at.items()
+            if path not in seen and path[:-1] not in self.misspelt
+        )
+        return unknown + [Problem(path, message) for path, message in messages if message]
+
+    def _unknown(self, path: KeyPath) -> str:
+        *parent, key = path
+        section: Any = self._plain
+        for part in parent:
+            section = section[part]
+        known = [name for option in _options(parent) for name in option.get("properties", {})]
+        meant = closest(key, known)
+        if meant is not None and section.get(meant, {}) == {}:
+            self.misspelt.add((*parent, meant))
         if "." in key:
-            message = "; a dot joins keys on the command line only, in a file they are nested"
-        if not message:
-            elsewhere = [dotted(other) for other in self._keys if other[-1] == key and other[:-1] != path]
-            if elsewhere:
-                message = f"; did you mean {elsewhere[0]}?"
-            else:
-                message = f"; known here: {', '.join(known)}"
-        self.problems.append(Problem((*path, key), f"unknown key{message}"))
-
-    def _value(self, annotation: Any, value: Any, path: KeyPath, default: Any) -> Any:
-        expected = _expected(annotation)
-        before = len(self.problems)
-        if value is None:
-            if expected.optional:
-                return None
-            message = "must not be null; must be " + " or ".join(_words(kind) for kind in expected.kinds)
-            self.problems.append(Problem(path, message))
-        else:
-            for kind in expected.kinds:
-                matches, decoded = self._try(kind, value, path, expected)
-                if matches:
-                    if len(self.problems) == before or dataclasses.is_dataclass(kind):
-                        return decoded
-                    break
-            else:
-                self.problems.append(Problem(path, self._mismatch(expected, value)))
-        return None if default is dataclasses.MISSING else default
-
-    def _mismatch(self, expected: _Expected, value: Any) -> str:
-        words = " or ".join(_words(kind) for kind in expected.kinds) + (", or null" if expected.optional else "")
-        choices = [str(c) for k in expected.kinds if typing.get_origin(k) is Literal for c in typing.get_args(k)]
-        hint = suggestion(value, choices) if isinstance(value, str) else ""
-        if str in expected.kinds and isinstance(value, (int, float, bool)):
-            hint = "; put it in quotes"
-        if isinstance(value, str) and {int, float} & set(expected.kinds) and _is_number(value):
-            hint = "; take the quotes away"
-        return f"must be {words}; got {quoted(value)}{hint}"
-
-    def _try(self, kind: Any, value: Any, path: KeyPath, expected: _Expected) -> tuple[bool, Any]:
-        """Whether the value is of this kind, and then what it decodes to; problems inside it are recorded."""
-        origin = typing.get_origin(kind)
-        if origin is Literal:
-            return any(type(value) is type(choice) and value == choice for choice in typing.get_args(kind)), value
-        if dataclasses.is_dataclass(kind):
-            return (True, self.section(kind, value, path)) if isinstance(value, dict) else (False, None)
-        if origin is dict:
-            return self._mapping(kind, value, path) if isinstance(value, dict) else (False, None)
-        if origin is tuple:
-            if isinstance(value, str) and any(isinstance(mark, ListOf) for mark in expected.marks):
-                value = [value]
-            return self._tuple(kind, value, path) if isinstance(value, list) else (False, None)
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            return False, None
-        if kind in (int, float):
-            self._number(value, path, expected)
-        if kind is str and not value.strip():
-            self.problems.append(Problem(path, "must not be empty"))
-        return True, value
-
-    def _mapping(self, kind: Any, value: dict[str, Any], path: KeyPath) -> tuple[bool, Any]:
-        inner = typing.get_args(kind)[1]
-        if inner is Any:
-            return True, value
-        if not value:
-            self.problems.append(Problem(path, "must not be empty"))
-        return True, {name: self._value(inner, item, (*path, str(name)), None) for name, item in value.items()}
-
-    def _tuple(self, kind: Any, value: list[Any], path: KeyPath) -> tuple[bool, Any]:
-        arguments = typing.get_args(kind)
-        if arguments[-1] is Ellipsis:
-            if not value:
-                self.problems.append(Problem(path, "must not be empty"))
-            arguments = (arguments[0],) * len(value)
-        elif len(value) != len(arguments):
-            return False, None
-        return True, tuple(
-            self._value(annotation, item, (*path, str(index)), None)
-            for index, (annotation, item) in enumerate(zip(arguments, value, strict=True))
+            return (
+                "unknown key; a dot joins keys on the command line only, in a file they are nested"
+            )
+        elsewhere = [*filter(lambda other: other[-1] == key, _keys(_root())), None]
+        if meant is None and elsewhere[0] is not None:
+            meant = dotted(elsewhere[0])
+        return "unknown key; " + (
+            f"did you mean {meant}?" if meant else f"known here: {', '.join(known)}"
         )
 
-    def _number(self, value: float, path: KeyPath, expected: _Expected) -> None:
-        if not math.isfinite(value):
-            self.problems.append(Problem(path, f"must be finite; got {value}"))
-            return
-        for mark in expected.marks:
-            violated = mark.violated_by(value) if isinstance(mark, Range) else None
-            if violated:
-                self.problems.append(Problem(path, f"{violated}; got {value if isinstance(value, int) else f'{value:g}'}"))
+    def _message(self, path: KeyPath, errors: list[Any]) -> str:
+        """An empty text where an error of a key inside this one says it better."""
+        for error in errors:
+            value = error["input"]
+            if error["type"] == "finite_number":
+                return f"must be finite; got {value}"
+            if error["type"] == "string_pattern_mismatch" or (
+                error["type"] == "too_short" and not value
+            ):
+                return "must not be empty"
+            if error["type"] in _BOUNDS:
+                name, words = _BOUNDS[error["type"]]
+                return f"{words} {_number(error['ctx'][name])}; got {_number(value)}"
+        if any(other[: len(path)] == path for other in self.at if other != path):
+            return ""
+        options = _options(path)
+        kinds = [option for option in options if option.get("type") != "null"]
+        if any("items" in option for option in kinds):  # one text stands for a list of one
+            kinds = [option for option in kinds if option["type"] != "string"]
+        words = " or ".join(map(_words, kinds))
+        if _is_missing(errors[0]):
+            return f"missing; must be given: {words}"
+        value = errors[0]["input"]
+        if value is None:
+            return f"must not be null; must be {words}"
+        null = ", or null" if len(options) > len(kinds) and {"type": "null"} in options else ""
+        return f"must be {words}{null}; got {quoted(value)}{_hint(value, kinds)}"
+
+
+def _is_missing(error: Any) -> bool:
+    return error["type"] == "missing" and isinstance(error["loc"][-1], str)
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _hint(value: Any, kinds: list[_Schema]) -> str:
+    types = {kind["type"] for kind in kinds if "const" not in kind and "enum" not in kind}
+    if "string" in types and isinstance(value, (int, float, bool)):
+        return "; put it in quotes"
+    if not isinstance(value, str):
+        return ""
+    if types & {"integer", "number"} and _is_number(value):
+        return "; take the quotes away"
+    return suggestion(value, [choice for kind in kinds for choice in _choices(kind)])
 
 
 def _is_number(text: str) -> bool:
@@ -266,3 +232,82 @@ def _is_number(text: str) -> bool:
         return math.isfinite(float(text))
     except ValueError:
         return False
+
+
+def _choices(schema: _Schema) -> list[str]:
+    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
+
+
+def _words(schema: _Schema) -> str:
+    """What a value must be, for a message."""
+    if choices := _choices(schema):
+        return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
+    if "properties" in schema:
+        return "a section with the keys " + ", ".join(schema["properties"])
+    if "prefixItems" in schema:
+        return f"a list of {len(schema['prefixItems'])} numbers"
+    if schema["type"] == "array":
+        return "a list"
+    if schema["type"] == "object":
+        return f"a section of {'keys' if schema['additionalProperties'] is True else 'names'}"
+    return _NAMES[schema["type"]]
+
+
+def _options(path: Iterable[str]) -> list[_Schema]:
+    """The JSON Schemas of the kinds of value that a key may hold."""
+    options = [_root()]
+    for part in path:
+        inner = [option for outer in options for option in _inside(outer, part)]
+        options = [option for one in inner for option in _alternatives(one)]
+    return options
+
+
+def _inside(schema: _Schema, part: str) -> Iterator[_Schema]:
+    if part in schema.get("properties", {}):
+        yield schema["properties"][part]
+    elif part.isdigit() and "prefixItems" in schema:
+        yield schema["prefixItems"][int(part)]
+    elif part.isdigit() and "items" in schema:
+        yield schema["items"]
+    elif isinstance(schema.get("additionalProperties"), dict) and not part.isdigit():
+        yield schema["additionalProperties"]
+
+
+def _alternatives(schema: _Schema) -> Iterator[_Schema]:
+    if "$ref" in schema:
+        schema = _root()["$defs"][schema["$ref"].rpartition("/")[2]]
+    for option in schema.get("anyOf", ()):
+        yield from _alternatives(option)
+    if "anyOf" not in schema:
+        yield schema
+
+
+def _keys(section: _Schema, path: KeyPath = ()) -> Iterator[KeyPath]:
+    for name, schema in section.get("properties", {}).items():
+        yield (*path, name)
+        for option in _alternatives(schema):
+            yield from _keys(option, (*path, name))
+
+
+def _repaired(plain: dict[str, Any], errors: _Errors) -> Recipe:
+    """The recipe with its wrong values left out."""
+    plain = copy.deepcopy(plain)
+    while True:
+        for path, found in errors.at.items():
+            if not _is_missing(found[0]):
+                _remove(plain, path[:2])
+            elif path[0] not in _REQUIRED or len(path) > 2:
+                _remove(plain, path[:-1])
+        for name, given in _REQUIRED.items():
+            plain[name] = given | plain.get(name, {})
+        try:
+            return _adapter().validate_python(plain)
+        except ValidationError as error:  # a key that was removed must be there
+            errors = _Errors(plain, error)
+
+
+def _remove(plain: dict[str, Any], path: KeyPath) -> None:
+    *parents, last = path
+    for parent in parents:
+        plain = plain.get(parent, {})
+    plain.pop(last, None)

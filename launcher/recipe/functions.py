@@ -1,4 +1,4 @@
-"""Functions of a user's own that a recipe names: `package.module:function`."""
+"""A user's own functions that a recipe names: `package.module:function`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ from launcher.errors import RecipeError
 
 
 def call_function(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
-    """What the function returns for these keyword arguments.
+    """Calls the function `package.module:function` with keyword arguments.
 
-    key: of the recipe, for messages, `SECTION.builder`. Raises RecipeError where there is no such function, or it takes other
-    arguments; what it raises itself is not caught.
+    key: of the recipe, for messages: `SECTION.builder`.
+    Raises RecipeError where there is no such function or it takes other arguments. Errors of the
+    function itself are not caught.
     """
     function = import_function(name, key=key)
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         section = key.partition(".")[0]
-        raise RecipeError(f"{section}.arguments: {name}{inspect.signature(function)} cannot be called with them: {error}") from None
+        raise RecipeError(
+            f"{section}.arguments: {name}{inspect.signature(function)} cannot be called with "
+            f"them: {error}"
+        ) from None
     return function(**arguments)
 
 
 def import_function(name: str, *, key: str) -> Callable[..., Any]:
     """The function `package.module:function`, from an installed package or the current folder.
 
-    key: of the recipe, for messages. Raises RecipeError where there is none; what its module raises is not caught.
+    key: of the recipe, for messages.
+    Raises RecipeError where there is none. Errors of its module are not caught.
     """
     module_name, _, function_name = name.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -41,10 +46,18 @@ def import_function(name: str, *, key: str) -> Callable[..., Any]:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise RecipeError(
-            f"{key}: there is no module {error.name}; it must lie in the current folder ({os.getcwd()}) or be installed"
+            f"{key}: there is no module {error.name}; it must lie in the current folder "
+            f"({os.getcwd()}) or be installed"
         ) from None
     function = getattr(module, function_name, None)
     if not callable(function):
-        there = [name for name, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == module_name]
-        raise RecipeError(f"{key}: {module_name} ({module.__file__}) has no function {function_name}; it has {', '.join(there) or 'none'}")
+        there = [
+            name
+            for name, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == module_name
+        ]
+        raise RecipeError(
+            f"{key}: {module_name} ({module.__file__}) has no function {function_name}; it has "
+            f"{', '.join(there) or 'none'}"
+        )
     return function  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """Names on the Hugging Face hub, and the folders they stand for on this machine.
 
-What is in the hub's cache is used as it is, without asking the network; what is not is fetched where there is one.
-`launcher prepare` does that beforehand, for compute nodes that have none.
+What is in the hub's cache is used without asking the network; everything else is fetched.
+`launcher prepare` fetches beforehand, for compute nodes that have no network.
 """
 
 from __future__ import annotations
@@ -17,15 +17,36 @@ from launcher.errors import RecipeError
 
 logger = logging.getLogger(__name__)
 
-_FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".py", ".md", ".yaml", ".yml", ".gz", ".zst", ".jinja")
+_FILE_ENDINGS = (
+    ".jsonl",
+    ".json",
+    ".parquet",
+    ".csv",
+    ".txt",
+    ".py",
+    ".md",
+    ".yaml",
+    ".yml",
+    ".gz",
+    ".zst",
+    ".jinja",
+)
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
-"""Of a model's repository: config, weights, tokenizer, chat template. Not the same weights again in another format."""
+"""What is fetched of a model's repository: config, weights, tokenizer and chat template, but not
+the same weights in another format."""
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
 
 
+_PREPARE = (
+    "where there is no network, run `launcher prepare recipe=...` on a machine that has one and "
+    "shares the cache (HF_HOME)"
+)
+
+
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form of a hub id (`owner/name`; of a data set also `owner/name:split` and
-    `owner/name/config:split`), and is no path: neither itself nor its first folder exists here."""
+    """Whether a name has the form of a hub id and is no path: neither it nor its first folder
+    exists here. Of a data set, the forms are `owner/name`, `owner/name:split` and
+    `owner/name/config:split`."""
     if name.endswith(_FILE_ENDINGS) or os.path.exists(name):
         return False
     form = re.fullmatch(r"(\w[\w.-]*)/\w[\w.-]*(/[\w.-]+)?(:[\w.+-]+)?", name)
@@ -33,7 +54,8 @@ def is_hub_id(name: str) -> bool:
 
 
 def data_set_id(name: str) -> tuple[str, str | None, str | None]:
-    """`owner/name`, `owner/name:split` or `owner/name/config:split` as repository, config and split."""
+    """Repository, config and split of `owner/name`, `owner/name:split` or
+    `owner/name/config:split`."""
     path, _, split = name.partition(":")
     owner, repository, *config = path.split("/")
     return f"{owner}/{repository}", config[0] if config else None, split or None
@@ -41,12 +63,11 @@ def data_set_id(name: str) -> tuple[str, str | None, str | None]:
 
 @functools.lru_cache(maxsize=8)
 def load_data_set(name: str, *, validation: bool = False, streaming: bool = False) -> Any:
-    """The rows of a hub data set (a `datasets.Dataset`, memory-mapped from its cache), fetched where they are missing.
+    """The rows of a hub data set: a `datasets.Dataset`, memory-mapped from its cache.
 
     streaming: a `datasets.IterableDataset` instead, whose rows are fetched as they are read.
-
-    validation: without a split in the name, take the split `validation`, or else `test`; false: take `train`.
-    Raises RecipeError where it is neither here nor to be had, or has no such split.
+    validation: takes the split `validation`, or else `test`, where the name has none; else `train`.
+    Raises RecipeError where it is not in the cache and cannot be fetched, or has no such split.
     """
     import datasets
 
@@ -54,26 +75,31 @@ def load_data_set(name: str, *, validation: bool = False, streaming: bool = Fals
     splits = [split] if split else ["validation", "test"] if validation else ["train"]
     for wanted in splits:
         try:
-            return datasets.load_dataset(repository, config, split=wanted, **({"streaming": True} if streaming else {}))
+            return datasets.load_dataset(
+                repository, config, split=wanted, **({"streaming": True} if streaming else {})
+            )
         except ValueError as error:
             what = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if "split" not in what.lower():
                 raise RecipeError(f"data: {name}: {what}") from None
-            problem = f"data: {name}: has no split {' or '.join(splits)}: {what.rstrip('.')}; name one, as in {repository}:train"
-        except Exception as error:  # no network, no such repository, no access, a broken file: many classes
+            missing = f"has no split {' or '.join(splits)}: {what.rstrip('.')}"
+            problem = f"data: {name}: {missing}; name one, as in {repository}:train"
+        except (
+            Exception
+        ) as error:  # no network, no such repository, no access, a broken file: many classes
             what = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RecipeError(
-                f"data: {name} is not in the cache of data sets and could not be fetched: {what}; where there is no network, "
-                "run `launcher prepare recipe=...` on a machine that has one and shares the cache (HF_HOME)"
+                f"data: {name} is not in the cache of data sets and could not be fetched: "
+                f"{what}; {_PREPARE}"
             ) from None
     raise RecipeError(problem)
 
 
 def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
-    """The folder of a model or tokenizer: `name` itself, or a snapshot in the hub's cache, fetched where it is missing.
+    """The folder of a model or tokenizer: `name` itself, or a snapshot in the hub's cache.
 
-    key: of the recipe, for messages. weights: whether the safetensors are needed; else config and tokenizer alone.
-    Raises RecipeError where it is neither here nor to be had.
+    key: of the recipe, for messages. weights: false: fetch only config and tokenizer.
+    Raises RecipeError where the model is not in the cache and cannot be fetched.
     """
     if os.path.isdir(name):
         return Path(name)
@@ -92,9 +118,10 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
     logger.info(f"fetching {name} from the hub")
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # no network, no such repository, no access: the hub has many classes for these
+    except (
+        Exception
+    ) as error:  # no network, no such repository, no access: the hub has many classes for these
         what = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RecipeError(
-            f"{key}: {name} is not in the hub's cache and could not be fetched: {what}; where there is no network, "
-            "run `launcher prepare recipe=...` on a machine that has one and shares the cache (HF_HOME)"
+            f"{key}: {name} is not in the hub's cache and could not be fetched: {what}; {_PREPARE}"
         ) from None

@@ -1,70 +1,65 @@
-"""The recipe's shape: one frozen dataclass a section, one docstring a field.
+"""What a recipe may contain: a frozen dataclass for each section, with a docstring for each key.
 
-Standard library only. What a recipe leaves out has the default written here; a field without one must be given.
-A new key is added here, is read where it is used, and shown in the recipes: nowhere else.
+pydantic checks plain values against these classes (`decode.py`) and exports them as a JSON Schema
+(`launcher schema`). A key that a recipe leaves out has the default that stands here; a key without
+a default must be given. To add a key: add it here, read it where it is used, show it in the
+recipes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, StrictBool, StrictInt
 
 DEFAULT_RUN_DIR = "runs/${run.name}"
 
-
-@dataclass(frozen=True)
-class Range:
-    """Bounds of a number. `above` and `below` exclude the bound itself."""
-
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None
-    below: float | None = None
-
-    def violated_by(self, value: float) -> str | None:
-        """What the value must be, in words, or None where it is."""
-        if self.minimum is not None and value < self.minimum:
-            return f"must be at least {self.minimum}"
-        if self.above is not None and value <= self.above:
-            return f"must be more than {self.above}"
-        if self.maximum is not None and value > self.maximum:
-            return f"must be at most {self.maximum}"
-        if self.below is not None and value >= self.below:
-            return f"must be less than {self.below}"
-        return None
-
-
-@dataclass(frozen=True)
-class ListOf:
-    """A tuple that may be written as one value: `train: a.txt` is `train: [a.txt]`."""
-
-
-PositiveInt = Annotated[int, Range(minimum=1)]
-NonNegativeInt = Annotated[int, Range(minimum=0)]
-PositiveFloat = Annotated[float, Range(above=0)]
-NonNegativeFloat = Annotated[float, Range(minimum=0)]
+# Nothing is converted but a whole number to a float: 3 is not true, "4" is not 4
+StrictFloat = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+PositiveInt = Annotated[StrictInt, Field(ge=1)]
+NonNegativeInt = Annotated[StrictInt, Field(ge=0)]
+PositiveFloat = Annotated[StrictFloat, Field(gt=0)]
+NonNegativeFloat = Annotated[StrictFloat, Field(ge=0)]
+Fraction = Annotated[StrictFloat, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(pattern=r"\S")]
+TextList = Annotated[
+    tuple[Text, ...],
+    Field(min_length=1),
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value,
+        json_schema_input_type=Text | tuple[Text, ...],
+    ),
+]
+"""A list that may be written as one value: `train: a.txt` is `train: [a.txt]`."""
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What the run is called, where it writes, how long it lasts."""
+class Section:
+    """How pydantic reads every section."""
 
-    name: str
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Section):
+    """Name, folder, length and safeguards of the run."""
+
+    name: Text
     """Name of the run, and of its folder."""
-    dir: str = DEFAULT_RUN_DIR
+    dir: Text = DEFAULT_RUN_DIR
     """Folder that everything the run writes goes into; relative to where the command is started."""
-    seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234
+    seed: Annotated[StrictInt, Field(ge=0, le=2**32 - 1)] = 1234
     """Seed of the initial weights, the order of samples and dropout."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What all ranks compute on. auto: a GPU each; CPUs only where no rank sees a GPU and torch is built for none. cuda: a GPU each
-    (ROCm's are called so too)."""
-    deterministic: bool = False
-    """Bit-reproducible on CUDA too, at some cost in speed."""
+    """Device of all ranks. auto: a GPU each; CPUs only where no rank sees a GPU and torch is built
+    for none. cuda: a GPU each (ROCm's too)."""
+    deterministic: StrictBool = False
+    """true: results are the same bits on CUDA too, at some cost in speed."""
     timeout: PositiveInt = 600
-    """Seconds that a collective may take once the first step is done."""
+    """Seconds that a collective may take after the first step."""
     init_timeout: PositiveInt = 1800
-    """Seconds that the first collectives may take, while ranks still start, load and compile."""
+    """Seconds that the first collectives may take, while other ranks still load and compile."""
     float32_matmul: Literal["highest", "high", "medium"] = "high"
     """Precision of float32 matrix products on CUDA: highest is float32, high is TF32."""
     max_steps: PositiveInt | None = None
@@ -72,145 +67,159 @@ class Run:
     epochs: PositiveInt | None = None
     """Length of the run in passes over the training data; or give max_steps."""
     max_skipped_steps: PositiveInt = 20
-    """Steps in a row with gradients that are not finite before on_divergence acts. A float16 loss scale may halve 16 times."""
-    max_loss_ratio: Annotated[float, Range(above=1)] | None = None
-    """A loss above so many times the median of the last 50 steps counts as divergence; null: only gradients that are not finite."""
+    """Consecutive steps with gradients that are not finite before on_divergence applies. A float16
+    loss scale may halve 16 times."""
+    max_loss_ratio: Annotated[StrictFloat, Field(gt=1)] | None = None
+    """A loss above this multiple of the median of the last 50 steps counts as divergence; null:
+    only gradients that are not finite."""
     on_divergence: Literal["stop", "rewind"] = "stop"
-    """rewind: go back to the last checkpoint before it, and leave out the samples of the steps that diverged."""
+    """stop: end the run. rewind: resume from the checkpoint before it, and skip the samples of the
+    steps that diverged."""
     hang_timeout: PositiveInt = 480
-    """Seconds without a sign of life from a rank after which the run says which one is behind, and ends to be restarted."""
+    """Seconds without a heartbeat of a rank before the run reports which rank is behind, and ends
+    to be restarted."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class Model(Section):
     """Which model, and how it is built."""
 
-    path: str | None = None
+    path: Text | None = None
     """Hugging Face checkpoint: a folder or a hub id."""
     config: dict[str, Any] | None = None
     """Or a transformers config: model_type and the fields of its config class."""
-    builder: str | None = None
+    builder: Text | None = None
     """Or a function of yours, `package.module:function`, that returns a torch.nn.Module."""
     arguments: dict[str, Any] | None = None
     """Keyword arguments of the builder."""
     task: Literal["causal_lm", "sequence_classification"] = "causal_lm"
-    """Which of transformers' heads the model has: AutoModelForCausalLM or AutoModelForSequenceClassification."""
-    num_labels: Annotated[int, Range(minimum=2)] | None = None
-    """sequence_classification: number of classes; null: as many as data.labels names, else as the config says."""
-    trust_remote_code: bool = False
-    """Run the Python code that a checkpoint brings along. It can do whatever you can."""
+    """causal_lm: AutoModelForCausalLM. sequence_classification:
+    AutoModelForSequenceClassification."""
+    num_labels: Annotated[StrictInt, Field(ge=2)] | None = None
+    """Number of classes, for task sequence_classification; null: the number of data.labels, else
+    that of the config."""
+    trust_remote_code: StrictBool = False
+    """Run the Python code of a checkpoint. It can do whatever you can."""
     init: Literal["pretrained", "random"] | None = None
-    """Where the weights come from; null: pretrained with a path, random with a config."""
-    attention: str = "sdpa"
+    """Initial weights; null: pretrained with a path, random with a config."""
+    attention: Text = "sdpa"
     """Any attention name of transformers: sdpa, eager, flash_attention_2, ..."""
-    compile: bool = False
+    compile: StrictBool = False
     """torch.compile each block."""
-    freeze: Annotated[tuple[str, ...], ListOf()] | None = None
-    """Parameters that are not trained: patterns of their names, such as `model.embed_tokens.*` (* stands for anything)."""
+    freeze: TextList | None = None
+    """Parameters that are not trained: patterns of their names, such as `model.embed_tokens.*`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora:
-    """Low-rank adapters (Hu et al., 2021), through peft. All other weights are frozen, and held in strategy's param_dtype."""
+class Lora(Section):
+    """Low-rank adapters (Hu et al., 2021), by peft. All other weights are frozen, in
+    param_dtype."""
 
     rank: PositiveInt = 16
     """Rank of each adapter."""
     alpha: PositiveFloat = 32.0
     """The adapter's output is scaled by alpha / rank."""
-    dropout: Annotated[float, Range(minimum=0, below=1)] = 0.0
+    dropout: Fraction = 0.0
     """Dropout on the adapter's input."""
-    target_modules: Annotated[tuple[str, ...], ListOf()] | None = None
-    """Names of the linear layers that get an adapter, such as q_proj; null: every linear layer in the blocks."""
+    target_modules: TextList | None = None
+    """Linear layers that get an adapter, such as q_proj; null: all those of the blocks."""
 
 
 DataKind = Literal["text", "tokens", "chat", "instruct", "classification"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(Section):
     """One part of a mixture."""
 
-    files: Annotated[tuple[str, ...], ListOf()]
+    files: TextList
     """Files, globs, folders, or a hub data set id."""
     weight: PositiveFloat = 1.0
-    """Share of the sequences that come from here: weight / sum of all weights."""
+    """Share of the sequences from this source: weight / sum of all weights."""
     kind: DataKind | None = None
     """null: data.kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
-    """What is trained on."""
+class Data(Section):
+    """Training and validation data."""
 
     kind: DataKind = "text"
-    """text: documents; tokens: rows of input_ids (and labels); chat: messages, loss on the assistant's turns;
-    instruct: prompt and response, loss on the response; classification: text and label."""
-    train: Annotated[tuple[str, ...], ListOf()] | dict[str, Source] | None = None
-    """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`, `owner/name/config:split`). Or a
-    mixture: a section of names, each {files: [...], weight: 1.0}."""
-    validation: Annotated[tuple[str, ...], ListOf()] | dict[str, Annotated[tuple[str, ...], ListOf()]] | None = None
+    """text: documents, for next-token training. tokens: rows of input_ids (and labels). chat:
+    messages, loss on the assistant's turns. instruct: prompt and response, loss on the response.
+    classification: text and label."""
+    train: TextList | Annotated[dict[str, Source], Field(min_length=1)] | None = None
+    """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
+    `owner/name/config:split`). Or a mixture: a section of names, each {files: [...], weight:
+    1.0}."""
+    validation: TextList | Annotated[dict[str, TextList], Field(min_length=1)] | None = None
     """The same, for evaluation. Or several sets: a section of names, each a list of files."""
-    builder: str | None = None
-    """In the place of train and validation: a function of yours, `package.module:function` (launcher.data.custom)."""
+    builder: Text | None = None
+    """Instead of train and validation: your function `package.module:function` (see
+    launcher/data/custom.py)."""
     arguments: dict[str, Any] | None = None
     """Keyword arguments of the builder."""
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """`bytes`, a folder with a Hugging Face tokenizer, or a hub id; null: the model's own."""
     sequence_length: PositiveInt = 2048
     """Tokens of a sequence."""
-    packing: bool = True
+    packing: StrictBool = True
     """Fill sequences with several documents, attention and positions kept apart."""
-    shuffle: bool = True
-    """false: in the order of the files."""
+    shuffle: StrictBool = True
+    """false: keep the order of the files."""
     workers: NonNegativeInt = 2
     """Loader processes per rank; 0: the rank's own process loads."""
     prefetch_factor: PositiveInt = 2
     """Batches that each worker keeps ready."""
-    persistent_workers: bool = True
-    """Keep the workers of an evaluation alive until the next one."""
-    pin_memory: bool | None = None
+    persistent_workers: StrictBool = True
+    """Keep the workers of an evaluation running until the next one."""
+    pin_memory: StrictBool | None = None
     """Page-locked host memory for the copy to the device; null: where the device is a GPU."""
-    text_column: str = "text"
-    """The column that holds the document (kinds text and classification)."""
-    messages_column: str | None = None
-    """kind chat; null: messages (role, content), or conversations (from, value)."""
-    prompt_column: str | None = None
-    """kind instruct; null: prompt, or instruction and input."""
-    response_column: str | None = None
-    """kind instruct; null: response, completion or output."""
-    label_column: str = "label"
-    """kind classification."""
-    labels: Annotated[tuple[str, ...], ListOf()] | None = None
-    """kind classification: names of the classes in order; null: the column holds whole numbers from 0."""
-    chat_template: str | None = None
-    """kind chat: a file with a Jinja chat template; null: the tokenizer's own."""
+    text_column: Text = "text"
+    """Column with the document, for kinds text and classification."""
+    messages_column: Text | None = None
+    """Column of kind chat; null: messages (role, content), or conversations (from, value)."""
+    prompt_column: Text | None = None
+    """Column of kind instruct; null: prompt, or instruction and input."""
+    response_column: Text | None = None
+    """Column of kind instruct; null: response, completion or output."""
+    label_column: Text = "label"
+    """Column of kind classification."""
+    labels: TextList | None = None
+    """Names of the classes in order, for kind classification; null: the column holds integers from
+    0."""
+    chat_template: Text | None = None
+    """File with a Jinja chat template, for kinds chat and instruct; null: the tokenizer's own."""
     on_error: Literal["fail", "skip"] = "fail"
-    """What a row that cannot be used does; skip: it is left out, counted, and listed in RUN_DIR/skipped_rows.jsonl."""
+    """What to do with a row that cannot be used; skip: leave it out, count it and list it in
+    RUN_DIR/skipped_rows.jsonl."""
     processes: PositiveInt | None = None
-    """Processes that tokenize, on each node; null: one a core."""
-    streaming: bool = False
+    """Processes that tokenize on each node; null: one for each core."""
+    streaming: StrictBool = False
     """Tokenize while training, for sets larger than the disk."""
     shuffle_buffer: PositiveInt = 1000
-    """streaming: rows held in memory to be shuffled, over all shards together."""
-    cache: str | None = None
+    """Rows held in memory to shuffle a stream, over all shards together."""
+    cache: Text | None = None
     """Folder of tokenized data; null: $XDG_CACHE_HOME/launcher or ~/.cache/launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
-    """How many sequences at once. Accumulation follows from these two and the number of ranks."""
+class Batch(Section):
+    """Sequences of a step. Accumulation follows from the sizes and the number of ranks."""
 
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: PositiveInt | Literal["auto"] | None = None
-    """Sequences per rank per forward pass; auto: what is fastest and fits by the memory plan, on the devices that are there."""
+    """Sequences per rank and forward pass; auto: the fastest size that fits by the memory plan, on
+    the devices of this run."""
     micro_batch_tokens: PositiveInt | None = None
-    """In its place, with packing: false: tokens, padding included, per rank per forward pass; sequences of like length meet."""
+    """Instead of micro_batch_size, with packing: false: tokens per rank and forward pass, padding
+    included; sequences of similar length are put together."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedPrecision:
-    """What is computed in fewer bits. Master weights and optimizer state stay float32."""
+class MixedPrecision(Section):
+    """Lower precision of compute and reduction. Master weights and optimizer state stay float32."""
 
     param_dtype: Dtype = "bfloat16"
     """ddp: the autocast dtype; fsdp: gathered weights and compute."""
@@ -219,55 +228,60 @@ class MixedPrecision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CpuOffload:
+class CpuOffload(Section):
     """Parameters, gradients and optimizer state live in host memory."""
 
-    pin_memory: bool = True
+    pin_memory: StrictBool = True
     """Page-locked, for copies that overlap with compute; used where the device is a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """How the model is spread over the ranks."""
+class Strategy(Section):
+    """How model and gradients are distributed over the ranks."""
 
     kind: Literal["ddp", "fsdp", "auto"] = "fsdp"
-    """ddp: every rank holds the model; fsdp: parameters, gradients and optimizer state are sharded; auto: what is fastest and fits
-    by the memory plan, on the devices that are there, and activation_checkpointing with it."""
-    mixed_precision: MixedPrecision | None = field(default_factory=MixedPrecision)
+    """ddp: every rank holds the model. fsdp: parameters, gradients and optimizer state are sharded.
+    auto: the fastest that fits by the memory plan, on the devices of this run, together with
+    activation_checkpointing."""
+    mixed_precision: MixedPrecision | None = MixedPrecision()
     """null: float32 throughout."""
-    reshard_after_forward: bool = True
-    """fsdp: free a block's gathered weights after its forward pass, and gather them again for its backward pass."""
-    reshard_after_backward: bool = True
-    """fsdp; false: weights stay gathered from the first to the last micro-batch of a step: faster, more memory."""
+    reshard_after_forward: StrictBool = True
+    """fsdp: free a block's unsharded weights after its forward pass, and gather them again for its
+    backward pass."""
+    reshard_after_backward: StrictBool = True
+    """fsdp; false: weights stay unsharded from the first to the last micro-batch of a step, which
+    is faster and needs more memory."""
     cpu_offload: CpuOffload | None = None
     """fsdp: {pin_memory: true} keeps the shards in host memory."""
     replicate: PositiveInt = 1
     """fsdp: copies of the sharded model (hybrid sharding); 1: shard over all ranks."""
-    sync_every_micro_batch: bool | Literal["auto"] = "auto"
-    """Reduce gradients after each micro-batch (less memory) or after the last (less traffic); auto: fsdp true, ddp false."""
+    sync_every_micro_batch: StrictBool | Literal["auto"] = "auto"
+    """true: reduce gradients after each micro-batch (less memory). false: after the last (less
+    traffic). auto: true with fsdp, false with ddp."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActivationCheckpointing:
-    """Which activations are computed again in the backward pass instead of kept."""
+class ActivationCheckpointing(Section):
+    """Activations that are computed again in the backward pass instead of kept."""
 
     mode: Literal["full", "selective"] = "full"
-    """full: keep a block's input only; selective: also attention's and every other matrix product's output."""
+    """full: keep only the input of a block. selective: also the outputs of attention and of every
+    other matrix product."""
     every_n_blocks: PositiveInt = 1
     """Checkpoint every n-th block."""
-    offload_to_cpu: bool = False
-    """Keep what is kept in host memory."""
+    offload_to_cpu: StrictBool = False
+    """Keep these activations in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class Optimizer(Section):
     """AdamW (Loshchilov and Hutter, 2019), fused; weight decay on matrices only."""
 
     name: Literal["adamw"] = "adamw"
     """The optimizer."""
     learning_rate: NonNegativeFloat = 2.0e-5
     """Peak learning rate."""
-    betas: tuple[Annotated[float, Range(minimum=0, below=1)], Annotated[float, Range(minimum=0, below=1)]] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of the two moments."""
     eps: PositiveFloat = 1.0e-8
     """Added to the denominator."""
@@ -278,178 +292,189 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(Section):
     """The learning rate over the run."""
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape after the warm-up; wsd: constant, then linear decay over decay_steps."""
     warmup_steps: NonNegativeInt = 100
     """Steps of linear warm-up; the first step has learning_rate / warmup_steps."""
-    min_ratio: Annotated[float, Range(minimum=0, maximum=1)] = 0.1
-    """The last step's learning rate, as a part of the peak."""
+    min_ratio: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.1
+    """Learning rate of the last step, as a part of the peak."""
     decay_steps: PositiveInt | None = None
     """wsd: steps of decay at the end; null: a tenth of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(Section):
     """Loss on data.validation."""
 
     every_steps: PositiveInt | None = 200
     """Optimizer steps between evaluations; the last step is always evaluated. null: only there."""
     max_batches: PositiveInt | None = None
     """Micro-batches per rank of one evaluation; null: all."""
-    at_start: bool = False
-    """Evaluate before the first step too."""
+    at_start: StrictBool = False
+    """Evaluate before the first step, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """What is kept of a run: checkpoints to go on from, and the weights at its end."""
+class Checkpoint(Section):
+    """Checkpoints to resume from, and the weights at the end."""
 
     every_steps: PositiveInt | None = 500
-    """Optimizer steps between checkpoints; one is also written when the run is stopped, and at its end. null: none at all."""
+    """Optimizer steps between checkpoints; one is also written when the run is stopped, and at its
+    end. null: no checkpoints."""
     keep_last: PositiveInt = 2
     """Checkpoints to keep."""
     keep_every: PositiveInt | None = None
-    """Keep those whose step is a multiple of this, too."""
+    """Keep checkpoints whose step is a multiple of this, too."""
     keep_best: Literal["eval_loss"] | None = None
-    """eval_loss: keep the one with the lowest evaluation loss, too."""
-    resume: str = "auto"
-    """auto: resume from the newest valid checkpoint of run.dir, if there is one | never | the path of a checkpoint, to start an empty
-    run.dir from; later starts resume from run.dir's own checkpoints."""
-    allow_changes: bool = False
-    """Resume although the recipe's data, model, global batch or seed differ from the checkpoint's."""
-    asynchronous: bool = True
-    """Write checkpoints while training goes on."""
+    """eval_loss: keep the checkpoint with the lowest evaluation loss, too."""
+    resume: Text = "auto"
+    """auto: resume from the newest valid checkpoint of run.dir, if there is one. never: start from
+    scratch. Or the path of a checkpoint, to start an empty run.dir from; later starts resume from
+    run.dir's own checkpoints."""
+    allow_changes: StrictBool = False
+    """Resume even if data, model, global batch or seed differ from the checkpoint's."""
+    asynchronous: StrictBool = True
+    """Write checkpoints while training continues."""
     max_failures: PositiveInt = 3
-    """Saves that fail in a row (a full disk) before the run ends; after fewer it goes on, and says so."""
+    """Consecutive saves that may fail (a full disk) before the run ends; fewer are reported."""
     export: Literal["at_end"] | None = None
     """at_end: write the final weights as a Hugging Face folder to RUN_DIR/hf."""
     export_dtype: Dtype | None = None
-    """Of the exported weights; null: the checkpoint's that the run started from, else float32."""
-    export_merged: bool = False
-    """lora: export the whole model with the adapters added in; false: the adapters alone, for peft."""
+    """Dtype of the exported weights; null: that of the checkpoint that the run started from, else
+    float32."""
+    export_merged: StrictBool = False
+    """lora: true: export the whole model with the adapters added. false: the adapters, for peft."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wandb:
+class Wandb(Section):
     """Weights & Biases."""
 
-    project: str
+    project: Text
     """Project that the run is shown under."""
     mode: Literal["online", "offline"] = "online"
     """offline: written to RUN_DIR/wandb, for `wandb sync`."""
-    entity: str | None = None
+    entity: Text | None = None
     """User or team; null: wandb's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logging:
-    """Where numbers go, beside metrics.jsonl and the console."""
+class Logging(Section):
+    """Where metrics are written, besides metrics.jsonl and the console."""
 
     every_steps: PositiveInt = 1
-    """Optimizer steps between lines. The numbers of a step are read after the next one has started: 1 costs no gap on a GPU."""
+    """Optimizer steps between lines. A step is logged after the next one has started, so that 1
+    does not delay a GPU."""
     wandb: Wandb | None = None
     """{project: NAME, mode: online | offline}."""
-    tensorboard: bool = False
+    tensorboard: StrictBool = False
     """Write RUN_DIR/tensorboard."""
-    memory_plan: bool = False
-    """Plan the memory beside the training, and log how the measured peak compares. Planning takes seconds of one core."""
+    memory_plan: StrictBool = False
+    """Plan the memory while training starts, and log how the measured peak compares. Planning takes
+    seconds of one core."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(Section):
     """torch.profiler over a few steps: one Chrome trace a rank in RUN_DIR/profile."""
 
     start_step: PositiveInt
-    """First step that is profiled, a step of the run: 1000 is step 1000 after a resume, too."""
+    """First step to profile, counted over the whole run."""
     steps: PositiveInt
     """Number of steps."""
-    memory_snapshot: bool = False
+    memory_snapshot: StrictBool = False
     """CUDA: also RUN_DIR/profile/memory_rank_N.pickle, for pytorch.org/memory_viz."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slurm:
-    """What `launcher submit` asks Slurm for, and how the job runs. An argument of the same name wins: `submit time=1:30:00`."""
+class Slurm(Section):
+    """What `launcher submit` asks Slurm for, and how the job runs. An argument of the same name
+    wins: `submit time=1:30:00`."""
 
-    nodes: PositiveInt | str = 1
-    """Nodes; "2-4": as many of them as there are, another number after each requeue."""
+    nodes: PositiveInt | Text = 1
+    """Nodes; "2-4": as many of them as are free, another number after each requeue."""
     gpus_per_node: PositiveInt | None = None
     """GPUs on each node; null: the ranks compute on the CPU."""
     ranks_per_node: PositiveInt | None = None
-    """Ranks on each node; null: one a GPU, or one."""
+    """Ranks on each node; null: one for each GPU, or one."""
     cpus: PositiveInt | None = None
-    """CPUs on each node (sbatch --cpus-per-task); null: those that Slurm gives."""
-    host_memory: str | None = None
-    """Host memory on each node (sbatch --mem), such as 500G; "0": all of it; null: what Slurm gives."""
-    time: str | None = None
-    """Limit of one allocation, in quotes: "12:00:00"; the job goes on in another. null: the partition's."""
-    partition: str | None = None
+    """CPUs on each node (sbatch --cpus-per-task); null: the partition's default."""
+    host_memory: Text | None = None
+    """Host memory on each node (sbatch --mem), such as 500G; "0": all of it; null: the partition's
+    default."""
+    time: Text | None = None
+    """Time limit of one allocation, in quotes: "12:00:00"; the job continues in another. null: the
+    partition's."""
+    partition: Text | None = None
     """sbatch --partition."""
-    account: str | None = None
+    account: Text | None = None
     """sbatch --account."""
-    qos: str | None = None
+    qos: Text | None = None
     """sbatch --qos."""
-    constraint: str | None = None
+    constraint: Text | None = None
     """sbatch --constraint."""
-    exclude: str | None = None
-    """Nodes that are not to be used (sbatch --exclude)."""
-    reservation: str | None = None
+    exclude: Text | None = None
+    """Nodes to leave out (sbatch --exclude)."""
+    reservation: Text | None = None
     """sbatch --reservation."""
-    mail: str | None = None
-    """Address that is written to when the job ends, fails or is requeued."""
-    sbatch_extra: Annotated[tuple[str, ...], ListOf()] | None = None
+    mail: Text | None = None
+    """Address for mail when the job ends, fails or is requeued."""
+    sbatch_extra: TextList | None = None
     """Other options of sbatch, such as --exclusive."""
-    srun_extra: Annotated[tuple[str, ...], ListOf()] | None = None
+    srun_extra: TextList | None = None
     """Other options of the srun that starts the ranks, such as --container-image=IMAGE."""
-    setup: Annotated[tuple[str, ...], ListOf()] | None = None
-    """Lines of bash that prepare the environment on the first node, which the others get: module load, source .../activate."""
-    environment: dict[str, str] | None = None
-    """Environment variables, after setup: {NCCL_IB_HCA: mlx5}."""
-    interface: str | None = None
-    """Network interface of NCCL, gloo and the ranks' meeting point, such as ib0; null: they choose."""
-    python: str | None = None
-    """Python of the ranks; null: the one that submits."""
+    setup: TextList | None = None
+    """Lines of bash that prepare the environment on the first node, which the others get: module
+    load, source .../activate."""
+    environment: Annotated[dict[str, Text], Field(min_length=1)] | None = None
+    """Environment variables, set after setup: {NCCL_IB_HCA: mlx5}."""
+    interface: Text | None = None
+    """Network interface of NCCL, gloo and the rendezvous, such as ib0; null: chosen by them."""
+    python: Text | None = None
+    """Python of the ranks; null: the one that runs `launcher submit`."""
     max_restarts: NonNegativeInt = 3
     """Restarts within an allocation (torchrun --max-restarts)."""
     max_failures: PositiveInt = 3
-    """Failures in a row without a new checkpoint after which the job is not requeued."""
+    """Consecutive failures without a new checkpoint after which the job is not requeued."""
     lead: PositiveInt | None = None
-    """Seconds before the time limit at which the run is told to save; null: at least twice a step and a save, as measured."""
-    preflight: bool = False
-    """Check every node before training (launcher doctor --node), then all together; a bad one is excluded, and the job requeued."""
+    """Seconds before the time limit when the run is told to save; null: at least twice the time of
+    a step and a save, as measured."""
+    preflight: StrictBool = False
+    """Check every node before training (launcher doctor --node), then all together; a bad node is
+    excluded and the job requeued."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """One run, whole."""
+class Recipe(Section):
+    """One run."""
 
     run: Run
-    """What the run is called, where it writes, how long it lasts."""
+    """Name, folder, length and safeguards of the run."""
     model: Model
     """Which model, and how it is built."""
     data: Data
-    """What is trained on."""
+    """Training and validation data."""
     batch: Batch
-    """How many sequences at once."""
-    strategy: Strategy = field(default_factory=Strategy)
-    """How the model is spread over the ranks."""
+    """Sequences of a step."""
+    strategy: Strategy = Strategy()
+    """How model and gradients are distributed over the ranks."""
     activation_checkpointing: ActivationCheckpointing | None = None
-    """Which activations are computed again; null: none."""
+    """Activations that are computed again in the backward pass; null: none."""
     lora: Lora | None = None
-    """Low-rank adapters are trained, all else is frozen; null: everything is trained."""
-    optimizer: Optimizer = field(default_factory=Optimizer)
+    """Train low-rank adapters and freeze all else; null: train everything."""
+    optimizer: Optimizer = Optimizer()
     """AdamW and its settings."""
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: Schedule = Schedule()
     """The learning rate over the run."""
-    evaluation: Evaluation = field(default_factory=Evaluation)
+    evaluation: Evaluation = Evaluation()
     """Loss on data.validation."""
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """What is kept of the weights."""
-    logging: Logging = field(default_factory=Logging)
-    """Where numbers go."""
+    checkpoint: Checkpoint = Checkpoint()
+    """Checkpoints to resume from, and the weights at the end."""
+    logging: Logging = Logging()
+    """Where metrics are written."""
     profile: Profile | None = None
     """torch.profiler over a few steps; null: off."""
     slurm: Slurm | None = None

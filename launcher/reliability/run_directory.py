@@ -63,10 +63,7 @@ class RunFolder:
         """
         mine = {key: value for key, value in _identity(environment).items() if value is not None}
         return environment.restarted and any(
-            event.get(key) == value
-            for event in self._events()
-            if event["event"] == "started"
-            for key, value in mine.items()
+            event.get(key) == value for event in self._events() if event["event"] == "started" for key, value in mine.items()
         )
 
     def note_start(self, environment: Environment) -> None:
@@ -102,8 +99,7 @@ class RunFolder:
         if "state" in status and "step" in status:
             known = f" ({status['state']}, step {status['step']})"
         raise RecipeError(
-            f"run.dir: {self.path} holds a run already{known}, and {why}; "
-            f"give another folder, such as run.dir={self.path}-2, or remove it"
+            f"run.dir: {self.path} holds a run already{known}, and {why}; give another folder, such as run.dir={self.path}-2, or remove it"
         )
 
     def create(self, recipe_yaml: str, *, anew: bool = True) -> None:

@@ -233,7 +233,7 @@ def test_export_refused(tmp_path, llama, capsys):
         return capsys.readouterr().err
 
     run, out = tmp_path / "run", tmp_path / "out"
-    assert "needs two folders, and got 1" in told(run)
+    assert "Missing argument 'OUT'" in told(run)
     assert "no such folder" in told(run, out)
     run.mkdir()
     assert "does not look like the folder of a run" in told(run, out)
@@ -242,9 +242,9 @@ def test_export_refused(tmp_path, llama, capsys):
     (run / "hf").mkdir()
     save_file({"a": torch.zeros(1)}, run / "hf" / "model.safetensors")
     assert "there is no adapter to add in" in told(run, out, "merged=true")
-    several = told(run, out, "dtype=int8", "merge=true", "merged=yes")
-    assert "dtype=int8: must be bfloat16 | float16 | float32" in several
-    assert "unknown option; did you mean merged?" in several
+    assert "dtype=int8: must be bfloat16 | float16 | float32" in told(run, out, "dtype=int8")
+    several = told(run, out, "merge=true", "merged=yes")
+    assert "merge=true: no option of launcher export; did you mean merged?" in several
     assert "merged=yes: must be true or false" in several
     assert "no folder" in told(run, tmp_path / "a" / "b")
     out.mkdir()

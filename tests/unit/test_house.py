@@ -77,13 +77,13 @@ def test_no_module_imports_itself_through_others():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
 
 
-def test_only_load_imports_omegaconf():
+def test_only_reading_a_recipe_imports_omegaconf():
     users = [
         file.name
         for file in FILES
         if any(line.lstrip().startswith(("import omegaconf", "from omegaconf")) for line in file.read_text().splitlines())
     ]
-    assert users == ["load.py"]
+    assert users == ["load.py", "parse.py"]
 
 
 def test_no_module_shadows_the_standard_library_where_torchrun_could_see_it():
@@ -102,14 +102,14 @@ def test_what_checks_a_recipe_imports_nothing_heavy():
     assert json.loads(printed) == []
 
 
-def test_schema_needs_the_standard_library_only():
+def test_schema_needs_pydantic_only():
     roots = set()
     for node in ast.walk(ast.parse((PACKAGE / "recipe/schema.py").read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             roots.add(node.module.split(".")[0])
         elif isinstance(node, ast.Import):
             roots |= {name.name.split(".")[0] for name in node.names}
-    assert roots <= set(sys.stdlib_module_names)
+    assert roots - set(sys.stdlib_module_names) == {"pydantic"}
 
 
 def test_the_environment_is_read_in_one_place():

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from launcher.cli.inspect import main
+from launcher.cli.main import run
 from launcher.data.byte_tokenizer import hugging_face_byte_tokenizer
 from launcher.data.dataset import SequenceDataset
 from launcher.data.packing import best_fit, separate, stream
@@ -51,7 +51,7 @@ def chat(folder):
 
 
 def printed(capsys, *arguments):
-    assert main(arguments) == 0
+    assert run(["inspect", *arguments]) == 0
     return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
@@ -112,9 +112,9 @@ def test_sets_by_name(chat, capsys, folder):
     with pytest.raises(
         RecipeError, match=r"set=nera: no set of that name; did you mean near\?; there are train, validation, web, talk, near, far"
     ):
-        main([*chat, "data.train=null", mixture, sets, "set=nera"])
+        run(["inspect", *chat, "data.train=null", mixture, sets, "set=nera"])
     with pytest.raises(RecipeError, match=r"set=validation: no set of that name; there are train$"):
-        main([*chat, "set=validation"])
+        run(["inspect", *chat, "set=validation"])
 
 
 def test_spans_do_not_break_characters():
@@ -193,4 +193,4 @@ def test_classes_are_named(folder, capsys):
 
 def test_data_of_a_builder_is_not_inspected(folder):
     with pytest.raises(RecipeError, match=r"^data.builder: "):
-        main(["recipe=x.yaml", "data.builder=a:b", "data.train=null"])
+        run(["inspect", "recipe=x.yaml", "data.builder=a:b", "data.train=null"])

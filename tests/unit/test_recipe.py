@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.cli.schema import main as print_schema
 from launcher.cli.show import main as show
 from launcher.errors import RecipeError
 from launcher.recipe import schema
-from launcher.recipe.decode import dotted, section_fields, subsection
+from launcher.recipe.decode import decode, dotted, subsection
 from launcher.recipe.load import load_recipe, scalar_as_yaml, to_yaml
 from launcher.recipe.model_config import config_problems
 from launcher.recipe.schema import (
@@ -56,9 +58,9 @@ def load(*overrides, recipe="x.yaml", ranks=None):
 def sections(kind=Recipe, path=()):
     """(path, dataclass) of every section of the schema, the recipe itself first."""
     yield path, kind
-    for name, annotation in section_fields(kind).items():
-        if (inner := subsection(annotation)) is not None:
-            yield from sections(inner, (*path, name))
+    for field in dataclasses.fields(kind):
+        if (inner := subsection(kind, field.name)) is not None:
+            yield from sections(inner, (*path, field.name))
 
 
 def value_at(recipe, path):
@@ -374,12 +376,34 @@ def test_every_key_of_the_schema_has_a_docstring():
     assert undocumented == []
 
 
-def test_the_schema_needs_the_standard_library_only():
-    names = set()
-    for node in ast.walk(ast.parse(Path(schema.__file__).read_text())):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {node.module} if isinstance(node, ast.ImportFrom) else {alias.name for alias in node.names}
-    assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
+def test_the_json_schema_describes_every_key(capsys):
+    assert print_schema() == 0
+    printed = json.loads(capsys.readouterr().out)
+    for _, kind in sections():
+        section = printed if kind is Recipe else printed["$defs"][kind.__name__]
+        assert list(section["properties"]) == [field.name for field in dataclasses.fields(kind)]
+        assert section["description"].strip()
+        for key in section["properties"].values():  # a key described like its section has no description of its own
+            assert key.get("description", key.get("$ref"))
+        assert section["additionalProperties"] is False
+    data, optimizer = printed["$defs"]["Data"], printed["$defs"]["Optimizer"]
+    assert [kind["type"] for kind in data["properties"]["train"]["anyOf"]] == ["string", "array", "object", "null"]
+    assert data["properties"]["kind"]["enum"] == ["text", "tokens", "chat", "instruct", "classification"]
+    rate = optimizer["properties"]["learning_rate"]
+    assert (rate["type"], rate["minimum"], rate["default"]) == ("number", 0, 2e-5)
+    assert printed["required"] == ["run", "model", "data", "batch"]
+
+
+def test_a_recipe_with_wrong_keys_decodes_to_the_sound_ones():
+    """A checkpoint may hold a recipe with keys that this version does not know."""
+    plain = {"run": {"nam": "a", "seed": 3}, "data": {"train": [3]}, "profile": {"steps": "x"}, "gone": {}}
+    recipe, problems, unsound = decode(plain)
+    assert (recipe.run.seed, recipe.data.train, recipe.profile) == (3, None, None)
+    assert {dotted(path) for path in unsound} == {
+        *("gone", "run.nam", "run.name", "data.train[0]", "profile.start_step", "profile.steps"),
+        "batch.global_batch_size",
+    }
+    assert "run.name" not in {dotted(problem.path) for problem in problems}
 
 
 @pytest.mark.parametrize("file", COMPLETE, ids=lambda file: file.stem)

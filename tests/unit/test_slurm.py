@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import submit as command
+from launcher.cli.main import run as launcher
 from launcher.cli.plan import as_json
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe
@@ -157,7 +158,7 @@ def test_nodes_and_ranks():
 
 
 def submit_dry(*words, capsys):
-    assert command.main(["recipe=x.yaml", "--dry-run", *words]) == 0
+    assert launcher(["submit", "recipe=x.yaml", "--dry-run", *words]) == 0
     return capsys.readouterr().out
 
 
@@ -185,7 +186,7 @@ def test_arguments_stay_text_and_win_over_the_recipe(folder, capsys):
         (["sbatch_extra=rm"], "...must be options, --name or --name=value; got 'rm'"),
         (["sbatch_extra=--exclusive --account=x"], "...must be options, --name or --name=value; got..."),
         (["slurm.environment={A B: x}"], "...'A B' is no name of an environment variable"),
-        (["--wiat"], "command line: --wiat: no such option; there are --dry-run, --wait, --follow, --force"),
+        (["--wiat"], "command line: --wiat: no option of launcher submit; did you mean wait?; there are gpu, ..."),
         (["throttle=2"], "command line: throttle: of a sweep only..."),
         (
             ["nodes=2-4"],
@@ -197,7 +198,7 @@ def test_arguments_stay_text_and_win_over_the_recipe(folder, capsys):
 )
 def test_what_is_wrong_is_said_before_anything_is_submitted(folder, words, problem):
     with pytest.raises(RecipeError) as raised:
-        command.main(["recipe=x.yaml", *words])
+        launcher(["submit", "recipe=x.yaml", *words])
     assert says(problem, str(raised.value)), raised.value
     assert not (folder / "runs").exists()
 
@@ -232,7 +233,7 @@ launcher submit recipe=quickstart sweep.optimizer.learning_rate=1e-4,3e-4,1e-3,3
 def test_what_the_readme_says_is_taken(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [word for word in shlex.split(line)[2:] if word not in ("--follow", "--dry-run")]
-    assert command.main([*words, "--dry-run"]) == 0
+    assert launcher(["submit", *words, "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n")
 
 
@@ -270,17 +271,17 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
     monkeypatch.setattr(command, "can_plan", lambda: True)
     monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
     words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500G"]
-    assert command.main(words) == 3
+    assert launcher(["submit", *words]) == 3
     overrides = ["slurm.nodes=2", "slurm.gpus_per_node=4", 'slurm.host_memory="500G"']
     assert asked == [["recipe=x.yaml", *overrides, "nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500GiB"]]
     assert "needs 90 GiB of 80 GiB\nnot submitted" in capsys.readouterr().err
     assert not (folder / "runs").exists()
-    assert command.main(["recipe=x.yaml", "gpus_per_node=4", "run.name=unplanned"]) == 0
+    assert launcher(["submit", "recipe=x.yaml", "gpus_per_node=4", "run.name=unplanned"]) == 0
     assert "note: whether it fits was not checked: say for which GPU, such as gpu=h100" in capsys.readouterr().out
     assert len(asked) == 1
-    assert command.main([*words, "--force"]) == 0
+    assert launcher(["submit", *words, "--force"]) == 0
     assert "submitted job 7: small, 2 nodes x 4 GPUs" in capsys.readouterr().out
-    assert command.main([*words, "sweep.batch.micro_batch_size=1,2", "sweep.optimizer.learning_rate=1e-4,2e-4"]) == 3
+    assert launcher(["submit", *words, "sweep.batch.micro_batch_size=1,2", "sweep.optimizer.learning_rate=1e-4,2e-4"]) == 3
     assert "batch.micro_batch_size=1 optimizer.learning_rate=1e-4: needs 90 GiB of 80 GiB\nnot submitted" in capsys.readouterr().err
     assert command._of_different_memory([("batch.micro_batch_size", ["1", "2"]), ("optimizer.learning_rate", ["1e-4", "2e-4"])]) == [
         ["batch.micro_batch_size=1", "optimizer.learning_rate=1e-4"],
@@ -291,20 +292,20 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
     assert json.loads((folder / "runs/small/slurm/submissions.jsonl").read_text())["job"] == "7"
     monkeypatch.setattr(scheduler, "active_jobs", lambda: {"7": "PENDING"})
     with pytest.raises(RecipeError, match=r"has job 7 already \(pending\); wait for it, end it \(scancel 7\)"):
-        command.main([*words, "--force"])
+        launcher(["submit", *words, "--force"])
 
 
 def test_without_torch_there_is_no_plan(folder, monkeypatch, capsys):
     monkeypatch.setattr(command, "can_plan", lambda: False)
     monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
-    assert command.main(["recipe=x.yaml", "gpus_per_node=2", "gpu=h100"]) == 0
+    assert launcher(["submit", "recipe=x.yaml", "gpus_per_node=2", "gpu=h100"]) == 0
     assert "note: whether it fits was not checked: there is no torch here to plan with\n" in capsys.readouterr().out
 
 
 def test_without_slurm_it_says_so(folder, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
     with pytest.raises(RecipeError, match="sbatch: no such command; submit on a machine where Slurm is"):
-        command.main(["recipe=x.yaml"])
+        launcher(["submit", "recipe=x.yaml"])
 
 
 @pytest.mark.parametrize(
@@ -331,7 +332,7 @@ def test_who_waits_is_told_how_it_ended(folder, monkeypatch, capsys, left, statu
     monkeypatch.setattr(scheduler, "sbatch", sbatch)
     monkeypatch.setattr(scheduler, "active_jobs", lambda: states.pop(0))
     monkeypatch.setattr(command, "_SQUEUE_SECONDS", 0.0)
-    assert command.main(["recipe=x.yaml", "--wait"]) == status
+    assert launcher(["submit", "recipe=x.yaml", "--wait"]) == status
     said = capsys.readouterr().out
     assert says("..." + told, said), said
     assert not states
@@ -476,7 +477,6 @@ def test_lead_time_is_twice_a_step_and_a_save_as_measured(run):
     assert attempts.measured_lead(run.path) is None
     run.note("saved", ranks=2, step=3, bytes=1, seconds=200.0)
     assert attempts.measured_lead(run.path) == 481
-
 
     def earlier(lead, left):
         return attempts.earlier_warning(run.path, lead=lead, seconds_left=left)
@@ -635,7 +635,10 @@ def test_each_start_has_its_logs_its_port_and_its_environment(started):
     assert again.logs == job.run_dir / "slurm/job_7/restart_1"
     assert (job.port, again.port) == (20063, 20064)
     assert {name: os.environ[name] for name in ("LAUNCHER_JOB", "LAUNCHER_START", "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK")} == {
-        "LAUNCHER_JOB": "7", "LAUNCHER_START": "1", "OMP_NUM_THREADS": "4", "SRUN_CPUS_PER_TASK": "8"
+        "LAUNCHER_JOB": "7",
+        "LAUNCHER_START": "1",
+        "OMP_NUM_THREADS": "4",
+        "SRUN_CPUS_PER_TASK": "8",
     }
     assert os.environ["LAUNCHER_REFUSED"] == str(again.refused)
     task, _ = started({"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1"}, "", "--run", f"{job.run_dir}_1", "other.yaml")

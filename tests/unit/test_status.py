@@ -135,7 +135,7 @@ def test_a_folder_of_runs(run, capsys):
     [
         (["FOLDER/nowhere"], "FOLDER/nowhere: there is no such folder"),
         (["FOLDER"], "FOLDER: is no run's folder (there is no status.json), and holds none"),
-        ([], "launcher status RUN_DIR: takes the folder of a run"),
+        ([], "Missing argument 'RUN_DIR'"),
     ],
 )
 def test_where_there_is_no_run(arguments, told, tmp_path, capsys):

@@ -1,0 +1,131 @@
+"""The `launcher` command: help, options in both styles, completion, and what `launcher train` starts."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import typer.main
+from typer.core import TyperOption
+
+from launcher.cli import train
+from launcher.cli.main import app, main, run
+from launcher.cli.options import with_dashes
+from launcher.errors import RecipeError
+
+COMMANDS = typer.main.get_command(app).commands
+LAUNCHER = [sys.executable, "-m", "launcher.cli.main"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_describes_every_option_and_has_an_example(name, capsys):
+    assert main([name, "--help"]) == 0
+    printed = capsys.readouterr().out
+    _, _, example = printed.partition("Example:\n")
+    assert example.startswith(f"    launcher {name}")
+    for option in COMMANDS[name].params:
+        if isinstance(option, TyperOption):
+            assert option.help, option.name
+            assert f"--{option.name.replace('_', '-')}" in printed
+            if option.default is None and option.type_descriptor.annotation is not str:
+                assert "Default: " in option.help or not option.show_default or option.metavar, option.name
+
+
+def test_help_of_submit_has_the_keys_of_slurm(capsys):
+    assert main(["submit", "--help"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "nodes=..." in printed
+    assert "max_failures=... Consecutive failures without a new checkpoint" in printed
+    assert "[default: 3]" in printed
+
+
+def test_the_command_itself(capsys):
+    assert main(["--version"]) == 0
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n  {name} " in printed for name in COMMANDS)
+    assert "Shipped recipes: ddp, finetune, fsdp, " in printed
+    assert main([]) == 2
+    assert main(["plam"]) == 2
+    assert "No such command 'plam'. Did you mean 'plan'?" in capsys.readouterr().err
+
+
+OPTIONS = {"ranks": None, "gpu_memory": None, "json": False, "ladder": True}
+
+
+@pytest.mark.parametrize(
+    ("word", "spelled"),
+    [
+        ("ranks=2", ["--ranks=2"]),
+        ("--ranks", ["--ranks"]),
+        ("--gpu_memory=1GiB", ["--gpu-memory=1GiB"]),
+        ("gpu_memory=--x", ["--gpu-memory=--x"]),
+        ("json=true", ["--json"]),
+        ("json=false", []),
+        ("ladder=true", []),
+        ("ladder=false", ["--no-ladder"]),
+        ("--json", ["--json"]),
+        ("run.name=a=b", ["run.name=a=b"]),
+        ("runn.name=a", ["runn.name=a"]),
+        ("data={kind: chat}", ["data={kind: chat}"]),
+        ("recipe=x", ["recipe=x"]),
+        ("runs/a=b", ["runs/a=b"]),
+        ("oops", ["oops"]),
+    ],
+)
+def test_options_of_both_styles(word, spelled):
+    assert with_dashes("plan", [word], OPTIONS, overrides=True) == spelled
+
+
+def test_all_wrong_options_are_reported_at_once():
+    words = ["gpu_memry=80GiB", "--jsn", "json=yes", "recipe=x"]
+    with pytest.raises(RecipeError) as refused:
+        with_dashes("plan", words, OPTIONS, overrides=True)
+    there = "there are ranks, gpu_memory, json, ladder, and keys of the recipe"
+    assert refused.value.problems == [
+        f"command line: gpu_memry=80GiB: no option of launcher plan; did you mean gpu_memory?; {there}",
+        f"command line: --jsn: no option of launcher plan; did you mean json?; {there}",
+        "command line: json=yes: must be true or false",
+    ]
+    with pytest.raises(RecipeError, match="Invalid value for '--ranks'"):
+        run(["selftest", "recipe=fsdp", "ranks=0"])
+
+
+def test_the_shell_completes_commands_options_and_keys():
+    def completed(*words):
+        line = " ".join(("launcher", *words))
+        variables = os.environ | {
+            "_LAUNCHER_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(words)),
+        }
+        done = subprocess.run(LAUNCHER, env=variables, capture_output=True, text=True, timeout=60, check=False)
+        return done.stdout.split()
+
+    assert completed("sel") == ["selftest"]
+    assert "--samples" in completed("inspect", "--s")
+    assert completed("show", "recipe=fsdp_") == ["recipe=fsdp_offload"]
+    assert completed("show", "optimizer.learn") == ["optimizer.learning_rate="]
+
+
+def test_train_becomes_torchrun(folder, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(os, "execve", lambda program, words, environment: started.append(words) or 0)
+    monkeypatch.setattr(train, "_visible_gpus", lambda device: 4)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    main(["train", "recipe=x.yaml", "--gpus", "2", "run.seed=3", "max_restarts=1"])
+    ranks = ["--nproc-per-node=2", "--max-restarts=1", "-m", "launcher.train"]
+    assert started.pop() == [*torchrun, *ranks, "recipe=x.yaml", "run.seed=3"]
+    main(["train", "recipe=x.yaml"])
+    assert "--nproc-per-node=4" in started.pop()
+    assert main(["train", "recipe=x.yaml", "gpus=3"]) == 2
+    assert "64 is not a multiple of 8 (micro-batch) x 3 (ranks)" in capsys.readouterr().err
+    assert started == []
+
+
+def test_without_a_gpu_there_is_one_process(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert [train._visible_gpus(device) for device in ("cpu", "auto")] == [1, 1]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert [train._visible_gpus(device) for device in ("cpu", "auto")] == [1, 8]
