@@ -201,5 +201,5 @@ def test_every_package_that_is_imported_is_a_dependency():
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported.add(node.module.partition(".")[0])
-    provided = {"yaml": "pyyaml", "huggingface_hub": "transformers", "tokenizers": "transformers"}
+    provided = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml", "huggingface_hub": "transformers", "tokenizers": "transformers"}
     assert {provided.get(name, name) for name in imported - sys.stdlib_module_names} - names == set()
