@@ -147,10 +147,10 @@ def measured(ranks: int, report: Report) -> Report:
     with a finding where that failed."""
     environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)  # torchrun's default, no warning
     with tempfile.TemporaryDirectory(prefix="launcher-doctor-") as folder:
-        told = Path(folder) / "report.json"
+        file = Path(folder) / "report.json"
         command = [sys.executable, *(part.format(ranks=ranks) for part in WORKER)]
         process = subprocess.Popen(
-            [*command, json.dumps({"report": str(told)})],
+            [*command, json.dumps({"report": str(file)})],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -168,8 +168,8 @@ def measured(ranks: int, report: Report) -> Report:
                     process.wait(45)
                 process.kill()
                 process.wait()
-        if told.exists() and not hung:
-            found = json.loads(told.read_text())
+        if file.exists() and not hung:
+            found = json.loads(file.read_text())
             findings = [Finding(**finding) for finding in found.pop("findings")]
             return Report(
                 **found | {"findings": report.findings + findings, "versions": report.versions}
@@ -177,14 +177,14 @@ def measured(ranks: int, report: Report) -> Report:
     why = (
         f"{ranks} ranks did not finish within {MEASURING_SECONDS} s: one of them hangs"
         if hung
-        else _last_word(printed)
+        else _first_error(printed)
     )
     return dataclasses.replace(
         report, findings=[*report.findings, Finding(name="measuring", state="bad", text=why)]
     )
 
 
-def _last_word(printed: str) -> str:
+def _first_error(printed: str) -> str:
     """The error of the first rank that failed."""
     errors = [
         line.partition("]:")[2] or line

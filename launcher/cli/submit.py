@@ -254,7 +254,7 @@ def main(arguments: Sequence[str], request: Request) -> int:
         ids = [job] if len(runs) == 1 else [f"{job}_{task}" for task in range(len(runs))]
         for task, submission in zip(ids, submissions, strict=True):
             submission.note(task, version)
-    _tell(script, job, runs)
+    _print_submitted(script, job, runs)
     if request.wait or request.follow:
         return _wait(ids, runs, follow=request.follow)
     return EXIT_DONE
@@ -289,7 +289,7 @@ def _fits(words: Words, request: Request, slurm: Slurm) -> bool:
                 ]
             )
         else:
-            checked = _fits_roughly(recipe, request, ranks=nodes * slurm.gpus_per_node)
+            checked = _fits_by_arithmetic(recipe, request, ranks=nodes * slurm.gpus_per_node)
         run = f"{' '.join(values)}: " if words.sweep else ""
         if checked.fits is False:
             advice = "launcher plan says what would; --force submits it anyway"
@@ -315,7 +315,7 @@ def _of_different_memory(sweep: Sequence[tuple[str, list[str]]]) -> list[list[st
     return [list(values) for values in itertools.islice(itertools.product(*chosen), MOST_PLANS)]
 
 
-def _fits_roughly(recipe: Sequence[str], request: Request, *, ranks: int) -> submit.PlanCheck:
+def _fits_by_arithmetic(recipe: Sequence[str], request: Request, *, ranks: int) -> submit.PlanCheck:
     """Checks by rough arithmetic, without torch: says no only where it is certain."""
     given = dict(word.split("=", 1) for word in request.plan)
     gpu = find_gpu(given["gpu"]) if "gpu" in given else None
@@ -350,7 +350,7 @@ def _shown(path: Path) -> str:
     return str(path)
 
 
-def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
+def _print_submitted(script: JobScript, job: str, runs: Sequence[Run]) -> None:
     slurm, first = script.slurm, runs[0]
     ranks = ranks_per_node(slurm)
     each = (
@@ -397,14 +397,14 @@ def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
 
 def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
     """Waits until the jobs and their successors have left the queue; returns how the runs ended."""
-    told: dict[Path, int] = {}
+    offsets: dict[Path, int] = {}
     log = runs[0].folder / "log" / "rank_0.log"
-    told[log] = log.stat().st_size if log.exists() else 0
+    offsets[log] = log.stat().st_size if log.exists() else 0
     state, asked = "pending", 0.0
     try:
         while state:
             if follow:
-                _print_new(log, told)
+                _print_new(log, offsets)
             if time.monotonic() - asked > _SQUEUE_SECONDS:
                 asked = time.monotonic()
                 with contextlib.suppress(
@@ -419,7 +419,7 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
                         print(f"-- job {ids[0]}: {state}", flush=True)
             time.sleep(min(0.5, _SQUEUE_SECONDS))
         if follow:
-            _print_new(log, told)
+            _print_new(log, offsets)
     except KeyboardInterrupt:
         print(f"\nthe job goes on; scancel {ids[0].partition('_')[0]} ends it", file=sys.stderr)
         return 130
@@ -443,11 +443,11 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
     return max(statuses, key=(EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXIT_FAILED).index)
 
 
-def _print_new(file: Path, told: dict[Path, int]) -> None:
+def _print_new(file: Path, offsets: dict[Path, int]) -> None:
     with contextlib.suppress(OSError), file.open("rb") as stream:
-        stream.seek(told[file])
+        stream.seek(offsets[file])
         text = stream.read()
         whole = text[: text.rfind(b"\n") + 1]
-        told[file] += len(whole)
+        offsets[file] += len(whole)
         sys.stdout.write(whole.decode(errors="replace"))
         sys.stdout.flush()
