@@ -26,7 +26,7 @@ def main(run: Path, out: Path, *, dtype: str | None, merged: bool) -> int:
         adapter = export_checkpoint(
             checkpoint, out, dtype=dtype, merged=merged, save_tokenizer=_save_tokenizer
         )
-        _tell(out, adapter=adapter)
+        _print_result(out, adapter=adapter)
         print(f"from {checkpoint}")
         return EXIT_DONE
     source = _weights(run)
@@ -38,7 +38,7 @@ def main(run: Path, out: Path, *, dtype: str | None, merged: bool) -> int:
     from launcher.models.folders import export_folder  # and with it torch
 
     export_folder(source, out, dtype=dtype, merged=merged)
-    _tell(out, adapter=adapter and not merged)
+    _print_result(out, adapter=adapter and not merged)
     return EXIT_DONE
 
 
@@ -50,7 +50,7 @@ def _save_tokenizer(recipe: Recipe, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _tell(out: Path, *, adapter: bool) -> None:
+def _print_result(out: Path, *, adapter: bool) -> None:
     print(
         f"{out}: "
         + (

@@ -250,7 +250,7 @@ def main(arguments: Sequence[str], request: Request) -> int:
         ids = [job] if len(runs) == 1 else [f"{job}_{task}" for task in range(len(runs))]
         for task, submission in zip(ids, submissions, strict=True):
             submission.note(task, version)
-    _tell(script, job, runs)
+    _print_submitted(script, job, runs)
     if request.wait or request.follow:
         return _wait(ids, runs, follow=request.follow)
     return EXIT_DONE
@@ -310,7 +310,7 @@ def _shown(path: Path) -> str:
     return str(path)
 
 
-def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
+def _print_submitted(script: JobScript, job: str, runs: Sequence[Run]) -> None:
     slurm, first = script.slurm, runs[0]
     ranks = ranks_per_node(slurm)
     each = (
@@ -357,14 +357,14 @@ def _tell(script: JobScript, job: str, runs: Sequence[Run]) -> None:
 
 def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
     """Waits until the jobs and their successors have left the queue; returns how the runs ended."""
-    told: dict[Path, int] = {}
+    offsets: dict[Path, int] = {}
     log = runs[0].folder / "log" / "rank_0.log"
-    told[log] = log.stat().st_size if log.exists() else 0
+    offsets[log] = log.stat().st_size if log.exists() else 0
     state, asked = "pending", 0.0
     try:
         while state:
             if follow:
-                _print_new(log, told)
+                _print_new(log, offsets)
             if time.monotonic() - asked > _SQUEUE_SECONDS:
                 asked = time.monotonic()
                 with contextlib.suppress(
@@ -379,7 +379,7 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
                         print(f"-- job {ids[0]}: {state}", flush=True)
             time.sleep(min(0.5, _SQUEUE_SECONDS))
         if follow:
-            _print_new(log, told)
+            _print_new(log, offsets)
     except KeyboardInterrupt:
         print(f"\nthe job goes on; scancel {ids[0].partition('_')[0]} ends it", file=sys.stderr)
         return 130
@@ -403,11 +403,11 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
     return max(statuses, key=(EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXIT_FAILED).index)
 
 
-def _print_new(file: Path, told: dict[Path, int]) -> None:
+def _print_new(file: Path, offsets: dict[Path, int]) -> None:
     with contextlib.suppress(OSError), file.open("rb") as stream:
-        stream.seek(told[file])
+        stream.seek(offsets[file])
         text = stream.read()
         whole = text[: text.rfind(b"\n") + 1]
-        told[file] += len(whole)
+        offsets[file] += len(whole)
         sys.stdout.write(whole.decode(errors="replace"))
         sys.stdout.flush()
