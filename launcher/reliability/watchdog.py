@@ -78,9 +78,9 @@ class Watch:
         self._dumped = False
         self._silence: dict[int, tuple[int, float]] = {}
         """By rank: its last number, and seconds since that changed."""
-        now = time.monotonic()
-        self._owner_checked = self._answered = now
-        """When the owner of the folder was checked; when the store answered."""
+        self._owner_checked = time.monotonic()
+        self._failing_since: float | None = None
+        """When the store first failed, without an answer since."""
         self._failed_at: float | None = None
         """When another rank was seen to have failed."""
         self._done = threading.Event()
@@ -121,7 +121,7 @@ class Watch:
             lost = self._failures.neighbours.lost()
             try:
                 self._look_at_store(lost, elapsed)
-                self._answered = time.monotonic()
+                self._failing_since = None
             except Exception as error:  # of the store; a single error may pass
                 self._store_failed(error, lost)
 
@@ -190,7 +190,9 @@ class Watch:
             self._heartbeat(elapsed)
 
     def _store_failed(self, error: Exception, lost: list[int]) -> None:
-        seconds = time.monotonic() - self._answered
+        now = time.monotonic()
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        seconds = now - self._failing_since
         if lost and seconds > _NEIGHBOUR_LOST_SECONDS:
             self._failures.end_without(lost)
         if seconds > _STORE_LOST_SECONDS and not self._done.is_set():

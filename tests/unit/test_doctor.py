@@ -341,13 +341,13 @@ def results(**changes):
         ({f"rank{rank}": {"sum": False} for rank in range(8)}, "all nodes", "gives a wrong sum"),
     ],
 )
-def test_the_node_that_holds_others_up_is_named(changes, host, said):
+def test_an_unusual_node_is_named(changes, host, said):
     found = [finding for finding in group_checks.judge(results(**changes), cpu=False) if finding.state == "bad"]
     assert [finding.host for finding in found] == [host]
     assert found[0].text.startswith(said)
 
 
-def test_of_two_nodes_nobody_can_tell_which_is_at_fault():
+def test_two_nodes_blame_neither():
     two = results(
         rank2={"offset": 9.0, "seen": [1]},
         rank3={"offset": 9.0, "rates": {"link": 1e9}},
@@ -506,7 +506,7 @@ def test_ranks_that_fail_or_hang_are_a_finding(monkeypatch):
     assert "one of them hangs" in bad(command.measured(2, doctor_report).findings)[0]
 
 
-def test_nodes_that_say_the_same_say_it_once(capsys):
+def test_equal_findings_are_merged(capsys):
     findings = [finding("good", "2.13", name="torch", host=f"n{i}") for i in range(4)]
     findings += [finding("good", f"{i}0 GiB", name="disk", host=f"n{i}") for i in range(4)]
     findings += [finding("warning", "slow", host=f"n{i}") for i in range(2)] + [finding("bad", f"{i} in use", host=f"n{i}") for i in (2, 3)]

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
@@ -29,11 +30,12 @@ class Flaky:
 
     def __init__(self, store, failing=()):
         self.store, self.failing = store, set(failing)
-        self.calls = 0
+        self.calls, self.delay = 0, 0.0
 
     def __getattr__(self, name):
         self.calls += 1
         if self.calls in self.failing:
+            time.sleep(self.delay)
             raise RuntimeError("Broken pipe")
         return getattr(self.store, name)
 
@@ -118,6 +120,18 @@ def test_a_killed_neighbour_is_reported_where_the_store_is_gone_too(start, neigh
     neighbour.kill()
     assert rank.end.wait(30)
     assert rank.run.read_status()["reason"] == "rank_lost"
+
+
+def test_one_error_of_the_store_passes_even_if_it_took_long(start, monkeypatch):
+    monkeypatch.setattr(watchdog, "_STORE_LOST_SECONDS", 0.3)
+    rank = start()
+    store = rank.failures.store
+    store.delay, store.failing = 0.5, {store.calls + 3}
+    assert not rank.end.wait(1.0)
+    assert store.calls > max(store.failing)
+    store.failing = set(range(10**6))
+    assert rank.end.wait(30)
+    assert rank.run.read_status()["reason"] == "agent_lost"
 
 
 @pytest.mark.parametrize("key", ["failed/rank_1", "stopped"])

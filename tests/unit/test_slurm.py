@@ -49,7 +49,7 @@ def options(text):
 # The script
 
 
-def test_what_is_asked_for_stands_in_the_script():
+def test_the_script_has_all_options():
     text = render(
         job(
             nodes="2-4",
@@ -115,7 +115,7 @@ def job_options(text, *arguments):
         {"runs": 3, "preflight": True, "interface": "ib0", "setup": (":",), "environment": {"A": "b c"}, "srun_extra": ("-v",)},
     ],
 )
-def test_shellcheck_has_nothing_to_say(settings, tmp_path):
+def test_shellcheck_finds_nothing(settings, tmp_path):
     (tmp_path / "script").write_text(render(job(**settings)))
     done = subprocess.run(["shellcheck", tmp_path / "script"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
@@ -124,7 +124,7 @@ def test_shellcheck_has_nothing_to_say(settings, tmp_path):
 HOSTILE = "we ird'\"; $(touch HACKED) `touch HACKED` #\\ %j &"
 
 
-def test_a_hostile_name_is_a_name(tmp_path):
+def test_names_are_quoted(tmp_path):
     """The script is run, with another program for the job: it gets the folder that was named."""
     run_dir = tmp_path / HOSTILE
     text = render(job(str(run_dir), name=HOSTILE, partition=HOSTILE, environment={"VALUE": HOSTILE + "\nmore"}, python=tmp_path / "python"))
@@ -141,7 +141,7 @@ def test_a_hostile_name_is_a_name(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a\n#SBATCH --account=other", "a\rb", "a\0b", "a\x1b[31m"])
-def test_what_would_make_a_line_of_its_own_is_refused(text):
+def test_line_breaks_are_refused(text):
     with pytest.raises(RecipeError, match="cannot stand in a line"):
         render(job(name=text))
     with pytest.raises(RecipeError):
@@ -196,7 +196,7 @@ def test_arguments_stay_text_and_win_over_the_recipe(folder, capsys):
         (["sweep.optimizer.learning_rate=1e-3,fast"], "command line: optimizer.learning_rate=fast: must be a number; got 'fast'"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_submitted(folder, words, problem):
+def test_mistakes_are_reported_before_submission(folder, words, problem):
     with pytest.raises(RecipeError) as raised:
         launcher(["submit", "recipe=x.yaml", *words])
     assert says(problem, str(raised.value)), raised.value
@@ -230,7 +230,7 @@ launcher submit recipe=quickstart sweep.optimizer.learning_rate=1e-4,3e-4,1e-3,3
 
 
 @pytest.mark.parametrize("line", README.strip().splitlines())
-def test_what_the_readme_says_is_taken(line, tmp_path, monkeypatch, capsys):
+def test_readme_commands(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [word for word in shlex.split(line)[2:] if word not in ("--follow", "--dry-run")]
     assert launcher(["submit", *words, "--dry-run"]) == 0
@@ -321,7 +321,7 @@ def test_without_slurm_it_says_so(folder, monkeypatch):
         ),
     ],
 )
-def test_who_waits_is_told_how_it_ended(folder, monkeypatch, capsys, left, status, told):
+def test_wait_reports_how_the_run_ended(folder, monkeypatch, capsys, left, status, told):
     def sbatch(script):
         for name, content in left.items():
             (folder / "runs/small" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -386,7 +386,7 @@ PLAIN = Ended(
         ({"state": None, "reason": None, "bad_nodes": ("n1",), "failures": 2}, "end", 1, 3),
     ],
 )
-def test_who_is_requeued(how, action, status, failures):
+def test_decide(how, action, status, failures):
     decision = decide(dataclasses.replace(PLAIN, **how), max_failures=3)
     assert (decision.action, decision.status, decision.failures) == (action, status, failures), decision.why
 
@@ -421,7 +421,7 @@ def test_an_attempt_that_died_with_its_node_is_counted_by_the_next(run):
     assert begin(run, job="8") is None, "another submission begins anew"
 
 
-def test_an_attempt_that_was_stopped_is_none_that_failed(run):
+def test_a_stopped_attempt_is_no_failure(run):
     begin(run)
     run.write_status("stopped", step=3, reason="SIGTERM")
     begin(run)  # scontrol requeue: the script was killed before it could say so
@@ -430,7 +430,7 @@ def test_an_attempt_that_was_stopped_is_none_that_failed(run):
     assert Record.read(run.path, "7").failures == 1
 
 
-def test_a_new_checkpoint_forgives(run):
+def test_a_new_checkpoint_resets_the_count_of_failures(run):
     for number, step in enumerate((None, None, 10, None), 1):
         begin(run)
         if step is not None:
@@ -463,7 +463,7 @@ def test_a_new_checkpoint_forgives(run):
         (None, None),
     ],
 )
-def test_what_slurm_says_of_a_job(monkeypatch, said, job):
+def test_job_info(monkeypatch, said, job):
     monkeypatch.setattr(scheduler, "scontrol", lambda *words: said)
     known = JobInfo.read("7")
     assert (known and (known.state, known.restarts, known.preempted, known.excluded)) == job
@@ -555,7 +555,7 @@ def test_a_successor_is_queued_once_and_removed_when_nothing_is_left(run, monkey
     ("cluster", "why"),
     [("RUNNING", None), ("TIMEOUT", None), (None, None), ("CANCELLED", "job 7 was cancelled")],
 )
-def test_a_successor_goes_on_where_the_job_before_was_ended(run, monkeypatch, cluster, why):
+def test_when_a_successor_resumes_the_run(run, monkeypatch, cluster, why):
     monkeypatch.setattr(JobInfo, "read", lambda job: cluster and slurm_job(cluster))
     begin(run)
     assert successors.nothing_left(run.path, "7", "7") == why, "killed"
@@ -563,7 +563,7 @@ def test_a_successor_goes_on_where_the_job_before_was_ended(run, monkeypatch, cl
     assert successors.nothing_left(run.path, "7", "7") == (why or "job 7 has ended by itself")
 
 
-def test_who_killed_the_ranks_of_a_run_stands_in_its_status(run):
+def test_a_killed_run_gets_a_failed_status(run):
     begin(run)
     run.write_status("running", step=4)
     ended = dataclasses.replace(PLAIN, state="running", reason=None, timed_out=True, terminated=True)
