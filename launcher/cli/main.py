@@ -14,7 +14,7 @@ from launcher.recipe.find import recipe_folders
 VERBS = {
     "inspect": "decoded samples as the model will see them: what carries loss, what is cut, how long documents are",
     "show": "the resolved recipe, each value with where it came from",
-    "plan": "will it fit: memory of a rank by component, and the ladder of strategies with the fastest that fits",
+    "plan": "will it fit: memory of a rank by component, and the fastest configuration that fits",
     "prepare": "on a node with network: fetch model and data, tokenize into the cache",
     "export": "the weights of a run as a Hugging Face folder, in another dtype, an adapter merged",
     "status": "how a run stands: step, loss, checkpoint, restarts and why, time lost; a folder of runs gives a table",

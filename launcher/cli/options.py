@@ -1,4 +1,4 @@
-"""Words of a command that are not overrides of the recipe: `ranks=2`, `gpu_memory=80GiB`, `--html FILE`."""
+"""Words of a command that are not overrides of the recipe: `ranks=2`, `gpu_memory=80GiB`, `--json FILE`."""
 
 from __future__ import annotations
 

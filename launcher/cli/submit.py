@@ -27,11 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.checkpoint.resume import choose_resume
-from launcher.cli.options import size
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, EXIT_USAGE, RecipeError
-from launcher.metrics.console import bytes_as_text
-from launcher.planner.hardware import find_gpu
-from launcher.planner.rough import CERTAIN, rough_bytes
 from launcher.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from launcher.recipe.schema import Recipe, Slurm
 from launcher.reliability.run_directory import RunFolder
@@ -245,16 +241,15 @@ def _fits(words: Words, slurm: Slurm) -> bool:
     if not words.plan:
         print("note: whether it fits was not checked: say for which GPU, such as gpu=h100")
         return True
+    if not can_plan():
+        print("note: whether it fits was not checked: the plan needs torch, which is not installed here")
+        return True
     nodes = node_counts(slurm)[0]  # on more of them each holds less
     memory = re.fullmatch(r"([1-9]\d*)([KMGT]?)", (slurm.host_memory or "").upper())
     host = [f"host_memory={memory[1]}{memory[2] or 'M'}iB"] if memory else []
-    asks = can_plan()
     for values in _of_different_memory(words.sweep):
         recipe = [*words.recipe, *values]
-        if asks:
-            checked = submit.check_plan([*recipe, f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *words.plan, *host])
-        else:
-            checked = _fits_roughly(recipe, words, ranks=nodes * slurm.gpus_per_node)
+        checked = submit.check_plan([*recipe, f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *words.plan, *host])
         run = f"{' '.join(values)}: " if words.sweep else ""
         if checked.fits is False:
             told = f"{run}{checked.said}\nnot submitted: that does not fit. launcher plan says what would; --force submits it anyway"
@@ -273,23 +268,6 @@ def _of_different_memory(sweep: Sequence[tuple[str, list[str]]]) -> list[list[st
     sections = ("model", "batch", "strategy", "activation_checkpointing", "lora", "data")
     chosen = [[f"{key}={value}" for value in (values if key.split(".")[0] in sections else values[:1])] for key, values in sweep]
     return [list(values) for values in itertools.islice(itertools.product(*chosen), MOST_PLANS)]
-
-
-def _fits_roughly(recipe: Sequence[str], words: Words, *, ranks: int) -> submit.PlanCheck:
-    """By arithmetic, where there is no torch to plan with: says no only where it is sure."""
-    given = dict(word.split("=", 1) for word in words.plan)
-    gpu = find_gpu(given["gpu"]) if "gpu" in given else None
-    try:
-        stated = size(given["gpu_memory"]) if "gpu_memory" in given else None
-    except ValueError as error:
-        raise RecipeError(f"command line: gpu_memory={given['gpu_memory']}: {error}") from None
-    memory = stated if stated is not None else round(gpu.memory * 2**30) if gpu is not None else None
-    needed = rough_bytes(load_recipe(recipe, ranks=None, files=False).recipe, ranks=ranks)
-    if needed is None or memory is None:
-        what = "the model, or how it is trained, is none that is known by heart" if needed is None else f"gpu={given['gpu']} is not known"
-        return submit.PlanCheck(None, f"note: whether it fits was not checked: there is no torch here to plan with, and {what}")
-    said = f"about {bytes_as_text(needed)} of a GPU's {bytes_as_text(memory)}, by rough arithmetic (there is no torch here to plan with)"
-    return submit.PlanCheck(False if needed > CERTAIN * memory else None, said)
 
 
 def _shown(path: Path) -> str:

@@ -28,7 +28,7 @@ from launcher.distributed import process_group
 from launcher.distributed.environment import Environment, read_environment
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import EXIT_DONE, RecipeError
-from launcher.planner.rates import known_machine
+from launcher.planner.machine import known_machine
 from launcher.reliability.failures import end_process
 
 SECONDS = 0.25

@@ -17,7 +17,7 @@ from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
 from launcher.planner.comparison import PATIENCE, Forecast
-from launcher.planner.detect import machine_here, resolve_here
+from launcher.planner.detect import detect_machine, resolve_auto
 from launcher.planner.out_of_memory import PostMortem, Trained
 from launcher.recipe.load import LoadedRecipe, to_yaml
 from launcher.recipe.schema import Recipe
@@ -67,8 +67,8 @@ def pipeline(
     Returns False where the run was asked to stop before its end.
     """
     say: Callable[[str], None] = partial(print, flush=True) if environment.main else lambda text: None
-    machine = machine_here(ranks, environment)
-    recipe = resolve_here(loaded.recipe, machine, ranks=ranks, run=run, say=say)
+    machine = detect_machine(ranks, environment)
+    recipe = resolve_auto(loaded.recipe, machine, ranks=ranks, run=run, say=say)
     restarts_smaller = loaded.recipe.batch.micro_batch_size == "auto"
     failures.post_mortem = post_mortem = PostMortem(recipe, machine, environment=environment, run=run, restarts_smaller=restarts_smaller)
     evaluation, precision = recipe.evaluation, recipe.strategy.mixed_precision

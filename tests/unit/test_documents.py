@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.main import TAKES, VERBS
-from launcher.planner.planning import make_plan
-from launcher.planner.rates import known_machine
-from launcher.planner.rough import rough_bytes
+from launcher.planner.machine import known_machine
+from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from tests.distributed.launching import torchrun
@@ -92,7 +91,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_real_model_needs_what_its_recipe_says(name, tmp_path):
-    """By the closed formulas, which other tests hold against the trace."""
+    """By the trace; the estimate is within 10 %."""
     header = (REPOSITORY / f"recipes/{name}.yaml").read_text().partition("\nrun:")[0]
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     words = shlex.split(re.search(r"`launcher plan (recipe=[^`]*)`", header)[1])
@@ -100,11 +99,10 @@ def test_a_real_model_needs_what_its_recipe_says(name, tmp_path):
     nodes, per_node = int(options.get("nodes", 1)), int(options["gpus_per_node"])
     recipe = load_recipe([words[0], f"model.path={tmp_path}"], ranks=nodes * per_node, files=False).recipe
     machine = known_machine(options["gpu"], nodes=nodes, gpus_per_node=per_node, memory=None, host_memory=None, overrides=None)
-    plan = make_plan(recipe, machine, method="arithmetic")
+    plan = make_plan(recipe, machine)
     said = re.search(r"with driver and margin (\d+) GiB", header)
     assert float(said[1]) == pytest.approx(plan.needed / 2**30, rel=0.02)
-    # Without torch, by heart: what hybrid offload keeps until the backward pass has ended is not in it
-    assert rough_bytes(recipe, ranks=nodes * per_node) == pytest.approx(plan.needed, rel=0.5 if name == "llama_3_1_70b" else 0.15)
+    assert plan.arithmetic.peak.components.total == pytest.approx(plan.step.peak.components.total, rel=0.1)
 
 
 @pytest.mark.long
