@@ -59,14 +59,15 @@ def trace_step(
     """Memory of one optimizer step on rank 0 of `ranks`.
 
     device: planned for; the trace does not need it. micro_batches: of a step; more than two change
-    nothing. There must be no default process group. Raises RecipeError as `prepare_model`,
+    nothing, or more than three with hybrid sharding, where FSDP keeps a micro-batch's averages until
+    the next one's. There must be no default process group. Raises RecipeError as `prepare_model`,
     UntraceableError.
     """
     # Otherwise each refusal is logged with 40 lines
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     random = dataclasses.replace(recipe.model, init="random", compile=False)
     recipe = dataclasses.replace(recipe, model=random)
-    micro_batches = min(micro_batches, 2)
+    micro_batches = min(micro_batches, 3 if recipe.strategy.replicate > 1 else 2)
     with _fake_process_group(ranks) as group:
         prepared = _prepare(recipe, device=device)
         names, period = list(prepared.blocks), _period(prepared, recipe)

@@ -153,3 +153,12 @@ def test_a_model_that_asks_for_a_number_cannot_be_traced():
     with pytest.raises(UntraceableError, match="DataDependent"):
         step(asks)
     assert not dist.is_initialized()
+
+
+def test_hybrid_sharding_keeps_averages_until_the_next_micro_batch():
+    """With a third micro-batch the second one's averages are there beside the gradients."""
+    two, three = (
+        step(device="cuda", ranks=4, micro_batches=count, replicate=2).phases["forward"].components
+        for count in (2, 3)
+    )
+    near(three.communication - two.communication, PARAMETERS * 4 / 2)
