@@ -160,8 +160,8 @@ class _Step:
         # All weights are unsharded between the forward and the backward pass
         self.keeps = not strategy.reshard_after_forward
         self.keeps = self.keeps or (accumulates and not strategy.reshard_after_backward)
-        # Hybrid sharding: FSDP keeps the averages over the copies until the next micro-batch's, unless
-        # they become the gradients: the first ones, without offload
+        # Hybrid sharding: FSDP keeps the averages over the copies until the next micro-batch's,
+        # unless they become the gradients: the first ones, without offload
         reductions, first = count if syncs else 1, 0 if self.offloads else 1
         copies = strategy.replicate > 1 and not self.ddp
         averages = 4 * sum(share.trained for share in shares) if copies else 0

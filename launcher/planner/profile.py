@@ -17,12 +17,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.models.initialization import materialize
 from launcher.planner.fake import computing_as_on, keep_blocks
 from launcher.planner.memory import pinned
 from launcher.recipe.schema import Recipe, Strategy
+from launcher.strategies.activation_checkpointing import kept_operations
 from launcher.training.setup import PreparedModel, prepare_model
 
 Device = Literal["cuda", "cpu"]
@@ -117,6 +119,16 @@ class Weights:
         return self._shares[shards, dtype_bytes]
 
 
+@dataclass
+class Saved:
+    """Bytes of one block and one sequence."""
+
+    kept: int = 0
+    """Saved by autograd."""
+    selected: int = 0
+    """Kept by selective checkpointing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """All of a model that memory and speed depend on."""
@@ -140,9 +152,9 @@ class ModelProfile:
     """Number of attention heads, size of each; zeros where they are not known."""
     experts: int
     """Experts that a token is sent to."""
-    saved: dict[str, dict[int, int]]
-    """Bytes that autograd saves of a block, for one sequence, by compute dtype and class. Empty:
-    the model does not run on fake tensors, and `block_footprint` takes the shapes of weights."""
+    saved: dict[str, dict[int, Saved]]
+    """What is saved of a block, by compute dtype and class. Empty: the model does not run on fake
+    tensors, and `block_footprint` takes the shapes of weights."""
 
     @cached_property
     def parameters(self) -> int:
@@ -212,16 +224,16 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
     saved = {}
     for dtype in {own, "bfloat16" if own == "float32" else own}:  # the search offers bfloat16
         try:
-            saved[dtype] = _saved_bytes(prepared, recipe, order, getattr(torch, dtype), device)
+            saved[dtype] = _measure_saved(prepared, recipe, order, getattr(torch, dtype), device)
         except Exception:  # anything that a model does with a tensor without values
             return profile
     return dataclasses.replace(profile, saved=saved)
 
 
-def _saved_bytes(
+def _measure_saved(
     prepared: PreparedModel, recipe: Recipe, order: list[int], dtype: torch.dtype, device: Device
-) -> dict[int, int]:
-    """Bytes that autograd saves in each block for one sequence, by class. order: of the blocks."""
+) -> dict[int, Saved]:
+    """Runs one sequence forward, and sees what each block saves. order: the blocks' classes."""
     batch = dataclasses.replace(recipe.batch, micro_batch_size=1, micro_batch_tokens=None)
     data = prepared.synthetic_data(recipe.data, batch)
     model = copy.deepcopy(prepared.model).train()
@@ -234,23 +246,24 @@ def _saved_bytes(
         materialize(model, parameters=cpu, buffers=cpu)
         tensors = tree_map(_as_empty, data.tensors)
     seen: dict[int, Any] = {}  # keeps storages alive, so that no two have the same address
-    found: dict[int, int] = defaultdict(int)
-    current = _ROOT
+    found: dict[int, Saved] = defaultdict(Saved)
+    current = Saved()
 
     def see(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen[storage._cdata] = storage
-            found[current] += storage.nbytes()
+            current.kept += storage.nbytes()
         return tensor
 
     def run(kind: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal current
-        current = kind
+        outside, current = current, found[kind]
         try:
-            return forward(*args, **kwargs)
+            with _Selected(current):
+                return forward(*args, **kwargs)
         finally:
-            current = _ROOT
+            current = outside
 
     for parameter in model.parameters():
         see(parameter)
@@ -260,11 +273,26 @@ def _saved_bytes(
     hooks = torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor)
     with computing_as_on(device, data), fake, hooks:
         data.loss(model, tensors)
-    return dict(found)
+    return found
 
 
-_ROOT = -1
-"""In place of a class: outside of all blocks."""
+class _Selected(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up what selective checkpointing keeps: attention and every other matrix product."""
+
+    def __init__(self, saved: Saved) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._saved, self._kept, self._products = saved, kept_operations(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        keeps = func in self._kept
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self._products += 1
+            keeps = self._products % 2 == 1
+        for tensor in tree_leaves(out) if keeps else ():
+            if isinstance(tensor, torch.Tensor):
+                self._saved.selected += tensor.nbytes
+        return out
 
 
 def _as_empty(value: Any) -> Any:
@@ -286,7 +314,7 @@ OVER_MATRICES = 1.25
 that do not run on fake tensors: of a Llama 49 h bytes a token in bfloat16 over 2 bytes x 20 h (h:
 hidden size)."""
 SELECTED = 0.25
-"""Share of it that selective checkpointing keeps: attention and every other matrix product."""
+"""Share of it that selective checkpointing keeps, for such models. Of a Llama block."""
 TRAFFIC = 4.0
 """Bytes that other operators read and write, over what is saved. Of a Llama block in bfloat16."""
 OPERATORS = 60
@@ -324,12 +352,14 @@ def block_footprint(profile: ModelProfile, kind: int, recipe: Recipe, tokens: in
     matrices = [(m[-2], m[-1], profile.experts if len(m) == 3 else 1) for m in weights.matrices]
     ends = sum(times * (i + o) for i, o, times in matrices)
     kept = OVER_MATRICES * size * tokens * ends
+    selected = SELECTED * kept
     if dtype in profile.saved:
-        kept = profile.saved[dtype].get(kind, 0) * tokens / recipe.data.sequence_length
+        rows, saved = tokens / recipe.data.sequence_length, profile.saved[dtype][kind]
+        kept, selected = rows * saved.kept, rows * saved.selected
     heads, head_size = profile.heads
     return Footprint(
         kept=kept,
-        selective=SELECTED * kept,
+        selective=selected,
         output=size * profile.hidden * tokens,
         widest=size * tokens * max((times * max(i, o) for i, o, times in matrices), default=0),
         casts=size * weights.count if recipe.strategy.kind == "ddp" and size < 4 else 0,

@@ -59,9 +59,9 @@ def trace_step(
     """Memory of one optimizer step on rank 0 of `ranks`.
 
     device: planned for; the trace does not need it. micro_batches: of a step; more than two change
-    nothing, or more than three with hybrid sharding, where FSDP keeps a micro-batch's averages until
-    the next one's. There must be no default process group. Raises RecipeError as `prepare_model`,
-    UntraceableError.
+    nothing, or more than three with hybrid sharding, where FSDP keeps a micro-batch's averages
+    until the next one's. There must be no default process group. Raises RecipeError as
+    `prepare_model`, UntraceableError.
     """
     # Otherwise each refusal is logged with 40 lines
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

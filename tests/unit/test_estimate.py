@@ -79,7 +79,7 @@ def test_logits_are_ten_bytes_forward_and_twelve_backward(llama, load):
 
 
 def test_a_llama_block_keeps_49_hidden_sizes_a_token(llama):
-    assert llama.saved["bfloat16"][0] / 4096 / 4096 == pytest.approx(49, abs=0.3)
+    assert llama.saved["bfloat16"][0].kept / 4096 / 4096 == pytest.approx(49, abs=0.3)
 
 
 def test_what_is_gathered_and_sent_at_the_peak(llama, load):
@@ -238,7 +238,7 @@ def test_a_model_that_does_not_run_without_values_is_estimated_by_shapes(load, l
         raise RuntimeError("it asks for a number")
 
     monkeypatch.setattr(profile, "_PROFILES", {})
-    monkeypatch.setattr(profile, "_saved_bytes", refuse)
+    monkeypatch.setattr(profile, "_measure_saved", refuse)
     estimated = profile_model(load(), device="cuda")
     assert estimated.saved == {}
     for overrides in (
