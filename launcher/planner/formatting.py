@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.data.batching import accumulation_steps
 from launcher.metrics.console import bytes_as_text
 from launcher.planner.memory import COMPONENTS, Components, Moment, Plan
+from launcher.planner.verification import OVER, UNDER, verified
 from launcher.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def as_json(
         | {"total": plan.host.total, "spare": plan.host_spare},
         "checkpoint": {"bytes": plan.checkpoint_bytes, "kept": plan.checkpoints},
         "notes": list(plan.notes),
-        "verified": None if measured is None else _verified(plan, measured),
+        "verified": None if measured is None else verified(plan, measured),
         "ladder": None if ladder is None else _ladder(ladder),
     }
 
@@ -155,21 +156,6 @@ def _moment(moment: Moment) -> dict[str, Any]:
         "where": moment.where,
         "components": _components(moment.components),
         "total": int(moment.components.total),
-    }
-
-
-def _verified(plan: Plan, measured: Measured) -> dict[str, Any]:
-    from launcher.planner.verification import compare, peak_holds
-
-    *rows, peak = compare(plan.step, measured)
-    if measured.context is not None:
-        rows.append((NAMES["context"], plan.context, measured.context))
-    if measured.reserved is not None:
-        rows.append(("with margin", peak[1] + plan.margin, measured.reserved))
-    names = ("what", "planned", "measured")
-    return {
-        "true": peak_holds(plan.step, measured),
-        "compared": [dict(zip(names, row, strict=True)) for row in (*rows, peak)],
     }
 
 
@@ -390,8 +376,6 @@ def _overrides(rows: list[dict[str, Any]], best: int | None) -> Iterator[Line]:
 
 def _comparison(verified: dict[str, Any]) -> Iterator[Line]:
     """The plan beside the measurement."""
-    from launcher.planner.verification import OVER, UNDER
-
     yield [("Planned and measured", "bold"), (": rank 0, in a step once training is under way", "")]
     yield [(f"  {'':<22}{'planned':>11}{'measured':>12}{'plan is':>13}", "dim")]
     for row in verified["compared"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.planner.memory import StepMemory
+from launcher.planner.memory import Plan, StepMemory
 
 OVER, UNDER = 0.05, 0.02
 """The plan's peak may be so much more, or less, than the measured one. Less is the worse error:
@@ -36,3 +36,17 @@ def peak_holds(planned: StepMemory, measured: Any) -> bool:
     """
     off: float = planned.peak.components.total / measured.peak - 1
     return -UNDER <= off <= OVER
+
+
+def verified(plan: Plan, measured: Any) -> dict[str, Any]:
+    """Whether the plan holds, and all rows, as plain values. measured: a `Measured`."""
+    *rows, peak = compare(plan.step, measured)
+    if measured.context is not None:
+        rows.append(("driver and libraries", plan.context, measured.context))
+    if measured.reserved is not None:
+        rows.append(("with margin", peak[1] + plan.margin, measured.reserved))
+    names = ("what", "planned", "measured")
+    return {
+        "true": peak_holds(plan.step, measured),
+        "compared": [dict(zip(names, row, strict=True)) for row in (*rows, peak)],
+    }
