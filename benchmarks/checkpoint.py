@@ -32,12 +32,18 @@ STEPS = 6
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--strategy", choices=["ddp", "fsdp"], default="fsdp")
-    parser.add_argument("--megabytes", type=int, default=204, help="of a checkpoint, over all ranks")
+    parser.add_argument(
+        "--megabytes", type=int, default=204, help="of a checkpoint, over all ranks"
+    )
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--rows", type=int, default=48, help="of a step's batch, per rank: how long a step takes")
+    parser.add_argument(
+        "--rows", type=int, default=48, help="of a step's batch, per rank: how long a step takes"
+    )
     parser.add_argument("--folder", help="where to write; default: a temporary folder")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -50,9 +56,18 @@ def main() -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-benchmark-", dir=options.folder))
     try:
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+        start = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(options.ranks),
+        ]
         rest = [argument for argument in sys.argv[1:] if not argument.startswith("--folder")]
-        subprocess.run([*start, __file__, *rest, "--folder", str(folder), "--worker"], check=True, timeout=1800)
+        subprocess.run(
+            [*start, __file__, *rest, "--folder", str(folder), "--worker"], check=True, timeout=1800
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -80,7 +95,9 @@ def worker(options: argparse.Namespace) -> None:
     assert world is not None
     folder, width, layers = Path(options.folder), 1024, 0
     layers = max(1, round(options.megabytes * 1e6 / (12 * width * width)))
-    model: nn.Module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(device)
+    model: nn.Module = nn.Sequential(
+        *(nn.Linear(width, width, bias=False) for _ in range(layers))
+    ).to(device)
     if options.strategy == "fsdp":
         mesh = init_device_mesh(device.type, (options.ranks,))
         for layer in model.children():
@@ -114,7 +131,12 @@ def worker(options: argparse.Namespace) -> None:
     ranks = DataParallel(rank=rank, size=options.ranks, group=world, device=device)
     group = checkpoint_group(ranks)
     tensors = model_and_optimizer(module, optimizer)
-    settings: dict[str, Any] = {"group": group, "device": device, "optimizer": optimizer, "keep_last": 1}
+    settings: dict[str, Any] = {
+        "group": group,
+        "device": device,
+        "optimizer": optimizer,
+        "keep_last": 1,
+    }
     synchronous = Checkpointer(folder / "synchronous", asynchronous=False, **settings)
     asynchronous = Checkpointer(folder / "asynchronous", asynchronous=True, **settings)
     number = 0
@@ -157,7 +179,19 @@ def worker(options: argparse.Namespace) -> None:
     asynchronous.finish()
     save(synchronous)
     found: dict[str, list[float]] = {
-        name: [] for name in ("step", "floor", "synchronous", "blocking", "stall", "cpu", "lasted", "floor_load", "verify", "load")
+        name: []
+        for name in (
+            "step",
+            "floor",
+            "synchronous",
+            "blocking",
+            "stall",
+            "cpu",
+            "lasted",
+            "floor_load",
+            "verify",
+            "load",
+        )
     }
     for _ in range(options.repeats):
         found["floor"].append(timed(floor))
@@ -188,9 +222,21 @@ def worker(options: argparse.Namespace) -> None:
         m = {name: max(each[name] for each in gathered) * 1e3 for name in medians}
         rows = [
             ("torch.save + fsync (the floor)", m["floor"], ""),
-            ("synchronous save", m["synchronous"], f"{m['synchronous'] / m['floor']:.2f} x the floor; goal 1.50"),
-            ("asynchronous: blocking", m["blocking"], f"{m['blocking'] / m['synchronous']:.0%} of a synchronous save; goal 15 %"),
-            ("asynchronous: total stall", m["stall"], f"{m['stall'] / m['synchronous']:.0%} of a synchronous save; goal 60 %"),
+            (
+                "synchronous save",
+                m["synchronous"],
+                f"{m['synchronous'] / m['floor']:.2f} x the floor; goal 1.50",
+            ),
+            (
+                "asynchronous: blocking",
+                m["blocking"],
+                f"{m['blocking'] / m['synchronous']:.0%} of a synchronous save; goal 15 %",
+            ),
+            (
+                "asynchronous: total stall",
+                m["stall"],
+                f"{m['stall'] / m['synchronous']:.0%} of a synchronous save; goal 60 %",
+            ),
             ("asynchronous: CPU time of a rank", m["cpu"], ""),
             ("asynchronous: until it is valid", m["lasted"], ""),
             ("torch.load + copy (the floor)", m["floor_load"], ""),

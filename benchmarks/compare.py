@@ -71,7 +71,11 @@ def _offload(mixed_precision: dict[str, str] | None) -> dict[str, Any]:
 
 MODES = {
     "ddp-fp32": Mode("raw_ddp.py", {"strategy": {"kind": "ddp", "mixed_precision": None}}),
-    "ddp-bf16": Mode("raw_ddp.py", {"strategy": {"kind": "ddp", "mixed_precision": {"param_dtype": "bfloat16"}}}, bf16=True),
+    "ddp-bf16": Mode(
+        "raw_ddp.py",
+        {"strategy": {"kind": "ddp", "mixed_precision": {"param_dtype": "bfloat16"}}},
+        bf16=True,
+    ),
     "fsdp-fp32": Mode("raw_fsdp.py", {"strategy": _fsdp(None)}),
     "fsdp-bf16": Mode("raw_fsdp.py", {"strategy": _fsdp(_BF16)}, bf16=True),
     "fsdp-bf16-gathered": Mode(
@@ -81,7 +85,9 @@ MODES = {
         flags=("--keep-gathered",),
         accumulation=4,
     ),
-    "ddp-fp32-packed": Mode("raw_ddp.py", {"strategy": {"kind": "ddp", "mixed_precision": None}}, packed=True),
+    "ddp-fp32-packed": Mode(
+        "raw_ddp.py", {"strategy": {"kind": "ddp", "mixed_precision": None}}, packed=True
+    ),
     "fsdp-bf16-packed": Mode("raw_fsdp.py", {"strategy": _fsdp(_BF16)}, bf16=True, packed=True),
     "offload-fp32": Mode("raw_fsdp_offload.py", _offload(None)),
     "offload-bf16": Mode("raw_fsdp_offload.py", _offload(_BF16), bf16=True),
@@ -192,7 +198,14 @@ def exit_status(command: list[str], *, log: Path, limit: float, grace: float = 0
     # Where it is set, Python compiles the launcher's source at each start, which no installation does
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -218,10 +231,15 @@ def run(command: list[str], *, log: Path, limit: float) -> float:
     started = time.time()
     status = exit_status(command, log=log, limit=limit)
     if status != 0:
-        what = f"took longer than {limit:.0f} s" if status is None else f"ended with status {status}"
+        what = (
+            f"took longer than {limit:.0f} s" if status is None else f"ended with status {status}"
+        )
         # Ranks of the launcher print into logs of their own
         logs = [log, *sorted(log.parent.glob("run/log/rank_*.log"))]
-        ends = [f"the end of {file.relative_to(log.parent)}:\n" + "\n".join(_lines(file)[-30:]) for file in logs]
+        ends = [
+            f"the end of {file.relative_to(log.parent)}:\n" + "\n".join(_lines(file)[-30:])
+            for file in logs
+        ]
         raise RunFailedError("\n".join([" ".join(command), what, *ends]))
     return started
 
@@ -253,7 +271,9 @@ class Bench:
 
     def prepare(self) -> None:
         """Writes the data for both sides: random rows, all full."""
-        rows = np.random.default_rng(0).integers(0, self.size.model["vocab_size"], (self.size.rows, self.size.tokens), dtype=np.int32)
+        rows = np.random.default_rng(0).integers(
+            0, self.size.model["vocab_size"], (self.size.rows, self.size.tokens), dtype=np.int32
+        )
         np.save(self.folder / "rows.npy", rows)
         with (self.folder / "rows.jsonl").open("w") as file:
             file.writelines(json.dumps({"input_ids": row.tolist()}) + "\n" for row in rows)
@@ -262,7 +282,11 @@ class Bench:
         places = np.zeros_like(rows)
         with (self.folder / "documents.jsonl").open("w") as file:
             for row, place in zip(rows, places, strict=True):
-                cuts = np.sort(chance.choice(np.arange(1, len(row)), size=int(chance.integers(1, 6)), replace=False))
+                cuts = np.sort(
+                    chance.choice(
+                        np.arange(1, len(row)), size=int(chance.integers(1, 6)), replace=False
+                    )
+                )
                 for document in np.split(row, cuts):
                     file.write(json.dumps({"input_ids": document.tolist()}) + "\n")
                 place[:] = np.concatenate([np.arange(len(part)) for part in np.split(row, cuts)])
@@ -276,7 +300,14 @@ class Bench:
         return folder
 
     def _torchrun(self, *arguments: object) -> list[str]:
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", self.ranks]
+        start = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            self.ranks,
+        ]
         return [str(argument) for argument in (*start, *arguments)]
 
     def _measured(self, file: Path, started: float) -> Measured:
@@ -285,7 +316,9 @@ class Bench:
             raise RunFailedError(f"{file}: {len(lines)} lines for {self.steps} steps")
         return Measured(lines, lines[0]["time"] - started)
 
-    def _launcher(self, mode: Mode, folder: Path, script: Path = TRAIN, **changes: dict[str, Any]) -> float:
+    def _launcher(
+        self, mode: Mode, folder: Path, script: Path = TRAIN, **changes: dict[str, Any]
+    ) -> float:
         recipe: dict[str, Any] = {
             "run": {"name": "benchmark", "dir": str(folder / "run"), "max_steps": self.steps},
             "model": {"config": {"model_type": "llama", **self.size.model}, "attention": "sdpa"},
@@ -320,7 +353,13 @@ class Bench:
         What this run does for the first time, such as making the launcher's token store, is done for the others too.
         """
         folder = self._next("initial-weights")
-        self._launcher(mode, folder, run={"max_steps": 1}, optimizer={"learning_rate": 0.0}, checkpoint={"export": "at_end"})
+        self._launcher(
+            mode,
+            folder,
+            run={"max_steps": 1},
+            optimizer={"learning_rate": 0.0},
+            checkpoint={"export": "at_end"},
+        )
         return folder / "run" / "hf" / "model.safetensors"
 
     def launcher(self, name: str) -> Measured:
@@ -348,8 +387,12 @@ class Bench:
         elif weights is not None:
             options["weights"] = weights
         given = [part for key, value in options.items() for part in (f"--{key}", value)]
-        command = self._torchrun(HERE / mode.loop, *given, *mode.flags, *(["--bf16"] if mode.bf16 else []))
-        return self._measured(folder / "metrics.jsonl", run(command, log=folder / "output.txt", limit=self.limit))
+        command = self._torchrun(
+            HERE / mode.loop, *given, *mode.flags, *(["--bf16"] if mode.bf16 else [])
+        )
+        return self._measured(
+            folder / "metrics.jsonl", run(command, log=folder / "output.txt", limit=self.limit)
+        )
 
 
 @dataclass
@@ -366,7 +409,9 @@ class Result:
 
         Infinite where the launcher skipped the step, or the other loss is 0 (on null GPUs it is).
         """
-        if self.same_weights is None or not self.pairs:  # of packed rows too: other documents meet in them
+        if (
+            self.same_weights is None or not self.pairs
+        ):  # of packed rows too: other documents meet in them
             return []
         both = zip(self.same_weights.lines, self.pairs[0][1].lines, strict=True)
         losses = [(raw["loss"], launcher["loss"]) for raw, launcher in both]
@@ -387,7 +432,12 @@ def flops_per_token(size: Size) -> float:
 def gpu_name() -> str | None:
     """Of the first GPU; None: there is none."""
     try:
-        found = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.splitlines()[0].strip() if found.stdout.strip() else None
@@ -396,7 +446,10 @@ def gpu_name() -> str | None:
 def describe_machine() -> dict[str, Any]:
     """What the numbers were measured on."""
     processors = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":", 1)[1].strip() for line in processors if line.startswith("model name")), "unknown")
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in processors if line.startswith("model name")),
+        "unknown",
+    )
     commit = ""
     with contextlib.suppress(OSError):  # git is not installed
         words = ["git", "describe", "--always", "--dirty"]
@@ -432,20 +485,33 @@ class Measure:
         return f"| {mode} | {self.name} | {sides[0]} | {sides[1]} | **{statistics.median(ratios):.3f}** | {span} |"
 
 
-def measures(result: Result, *, bench: Bench, mode: Mode, skip: int, gpu: str | None) -> list[Measure]:
+def measures(
+    result: Result, *, bench: Bench, mode: Mode, skip: int, gpu: str | None
+) -> list[Measure]:
     """The rows of a mode."""
     sides = [[pair[side] for pair in result.pairs] for side in (0, 1)]
     tokens = bench.size.micro_batch_size * mode.accumulation * bench.ranks * bench.size.tokens
     seconds = [[run.median("step_seconds", skip) for run in side] for side in sides]
     rates = [[tokens / value for value in side] for side in seconds]
     # A line of the launcher has the peak since the line before, one of a raw loop the peak since the start
-    memory = [[max(line["peak_memory_bytes"] for line in run.lines) / 2**20 for run in side] for side in sides]
+    memory = [
+        [max(line["peak_memory_bytes"] for line in run.lines) / 2**20 for run in side]
+        for side in sides
+    ]
     rows = [
         Measure("step time, ms", "{:.1f}", *[[1000 * value for value in side] for side in seconds]),
-        Measure("CPU time a step, ms, all ranks", "{:.1f}", *[[1000 * run.median("cpu_seconds", skip) for run in s] for s in sides]),
+        Measure(
+            "CPU time a step, ms, all ranks",
+            "{:.1f}",
+            *[[1000 * run.median("cpu_seconds", skip) for run in s] for s in sides],
+        ),
         Measure("tokens/s", "{:,.0f}", *rates),
         Measure("peak GPU memory, MiB" if gpu else "peak resident memory, MiB", "{:,.0f}", *memory),
-        Measure("start to end of step 1, s", "{:.2f}", *[[run.seconds_to_first_step for run in side] for side in sides]),
+        Measure(
+            "start to end of step 1, s",
+            "{:.2f}",
+            *[[run.seconds_to_first_step for run in side] for side in sides],
+        ),
     ]
     if gpu is not None:
         sys.path.insert(0, str(ROOT))
@@ -454,11 +520,21 @@ def measures(result: Result, *, bench: Bench, mode: Mode, skip: int, gpu: str | 
         peak = peak_flops(gpu)
         if peak is not None:
             share = flops_per_token(bench.size) / (peak * bench.ranks)
-            rows.insert(3, Measure("MFU", "{:.1%}", *[[rate * share for rate in side] for side in rates]))
+            rows.insert(
+                3, Measure("MFU", "{:.1%}", *[[rate * share for rate in side] for side in rates])
+            )
     return rows
 
 
-def report(results: dict[str, Result], *, bench: Bench, size: str, skip: int, machine: dict[str, Any], failed: list[str]) -> str:
+def report(
+    results: dict[str, Result],
+    *,
+    bench: Bench,
+    size: str,
+    skip: int,
+    machine: dict[str, Any],
+    failed: list[str],
+) -> str:
     """Everything, as Markdown."""
     about = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     if machine["gpu"] is not None:
@@ -478,20 +554,46 @@ def report(results: dict[str, Result], *, bench: Bench, size: str, skip: int, ma
     ]
     for name, result in results.items():
         if result.pairs:
-            lines += [m.row(name) for m in measures(result, bench=bench, mode=MODES[name], skip=skip, gpu=machine["gpu"])]
+            lines += [
+                m.row(name)
+                for m in measures(
+                    result, bench=bench, mode=MODES[name], skip=skip, gpu=machine["gpu"]
+                )
+            ]
     waits = {
-        name: [line["data_seconds"] / line["step_seconds"] for _, run in result.pairs for line in run.lines[skip:]]
+        name: [
+            line["data_seconds"] / line["step_seconds"]
+            for _, run in result.pairs
+            for line in run.lines[skip:]
+        ]
         for name, result in results.items()
         if result.pairs
     }
     if waits:
-        text = ", ".join(f"{name} {statistics.median(shares):.2%} ({max(shares):.2%})" for name, shares in waits.items())
-        lines += ["", f"Share of a step that the launcher waited for data, median (largest): {text}."]
-    compared = {name: differences for name, result in results.items() if (differences := result.loss_differences())}
+        text = ", ".join(
+            f"{name} {statistics.median(shares):.2%} ({max(shares):.2%})"
+            for name, shares in waits.items()
+        )
+        lines += [
+            "",
+            f"Share of a step that the launcher waited for data, median (largest): {text}.",
+        ]
+    compared = {
+        name: differences
+        for name, result in results.items()
+        if (differences := result.loss_differences())
+    }
     if compared:
-        lines += ["", "Losses from the same weights, launcher against raw loop, relative difference:", ""]
+        lines += [
+            "",
+            "Losses from the same weights, launcher against raw loop, relative difference:",
+            "",
+        ]
         lines += ["| mode | step 1 | largest of all steps |", "|---|---:|---:|"]
-        lines += [f"| {name} | {differences[0]:.1e} | {max(differences):.1e} |" for name, differences in compared.items()]
+        lines += [
+            f"| {name} | {differences[0]:.1e} | {max(differences):.1e} |"
+            for name, differences in compared.items()
+        ]
     if failed:
         lines += ["", f"Failed: {', '.join(failed)}."]
     return "\n".join(lines) + "\n"
@@ -505,8 +607,12 @@ def as_json(results: dict[str, Result]) -> dict[str, Any]:
 
     return {
         name: {
-            "pairs": [{"raw": plain(raw), "launcher": plain(launcher)} for raw, launcher in result.pairs],
-            "raw_from_the_launchers_weights": plain(result.same_weights) if result.same_weights is not None else None,
+            "pairs": [
+                {"raw": plain(raw), "launcher": plain(launcher)} for raw, launcher in result.pairs
+            ],
+            "raw_from_the_launchers_weights": plain(result.same_weights)
+            if result.same_weights is not None
+            else None,
         }
         for name, result in results.items()
     }
@@ -517,15 +623,31 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of a run")
-    parser.add_argument("--skip", type=int, default=5, help="first steps of a run that are not counted")
+    parser.add_argument(
+        "--skip", type=int, default=5, help="first steps of a run that are not counted"
+    )
     parser.add_argument("--pairs", type=int, default=5, help="runs of each side, in turn")
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), metavar="MODE", help=f"some of: {', '.join(MODES)}")
-    parser.add_argument("--device-size", choices=list(SIZES), default="small", help="1b: for a machine with GPUs")
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=list(MODES),
+        metavar="MODE",
+        help=f"some of: {', '.join(MODES)}",
+    )
+    parser.add_argument(
+        "--device-size", choices=list(SIZES), default="small", help="1b: for a machine with GPUs"
+    )
     parser.add_argument("--limit", type=float, default=600, help="seconds that one run may take")
-    parser.add_argument("--no-losses", action="store_true", help="leave out the runs that compare the losses")
+    parser.add_argument(
+        "--no-losses", action="store_true", help="leave out the runs that compare the losses"
+    )
     parser.add_argument("--output", type=Path, help="file for the table")
     parser.add_argument("--json", type=Path, help="file for the numbers of every step")
-    parser.add_argument("--keep", type=Path, help="folder for recipes, data and outputs of the runs; without it they are removed")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="folder for recipes, data and outputs of the runs; without it they are removed",
+    )
     arguments = parser.parse_args()
     if arguments.steps <= arguments.skip:
         parser.error(f"--steps {arguments.steps} leaves nothing after --skip {arguments.skip}")
@@ -554,8 +676,15 @@ def compare(name: str, result: Result, *, bench: Bench, pairs: int, weights: Pat
     for pair in range(pairs):
         raw, launcher = bench.raw(name), bench.launcher(name)
         result.pairs.append((raw, launcher))
-        steps = [f"{1000 * side.median('step_seconds', bench.steps // 3):.0f}" for side in (raw, launcher)]
-        print(f"{name}: pair {pair + 1} of {pairs}: step time {steps[0]} ms raw, {steps[1]} ms launcher", file=sys.stderr, flush=True)
+        steps = [
+            f"{1000 * side.median('step_seconds', bench.steps // 3):.0f}"
+            for side in (raw, launcher)
+        ]
+        print(
+            f"{name}: pair {pair + 1} of {pairs}: step time {steps[0]} ms raw, {steps[1]} ms launcher",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def main() -> int:
@@ -579,20 +708,38 @@ def main() -> int:
         for name in names:
             results[name] = Result()
             try:
-                compare(name, results[name], bench=bench, pairs=arguments.pairs, weights=None if arguments.no_losses else weights)
+                compare(
+                    name,
+                    results[name],
+                    bench=bench,
+                    pairs=arguments.pairs,
+                    weights=None if arguments.no_losses else weights,
+                )
             except RunFailedError as error:
                 print(error, file=sys.stderr)
                 failed.append(name)
             except (KeyboardInterrupt, SystemExit):  # the report has what was measured before
                 failed.append(f"{name} and what follows it (interrupted)")
                 break
-    text = report(results, bench=bench, size=arguments.device_size, skip=arguments.skip, machine=machine, failed=failed)
+    text = report(
+        results,
+        bench=bench,
+        size=arguments.device_size,
+        skip=arguments.skip,
+        machine=machine,
+        failed=failed,
+    )
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text)
     if arguments.json is not None:
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-        arguments.json.write_text(json.dumps({"machine": machine, "arguments": settings, "modes": as_json(results)}))
+        settings = {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(arguments).items()
+        }
+        arguments.json.write_text(
+            json.dumps({"machine": machine, "arguments": settings, "modes": as_json(results)})
+        )
     return 1 if failed else 0
 
 

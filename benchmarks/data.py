@@ -80,7 +80,10 @@ print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak, "places": [last[
 
 def stream(folder: Path, step: int, length: int) -> str:
     """A table of the starts of a stream."""
-    lines = ["| data.streaming, global batch 1,024 | seconds | CPU seconds | peak memory |", "|---|---:|---:|---:|"]
+    lines = [
+        "| data.streaming, global batch 1,024 | seconds | CPU seconds | peak memory |",
+        "|---|---:|---:|---:|",
+    ]
     before = run(STREAM, folder, step - 1, length, "null")  # its places are those of the checkpoint
     for what, at, places in (
         ("to the first step", 0, None),
@@ -88,7 +91,9 @@ def stream(folder: Path, step: int, length: int) -> str:
         (f"to step {step:,}, without them", step, None),
     ):
         found = run(STREAM, folder, at, length, json.dumps(places))
-        lines.append(f"| {what} | {found['seconds']:.1f} | {found['cpu']:.1f} | {found['peak'] / 1024:.0f} MiB |")
+        lines.append(
+            f"| {what} | {found['seconds']:.1f} | {found['cpu']:.1f} | {found['peak'] / 1024:.0f} MiB |"
+        )
         print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines) + "\n"
 
@@ -104,9 +109,13 @@ def make_inputs(folder: Path, megabytes: int) -> int:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=8192, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder / "tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(
+        folder / "tokenizer"
+    )
     written = 0
     with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
         while written < megabytes * 10**6:
@@ -123,7 +132,12 @@ def run(code: str, folder: Path, *arguments: object) -> dict[str, Any]:
     """What the code prints, and the seconds of the whole process."""
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder), *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=True, timeout=3600
+        [sys.executable, "-c", code, str(folder), *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=3600,
     )
     return json.loads(done.stdout.splitlines()[-1]) | {"process": time.perf_counter() - started}
 
@@ -135,19 +149,28 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--stream", type=int, metavar="STEP")
-    parser.add_argument("--length", type=int, default=16, help="tokens of a sequence, with --stream")
+    parser.add_argument(
+        "--length", type=int, default=16, help="tokens of a sequence, with --stream"
+    )
     arguments = parser.parse_args()
     if arguments.stream is not None:
         with tempfile.TemporaryDirectory(prefix="launcher-data-") as name:
             make_inputs(Path(name), arguments.megabytes)
             print(stream(Path(name), arguments.stream, arguments.length))
         return
-    lines = ["| | processes | text | tokens | seconds | MB/s | tokens/s | whole process |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| | processes | text | tokens | seconds | MB/s | tokens/s | whole process |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
     for processes in arguments.processes:
         with tempfile.TemporaryDirectory(prefix="launcher-data-") as name:
             folder = Path(name)
             size = make_inputs(folder, arguments.megabytes)
-            for what, code in (("launcher, cold", LAUNCHER), ("launcher, warm cache", LAUNCHER), ("datasets by hand, cold", BY_HAND)):
+            for what, code in (
+                ("launcher, cold", LAUNCHER),
+                ("launcher, warm cache", LAUNCHER),
+                ("datasets by hand, cold", BY_HAND),
+            ):
                 found = run(code, folder, processes)
                 seconds = found["seconds"]
                 lines.append(

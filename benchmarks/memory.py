@@ -1,11 +1,12 @@
-"""The plan beside what training takes, on this machine's own devices: models of 0.1B to 8B, strategies, checkpointing, micro-batches.
+"""The plan beside what training takes, on this machine's own devices: models of 0.1B to 8B.
 
     python benchmarks/memory.py                                   # one GPU a rank, all of them; prints a Markdown table
     python benchmarks/memory.py --sizes 0.1b 1b --ranks 1 --output table.md
     python benchmarks/memory.py --sizes tiny --ranks 2            # without a GPU
 
-What by plan does not fit is left out. On a GPU `measured` is `max_memory_allocated`, of all steps from the first, and `reserved` is
-`max_memory_reserved`, which has what the allocator caches while the device has room.
+Configurations that do not fit by plan are skipped. On a GPU `measured` is `max_memory_allocated` of all
+steps from the first, and `reserved` is `max_memory_reserved`, which includes what the allocator caches
+while the device has room.
 Exit status 3 where a peak is off by more than 5 %, or under by more than 2 %.
 """
 
@@ -20,25 +21,40 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launcher.cli.plan import gpus_here
-from launcher.cli.plan_verification import TOLERANCE, TOLERANCE_UNDER, is_true
+from launcher.cli.plan import detect_gpus
 from launcher.errors import EXIT_DONE, EXIT_NO
 from launcher.metrics.console import bytes_as_text
+from launcher.planner.machine import known_machine
 from launcher.planner.measure import measure
-from launcher.planner.planning import make_plan
-from launcher.planner.rates import known_machine
+from launcher.planner.plan import make_plan
+from launcher.planner.verification import OVER, UNDER, peak_holds
 from launcher.recipe.load import load_recipe
 
 LLAMA = "model_type: llama, tie_word_embeddings: false, bos_token_id: null, eos_token_id: 1, max_position_embeddings: 8192"
 SIZES = {
-    "tiny": ("vocab_size: 4096, hidden_size: 256, intermediate_size: 704, num_hidden_layers: 8, num_attention_heads: 4", 256),
-    "0.1b": ("vocab_size: 32000, hidden_size: 768, intermediate_size: 2048, num_hidden_layers: 12, num_attention_heads: 12", 2048),
-    "1b": ("vocab_size: 128256, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 32", 4096),
-    "3b": ("vocab_size: 128256, hidden_size: 3072, intermediate_size: 8192, num_hidden_layers: 28, num_attention_heads: 24", 4096),
-    "8b": ("vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32", 4096),
+    "tiny": (
+        "vocab_size: 4096, hidden_size: 256, intermediate_size: 704, num_hidden_layers: 8, num_attention_heads: 4",
+        256,
+    ),
+    "0.1b": (
+        "vocab_size: 32000, hidden_size: 768, intermediate_size: 2048, num_hidden_layers: 12, num_attention_heads: 12",
+        2048,
+    ),
+    "1b": (
+        "vocab_size: 128256, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 32",
+        4096,
+    ),
+    "3b": (
+        "vocab_size: 128256, hidden_size: 3072, intermediate_size: 8192, num_hidden_layers: 28, num_attention_heads: 24",
+        4096,
+    ),
+    "8b": (
+        "vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32",
+        4096,
+    ),
 }
 KEY_VALUE_HEADS = {"tiny": 2, "0.1b": 4, "1b": 8, "3b": 8, "8b": 8}
-WAYS = {
+STRATEGIES = {
     "ddp": ["strategy.kind=ddp"],
     "ddp, full": ["strategy.kind=ddp", "activation_checkpointing.mode=full"],
     "fsdp": [],
@@ -46,7 +62,10 @@ WAYS = {
     "fsdp, selective": ["activation_checkpointing.mode=selective"],
     "fsdp, full": ["activation_checkpointing.mode=full"],
     "fsdp, full to host": ["activation_checkpointing={mode: full, offload_to_cpu: true}"],
-    "fsdp, full, offload": ["activation_checkpointing.mode=full", "strategy.cpu_offload.pin_memory=true"],
+    "fsdp, full, offload": [
+        "activation_checkpointing.mode=full",
+        "strategy.cpu_offload.pin_memory=true",
+    ],
     "fsdp, padded rows": ["data.packing=false"],
     "fsdp, LoRA": ["lora.rank=16"],
     "fsdp, 2 micro-batches held back": ["strategy.sync_every_micro_batch=false"],
@@ -55,17 +74,23 @@ WAYS = {
 
 def main() -> int:
     """Prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.1b", "1b", "8b"])
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4], help="sequences a micro-batch")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=[1, 4], help="sequences a micro-batch"
+    )
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
     parser.add_argument("--limit", type=float, default=540, help="seconds that all may take")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    here = gpus_here()
-    name, memory = ("cpu", None) if here is None else (here[0], here[1])
-    machine = known_machine(name, nodes=1, gpus_per_node=options.ranks, memory=memory, host_memory=None, overrides=None)
+    present = detect_gpus()
+    name, memory = ("cpu", None) if present is None else present[:2]
+    machine = known_machine(
+        name, nodes=1, gpus_per_node=options.ranks, memory=memory, host_memory=None, overrides=None
+    )
     lines = [
         "| model | strategy | sequences | planned | measured | plan is | plan and margin | reserved |",
         "|---|---|---|---|---|---|---|---|",
@@ -81,29 +106,39 @@ def main() -> int:
                 f"data: {{train: [none.txt], tokenizer: bytes, sequence_length: {length}}}\n"
                 "batch: {global_batch_size: 1, micro_batch_size: 1}\n"
             )
-            for way in options.ways:
+            for strategy in options.strategies:
                 for rows in options.rows:
-                    accumulated = 2 if "micro-batches" in way else 1
-                    batch = [f"batch.micro_batch_size={rows}", f"batch.global_batch_size={rows * accumulated * options.ranks}"]
-                    words = [f"recipe={file}", *batch, *WAYS[way]]
-                    plan = make_plan(load_recipe(words, ranks=options.ranks, files=False).recipe, machine)
+                    accumulated = 2 if "micro-batches" in strategy else 1
+                    batch = [
+                        f"batch.micro_batch_size={rows}",
+                        f"batch.global_batch_size={rows * accumulated * options.ranks}",
+                    ]
+                    arguments = [f"recipe={file}", *batch, *STRATEGIES[strategy]]
+                    plan = make_plan(
+                        load_recipe(arguments, ranks=options.ranks, files=False).recipe, machine
+                    )
                     if plan.spare is None or plan.spare >= 0:
-                        plans.append((size, way, rows, words, plan))
+                        plans.append((size, strategy, rows, arguments, plan))
                     else:
-                        print(f"left out: {size}, {way}, {rows}: {bytes_as_text(plan.needed)} by plan", file=sys.stderr)
-        measured = measure([words for *_, words, _ in plans], ranks=options.ranks, timeout=options.limit)
+                        print(
+                            f"skipped: {size}, {strategy}, {rows}: {bytes_as_text(plan.needed)} by plan",
+                            file=sys.stderr,
+                        )
+        measured = measure(
+            [arguments for *_, arguments, _ in plans], ranks=options.ranks, timeout=options.limit
+        )
     good = True
-    for (size, way, rows, _, plan), found in zip(plans, measured, strict=True):
+    for (size, strategy, rows, _, plan), found in zip(plans, measured, strict=True):
         planned = plan.step.peak.components.total
-        true = is_true(plan, found)
+        true = peak_holds(plan.step, found)
         good = good and true
         reserved = "" if found.reserved is None else bytes_as_text(found.reserved)
         lines.append(
-            f"| {size} | {way} | {rows} | {bytes_as_text(planned)} | {bytes_as_text(found.peak)} | {planned / found.peak - 1:+.1%}"
+            f"| {size} | {strategy} | {rows} | {bytes_as_text(planned)} | {bytes_as_text(found.peak)} | {planned / found.peak - 1:+.1%}"
             f"{'' if true else ' **off**'} | {bytes_as_text(planned + plan.margin)} | {reserved} |"
         )
     where = f"{options.ranks} x {machine.name}, torch {torch.__version__}"
-    verdict = f"{'All' if good else 'Not all'} peaks are within {TOLERANCE:.0%} over and {TOLERANCE_UNDER:.0%} under ({where})."
+    verdict = f"{'All' if good else 'Not all'} peaks are within {OVER:.0%} over and {UNDER:.0%} under ({where})."
     text = "\n".join([*lines, "", verdict])
     print(text)
     if options.output is not None:

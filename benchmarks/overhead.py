@@ -83,7 +83,9 @@ def use_null_gpus(folder: Path, ranks: int) -> None:
     from tests.nullgpu.devices import null_gpus
 
     devices = null_gpus(folder, build_folder=ROOT / "build/nullgpu", count=ranks, gib=512)
-    os.environ.update({name: value for name, value in devices.variables.items() if name != "NULLGPU_LOG"})
+    os.environ.update(
+        {name: value for name, value in devices.variables.items() if name != "NULLGPU_LOG"}
+    )
 
 
 def table(results: dict[tuple[str, str, str], list[float]]) -> list[str]:
@@ -97,25 +99,37 @@ def table(results: dict[tuple[str, str, str], list[float]]) -> list[str]:
         ratios = [value / other for value, other in zip(values, raw, strict=False)]
         if ratios:
             span = f"{min(ratios):.3f} – {max(ratios):.3f}"
-            middle = f"{statistics.median(values):.1f} | **{statistics.median(ratios):.3f}** | {span}"
+            middle = (
+                f"{statistics.median(values):.1f} | **{statistics.median(ratios):.3f}** | {span}"
+            )
             lines.append(f"| {size} | {strategy} | {side} | {middle} |")
     return lines
 
 
 def main() -> int:
     """Measures and prints; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["1b", "8b"])
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument("--sides", nargs="+", choices=["launcher", *PEERS], default=["launcher", *PEERS])
+    parser.add_argument(
+        "--sides", nargs="+", choices=["launcher", *PEERS], default=["launcher", *PEERS]
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side, in turn")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of a run")
-    parser.add_argument("--skip", type=int, default=10, help="first steps of a run that are not counted")
+    parser.add_argument(
+        "--skip", type=int, default=10, help="first steps of a run that are not counted"
+    )
     parser.add_argument("--limit", type=float, default=300, help="seconds that one run may take")
     parser.add_argument("--output", type=Path, help="file for the table")
     arguments = parser.parse_args()
-    missing = [side for side in arguments.sides if side in PEERS and importlib.util.find_spec(PEERS[side]) is None]
+    missing = [
+        side
+        for side in arguments.sides
+        if side in PEERS and importlib.util.find_spec(PEERS[side]) is None
+    ]
     sides = ["raw", *(side for side in arguments.sides if side not in missing)]
     machine = describe_machine()
     results: dict[tuple[str, str, str], list[float]] = {}
@@ -126,10 +140,14 @@ def main() -> int:
         for size in arguments.sizes:
             path = Path(folder, size)
             path.mkdir()
-            bench = OverheadBench(path, SIZES[size], arguments.ranks, arguments.steps, arguments.limit)
+            bench = OverheadBench(
+                path, SIZES[size], arguments.ranks, arguments.steps, arguments.limit
+            )
             bench.prepare()
             for strategy in arguments.strategies:
-                for turn in range(arguments.rounds + 1):  # the first round warms the file cache and is not counted
+                for turn in range(
+                    arguments.rounds + 1
+                ):  # the first round warms the file cache and is not counted
                     for side in sides:
                         found = results.setdefault((size, strategy, side), [])
                         try:
@@ -138,7 +156,11 @@ def main() -> int:
                             print(error, file=sys.stderr)
                             failed.append(f"{size} {strategy} {side}")
                             continue
-                        print(f"{size} {strategy} {side}: {milliseconds:.1f} ms", file=sys.stderr, flush=True)
+                        print(
+                            f"{size} {strategy} {side}: {milliseconds:.1f} ms",
+                            file=sys.stderr,
+                            flush=True,
+                        )
                         if turn:
                             found.append(milliseconds)
     gpus = machine["gpu"] or "null GPUs (no kernels)"

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from raw_common import IGNORED, cpu_seconds, end, learning_rate_at, load_rows, make_optimizer, read_config
+from raw_common import (
+    IGNORED,
+    cpu_seconds,
+    end,
+    learning_rate_at,
+    load_rows,
+    make_optimizer,
+    read_config,
+)
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaForCausalLM
@@ -74,7 +82,9 @@ def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSecon
         fsdp_plugin=plugin,
     )
     loader = DataLoader(Rows(arguments.data), batch_size=arguments.micro_batch_size)
-    model, optimizer, loader = accelerator.prepare(model, make_optimizer(model, arguments.learning_rate), loader)
+    model, optimizer, loader = accelerator.prepare(
+        model, make_optimizer(model, arguments.learning_rate), loader
+    )
     model.train()
     seconds, step = CpuSeconds(), 0
     total = torch.zeros((), device=accelerator.device)
@@ -131,7 +141,9 @@ def trainer_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSeconds:
         disable_tqdm=True,
         **sharded,
     )
-    Trainer(model=model, args=settings, train_dataset=Rows(arguments.data), callbacks=[AfterStep()]).train()
+    Trainer(
+        model=model, args=settings, train_dataset=Rows(arguments.data), callbacks=[AfterStep()]
+    ).train()
     return seconds
 
 
@@ -151,11 +163,18 @@ def fabric_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSeconds:
     # Its default is tensor parallelism over all GPUs of a node, which shards no data
     sharded = ModelParallelStrategy(shard, data_parallel_size=count, tensor_parallel_size=1)
     strategy = sharded if fsdp else DDPStrategy(gradient_as_bucket_view=True)
-    fabric = Fabric(accelerator="cuda", devices=count, strategy=strategy, precision=None if fsdp else "bf16-mixed")
+    fabric = Fabric(
+        accelerator="cuda",
+        devices=count,
+        strategy=strategy,
+        precision=None if fsdp else "bf16-mixed",
+    )
     fabric.launch()
     model = fabric.setup_module(model)
     optimizer = fabric.setup_optimizers(make_optimizer(model, arguments.learning_rate))
-    loader = fabric.setup_dataloaders(DataLoader(Rows(arguments.data), batch_size=arguments.micro_batch_size))
+    loader = fabric.setup_dataloaders(
+        DataLoader(Rows(arguments.data), batch_size=arguments.micro_batch_size)
+    )
     model.train()
     seconds = CpuSeconds()
     batches = endless(loader)
@@ -184,7 +203,12 @@ def endless(loader: Any) -> Any:
 
 
 def rate(arguments: argparse.Namespace, step: int) -> float:
-    return learning_rate_at(step, peak=arguments.learning_rate, warmup_steps=arguments.warmup_steps, steps=arguments.steps)
+    return learning_rate_at(
+        step,
+        peak=arguments.learning_rate,
+        warmup_steps=arguments.warmup_steps,
+        steps=arguments.steps,
+    )
 
 
 LOOPS = {"accelerate": accelerate_loop, "trainer": trainer_loop, "fabric": fabric_loop}
@@ -196,7 +220,9 @@ def main() -> None:
     parser.add_argument("--strategy", choices=["ddp", "fsdp"], required=True)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--metrics", type=Path, required=True, help="each rank writes to this name and its rank")
+    parser.add_argument(
+        "--metrics", type=Path, required=True, help="each rank writes to this name and its rank"
+    )
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--micro-batch-size", type=int, required=True)
     parser.add_argument("--accumulation", type=int, required=True)

@@ -29,15 +29,31 @@ def parse_arguments(description: str, *flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", type=Path, required=True, help="JSON: fields of LlamaConfig")
     parser.add_argument("--data", type=Path, required=True, help=".npy: token ids (rows, tokens)")
-    parser.add_argument("--positions", type=Path, help=".npy: position ids of the same shape, where rows hold several documents")
-    parser.add_argument("--metrics", type=Path, required=True, help="file that rank 0 writes a JSON line a step to")
-    parser.add_argument("--weights", type=Path, help="safetensors file with the initial weights; without it they are random")
+    parser.add_argument(
+        "--positions",
+        type=Path,
+        help=".npy: position ids of the same shape, where rows hold several documents",
+    )
+    parser.add_argument(
+        "--metrics", type=Path, required=True, help="file that rank 0 writes a JSON line a step to"
+    )
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        help="safetensors file with the initial weights; without it they are random",
+    )
     parser.add_argument("--steps", type=int, required=True, help="optimizer steps")
-    parser.add_argument("--micro-batch-size", type=int, required=True, help="rows per rank per forward pass")
-    parser.add_argument("--accumulation", type=int, required=True, help="micro-batches per optimizer step")
+    parser.add_argument(
+        "--micro-batch-size", type=int, required=True, help="rows per rank per forward pass"
+    )
+    parser.add_argument(
+        "--accumulation", type=int, required=True, help="micro-batches per optimizer step"
+    )
     parser.add_argument("--learning-rate", type=float, required=True, help="peak")
     parser.add_argument("--warmup-steps", type=int, required=True, help="steps of linear warm-up")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; float32 otherwise")
+    parser.add_argument(
+        "--bf16", action="store_true", help="compute in bfloat16; float32 otherwise"
+    )
     for flag in flags:
         parser.add_argument(flag, action="store_true")
     return parser.parse_args()
@@ -78,7 +94,9 @@ def read_config(file: Path) -> LlamaConfig:
     return LlamaConfig(**json.loads(file.read_text()), attn_implementation="sdpa")
 
 
-def load_rows(file: Path, device: torch.device, positions: Path | None = None) -> tuple[dict[str, torch.Tensor], torch.Tensor, float]:
+def load_rows(
+    file: Path, device: torch.device, positions: Path | None = None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, float]:
     """What the model is called with and the targets, (rows, tokens) each, on the device from the start; targets a row.
 
     A document's last token has no target. With `positions` rows hold several documents, which transformers keeps apart by a
@@ -120,7 +138,9 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
-def learning_rate_at(step: int, *, peak: float, warmup_steps: int, steps: int, floor: float = 0.1) -> float:
+def learning_rate_at(
+    step: int, *, peak: float, warmup_steps: int, steps: int, floor: float = 0.1
+) -> float:
     """Linear warm-up, then a cosine down to floor * peak at the last step; steps count from 1."""
     if step <= warmup_steps:
         return peak * step / warmup_steps
@@ -137,13 +157,19 @@ class Meter:
     def __init__(self, file: Path, rank: int, ranks: int, device: torch.device) -> None:
         self._file = file.open("w", buffering=1) if rank == 0 else None
         self._ranks, self._device = ranks, device
-        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        self._all_gather = (
+            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        )  # renamed in torch 2.13
         self._since, self._cpu = time.perf_counter(), cpu_seconds()
 
     def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """loss: this rank's part of it, the sum over ranks is the loss; grad_norm: the same on all ranks."""
         mine, norm = torch.stack([loss.double(), grad_norm.double()]).tolist()
-        numbers = torch.tensor([mine, cpu_seconds() - self._cpu, self._peak_bytes()], dtype=torch.float64, device=self._device)
+        numbers = torch.tensor(
+            [mine, cpu_seconds() - self._cpu, self._peak_bytes()],
+            dtype=torch.float64,
+            device=self._device,
+        )
         gathered = torch.empty(self._ranks * 3, dtype=torch.float64, device=self._device)
         self._all_gather(gathered, numbers)
         by_rank = gathered.cpu().view(self._ranks, 3)

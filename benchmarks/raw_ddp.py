@@ -6,7 +6,18 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
-from raw_common import IGNORED, Meter, end, learning_rate_at, load_rows, load_weights, make_optimizer, parse_arguments, read_config, start
+from raw_common import (
+    IGNORED,
+    Meter,
+    end,
+    learning_rate_at,
+    load_rows,
+    load_weights,
+    make_optimizer,
+    parse_arguments,
+    read_config,
+    start,
+)
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
@@ -24,7 +35,10 @@ def main() -> None:
     if arguments.weights is not None:
         load_weights(model, arguments.weights)
     ddp = DistributedDataParallel(
-        model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
     )
     ddp.train()
     optimizer = make_optimizer(model, arguments.learning_rate)
@@ -42,7 +56,12 @@ def main() -> None:
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=arguments.bf16):
                     # In one expression: a name would keep the logits, the largest of tensors, into the next forward pass
                     loss = F.cross_entropy(
-                        ddp(**{name: tensor[rows] for name, tensor in inputs.items()}, use_cache=False).logits.float().flatten(0, 1),
+                        ddp(
+                            **{name: tensor[rows] for name, tensor in inputs.items()},
+                            use_cache=False,
+                        )
+                        .logits.float()
+                        .flatten(0, 1),
                         targets[rows].flatten(),
                         ignore_index=IGNORED,
                         reduction="sum",
@@ -50,7 +69,9 @@ def main() -> None:
                 (loss * (ranks / valid_tokens)).backward()
                 total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        rate = learning_rate_at(step, peak=arguments.learning_rate, warmup_steps=arguments.warmup_steps, steps=steps)
+        rate = learning_rate_at(
+            step, peak=arguments.learning_rate, warmup_steps=arguments.warmup_steps, steps=steps
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from raw_common import IGNORED, Meter, end, learning_rate_at, load_rows, load_weights, make_optimizer, parse_arguments, read_config, start
+from raw_common import (
+    IGNORED,
+    Meter,
+    end,
+    learning_rate_at,
+    load_rows,
+    load_weights,
+    make_optimizer,
+    parse_arguments,
+    read_config,
+    start,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaForCausalLM
@@ -24,9 +35,15 @@ def main() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(read_config(arguments.config))
     mesh = init_device_mesh(device.type, (ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if arguments.bf16 else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if arguments.bf16
+        else MixedPrecisionPolicy()
+    )
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not arguments.keep_gathered)
+        fully_shard(
+            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not arguments.keep_gathered
+        )
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device=device)
     torch.manual_seed(1234)
@@ -51,7 +68,9 @@ def main() -> None:
             rows = slice(first, first + micro)
             # In one expression: a name would keep the logits, the largest of tensors, into the next forward pass
             loss = F.cross_entropy(
-                model(**{name: tensor[rows] for name, tensor in inputs.items()}, use_cache=False).logits.float().flatten(0, 1),
+                model(**{name: tensor[rows] for name, tensor in inputs.items()}, use_cache=False)
+                .logits.float()
+                .flatten(0, 1),
                 targets[rows].flatten(),
                 ignore_index=IGNORED,
                 reduction="sum",
@@ -59,7 +78,9 @@ def main() -> None:
             (loss * (ranks / valid_tokens)).backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0).full_tensor()
-        rate = learning_rate_at(step, peak=arguments.learning_rate, warmup_steps=arguments.warmup_steps, steps=steps)
+        rate = learning_rate_at(
+            step, peak=arguments.learning_rate, warmup_steps=arguments.warmup_steps, steps=steps
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()

@@ -6,7 +6,18 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from raw_common import IGNORED, Meter, end, learning_rate_at, load_rows, load_weights, make_optimizer, parse_arguments, read_config, start
+from raw_common import (
+    IGNORED,
+    Meter,
+    end,
+    learning_rate_at,
+    load_rows,
+    load_weights,
+    make_optimizer,
+    parse_arguments,
+    read_config,
+    start,
+)
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -15,7 +26,9 @@ from transformers import LlamaForCausalLM
 
 def main() -> None:
     """Trains."""
-    arguments = parse_arguments("A hand-written FSDP2 loop with offloading and activation checkpointing.")
+    arguments = parse_arguments(
+        "A hand-written FSDP2 loop with offloading and activation checkpointing."
+    )
     rank, ranks, device = start(offload=True)
     micro, accumulation, steps = arguments.micro_batch_size, arguments.accumulation, arguments.steps
     inputs, targets, targets_a_row = load_rows(arguments.data, device, arguments.positions)
@@ -23,7 +36,11 @@ def main() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(read_config(arguments.config))
     mesh = init_device_mesh(device.type, (ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if arguments.bf16 else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if arguments.bf16
+        else MixedPrecisionPolicy()
+    )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     layers = model.model.layers
     for index, layer in enumerate(layers):
@@ -53,7 +70,9 @@ def main() -> None:
             rows = slice(first, first + micro)
             # In one expression: a name would keep the logits, the largest of tensors, into the next forward pass
             loss = F.cross_entropy(
-                model(**{name: tensor[rows] for name, tensor in inputs.items()}, use_cache=False).logits.float().flatten(0, 1),
+                model(**{name: tensor[rows] for name, tensor in inputs.items()}, use_cache=False)
+                .logits.float()
+                .flatten(0, 1),
                 targets[rows].flatten(),
                 ignore_index=IGNORED,
                 reduction="sum",
@@ -61,12 +80,16 @@ def main() -> None:
             (loss * (ranks / valid_tokens)).backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0).full_tensor()
-        rate = learning_rate_at(step, peak=arguments.learning_rate, warmup_steps=arguments.warmup_steps, steps=steps)
+        rate = learning_rate_at(
+            step, peak=arguments.learning_rate, warmup_steps=arguments.warmup_steps, steps=steps
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        meter.record(step, total / valid_tokens, norm.to(device))  # the norm of offloaded gradients lies in host memory
+        meter.record(
+            step, total / valid_tokens, norm.to(device)
+        )  # the norm of offloaded gradients lies in host memory
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environment = run = None
     try:
         environment = read_environment()
-        loaded = load_recipe(sys.argv[1:] if arguments is None else arguments, ranks=environment.world_size)
+        loaded = load_recipe(
+            sys.argv[1:] if arguments is None else arguments, ranks=environment.world_size
+        )
         run = RunFolder(Path(loaded.recipe.run.dir))
         if environment.main:
             run.take(environment)

@@ -29,12 +29,17 @@ def generate(folder: Path, *, seed: int = 1234) -> None:
     for name, part in (("test", pairs[:TEST]), ("train", pairs[TEST:])):
         with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as rows:
             for first, second in part:
-                asked, answer = {"role": "user", "content": question(first, second)}, {"role": "assistant", "content": str(first + second)}
+                asked, answer = (
+                    {"role": "user", "content": question(first, second)},
+                    {"role": "assistant", "content": str(first + second)},
+                )
                 rows.write(json.dumps({"messages": [asked, answer]}) + "\n")
     print(f"{folder}: {len(pairs) - TEST:,} sums to train on, {TEST:,} others to test")
 
 
-def accuracy(model_folder: Path, folder: Path, *, batch_size: int = 250, examples: int = 4) -> float:
+def accuracy(
+    model_folder: Path, folder: Path, *, batch_size: int = 250, examples: int = 4
+) -> float:
     """Prints and returns the share of test.jsonl that the model answers exactly, decoding greedily."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -44,16 +49,28 @@ def accuracy(model_folder: Path, folder: Path, *, batch_size: int = 250, example
     logging.disable_progress_bar()
     tokenizer: Any = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(model_folder, local_files_only=True).eval()
-    rows = [json.loads(line)["messages"] for line in (folder / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)["messages"]
+        for line in (folder / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     said: list[str] = []
     for start in range(0, len(rows), batch_size):
         asked = [messages[:-1] for messages in rows[start : start + batch_size]]
         inputs = tokenizer.apply_chat_template(
-            asked, add_generation_prompt=True, padding=True, padding_side="left", return_dict=True, return_tensors="pt"
+            asked,
+            add_generation_prompt=True,
+            padding=True,
+            padding_side="left",
+            return_dict=True,
+            return_tensors="pt",
         )
         with torch.inference_mode():
-            tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-        said += tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            tokens = model.generate(
+                **inputs, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id
+            )
+        said += tokenizer.batch_decode(
+            tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
     right = [answer == messages[-1]["content"] for answer, messages in zip(said, rows, strict=True)]
     for messages, answer in list(zip(rows, said, strict=True))[:examples]:
         print(

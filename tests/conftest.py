@@ -9,7 +9,9 @@ SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "KMP_")
 
 
 def variables():
-    return {name: value for name, value in os.environ.items() if not name.startswith(SET_BY_LIBRARIES)}
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(SET_BY_LIBRARIES)
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -31,4 +33,6 @@ def _own_cache(tmp_path_factory):
 def messages(caplog):
     """What the launcher has logged so far."""
     caplog.set_level(logging.INFO, logger="launcher")
-    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("launcher")]
+    return lambda: [
+        record.getMessage() for record in caplog.records if record.name.startswith("launcher")
+    ]

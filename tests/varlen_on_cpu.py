@@ -31,30 +31,72 @@ def _documents(query, key, value, bounds, scale, window, causal):
         q, k, v = (tensor[place].transpose(0, 1).float() for tensor in (query, key, value))
         k, v = (tensor.repeat_interleave(q.shape[0] // tensor.shape[0], dim=0) for tensor in (k, v))
         distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
-        seen = (distance >= 0) if causal or right == 0 else torch.ones_like(distance, dtype=torch.bool)
+        seen = (
+            (distance >= 0) if causal or right == 0 else torch.ones_like(distance, dtype=torch.bool)
+        )
         if left >= 0:
             seen &= distance <= left
         yield place, q, k, v, (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
 
 
-def _forward(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None, *rest):
+def _forward(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    is_causal=False,
+    scale=None,
+    window_size=None,
+    *rest,
+):
     check_heads(query, key, value)
     CALLS["forward"] += 1
-    out, lse = torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
-    for place, _, _, v, scores in _documents(query, key, value, cu_seq_q, scale, window_size, is_causal):
+    out, lse = (
+        torch.empty_like(query),
+        query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32),
+    )
+    for place, _, _, v, scores in _documents(
+        query, key, value, cu_seq_q, scale, window_size, is_causal
+    ):
         out[place] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
         lse[:, place] = scores.logsumexp(-1)
     return out, lse, torch.zeros(2, dtype=torch.uint64)
 
 
-def _backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, rng_state, scale=None, window_size=None):
+def _backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    lse,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    is_causal,
+    rng_state,
+    scale=None,
+    window_size=None,
+):
     CALLS["backward"] += 1
     gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-    for place, q, k, v, scores in _documents(query, key, value, cu_seq_q, scale, window_size, is_causal):
+    for place, q, k, v, scores in _documents(
+        query, key, value, cu_seq_q, scale, window_size, is_causal
+    ):
         weights = (scores - lse[:, place, None]).exp()
         grad, result = (tensor[place].transpose(0, 1).float() for tensor in (grad_out, out))
-        of_scores = weights * (grad @ v.transpose(1, 2) - (grad * result).sum(-1, keepdim=True)) * scale
-        for target, found in zip(gradients, (of_scores @ k, of_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad), strict=True):
+        of_scores = (
+            weights * (grad @ v.transpose(1, 2) - (grad * result).sum(-1, keepdim=True)) * scale
+        )
+        for target, found in zip(
+            gradients,
+            (of_scores @ k, of_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad),
+            strict=True,
+        ):
             groups = found.unflatten(0, (target.shape[1], -1)).sum(1)
             target[place] = groups.transpose(0, 1).to(target.dtype)
     return tuple(gradients)

@@ -33,4 +33,7 @@ def history(folder):
     """The logged rows, each a dict."""
     for kind, message in read_records(folder):
         if kind == "history":
-            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in message.item}
+            yield {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in message.item
+            }

@@ -27,7 +27,12 @@ def recipe_of(checkpoint: Path) -> Recipe:
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, *, dtype: str | None, merged: bool, save_tokenizer: Callable[[Recipe, Path], None]
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None,
+    merged: bool,
+    save_tokenizer: Callable[[Recipe, Path], None],
 ) -> bool:
     """Writes `out`, whole or not at all; returns whether it is an adapter.
 
@@ -36,7 +41,9 @@ def export_checkpoint(
     """
     recipe = recipe_of(checkpoint)
     if recipe.model.builder is not None:
-        raise RecipeError(f"export: {recipe.model.builder} is no model of transformers: load its weights from {checkpoint} yourself")
+        raise RecipeError(
+            f"export: {recipe.model.builder} is no model of transformers: load its weights from {checkpoint} yourself"
+        )
     model: Any = build_model(recipe.model, sequence_length=1, labels=recipe.data.labels)
     blocks = find_blocks(model)
     frozen: Callable[[str], torch.Tensor] | None = None
@@ -47,7 +54,9 @@ def export_checkpoint(
         base = open_checkpoint(folder, model)
         frozen, natural = reader(base), base.dtype
     if recipe.lora is not None:
-        add_adapters(model, recipe.lora, blocks=blocks, base_dtype=torch.float32, base=recipe.model.path)
+        add_adapters(
+            model, recipe.lora, blocks=blocks, base_dtype=torch.float32, base=recipe.model.path
+        )
     shapes, read_stored = open_tensors(checkpoint)
 
     def read(name: str) -> torch.Tensor:
@@ -55,7 +64,9 @@ def export_checkpoint(
             if prefix + name in shapes:
                 return read_stored(prefix + name)
         if frozen is None:
-            raise RecipeError(f"export: {name} was frozen, so {checkpoint} does not hold it, and there is no model.path to take it from")
+            raise RecipeError(
+                f"export: {name} was frozen, so {checkpoint} does not hold it, and there is no model.path to take it from"
+            )
         return frozen(name)
 
     if dtype is None:

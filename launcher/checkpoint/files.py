@@ -90,7 +90,9 @@ def step_of(path: Path) -> int:
     """The step in a checkpoint's name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
-        raise DamagedCheckpointError(path, "its name is not that of a checkpoint, such as step_00000500")
+        raise DamagedCheckpointError(
+            path, "its name is not that of a checkpoint, such as step_00000500"
+        )
     return int(match[1])
 
 
@@ -102,7 +104,11 @@ def rank_file(rank: int) -> str:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints in it, valid or not, oldest first; none where there is no such folder."""
     try:
-        found = [Path(entry.path) for entry in os.scandir(folder) if _NAME.fullmatch(entry.name) and entry.is_dir()]
+        found = [
+            Path(entry.path)
+            for entry in os.scandir(folder)
+            if _NAME.fullmatch(entry.name) and entry.is_dir()
+        ]
     except FileNotFoundError:
         return []
     return sorted(found, key=step_of)
@@ -129,7 +135,10 @@ class Checksums:
 
     def file(self) -> StoredFile:
         """What the marker says of it."""
-        return StoredFile(self.bytes, [*self._done, self._hash.hexdigest()] if self.bytes % BLOCK else list(self._done))
+        return StoredFile(
+            self.bytes,
+            [*self._done, self._hash.hexdigest()] if self.bytes % BLOCK else list(self._done),
+        )
 
 
 def read_marker(path: Path) -> Marker:
@@ -140,25 +149,39 @@ def read_marker(path: Path) -> Marker:
         text = (path / MARKER).read_bytes()
     except FileNotFoundError:
         others = any(path.iterdir())
-        raise DamagedCheckpointError(path, f"no {MARKER}: it was not written to its end" if others else "the folder is empty") from None
+        raise DamagedCheckpointError(
+            path, f"no {MARKER}: it was not written to its end" if others else "the folder is empty"
+        ) from None
     except OSError as error:
         raise DamagedCheckpointError(path, f"{MARKER} cannot be read: {error.strerror}") from None
     try:
         found = json.loads(text)
         if found["format"] != FORMAT:
-            raise DamagedCheckpointError(path, f"{MARKER} has format {found['format']!r}; this version reads {FORMAT}")
+            raise DamagedCheckpointError(
+                path, f"{MARKER} has format {found['format']!r}; this version reads {FORMAT}"
+            )
         files = {
-            str(name): StoredFile(int(entry["bytes"]), [str(checksum) for checksum in entry["checksums"]])
+            str(name): StoredFile(
+                int(entry["bytes"]), [str(checksum) for checksum in entry["checksums"]]
+            )
             for name, entry in found["files"].items()
         }
         marker = Marker(int(found["step"]), int(found["ranks"]), float(found["time"]), files)
     except DamagedCheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise DamagedCheckpointError(path, f"{MARKER} cannot be read: it is not what a checkpoint's marker is") from None
-    wanted = {INDEX, STATE, *(rank_file(rank) for rank in range(marker.ranks))} if marker.ranks <= len(files) else {INDEX, STATE}
+        raise DamagedCheckpointError(
+            path, f"{MARKER} cannot be read: it is not what a checkpoint's marker is"
+        ) from None
+    wanted = (
+        {INDEX, STATE, *(rank_file(rank) for rank in range(marker.ranks))}
+        if marker.ranks <= len(files)
+        else {INDEX, STATE}
+    )
     if strange := [name for name in files if not _FILE.fullmatch(name)]:
-        raise DamagedCheckpointError(path, f"{MARKER} names {strange[0]!r}, which is no file of a checkpoint")
+        raise DamagedCheckpointError(
+            path, f"{MARKER} names {strange[0]!r}, which is no file of a checkpoint"
+        )
     if absent := sorted(wanted - files.keys()):
         raise DamagedCheckpointError(path, f"{MARKER} does not name {absent[0]}")
     if _NAME.fullmatch(path.name) and marker.step != step_of(path):
@@ -180,17 +203,33 @@ def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> s
         try:
             size = (path / name).stat().st_size
         except OSError as error:
-            return f"{name} is missing" if error.errno == errno.ENOENT else f"{name} cannot be read: {error.strerror}"
+            return (
+                f"{name} is missing"
+                if error.errno == errno.ENOENT
+                else f"{name} cannot be read: {error.strerror}"
+            )
         if size != stored.bytes:
-            return f"{name} has {size:,} bytes instead of {stored.bytes:,}" + (": it is truncated" if size < stored.bytes else "")
+            return f"{name} has {size:,} bytes instead of {stored.bytes:,}" + (
+                ": it is truncated" if size < stored.bytes else ""
+            )
         if len(stored.checksums) != -(-size // BLOCK):
             return f"{MARKER} has {len(stored.checksums)} checksums for {name}, which has {size:,} bytes"
-        blocks += [(name, index * BLOCK, min(BLOCK, size - index * BLOCK), checksum) for index, checksum in enumerate(stored.checksums)]
+        blocks += [
+            (name, index * BLOCK, min(BLOCK, size - index * BLOCK), checksum)
+            for index, checksum in enumerate(stored.checksums)
+        ]
     if not deep:
         return None
     mine = blocks[rank::ranks]
     with ThreadPoolExecutor(max(1, min(8, len(mine), len(os.sched_getaffinity(0))))) as pool:
-        return next((problem for problem in pool.map(lambda block: _check_block(path, *block), mine) if problem is not None), None)
+        return next(
+            (
+                problem
+                for problem in pool.map(lambda block: _check_block(path, *block), mine)
+                if problem is not None
+            ),
+            None,
+        )
 
 
 def _check_block(path: Path, name: str, start: int, size: int, checksum: str) -> str | None:
@@ -207,7 +246,9 @@ def _check_block(path: Path, name: str, start: int, size: int, checksum: str) ->
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     if found.hexdigest() != checksum:
-        return f"{name} has changed since it was written: its checksum from byte {start:,} on differs"
+        return (
+            f"{name} has changed since it was written: its checksum from byte {start:,} on differs"
+        )
     return None
 
 
@@ -224,7 +265,13 @@ def newest_valid(
     return newest_of(list_checkpoints(folder), folder, at_most=at_most, check=check)
 
 
-def newest_of(checkpoints: Sequence[Path], folder: Path, *, at_most: int | None, check: Callable[[Path], str | None]) -> Path | None:
+def newest_of(
+    checkpoints: Sequence[Path],
+    folder: Path,
+    *,
+    at_most: int | None,
+    check: Callable[[Path], str | None],
+) -> Path | None:
     """`newest_valid` of a list, oldest first."""
     problems = []
     for path in reversed(checkpoints):
@@ -264,7 +311,9 @@ def commit(scratch: Path, *, step: int, ranks: int, files: Mapping[str, StoredFi
     One of the same step is replaced. Returns the checkpoint.
     """
     marker = {"format": FORMAT, "step": step, "ranks": ranks, "time": time.time()}
-    text = json.dumps(marker | {"files": {name: asdict(stored) for name, stored in files.items()}}, indent=1)
+    text = json.dumps(
+        marker | {"files": {name: asdict(stored) for name, stored in files.items()}}, indent=1
+    )
     _sync_folder(scratch)
     write_file(scratch / f"{MARKER}.partial", text.encode())
     (scratch / f"{MARKER}.partial").rename(scratch / MARKER)
@@ -305,7 +354,9 @@ def discard_newer(folder: Path, step: int) -> list[Path]:
     return newer
 
 
-def prune(folder: Path, keep_last: int, keep_every: int | None = None, best_step: int | None = None) -> list[Path]:
+def prune(
+    folder: Path, keep_last: int, keep_every: int | None = None, best_step: int | None = None
+) -> list[Path]:
     """Deletes what need not be kept, and scratch folders that nobody writes any more; returns the checkpoints deleted.
 
     Kept are the newest `keep_last` valid ones (their sizes are looked at, not their content), those whose step is a
@@ -323,7 +374,9 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None, best_step
     deleted = []
     for path in checkpoints:
         step = step_of(path)
-        kept = path in valid and ((keep_every is not None and step % keep_every == 0) or step == best_step)
+        kept = path in valid and (
+            (keep_every is not None and step % keep_every == 0) or step == best_step
+        )
         if step < step_of(valid[-keep_last:][0]) and not kept:
             discard(path)
             deleted.append(path)

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.tensor import DTensor
 
 from launcher.checkpoint.files import rank_file
@@ -51,10 +57,15 @@ class Layout:
 
 def signature(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
     """Changes where a layout would."""
-    return tuple((name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None)) for name, tensor in tensors.items())
+    return tuple(
+        (name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None))
+        for name, tensor in tensors.items()
+    )
 
 
-def plan(tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> Layout:
+def plan(
+    tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+) -> Layout:
     """Agrees with the other ranks on who writes what: each part of a tensor once. All ranks of `group` must call it."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -75,8 +86,18 @@ def plan(tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor],
     items = received[0].items
     parts = {item.index.fqn: local_part(tensors[item.index.fqn]) for item in items}
     assert len(parts) == len(items), "a rank holds one part of a tensor"
-    header, places, bytes_ = _safetensors({**parts, **{LOCAL + name: tensor for name, tensor in local.items()}})
-    found = [(item.index.fqn, list(item.index.offset), list(parts[item.index.fqn].shape), places[item.index.fqn][0]) for item in items]
+    header, places, bytes_ = _safetensors(
+        {**parts, **{LOCAL + name: tensor for name, tensor in local.items()}}
+    )
+    found = [
+        (
+            item.index.fqn,
+            list(item.index.offset),
+            list(parts[item.index.fqn].shape),
+            places[item.index.fqn][0],
+        )
+        for item in items
+    ]
     gathered: list[Any] | None = [None] * size if rank == 0 else None
     dist.gather_object(found, gathered, group=group, group_dst=0)
     index = None
@@ -85,30 +106,45 @@ def plan(tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor],
     return Layout(header, places, bytes_, index)
 
 
-def _safetensors(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, tuple[int, int]], int]:
+def _safetensors(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[bytes, dict[str, tuple[int, int]], int]:
     """Header, places and size of a safetensors file. Wider elements come first, so that all lie at a multiple of their size."""
     entries: dict[str, Any] = {}
     at = 0
     for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
         tensor = tensors[name]
         end = at + tensor.numel() * tensor.dtype.itemsize
-        entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        entries[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     places = {
-        name: (len(header) + entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0])
+        name: (
+            len(header) + entry["data_offsets"][0],
+            entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
         for name, entry in entries.items()
     }
     return header, places, len(header) + at
 
 
-def _index(metadata: Metadata, gathered: Sequence[Sequence[tuple[str, list[int], list[int], int]]]) -> bytes:
+def _index(
+    metadata: Metadata, gathered: Sequence[Sequence[tuple[str, list[int], list[int], int]]]
+) -> bytes:
     tensors: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
-        tensors[name] = {"dtype": DTYPE_NAMES[entry.properties.dtype], "shape": list(entry.size), "parts": []}
+        tensors[name] = {
+            "dtype": DTYPE_NAMES[entry.properties.dtype],
+            "shape": list(entry.size),
+            "parts": [],
+        }
     for rank, parts in enumerate(gathered):
         for name, offsets, sizes, at in parts:
             tensors[name]["parts"].append([rank_file(rank), at, offsets, sizes])
@@ -128,17 +164,24 @@ def read_index(text: bytes) -> Metadata:
             chunk = ChunkStorageMetadata(offsets=_shape(offsets), sizes=_shape(sizes))
             if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
                 raise ValueError(f"{name} has a part of another shape")
-            if any(start + size > whole for start, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
+            if any(
+                start + size > whole
+                for start, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+            ):
                 raise ValueError(f"{name} has a part outside of it")
             chunks.append(chunk)
             storage[MetadataIndex(name, chunk.offsets)] = (str(file), int(at))
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
             raise ValueError(f"{name} is not whole")
-        described[name] = TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry["dtype"]]), shape, chunks)
+        described[name] = TensorStorageMetadata(
+            TensorProperties(dtype=DTYPES[entry["dtype"]]), shape, chunks
+        )
     return Metadata(state_dict_metadata=described, storage_data=storage)
 
 
 def _shape(numbers: Any) -> torch.Size:
-    if not isinstance(numbers, list) or not all(isinstance(number, int) and number >= 0 for number in numbers):
+    if not isinstance(numbers, list) or not all(
+        isinstance(number, int) and number >= 0 for number in numbers
+    ):
         raise ValueError(f"{numbers!r} is no shape")
     return torch.Size(numbers)

@@ -16,9 +16,20 @@ import yaml
 from torch import nn
 
 from launcher.checkpoint import files
-from launcher.checkpoint.reader import find_checkpoint, load, read_local, read_state, verify_together
+from launcher.checkpoint.reader import (
+    find_checkpoint,
+    load,
+    read_local,
+    read_state,
+    verify_together,
+)
 from launcher.checkpoint.resume import Resumed, check_changes, check_data, check_stream
-from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state, total_bytes
+from launcher.checkpoint.state import (
+    model_and_optimizer,
+    rank_state,
+    restore_rank_state,
+    total_bytes,
+)
 from launcher.checkpoint.writer import Checkpointer, checkpoint_group
 from launcher.data.batching import Position
 from launcher.distributed.process_group import DataParallel
@@ -147,7 +158,9 @@ class CheckpointManager:
         if "data" in state:
             changes += check_data(state["data"], identity.data, allow=allow, checkpoint=path)
         else:
-            logger.info(f"note: {path} was written by an older version: whether the training data changed since is not known")
+            logger.info(
+                f"note: {path} was written by an older version: whether the training data changed since is not known"
+            )
         check_stream(state.get("stream"), identity.stream_order, allow=allow, checkpoint=path)
         return changes
 

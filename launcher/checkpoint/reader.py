@@ -26,7 +26,9 @@ from launcher.checkpoint.layout import LOCAL, as_bytes, read_index
 from launcher.errors import RecipeError
 
 
-def find_checkpoint(folder: Path, *, group: dist.ProcessGroup, at_most: int | None = None) -> Path | None:
+def find_checkpoint(
+    folder: Path, *, group: dist.ProcessGroup, at_most: int | None = None
+) -> Path | None:
     """`files.newest_valid` for ranks together, each of which reads a part of each checkpoint. All must call it; all get the
     same answer, or raise NoneLeftError.
     """
@@ -45,7 +47,9 @@ def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:
     """`files.verify` of all of it, shared among the ranks; all must call it and get the same answer."""
     ranks = dist.get_world_size(group)
     found: list[str | None] = [None] * ranks
-    dist.all_gather_object(found, files.verify(path, rank=dist.get_rank(group), ranks=ranks), group=group)
+    dist.all_gather_object(
+        found, files.verify(path, rank=dist.get_rank(group), ranks=ranks), group=group
+    )
     return next((problem for problem in found if problem is not None), None)
 
 
@@ -71,7 +75,9 @@ def read_state(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(path, f"{files.STATE} cannot be read: {error}") from None
     if not isinstance(state, dict):
-        raise DamagedCheckpointError(path, f"{files.STATE} cannot be read: it is not what was written")
+        raise DamagedCheckpointError(
+            path, f"{files.STATE} cannot be read: it is not what was written"
+        )
     return state
 
 
@@ -81,9 +87,15 @@ def read_local(path: Path, rank: int) -> dict[str, torch.Tensor]:
 
     try:
         with safe_open(path / files.rank_file(rank), framework="pt") as file:
-            return {name.removeprefix(LOCAL): file.get_tensor(name).clone() for name in file.keys() if name.startswith(LOCAL)}  # noqa: SIM118
+            return {
+                name.removeprefix(LOCAL): file.get_tensor(name).clone()
+                for name in file.keys()  # noqa: SIM118
+                if name.startswith(LOCAL)
+            }
     except (OSError, SafetensorError) as error:
-        raise DamagedCheckpointError(path, f"{files.rank_file(rank)} cannot be read: {error}") from None
+        raise DamagedCheckpointError(
+            path, f"{files.rank_file(rank)} cannot be read: {error}"
+        ) from None
 
 
 def open_tensors(path: Path) -> tuple[set[str], Callable[[str], torch.Tensor]]:
@@ -99,7 +111,9 @@ def open_tensors(path: Path) -> tuple[set[str], Callable[[str], torch.Tensor]]:
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load_tensors({name: tensor}, storage_reader=_Reader(path), planner=_Planner(), no_dist=True)
+            load_tensors(
+                {name: tensor}, storage_reader=_Reader(path), planner=_Planner(), no_dist=True
+            )
         return tensor
 
     return set(stored), read
@@ -108,7 +122,9 @@ def open_tensors(path: Path) -> tuple[set[str], Callable[[str], torch.Tensor]]:
 def _compare(path: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> None:
     stored = metadata.state_dict_metadata
     problems = [f"it lacks {name}" for name in tensors if name not in stored]
-    problems += [f"it holds {name}, which the model does not have" for name in stored if name not in tensors]
+    problems += [
+        f"it holds {name}, which the model does not have" for name in stored if name not in tensors
+    ]
     for name in tensors.keys() & stored.keys():
         theirs, ours = stored[name], tensors[name]
         assert isinstance(theirs, TensorStorageMetadata)
@@ -118,7 +134,9 @@ def _compare(path: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor]
             )
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise RecipeError(f"checkpoint {path} is of another model: {'; '.join(sorted(problems)[:5])}{more}")
+        raise RecipeError(
+            f"checkpoint {path} is of another model: {'; '.join(sorted(problems)[:5])}{more}"
+        )
 
 
 class _Planner(DefaultLoadPlanner):
@@ -139,12 +157,18 @@ class _Reader(StorageReader):
         try:
             self.metadata = read_index((path / files.INDEX).read_bytes())
         except OSError as error:
-            raise DamagedCheckpointError(path, f"{files.INDEX} cannot be read: {error.strerror}") from None
+            raise DamagedCheckpointError(
+                path, f"{files.INDEX} cannot be read: {error.strerror}"
+            ) from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpointError(path, f"{files.INDEX} cannot be read: {error}") from None
         known = files.read_marker(path).files
-        if strange := next((file for file, _ in self.metadata.storage_data.values() if file not in known), None):
-            raise DamagedCheckpointError(path, f"{files.INDEX} names {strange!r}, which the marker does not")
+        if strange := next(
+            (file for file, _ in self.metadata.storage_data.values() if file not in known), None
+        ):
+            raise DamagedCheckpointError(
+                path, f"{files.INDEX} names {strange!r}, which the marker does not"
+            )
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept between loads."""
@@ -153,7 +177,9 @@ class _Reader(StorageReader):
         """From index.json."""
         return self.metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -172,7 +198,9 @@ class _Reader(StorageReader):
                 file, _ = self.metadata.storage_data[item.storage_index]
                 if file not in descriptors:
                     descriptors[file] = os.open(self._path / file, os.O_RDONLY)
-            items = sorted(plan.items, key=lambda item: self.metadata.storage_data[item.storage_index])
+            items = sorted(
+                plan.items, key=lambda item: self.metadata.storage_data[item.storage_index]
+            )
             with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
                 for _ in pool.map(lambda item: self._read(item, planner, descriptors), items):
                     pass
@@ -203,7 +231,9 @@ class _Reader(StorageReader):
             read = torch.empty(rows, dtype=dtype)
             _read_into(descriptors[file], read, start, file)
             for dimension in range(1, len(rows)):
-                read = read.narrow(dimension, item.storage_offsets[dimension], item.lengths[dimension])
+                read = read.narrow(
+                    dimension, item.storage_offsets[dimension], item.lengths[dimension]
+                )
             target.copy_(read)
         planner.commit_tensor(item, target)
 

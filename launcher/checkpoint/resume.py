@@ -20,7 +20,14 @@ from launcher.reliability.run_directory import RunFolder
 _ALTERING = ("run.seed", "model", "lora", "data", "batch.global_batch_size")
 """Sections and keys that decide what is learned: with others the rest of the run would not be the run that was begun."""
 _HARMLESS = (
-    *("model.attention", "model.compile", "model.trust_remote_code", "data.workers", "data.prefetch_factor", "data.persistent_workers"),
+    *(
+        "model.attention",
+        "model.compile",
+        "model.trust_remote_code",
+        "data.workers",
+        "data.prefetch_factor",
+        "data.persistent_workers",
+    ),
     *("data.pin_memory", "data.processes", "data.cache", "data.validation"),
 )
 """Exceptions among them."""
@@ -46,7 +53,9 @@ class Resumed:
     """checkpoint.resume, if the run was started from that path and not from its own newest checkpoint."""
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     """The keys in which two recipes differ, as (dotted key, before, now). A section that one of them has as null is one key."""
     for key in [*before, *(key for key in now if key not in before)]:
         here = f"{path}.{key}" if path else str(key)
@@ -66,7 +75,9 @@ def alters_training(key: str) -> bool:
     return within(_ALTERING) and not within(_HARMLESS)
 
 
-def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path) -> list[str]:
+def check_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path
+) -> list[str]:
     """What changed and may, a line each. Raises RecipeError with the rest, unless it is allowed.
 
     before: the recipe of the checkpoint; keys that it does not know had their defaults, and are no change where they still have.
@@ -98,11 +109,19 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
         return  # the very same tokens, whatever the files are called
     known = [key for key in before if key in now and key not in ("parts", "content")]
     changed = False
-    for key, old, new in differences({key: before[key] for key in known}, {key: now[key] for key in known}):
+    for key, old, new in differences(
+        {key: before[key] for key in known}, {key: now[key] for key in known}
+    ):
         changed = True
         if key.startswith("files."):
             name = key.removeprefix("files.")
-            what = "was not there" if old is None else "is gone" if new is None else f"size {old:,} -> {new:,}"
+            what = (
+                "was not there"
+                if old is None
+                else "is gone"
+                if new is None
+                else f"size {old:,} -> {new:,}"
+            )
             yield f"{name}: {what}"
         elif key in ("tokenizer", "chat_template"):
             yield f"data.{key}: its content has changed"
@@ -113,7 +132,9 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
         yield f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}: other content in as many bytes"
 
 
-def check_stream(saved: Mapping[str, Any] | None, order: str | None, *, allow: bool, checkpoint: Path) -> None:
+def check_stream(
+    saved: Mapping[str, Any] | None, order: str | None, *, allow: bool, checkpoint: Path
+) -> None:
     """Raises RecipeError where a stream would go on with other samples than the run of the checkpoint had, unless allowed.
 
     saved: what the checkpoint has of the stream. order: digest of today's order of samples; None: no stream.
@@ -132,7 +153,9 @@ def check_stream(saved: Mapping[str, Any] | None, order: str | None, *, allow: b
     )
 
 
-def check_data(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path) -> list[str]:
+def check_data(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path
+) -> list[str]:
     """What changed in the training data, a line each. Raises RecipeError with these lines, unless it is allowed."""
     changes = list(data_changes(before, now))
     if changes and not allow:
@@ -160,18 +183,31 @@ def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted
     if resume == "auto" and not checkpoints:
         resume = "never"
     if resume == "never" and not restarted:
-        run.refuse_if_used("no checkpoint to resume from" if settings.resume == "auto" else "checkpoint.resume is never")
+        run.refuse_if_used(
+            "no checkpoint to resume from"
+            if settings.resume == "auto"
+            else "checkpoint.resume is never"
+        )
     elif resume not in ("auto", "never"):
         if run.was_started_from(resume):
             resume = "auto" if checkpoints else resume
         elif Path(resume).resolve().parent != (run.path / "checkpoints").resolve():
-            run.refuse_if_used(f"it was not started from checkpoint.resume={resume}; checkpoint.resume=auto continues it")
+            run.refuse_if_used(
+                f"it was not started from checkpoint.resume={resume}; checkpoint.resume=auto continues it"
+            )
     if resume == "never":
         return resume
     source = checkpoints[-1] if resume == "auto" else Path(resume)
     before = None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: reported when it is verified
+    with contextlib.suppress(
+        OSError, ValueError, KeyError, TypeError
+    ):  # damaged: reported when it is verified
         before = json.loads((source / STATE).read_text())["recipe"]
     if isinstance(before, str):
-        check_changes(yaml.safe_load(before), yaml.safe_load(recipe_yaml), allow=settings.allow_changes, checkpoint=source)
+        check_changes(
+            yaml.safe_load(before),
+            yaml.safe_load(recipe_yaml),
+            allow=settings.allow_changes,
+            checkpoint=source,
+        )
     return resume

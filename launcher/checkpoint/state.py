@@ -31,7 +31,9 @@ def model_and_optimizer(module: nn.Module, optimizer: torch.optim.AdamW) -> Tens
     return tensors | {f"buffer.{name}": buffer for name, buffer in _persistent_buffers(module)}
 
 
-def _optimizer_state(optimizer: torch.optim.AdamW, parameter: torch.Tensor) -> Mapping[str, torch.Tensor]:
+def _optimizer_state(
+    optimizer: torch.optim.AdamW, parameter: torch.Tensor
+) -> Mapping[str, torch.Tensor]:
     """Of one parameter, made as the fused AdamW makes it in its first step."""
     state: dict[str, torch.Tensor] = optimizer.state[parameter]
     if not state:
@@ -45,7 +47,11 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     seen: set[int] = set()
     for prefix, part in module.named_modules():
         for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set and id(buffer) not in seen:
+            if (
+                buffer is not None
+                and name not in part._non_persistent_buffers_set
+                and id(buffer) not in seen
+            ):
                 seen.add(id(buffer))
                 yield clean_name(f"{prefix}.{name}" if prefix else name), buffer
 
@@ -63,8 +69,13 @@ def rank_state(module: nn.Module, device: torch.device) -> Tensors:
     state = {
         "rng.cpu": torch.get_rng_state(),
         "rng.python": torch.tensor(python, dtype=torch.int64),
-        "rng.python_gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
-        "rng.numpy": torch.tensor([*legacy["state"]["key"].tolist(), legacy["state"]["pos"], legacy["has_gauss"]], dtype=torch.int64),
+        "rng.python_gauss": torch.tensor(
+            [float("nan") if gauss is None else gauss], dtype=torch.float64
+        ),
+        "rng.numpy": torch.tensor(
+            [*legacy["state"]["key"].tolist(), legacy["state"]["pos"], legacy["has_gauss"]],
+            dtype=torch.int64,
+        ),
         "rng.numpy_gauss": torch.tensor([legacy["gauss"]], dtype=torch.float64),
     }
     if device.type == "cuda":
@@ -73,7 +84,9 @@ def rank_state(module: nn.Module, device: torch.device) -> Tensors:
 
 
 @torch.no_grad()
-def restore_rank_state(state: Mapping[str, torch.Tensor], module: nn.Module, device: torch.device) -> None:
+def restore_rank_state(
+    state: Mapping[str, torch.Tensor], module: nn.Module, device: torch.device
+) -> None:
     """The way back of `rank_state`, on the same number of ranks. After it the generators go on as they would have."""
     import numpy as np
 
@@ -81,7 +94,15 @@ def restore_rank_state(state: Mapping[str, torch.Tensor], module: nn.Module, dev
     gauss = state["rng.python_gauss"].item()
     random.setstate((3, tuple(state["rng.python"].tolist()), None if gauss != gauss else gauss))
     *key, position, has_gauss = state["rng.numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, state["rng.numpy_gauss"].item()))
+    np.random.set_state(
+        (
+            "MT19937",
+            np.array(key, dtype=np.uint32),
+            position,
+            has_gauss,
+            state["rng.numpy_gauss"].item(),
+        )
+    )
     if device.type == "cuda" and "rng.cuda" in state:
         torch.cuda.set_rng_state(state["rng.cuda"], device)
     for name, buffer in _persistent_buffers(module):

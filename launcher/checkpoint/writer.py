@@ -21,7 +21,15 @@ import torch.distributed as dist
 
 from launcher.checkpoint import files
 from launcher.checkpoint.files import Checksums, StoredFile
-from launcher.checkpoint.layout import ALIGNMENT, LOCAL, Layout, as_bytes, local_part, plan, signature
+from launcher.checkpoint.layout import (
+    ALIGNMENT,
+    LOCAL,
+    Layout,
+    as_bytes,
+    local_part,
+    plan,
+    signature,
+)
 from launcher.distributed.process_group import CHECKPOINT_GROUP, DataParallel
 
 CHUNK = 16 * 2**20
@@ -119,7 +127,14 @@ class Checkpointer:
         self._untold: list[Outcome] = []
         optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
 
-    def save(self, step: int, tensors: Mapping[str, torch.Tensor], *, state: Mapping[str, Any], local: Mapping[str, torch.Tensor]) -> None:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        state: Mapping[str, Any],
+        local: Mapping[str, torch.Tensor],
+    ) -> None:
         """Starts to save, after the end of the save before; every rank must call it. What comes of it, `poll` tells.
 
         tensors: of `model_and_optimizer`; each must be the same tensor, or the same shape, from save to save, or all ranks
@@ -136,7 +151,13 @@ class Checkpointer:
             if count:
                 part = local_part(values[name]).contiguous().reshape(-1).view(torch.uint8)
                 (later if name.startswith(_STEPPED) else at_once).append((at, part))
-        work = _Work(step, layout, later, json.dumps(dict(state), indent=1).encode() if self._rank == 0 else b"", started)
+        work = _Work(
+            step,
+            layout,
+            later,
+            json.dumps(dict(state), indent=1).encode() if self._rank == 0 else b"",
+            started,
+        )
         self._work = work
         if not self._asynchronous:
             work.pieces = sorted([*at_once, *later], key=lambda piece: piece[0])
@@ -152,7 +173,9 @@ class Checkpointer:
             work.problem = f"rank {self._rank}: no {layout.size / 2**30:,.2f} GiB of host memory to copy into: {problem}"
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        work.thread = threading.Thread(target=self._run, args=(work,), name=f"save step {step}", daemon=True)
+        work.thread = threading.Thread(
+            target=self._run, args=(work,), name=f"save step {step}", daemon=True
+        )
         work.thread.start()
         work.blocked = time.perf_counter() - started
 
@@ -179,7 +202,9 @@ class Checkpointer:
 
     def staging_bytes(self) -> int:
         """Host memory of this rank that saving keeps: known after the first save."""
-        return CHUNK if not self._asynchronous else 0 if self._buffer is None else self._buffer.numel()
+        return (
+            CHUNK if not self._asynchronous else 0 if self._buffer is None else self._buffer.numel()
+        )
 
     def _settle(self) -> None:
         work = self._work
@@ -195,9 +220,13 @@ class Checkpointer:
     def _tell(self, work: _Work, outcome: Outcome) -> None:
         if not work.told:
             work.told = True
-            self._untold.append(outcome if work.thread is None else replace(outcome, blocked=work.blocked))
+            self._untold.append(
+                outcome if work.thread is None else replace(outcome, blocked=work.blocked)
+            )
 
-    def _plan(self, tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]) -> Layout:
+    def _plan(
+        self, tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]
+    ) -> Layout:
         """The layout of the save before, as long as the tensors look alike: then nothing is asked of the others."""
         key = signature(tensors), signature(local)
         if self._planned is None or self._planned[0] != key:
@@ -239,7 +268,10 @@ class Checkpointer:
                     try:
                         self._allowed()
                         path = files.commit(
-                            scratch, step=work.step, ranks=self._ranks, files={n: f for part in everything for n, f in part.items()}
+                            scratch,
+                            step=work.step,
+                            ranks=self._ranks,
+                            files={n: f for part in everything for n, f in part.items()},
                         )
                     except Exception as problem:
                         error = self._reason(problem)
@@ -282,14 +314,18 @@ class Checkpointer:
 
     def _reason(self, problem: Exception) -> str:
         if isinstance(problem, FileNotFoundError):
-            return f"rank {self._rank}: {problem}: is run.dir on a file system that all nodes share?"
+            return (
+                f"rank {self._rank}: {problem}: is run.dir on a file system that all nodes share?"
+            )
         return f"rank {self._rank}: {problem if isinstance(problem, OSError) else repr(problem)}"
 
     def _agree_all(self, mine: Any, error: str | None) -> tuple[list[Any], str | None]:
         """What each rank has, and the first rank's error."""
         found: list[Any] = [None] * self._ranks
         dist.all_gather_object(found, (mine, error), group=self._group)
-        return [entry[0] for entry in found], next((entry[1] for entry in found if entry[1] is not None), None)
+        return [entry[0] for entry in found], next(
+            (entry[1] for entry in found if entry[1] is not None), None
+        )
 
     def _agree(self, of_rank_0: Any, error: str | None) -> tuple[Any, str | None]:
         found, error = self._agree_all(of_rank_0, error)
@@ -297,7 +333,11 @@ class Checkpointer:
 
     def _write(self, work: _Work, scratch: Path) -> dict[str, StoredFile]:
         name = files.rank_file(self._rank)
-        chunks = _slices(self._buffer) if work.thread is not None and self._buffer is not None else _through_buffer(work)
+        chunks = (
+            _slices(self._buffer)
+            if work.thread is not None and self._buffer is not None
+            else _through_buffer(work)
+        )
         written = {name: write_chunks(scratch / name, chunks, size=work.layout.size)}
         if self._rank == 0:
             assert work.layout.index is not None

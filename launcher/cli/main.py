@@ -138,9 +138,6 @@ def plan(
             "--verify", help="Train three steps here and print measured beside planned memory."
         ),
     ] = False,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a page with the same content.")
-    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object; sizes are bytes.")
     ] = False,
@@ -156,7 +153,7 @@ def plan(
     from launcher.cli.plan import main
 
     words = {"nodes": nodes, "gpus_per_node": gpus_per_node, "gpu": gpu, "gpu_memory": gpu_memory}
-    words |= {"host_memory": host_memory, "rates": rates, "html": html}
+    words |= {"host_memory": host_memory, "rates": rates}
     given = [f"{name}={value}" for name, value in words.items() if value is not None]
     given += [] if ladder and not verify else [f"ladder={str(ladder).lower()}"]
     given += ["verify=true"] * verify + ["json=true"] * json

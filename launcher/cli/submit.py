@@ -269,7 +269,7 @@ def _fits(words: Words, request: Request, slurm: Slurm) -> bool:
         print("note: whether it fits was not checked: say for which GPU, such as gpu=h100")
         return True
     if not can_plan():
-        print("note: whether it fits was not checked: there is no torch here to plan with")
+        print("note: whether it fits was not checked: the plan needs torch, which is not here")
         return True
     nodes = node_counts(slurm)[0]  # on more of them each holds less
     memory = re.fullmatch(r"([1-9]\d*)([KMGT]?)", (slurm.host_memory or "").upper())

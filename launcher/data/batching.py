@@ -36,7 +36,9 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, ranks: 
     return -(-global_batch_size // (micro_batch_size * ranks))
 
 
-def total_steps(*, max_steps: int | None, epochs: int | None, samples: int, global_batch_size: int) -> int:
+def total_steps(
+    *, max_steps: int | None, epochs: int | None, samples: int, global_batch_size: int
+) -> int:
     """Optimizer steps of the run. The last step of the last epoch may be incomplete; no sample is dropped for it."""
     if max_steps is not None:
         return max_steps
@@ -63,7 +65,10 @@ def permuted(index: int, *, size: int, seed: int, epoch: int) -> int:
     while True:
         left, right = index >> half, index & mask
         for turn in range(6):
-            left, right = right, left ^ (_mix((right + key + turn * 0xD1B54A32D192ED03) & _MASK) & mask)
+            left, right = (
+                right,
+                left ^ (_mix((right + key + turn * 0xD1B54A32D192ED03) & _MASK) & mask),
+            )
         index = (left << half) | right
         if index < size:
             return index
@@ -84,7 +89,11 @@ class SampleOrder:
         epoch, index = divmod(position, self.samples)
         if self.epochs is not None and epoch >= self.epochs:
             return NO_SAMPLE
-        return permuted(index, size=self.samples, seed=self.seed, epoch=epoch) if self.shuffle else index
+        return (
+            permuted(index, size=self.samples, seed=self.seed, epoch=epoch)
+            if self.shuffle
+            else index
+        )
 
     def passes(self, positions: int) -> list[float]:
         """How often so many positions go through the data."""
@@ -121,11 +130,22 @@ class MixtureOrder:
     size's share is gone through more than once in it, in another order each time.
     """
 
-    def __init__(self, *, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool, epochs: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        shuffle: bool,
+        epochs: int | None = None,
+    ) -> None:
         self.samples, self.epochs = sum(sizes), epochs
         self._offsets = [sum(sizes[:source]) for source in range(len(sizes))]
         self._orders = [
-            SampleOrder(samples=size, seed=_mix((seed * len(sizes) + source) & _MASK), shuffle=shuffle) for source, size in enumerate(sizes)
+            SampleOrder(
+                samples=size, seed=_mix((seed * len(sizes) + source) & _MASK), shuffle=shuffle
+            )
+            for source, size in enumerate(sizes)
         ]
         self._counts = _apportion(weights, _PERIOD)
         self._turns: list[tuple[int, int]] = []
@@ -144,12 +164,17 @@ class MixtureOrder:
             return NO_SAMPLE
         period, place = divmod(position, _PERIOD)
         source, before = self._turns[place]
-        return self._offsets[source] + self._orders[source].sample(period * self._counts[source] + before)
+        return self._offsets[source] + self._orders[source].sample(
+            period * self._counts[source] + before
+        )
 
     def passes(self, positions: int) -> list[float]:
         """How often so many positions go through each source."""
         shares = [count / _PERIOD for count in self._counts]
-        return [positions * share / order.samples for share, order in zip(shares, self._orders, strict=True)]
+        return [
+            positions * share / order.samples
+            for share, order in zip(shares, self._orders, strict=True)
+        ]
 
 
 def _apportion(weights: Sequence[float], total: int) -> list[int]:
@@ -195,18 +220,30 @@ class RankSlots:
 
     def micro_batches(self, step: int) -> int:
         """As many in each step."""
-        return accumulation_steps(global_batch_size=self.global_batch_size, micro_batch_size=self.micro_batch_size, ranks=self.ranks)
+        return accumulation_steps(
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            ranks=self.ranks,
+        )
 
     def places(self, micro: int) -> list[int]:
         """The places of the global batch in one of the rank's micro-batches, NO_SAMPLE beyond its end."""
         start = (micro * self.ranks + self.rank) * self.micro_batch_size
-        return [place if place < self.global_batch_size else NO_SAMPLE for place in range(start, start + self.micro_batch_size)]
+        return [
+            place if place < self.global_batch_size else NO_SAMPLE
+            for place in range(start, start + self.micro_batch_size)
+        ]
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.first_step, self.steps):
             for micro in range(self.micro_batches(step)):
                 places = self.places(micro)
-                yield [self.order.sample(step * self.global_batch_size + place) if place != NO_SAMPLE else NO_SAMPLE for place in places]
+                yield [
+                    self.order.sample(step * self.global_batch_size + place)
+                    if place != NO_SAMPLE
+                    else NO_SAMPLE
+                    for place in places
+                ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +269,13 @@ class TokenSlots:
     def groups(self, step: int) -> list[list[int]]:
         """All ranks' micro-batches of a step (0-based), a multiple of the ranks in number; rank r has every ranks-th from r."""
         start = step * self.global_batch_size
-        samples = [self.order.sample(position) for position in range(start, start + self.global_batch_size)]
-        samples = sorted((sample for sample in samples if sample != NO_SAMPLE), key=lambda sample: -int(self.lengths[sample]))
+        samples = [
+            self.order.sample(position) for position in range(start, start + self.global_batch_size)
+        ]
+        samples = sorted(
+            (sample for sample in samples if sample != NO_SAMPLE),
+            key=lambda sample: -int(self.lengths[sample]),
+        )
         groups: list[list[int]] = []
         taken = 0
         while taken < len(samples):
@@ -247,7 +289,10 @@ class TokenSlots:
                 groups.append([NO_SAMPLE])
                 continue
             group = groups[largest]
-            groups[largest : largest + 1] = [group[: (len(group) + 1) // 2], group[(len(group) + 1) // 2 :]]
+            groups[largest : largest + 1] = [
+                group[: (len(group) + 1) // 2],
+                group[(len(group) + 1) // 2 :],
+            ]
         return groups or [[NO_SAMPLE] for _ in range(self.ranks)]
 
     def micro_batches(self, step: int) -> int:

@@ -40,11 +40,18 @@ def hugging_face_byte_tokenizer() -> PreTrainedTokenizerFast:
     # The alphabet has an order of its own: the printable bytes stand for themselves, the others follow from U+0100 on.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    vocabulary = {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    vocabulary = {chr(byte): byte for byte in printable} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in (END, *(f"<|{role}|>" for role in ROLES))])
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(name, special=True, normalized=False)
+            for name in (END, *(f"<|{role}|>" for role in ROLES))
+        ]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,

@@ -33,9 +33,7 @@ _SPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thi
 """What an assistant says beside its content."""
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
-_ADVICE = (
-    "put {% generation %} and {% endgeneration %} around what the assistant says in the template, and name that file in data.chat_template"
-)
+_ADVICE = "put {% generation %} and {% endgeneration %} around what the assistant says in the template, and name that file in data.chat_template"
 
 
 class RowError(ValueError):
@@ -48,7 +46,11 @@ def read_messages(value: Any, column: str) -> list[Message]:
     Content in text parts is joined; keys without a value (a parquet file's structs have them) are left out, others stay.
     Raises RowError.
     """
-    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(turn, dict) for turn in value)
+    ):
         raise RowError(
             f"column {column!r} must hold a list of messages, each with role and content (or from and value); got {_shown(value)}"
         )
@@ -60,7 +62,9 @@ def _message(turn: Message, what: str) -> Message:
     if "role" not in message and "from" in message:
         speaker = message.pop("from")
         if speaker not in _SHAREGPT:
-            raise RowError(f"{what}: unknown role {speaker!r} in `from`; there are {', '.join(_SHAREGPT)}")
+            raise RowError(
+                f"{what}: unknown role {speaker!r} in `from`; there are {', '.join(_SHAREGPT)}"
+            )
         message = {"role": _SHAREGPT[speaker], "content": message.pop("value", None), **message}
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
@@ -68,14 +72,20 @@ def _message(turn: Message, what: str) -> Message:
         raise RowError(f"{what}: {got}; there are {', '.join(_ROLES)}")
     if isinstance(content, list):
         for part in content:
-            if not isinstance(part, str) and not (isinstance(part, dict) and isinstance(part.get("text"), str)):
-                kind = part.get("type", "no text") if isinstance(part, dict) else type(part).__name__
+            if not isinstance(part, str) and not (
+                isinstance(part, dict) and isinstance(part.get("text"), str)
+            ):
+                kind = (
+                    part.get("type", "no text") if isinstance(part, dict) else type(part).__name__
+                )
                 raise RowError(f"{what}: a content part is {kind!r}; only text is trained on")
         content = "".join(part if isinstance(part, str) else part["text"] for part in content)
     if content is None and any(message.get(key) for key in _SPOKEN):
         content = ""
     if not isinstance(content, str):
-        raise RowError(f"{what}: content must be text, or a list of text parts; got {_shown(content)}")
+        raise RowError(
+            f"{what}: content must be text, or a list of text parts; got {_shown(content)}"
+        )
     return {**message, "content": content}
 
 
@@ -114,18 +124,27 @@ class ChatTemplate:
         """name: of the tokenizer, for messages. Raises RecipeError where there is no template, or no way to use it."""
         self._tokenizer, self._template = tokenizer, template
         if template is None and not tokenizer.chat_template:
-            raise RecipeError(f"data.tokenizer: {name}: has no chat template; give a file with one as data.chat_template")
+            raise RecipeError(
+                f"data.tokenizer: {name}: has no chat template; give a file with one as data.chat_template"
+            )
         if not tokenizer.is_fast:
             raise RecipeError(
                 f"data.tokenizer: {name}: is a slow tokenizer ({type(tokenizer).__name__}), which does not say where in the text a token "
                 "stands, and so not which tokens are the assistant's; use one with a tokenizer.json"
             )
         added = tokenizer.added_tokens_decoder.items()
-        self._special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+        self._special = {
+            *tokenizer.all_special_ids,
+            *(number for number, token in added if token.special),
+        }
 
-    def render(self, messages: list[Message], tools: list[Any] | None, *, loss_from: int = 0) -> Rendered:
+    def render(
+        self, messages: list[Message], tools: list[Any] | None, *, loss_from: int = 0
+    ) -> Rendered:
         """Text and spans. loss_from: number of the first message that may carry loss. Raises RowError."""
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [
+            number for number, message in enumerate(messages) if message["role"] == "assistant"
+        ]
         if not any(number >= loss_from for number in turns):
             raise RowError("no assistant turn, so nothing to learn from")
         closed = turns[-1] == len(messages) - 1
@@ -133,10 +152,14 @@ class ChatTemplate:
             text, marks = self._fill(messages, tools, marks=True)
             marks = [span for span in marks if span[1] > span[0]]
             if not marks:
-                raise RowError("the template's {% generation %} marks hold nothing here; are they where the assistant speaks?")
+                raise RowError(
+                    "the template's {% generation %} marks hold nothing here; are they where the assistant speaks?"
+                )
             if turns[0] < loss_from:
                 if len(marks) != len(turns):
-                    raise RowError(f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks: which are the prompt's?")
+                    raise RowError(
+                        f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks: which are the prompt's?"
+                    )
                 marks = marks[sum(number < loss_from for number in turns) :]
             return Rendered(text, marks, marked=True, closed=closed)
         text, _ = self._fill(messages, tools)
@@ -147,7 +170,12 @@ class ChatTemplate:
                 spans = self._verified(messages, tools, text, turns, thoughts=True)
         if spans is None:
             spans = self._by_turns(messages, tools, text, turns)
-        return Rendered(text, [span for number, span in zip(turns, spans, strict=True) if number >= loss_from], marked=False, closed=closed)
+        return Rendered(
+            text,
+            [span for number, span in zip(turns, spans, strict=True) if number >= loss_from],
+            marked=False,
+            closed=closed,
+        )
 
     def tokens(self, rendered: list[Rendered]) -> list[tuple[Ids, Ids]]:
         """(ids, labels) of each conversation: labels are the ids where loss is due, IGNORED elsewhere.
@@ -164,32 +192,55 @@ class ChatTemplate:
             return_offsets_mapping=True,
             verbose=False,
         )
-        return [self._labelled(*one) for one in zip(rendered, found["input_ids"], found["offset_mapping"], strict=True)]
+        return [
+            self._labelled(*one)
+            for one in zip(rendered, found["input_ids"], found["offset_mapping"], strict=True)
+        ]
 
-    def _labelled(self, rendered: Rendered, token_ids: list[int], offsets: list[Span]) -> tuple[Ids, Ids]:
+    def _labelled(
+        self, rendered: Rendered, token_ids: list[int], offsets: list[Span]
+    ) -> tuple[Ids, Ids]:
         ids = np.array(token_ids, dtype=np.int32)
-        ends = np.maximum.accumulate(np.array([end for _, end in offsets], dtype=np.int64)) if offsets else np.zeros(0, dtype=np.int64)
+        ends = (
+            np.maximum.accumulate(np.array([end for _, end in offsets], dtype=np.int64))
+            if offsets
+            else np.zeros(0, dtype=np.int64)
+        )
         # Some tokenizers leave white space out of a token's offsets: a token starts where the one before it ends. Of
         # several tokens that make up one character all have its offsets.
-        starts = np.maximum.accumulate(np.where(np.diff(ends, prepend=-1) > 0, np.append(0, ends[:-1])[: len(ends)], 0))
+        starts = np.maximum.accumulate(
+            np.where(np.diff(ends, prepend=-1) > 0, np.append(0, ends[:-1])[: len(ends)], 0)
+        )
         learned = np.zeros(len(ids), dtype=bool)
         for start, end in rendered.spans:
             learned |= (starts < end) & (ends > start)
         if not rendered.marked:
             special = np.isin(ids, list(self._special))
             for _, end in rendered.spans:
-                after = int(np.searchsorted(starts, end))  # the first token that holds nothing of the answer
+                after = int(
+                    np.searchsorted(starts, end)
+                )  # the first token that holds nothing of the answer
                 stop = after
-                while stop < len(ids) and not special[stop] and not rendered.text[starts[stop] : ends[stop]].strip():
+                while (
+                    stop < len(ids)
+                    and not special[stop]
+                    and not rendered.text[starts[stop] : ends[stop]].strip()
+                ):
                     stop += 1
                 if stop < len(ids) and special[stop]:
                     learned[after : stop + 1] = True
                 elif rendered.closed and end == rendered.spans[-1][1]:
                     stops = np.flatnonzero(special[after:])
                     if not stops.size:
-                        ids, learned, special = np.append(ids, np.int32(self._end)), np.append(learned, True), np.append(special, True)
+                        ids, learned, special = (
+                            np.append(ids, np.int32(self._end)),
+                            np.append(learned, True),
+                            np.append(special, True),
+                        )
                         stops = np.array([len(ids) - 1 - after])
-                    learned[after : after + int(stops[0]) + 1] = True  # what the template ends a turn with, in ordinary tokens too
+                    learned[after : after + int(stops[0]) + 1] = (
+                        True  # what the template ends a turn with, in ordinary tokens too
+                    )
         return ids, np.where(learned, ids, np.int32(IGNORED)).astype(np.int32)
 
     @property
@@ -205,7 +256,12 @@ class ChatTemplate:
         return str(self._tokenizer.get_chat_template(self._template, tools))
 
     def _fill(
-        self, messages: list[Message], tools: list[Any] | None, *, marks: bool = False, prompt: bool = False
+        self,
+        messages: list[Message],
+        tools: list[Any] | None,
+        *,
+        marks: bool = False,
+        prompt: bool = False,
     ) -> tuple[str, list[Span]]:
         """The template's text, and the places of its marks."""
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -221,18 +277,30 @@ class ChatTemplate:
                 **self._tokenizer.special_tokens_map,
             )
         except TemplateSyntaxError as error:
-            where = "data.chat_template" if self._template is not None else "data.tokenizer: its chat template"
+            where = (
+                "data.chat_template"
+                if self._template is not None
+                else "data.tokenizer: its chat template"
+            )
             raise RecipeError(f"{where}: line {error.lineno}: {error.message}") from None
         except TemplateError as error:
             raise RowError(f"the chat template refuses this conversation: {error}") from None
         except ImportError:
             raise
         except Exception as error:  # whatever a template makes of what it did not expect
-            raise RowError(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
+            raise RowError(
+                f"the chat template fails on this conversation: {type(error).__name__}: {error}"
+            ) from None
         return texts[0], list(places[0]) if marks else []
 
     def _verified(
-        self, messages: list[Message], tools: list[Any] | None, text: str, turns: list[int], *, thoughts: bool
+        self,
+        messages: list[Message],
+        tools: list[Any] | None,
+        text: str,
+        turns: list[int],
+        *,
+        thoughts: bool,
     ) -> list[Span] | None:
         """The answers' places in `text`, by placeholders; None where that does not settle it.
 
@@ -273,13 +341,17 @@ class ChatTemplate:
         for index in range(len(holders)):
             own = [number for number, group in enumerate(groups) if group == index]
             start = places[own[0]][0]
-            if len(own) > 1:  # the thought is there, and with it the tag in front, which the model says too
+            if (
+                len(own) > 1
+            ):  # the thought is there, and with it the tag in front, which the model says too
                 opening = re.search(r"<think>\s*$", literals[own[0]])
                 start -= len(opening[0]) if opening else 0
             spans.append((start, places[own[-1]][1]))
         return spans
 
-    def _by_turns(self, messages: list[Message], tools: list[Any] | None, text: str, turns: list[int]) -> list[Span]:
+    def _by_turns(
+        self, messages: list[Message], tools: list[Any] | None, text: str, turns: list[int]
+    ) -> list[Span]:
         """The answers' places in `text`, each from the generation prompt to the end of its turn, where every beginning of
         the conversation is rendered as the beginning of the whole. Covers calls of tools and reasoning. Raises RowError."""
         spans = []
@@ -291,16 +363,26 @@ class ChatTemplate:
             except RowError:
                 bare = before = until = ""
             # Without a generation prompt the turn's heading would pass for a part of the answer.
-            known = len(bare) < len(before) < len(until) and text.startswith(before) and text.startswith(until)
+            known = (
+                len(bare) < len(before) < len(until)
+                and text.startswith(before)
+                and text.startswith(until)
+            )
             if not known:
-                raise RowError(f"message {number + 1}: which part of the rendered text is the assistant's cannot be verified; {_ADVICE}")
+                raise RowError(
+                    f"message {number + 1}: which part of the rendered text is the assistant's cannot be verified; {_ADVICE}"
+                )
             spans.append((len(before), self._without_ending(until, len(before))))
         return spans
 
     def _without_ending(self, text: str, start: int) -> int:
         """Where the special token that ends the turn starts, or else the text's end."""
         end = len(text.rstrip())
-        for token in sorted((self._tokenizer.convert_ids_to_tokens(number) for number in self._special), key=len, reverse=True):
+        for token in sorted(
+            (self._tokenizer.convert_ids_to_tokens(number) for number in self._special),
+            key=len,
+            reverse=True,
+        ):
             if token and text.endswith(token, start, end):
                 return end - len(token)
         return end
@@ -312,10 +394,21 @@ def _put_back(text: str, literals: list[str], contents: list[str]) -> list[Span]
         return None
     at, places = len(literals[0]), []
     for number, (content, literal) in enumerate(zip(contents, literals[1:], strict=True), start=1):
-        for value in (content, content.strip(), content.lstrip(), content.rstrip(), content.strip("\n"), content.lstrip("\n")):
+        for value in (
+            content,
+            content.strip(),
+            content.lstrip(),
+            content.rstrip(),
+            content.strip("\n"),
+            content.lstrip("\n"),
+        ):
             end = at + len(value)
             following = end + len(literal)
-            if text.startswith(value, at) and text.startswith(literal, end) and (number < len(contents) or following == len(text)):
+            if (
+                text.startswith(value, at)
+                and text.startswith(literal, end)
+                and (number < len(contents) or following == len(text))
+            ):
                 break
         else:
             return None

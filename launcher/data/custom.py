@@ -61,13 +61,19 @@ class CustomDataset:
         real = [row for row in rows if row is not None]
         tensors = dict(self.data.collate(real or [self.samples[0]]))
         targets = len(real) if self.data.targets is None or not real else self.data.targets(tensors)
-        return {"tensors": {"batch": tensors, "weight": float(bool(real))}, "tokens": targets, "loss_tokens": targets}
+        return {
+            "tensors": {"batch": tensors, "weight": float(bool(real))},
+            "tokens": targets,
+            "loss_tokens": targets,
+        }
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """The user's sum."""
         loss = self.data.loss(model, tensors["batch"])
         if loss.ndim:
-            raise RecipeError(f"data.builder: its loss must be a scalar, the sum over the micro-batch; got the shape {tuple(loss.shape)}")
+            raise RecipeError(
+                f"data.builder: its loss must be a scalar, the sum over the micro-batch; got the shape {tuple(loss.shape)}"
+            )
         weighted: torch.Tensor = loss.float() * tensors["weight"]
         return weighted
 
@@ -96,7 +102,9 @@ def build_custom_data(builder: str, arguments: Mapping[str, Any] | None) -> Cust
     returns something else."""
     built = call_function(builder, arguments or {}, key="data.builder")
     if not isinstance(built, CustomData):
-        raise RecipeError(f"data.builder: {builder} must return a launcher.data.custom.CustomData; got {type(built).__name__}")
+        raise RecipeError(
+            f"data.builder: {builder} must return a launcher.data.custom.CustomData; got {type(built).__name__}"
+        )
     if not len(built.train):
         raise RecipeError(f"data.builder: {builder} returned an empty training set")
     return built

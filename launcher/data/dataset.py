@@ -101,11 +101,17 @@ class SequenceDataset:
             ids.append(self.store.ids[start : start + length].astype(np.int64))
             targets.append(follow)
             positions.append(np.arange(length, dtype=np.int64))
-        return {"input_ids": np.concatenate(ids), "targets": np.concatenate(targets), "position_ids": np.concatenate(positions)}
+        return {
+            "input_ids": np.concatenate(ids),
+            "targets": np.concatenate(targets),
+            "position_ids": np.concatenate(positions),
+        }
 
     def collate(self, rows: list[Row]) -> Collated:
         """A micro-batch: tensors (rows, tokens). See `collate_sequences`."""
-        return collate_sequences(rows, length=self.length, packed=self.packed, isolation=self.isolation)
+        return collate_sequences(
+            rows, length=self.length, packed=self.packed, isolation=self.isolation
+        )
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """Next-token cross-entropy."""
@@ -143,7 +149,9 @@ class SequenceDataset:
 def _what_did_not_fit(store: TokenStore, sequences: Sequences, length: int) -> list[str]:
     lines = []
     if sequences.split_documents:
-        lines.append(f"{sequences.split_documents:,} documents are longer than {length} tokens and go on in another sequence")
+        lines.append(
+            f"{sequences.split_documents:,} documents are longer than {length} tokens and go on in another sequence"
+        )
     if sequences.cut_documents:
         lines.append(
             f"warning: {sequences.cut_documents:,} of {store.documents:,} documents are longer than data.sequence_length {length} and lose "
@@ -157,7 +165,9 @@ def _what_did_not_fit(store: TokenStore, sequences: Sequences, length: int) -> l
     return lines
 
 
-def collate_sequences(rows: list[Row], *, length: int, packed: bool, isolation: Isolation) -> Collated:
+def collate_sequences(
+    rows: list[Row], *, length: int, packed: bool, isolation: Isolation
+) -> Collated:
     """A micro-batch: tensors (rows, tokens), padded on the right to the longest row (packed: to the full length).
 
     Padding needs no attention mask: attention is causal, so no token sees what stands right of it, and padding has
@@ -175,7 +185,9 @@ def collate_sequences(rows: list[Row], *, length: int, packed: bool, isolation: 
         positions = _positions([row["position_ids"] for row in rows], width)
         tensors["position_ids"] = torch.from_numpy(positions)
         if isolation == "varlen":
-            starts = np.append(np.flatnonzero(positions.reshape(-1) == 0), positions.size).astype(np.int32)
+            starts = np.append(np.flatnonzero(positions.reshape(-1) == 0), positions.size).astype(
+                np.int32
+            )
             tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(starts)
             # An upper bound will do, and one that never changes spares compiled blocks a recompilation
             tensors["max_length_q"] = tensors["max_length_k"] = width
@@ -219,7 +231,10 @@ class ClassificationDataset:
     def __getitem__(self, index: int) -> Row:
         """One document: `input_ids` (tokens,) and `targets` (1,); NO_SAMPLE gives an empty one without a class."""
         if index == NO_SAMPLE:
-            return {"input_ids": np.zeros(0, dtype=np.int64), "targets": np.full(1, IGNORED, dtype=np.int64)}
+            return {
+                "input_ids": np.zeros(0, dtype=np.int64),
+                "targets": np.full(1, IGNORED, dtype=np.int64),
+            }
         assert self.store.classes is not None
         start, length = int(self.sequences.starts[index]), int(self.sequences.lengths[index])
         return {
@@ -280,7 +295,9 @@ class MixtureDataset:
     _ends: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_ends", list(itertools.accumulate(len(part) for part in self.parts.values())))
+        object.__setattr__(
+            self, "_ends", list(itertools.accumulate(len(part) for part in self.parts.values()))
+        )
 
     @property
     def packed(self) -> bool:
@@ -333,7 +350,10 @@ class MixtureDataset:
         lines = []
         for (name, part), weight in zip(self.parts.items(), self.weights, strict=True):
             first, *rest = part.describe()
-            lines += [f"{name} ({weight / total:.1%} of the sequences): {first}", *(f"{name}: {line}" for line in rest)]
+            lines += [
+                f"{name} ({weight / total:.1%} of the sequences): {first}",
+                *(f"{name}: {line}" for line in rest),
+            ]
         return lines
 
 
@@ -355,7 +375,9 @@ def open_dataset(
     on the GPU. classes: of a sequence classifier. padding: the model's padding id.
     """
 
-    def open_one(patterns: tuple[str, ...], kind: schema.DataKind) -> SequenceDataset | ClassificationDataset:
+    def open_one(
+        patterns: tuple[str, ...], kind: schema.DataKind
+    ) -> SequenceDataset | ClassificationDataset:
         store = open_store(
             kind=kind,
             patterns=patterns,
@@ -366,7 +388,9 @@ def open_dataset(
             vocabulary=vocabulary,
             build=build,
         )
-        sequences = pack(store.offsets, kind, packing=data.packing, sequence_length=data.sequence_length)
+        sequences = pack(
+            store.offsets, kind, packing=data.packing, sequence_length=data.sequence_length
+        )
         if kind == "classification":
             return ClassificationDataset(store, sequences, data.sequence_length, padding)
         return SequenceDataset(store, sequences, data.sequence_length, data.packing, isolation)
@@ -381,5 +405,7 @@ def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None
     """Which sample stands where: a mixture takes turns by its weights."""
     if isinstance(dataset, MixtureDataset):
         sizes = [len(part) for part in dataset.parts.values()]
-        return MixtureOrder(sizes=sizes, weights=dataset.weights, seed=seed, shuffle=shuffle, epochs=epochs)
+        return MixtureOrder(
+            sizes=sizes, weights=dataset.weights, seed=seed, shuffle=shuffle, epochs=epochs
+        )
     return SampleOrder(samples=len(dataset), seed=seed, shuffle=shuffle, epochs=epochs)

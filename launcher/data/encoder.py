@@ -58,16 +58,25 @@ class Encoder:
     def identity(self) -> list[Any]:
         """Changes whenever the ids of a row could. Loads no tokenizer."""
         name = None if self.tokenizer is None else tokenizer_identity(self.tokenizer)
-        template = None if self.template is None else hashlib.sha256(self.template.encode()).hexdigest()
+        template = (
+            None if self.template is None else hashlib.sha256(self.template.encode()).hexdigest()
+        )
         return [self.kind, name, self.columns, self.labels, template]
 
     def fingerprint(self) -> dict[str, str | None]:
         """What a checkpoint keeps of it: checksums of the tokenizer's files and of the chat template given in its place."""
         _, tokenizer, _, _, template = self.identity()
-        return {"tokenizer": "bytes" if self.tokenizer == "bytes" else tokenizer, "chat_template": template}
+        return {
+            "tokenizer": "bytes" if self.tokenizer == "bytes" else tokenizer,
+            "chat_template": template,
+        }
 
     def encode_rows(
-        self, rows: Iterable[Row], *, batch_rows: int = _BATCH_ROWS, batch_characters: int = _BATCH_CHARACTERS
+        self,
+        rows: Iterable[Row],
+        *,
+        batch_rows: int = _BATCH_ROWS,
+        batch_characters: int = _BATCH_CHARACTERS,
     ) -> Iterator[Encoded]:
         """One result a row, in their order. Rows are tokenized in batches, which is several times faster than one by one.
 
@@ -93,8 +102,14 @@ class Encoder:
         yield from self._finished(context, batch, finish)
 
     @staticmethod
-    def _finished(context: _Context, batch: list[tuple[Row, Any]], finish: Any) -> Iterator[Encoded]:
-        good = iter(finish(context, [prepared for _, prepared in batch if not isinstance(prepared, _Problem)]))
+    def _finished(
+        context: _Context, batch: list[tuple[Row, Any]], finish: Any
+    ) -> Iterator[Encoded]:
+        good = iter(
+            finish(
+                context, [prepared for _, prepared in batch if not isinstance(prepared, _Problem)]
+            )
+        )
         for row, prepared in batch:
             if isinstance(prepared, _Problem):
                 yield Encoded(row, problem=prepared.problem)
@@ -120,9 +135,13 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
         try:
             template = Path(data.chat_template).read_text(encoding="utf-8")
         except OSError as error:
-            raise RecipeError(f"data.chat_template: {data.chat_template}: cannot be read: {error.strerror}") from None
+            raise RecipeError(
+                f"data.chat_template: {data.chat_template}: cannot be read: {error.strerror}"
+            ) from None
         except UnicodeDecodeError as error:
-            raise RecipeError(f"data.chat_template: {data.chat_template}: not UTF-8 text (byte {error.start})") from None
+            raise RecipeError(
+                f"data.chat_template: {data.chat_template}: not UTF-8 text (byte {error.start})"
+            ) from None
     assert tokenizer is not None or kind == "tokens", "the pipeline names the model's own tokenizer"
     return Encoder(
         kind=kind,
@@ -182,7 +201,9 @@ def _column_text(row: dict[str, Any], column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str):
         got = "no such column" if column not in row else f"got {type(value).__name__}"
-        raise RowError(f"column {column!r} must hold text; {got}; columns: {', '.join(row)} (data.text_column names it)")
+        raise RowError(
+            f"column {column!r} must hold text; {got}; columns: {', '.join(row)} (data.text_column names it)"
+        )
     if not _encodable(value):
         raise RowError(f"column {column!r} holds {_HALF}")
     return value
@@ -196,7 +217,10 @@ def _documents(context: _Context, texts: list[str]) -> Iterator[_Tokens]:
     if not texts:
         return
     tokenizer = context.tokenizer
-    begin, end = np.array(tokenizer.begin, dtype=np.int32), np.array([tokenizer.end], dtype=np.int32)
+    begin, end = (
+        np.array(tokenizer.begin, dtype=np.int32),
+        np.array([tokenizer.end], dtype=np.int32),
+    )
     for text, ids in zip(texts, tokenizer.ids(texts), strict=True):
         yield (np.concatenate([begin, ids, end]) if text else ids), None, None
 
@@ -209,10 +233,14 @@ def _tokens(context: _Context, row: dict[str, Any]) -> _Tokens:
         return ids, None, None
     labels = _integers(row, "labels")
     if len(labels) != len(ids):
-        raise RowError(f"{len(ids)} input_ids, but {len(labels)} labels; there must be one a token (-100: no loss)")
+        raise RowError(
+            f"{len(ids)} input_ids, but {len(labels)} labels; there must be one a token (-100: no loss)"
+        )
     wrong = labels[(labels < 0) & (labels != IGNORED)]
     if wrong.size:
-        raise RowError(f"labels must be token ids, or -100 where no loss is due; got {int(wrong[0])}")
+        raise RowError(
+            f"labels must be token ids, or -100 where no loss is due; got {int(wrong[0])}"
+        )
     return ids, labels, None
 
 
@@ -233,13 +261,19 @@ def _as_they_are(context: _Context, rows: list[_Tokens]) -> list[_Tokens]:
 
 
 def _conversation(context: _Context, row: dict[str, Any]) -> Any:
-    column = context.encoder.columns["messages_column"] or next((name for name in ("messages", "conversations") if name in row), "messages")
+    column = context.encoder.columns["messages_column"] or next(
+        (name for name in ("messages", "conversations") if name in row), "messages"
+    )
     if column not in row:
-        raise RowError(f"no column {column!r}; columns: {', '.join(row)} (data.messages_column names it; null: messages, or conversations)")
+        raise RowError(
+            f"no column {column!r}; columns: {', '.join(row)} (data.messages_column names it; null: messages, or conversations)"
+        )
     return _rendered(context, read_messages(row[column], column), read_tools(row.get("tools")))
 
 
-def _rendered(context: _Context, messages: list[Any], tools: list[Any] | None, loss_from: int = 0) -> Any:
+def _rendered(
+    context: _Context, messages: list[Any], tools: list[Any] | None, loss_from: int = 0
+) -> Any:
     rendered = context.chat.render(messages, tools, loss_from=loss_from)
     if not _encodable(rendered.text):
         raise RowError(f"the conversation holds {_HALF}")
@@ -253,7 +287,10 @@ def _conversations(context: _Context, rendered: list[Any]) -> Iterator[_Tokens]:
 
 def _prompt(context: _Context, row: dict[str, Any]) -> Any:
     encoder = context.encoder
-    columns = {"prompt_column": encoder.columns["prompt_column"], "response_column": encoder.columns["response_column"]}
+    columns = {
+        "prompt_column": encoder.columns["prompt_column"],
+        "response_column": encoder.columns["response_column"],
+    }
     first, second = read_prompt(row, **columns, as_chat=encoder.template is not None)
     if isinstance(first, list):
         assert isinstance(second, int)
@@ -271,8 +308,15 @@ def _prompts(context: _Context, prepared: list[Any]) -> Iterator[_Tokens]:
     texts: Iterator[tuple[Ids, Ids]] = iter(())
     if pairs:
         tokenizer = context.tokenizer
-        begin, end = np.array(tokenizer.begin, dtype=np.int32), np.array([tokenizer.end], dtype=np.int32)
-        texts = zip(tokenizer.ids([prompt for prompt, _ in pairs]), tokenizer.ids([response for _, response in pairs]), strict=True)
+        begin, end = (
+            np.array(tokenizer.begin, dtype=np.int32),
+            np.array([tokenizer.end], dtype=np.int32),
+        )
+        texts = zip(
+            tokenizer.ids([prompt for prompt, _ in pairs]),
+            tokenizer.ids([response for _, response in pairs]),
+            strict=True,
+        )
     for one in prepared:
         if not isinstance(one, tuple):
             yield next(chats)
@@ -296,13 +340,19 @@ def _category(row: dict[str, Any], column: str, names: tuple[str, ...] | None) -
     value = row.get(column)
     if value is None:
         got = "no such column" if column not in row else "it holds nothing"
-        raise RowError(f"column {column!r} must hold the label; {got}; columns: {', '.join(row)} (data.label_column names it)")
+        raise RowError(
+            f"column {column!r} must hold the label; {got}; columns: {', '.join(row)} (data.label_column names it)"
+        )
     if names is not None and value in names:
         return names.index(value)
-    number = int(value) if isinstance(value, str) and value.strip().isdecimal() else value  # a .csv holds text alone
+    number = (
+        int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+    )  # a .csv holds text alone
     if type(number) is not int:
         known = ", ".join(names) if names is not None else "none; data.labels gives names"
-        raise RowError(f"column {column!r}: {value!r} is no class; it must be a whole number from 0, or one of the names ({known})")
+        raise RowError(
+            f"column {column!r}: {value!r} is no class; it must be a whole number from 0, or one of the names ({known})"
+        )
     if not 0 <= number < (2**31 if names is None else len(names)):
         limit = "0 or more" if names is None else f"0 to {len(names) - 1}"
         raise RowError(f"column {column!r}: label {number} is out of range; there are {limit}")

@@ -32,7 +32,9 @@ class Counts:
     for the compute that is queued.
     """
 
-    def __init__(self, values: list[int], ranks: DataParallel, stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, values: list[int], ranks: DataParallel, stream: torch.cuda.Stream | None
+    ) -> None:
         self._host = torch.tensor(values, dtype=torch.int64)
         self._device, self._work, self._event = self._host, None, None
         if stream is None:
@@ -44,7 +46,9 @@ class Counts:
             self._device = pinned.to(ranks.device, non_blocking=True)
             if ranks.size > 1:
                 dist.all_reduce(self._device, group=ranks.group)
-            self._host = torch.empty_like(pinned, pin_memory=True).copy_(self._device, non_blocking=True)
+            self._host = torch.empty_like(pinned, pin_memory=True).copy_(
+                self._device, non_blocking=True
+            )
             self._event = stream.record_event()
 
     def loss_tokens(self) -> torch.Tensor:
@@ -59,7 +63,9 @@ class Counts:
     def read(self) -> list[int]:
         """All values, summed over the ranks."""
         self._wait()
-        if self._event is not None and not self._event.query():  # a query does not wait, and most often this is done
+        if (
+            self._event is not None and not self._event.query()
+        ):  # a query does not wait, and most often this is done
             self._event.synchronize()
         return [int(value) for value in self._host.tolist()]
 
@@ -108,7 +114,9 @@ def make_loader(
         num_workers=workers,
         prefetch_factor=prefetch_factor if workers else None,
         persistent_workers=persistent_workers if workers else False,
-        pin_memory=device.type == "cuda" if pin_memory is None else pin_memory and device.type == "cuda",
+        pin_memory=device.type == "cuda"
+        if pin_memory is None
+        else pin_memory and device.type == "cuda",
         worker_init_fn=_ignore_interrupts if workers else None,
         # Else each pass draws from the generator that dropout draws from, and a resumed run would have drawn once more
         generator=torch.Generator(),
@@ -174,7 +182,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def make_slots(
-    batch: schema.Batch, *, order: Order, lengths: Sequence[int] | None, steps: int, ranks: DataParallel, first_step: int = 0
+    batch: schema.Batch,
+    *,
+    order: Order,
+    lengths: Sequence[int] | None,
+    steps: int,
+    ranks: DataParallel,
+    first_step: int = 0,
 ) -> Slots:
     """This rank's micro-batches, of a number of rows or of a budget of tokens.
 
@@ -195,7 +209,9 @@ def make_slots(
     return TokenSlots(micro_batch_tokens=batch.micro_batch_tokens, lengths=lengths, **common)
 
 
-def expected_padding(dataset: TrainingData, slots: Slots, *, micro_batches: int = 64) -> float | None:
+def expected_padding(
+    dataset: TrainingData, slots: Slots, *, micro_batches: int = 64
+) -> float | None:
     """Share of padding in the first micro-batches, where rows are padded to the longest; None where lengths are not known."""
     lengths = dataset.lengths
     if lengths is None:
@@ -242,9 +258,16 @@ def training_batches(
     loaded = iter(loader)
     for step in range(first_step, steps):
         started = time.perf_counter()
-        collated = [_sound(next(loaded)) for _ in range(slots.micro_batches(step + skipped_batches))]
+        collated = [
+            _sound(next(loaded)) for _ in range(slots.micro_batches(step + skipped_batches))
+        ]
         waited = time.perf_counter() - started
-        counts = [sum(c["loss_tokens"] for c in collated), sum(c["tokens"] for c in collated), int(stop_requested()), int(save_requested())]
+        counts = [
+            sum(c["loss_tokens"] for c in collated),
+            sum(c["tokens"] for c in collated),
+            int(stop_requested()),
+            int(save_requested()),
+        ]
         seen = (step + 1) * global_batch_size
         yield GlobalBatch(
             step=step + 1,
@@ -252,5 +275,7 @@ def training_batches(
             counts=Counts(counts, ranks, mover.stream),
             samples_seen=seen if samples is None else min(seen, samples),
             seconds_waited=waited,
-            stream_places={shard: place for c in collated for shard, place in c.get("places", {}).items()},
+            stream_places={
+                shard: place for c in collated for shard, place in c.get("places", {}).items()
+            },
         )

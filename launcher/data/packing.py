@@ -46,7 +46,11 @@ def pack(offsets: Integers, kind: str, *, packing: bool, sequence_length: int) -
     cut = kind in ("chat", "instruct", "classification")
     if not packing or kind == "classification":
         return separate(offsets, sequence_length, cut=cut)
-    return stream(offsets, sequence_length) if kind == "text" else best_fit(offsets, sequence_length, cut=cut)
+    return (
+        stream(offsets, sequence_length)
+        if kind == "text"
+        else best_fit(offsets, sequence_length, cut=cut)
+    )
 
 
 def stream(offsets: Integers, length: int) -> Sequences:
@@ -56,7 +60,9 @@ def stream(offsets: Integers, length: int) -> Sequences:
     starts = np.union1d(cuts, offsets[:-1])
     lengths = np.diff(np.append(starts, total))
     bounds = np.append(np.searchsorted(starts, cuts), len(starts))
-    crossing = np.searchsorted(cuts, offsets[1:] - 1, side="right") - np.searchsorted(cuts, offsets[:-1], side="right")
+    crossing = np.searchsorted(cuts, offsets[1:] - 1, side="right") - np.searchsorted(
+        cuts, offsets[:-1], side="right"
+    )
     return Sequences(starts, lengths, bounds, int((crossing > 0).sum()))
 
 
@@ -104,10 +110,15 @@ def _pieces(offsets: Integers, length: int, cut: bool) -> tuple[Integers, Intege
     sizes = np.diff(offsets)
     longer = sizes > length
     if cut:
-        counts = {"cut_documents": int(longer.sum()), "cut_tokens": int((sizes[longer] - length).sum())}
+        counts = {
+            "cut_documents": int(longer.sum()),
+            "cut_tokens": int((sizes[longer] - length).sum()),
+        }
         return offsets[:-1].copy(), np.minimum(sizes, length), counts
     pieces = -(-sizes // length)
-    within = np.arange(int(pieces.sum()), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    within = np.arange(int(pieces.sum()), dtype=np.int64) - np.repeat(
+        np.cumsum(pieces) - pieces, pieces
+    )
     starts = np.repeat(offsets[:-1], pieces) + within * length
     lengths = np.minimum(np.repeat(offsets[1:], pieces) - starts, length)
     return starts, lengths, {"split_documents": int(longer.sum())}

@@ -27,13 +27,28 @@ def read_prompt(
     if prompt_column is None and "prompt" not in row and "instruction" in row:
         instruction, material = _text(row, "instruction"), _text(row, "input")
         joined = "\n\n".join(part for part in (instruction, material) if part)
-        prompt = joined if as_chat or isinstance(response, list) else headings(instruction, material)
+        prompt = (
+            joined if as_chat or isinstance(response, list) else headings(instruction, material)
+        )
     else:
-        prompt = _value(row, prompt_column or "prompt", "data.prompt_column", ("prompt", "instruction and input"))
+        prompt = _value(
+            row,
+            prompt_column or "prompt",
+            "data.prompt_column",
+            ("prompt", "instruction and input"),
+        )
     if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
         return prompt, response
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else read_messages(prompt, prompt_column or "prompt")
-    said = [{"role": "assistant", "content": response}] if isinstance(response, str) else read_messages(response, column)
+    asked = (
+        [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str)
+        else read_messages(prompt, prompt_column or "prompt")
+    )
+    said = (
+        [{"role": "assistant", "content": response}]
+        if isinstance(response, str)
+        else read_messages(response, column)
+    )
     return asked + said, len(asked)
 
 

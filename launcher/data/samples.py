@@ -66,12 +66,22 @@ def load_decoder(tokenizer: str | None) -> Decoder:
         unknown = next((index for index, token in enumerate(ids) if token >= size), None)
         if unknown is not None:  # rows of kind tokens hold what they hold
             return text(ids[:unknown]) + f"<{ids[unknown]}>" + text(ids[unknown + 1 :])
-        return str(loaded.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            loaded.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     return Decoder(text, frozenset(loaded.all_special_ids))
 
 
-def pieces(store: TokenStore, sequences: Sequences, index: int, row: dict[str, Integers], decoder: Decoder, *, most: int) -> list[Piece]:
+def pieces(
+    store: TokenStore,
+    sequences: Sequences,
+    index: int,
+    row: dict[str, Integers],
+    decoder: Decoder,
+    *,
+    most: int,
+) -> list[Piece]:
     """What sequence `index` holds, document by document.
 
     row: the sequence, as the data set gives it; without position_ids (classification) no token carries a loss.
@@ -82,12 +92,25 @@ def pieces(store: TokenStore, sequences: Sequences, index: int, row: dict[str, I
     for piece in range(sequences.bounds[index], sequences.bounds[index + 1]):
         start, length = int(sequences.starts[piece]), int(sequences.lengths[piece])
         document = int(np.searchsorted(store.offsets, start, side="right"))
-        before, after = start - int(store.offsets[document - 1]), int(store.offsets[document]) - start - length
-        targets = row["targets"][at : at + length] if "position_ids" in row else np.full(length, IGNORED)
+        before, after = (
+            start - int(store.offsets[document - 1]),
+            int(store.offsets[document]) - start - length,
+        )
+        targets = (
+            row["targets"][at : at + length] if "position_ids" in row else np.full(length, IGNORED)
+        )
         # The first token here is the target of the last one in the sequence before
-        first = before > 0 and "position_ids" in row and bool(store.labels is None or store.labels[start] != IGNORED)
+        first = (
+            before > 0
+            and "position_ids" in row
+            and bool(store.labels is None or store.labels[start] != IGNORED)
+        )
         shown = max(0, min(length, most - at))
-        spans = _spans(row["input_ids"][at : at + shown].tolist(), [first, *(targets[:-1] != IGNORED).tolist()], decoder)
+        spans = _spans(
+            row["input_ids"][at : at + shown].tolist(),
+            [first, *(targets[:-1] != IGNORED).tolist()],
+            decoder,
+        )
         found.append(Piece(spans, length, before, after))
         at += length
     return found
@@ -97,7 +120,12 @@ def _spans(ids: list[int], carries: list[bool], decoder: Decoder) -> list[Span]:
     spans, start, before = [], 0, ""
     while start < len(ids):
         special, end = ids[start] in decoder.special, start + 1
-        while end < len(ids) and not special and ids[end] not in decoder.special and carries[end] == carries[start]:
+        while (
+            end < len(ids)
+            and not special
+            and ids[end] not in decoder.special
+            and carries[end] == carries[start]
+        ):
             end += 1
         # Of the whole text so far the new part: a tokenizer may join what it decodes at once
         whole = decoder.text(ids[:end])
@@ -110,7 +138,10 @@ def _spans(ids: list[int], carries: list[bool], decoder: Decoder) -> list[Span]:
 
 def _visible(text: str) -> str:
     return "".join(
-        character if character in "\n\t" or unicodedata.category(character) != "Cc" else _picture(character) for character in text
+        character
+        if character in "\n\t" or unicodedata.category(character) != "Cc"
+        else _picture(character)
+        for character in text
     )
 
 
@@ -119,11 +150,15 @@ def _picture(control: str) -> str:
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"<{code:02x}>"
 
 
-def first_documents(data: schema.Data, files: tuple[str, ...], *, tokenizer: str | None, seed: int, most: int) -> SequenceDataset:
+def first_documents(
+    data: schema.Data, files: tuple[str, ...], *, tokenizer: str | None, seed: int, most: int
+) -> SequenceDataset:
     """Of a stream: some documents, read here and now, and packed as they were without streaming."""
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
     units = deal(find_parts(files, kind=data.kind), shards=1, seed=seed, shuffle=data.shuffle)[0]
-    rows = itertools.islice(itertools.chain.from_iterable(unit.rows(encoder.text_column) for unit in units), most)
+    rows = itertools.islice(
+        itertools.chain.from_iterable(unit.rows(encoder.text_column) for unit in units), most
+    )
     ids, labels, skipped = [], [], []
     for encoded in encoder.encode_rows(rows):
         if encoded.ids is None:
@@ -144,7 +179,9 @@ def first_documents(data: schema.Data, files: tuple[str, ...], *, tokenizer: str
         kind=data.kind,
         skipped=skipped,
     )
-    sequences = pack(store.offsets, data.kind, packing=data.packing, sequence_length=data.sequence_length)
+    sequences = pack(
+        store.offsets, data.kind, packing=data.packing, sequence_length=data.sequence_length
+    )
     return SequenceDataset(store, sequences, data.sequence_length, data.packing)
 
 
@@ -175,7 +212,10 @@ def _loss_tokens(store: TokenStore, sequences: Sequences) -> int:
     order = np.argsort(sequences.starts)
     starts = sequences.starts[order]
     ends = store.offsets[np.searchsorted(store.offsets, starts, side="right")]
-    first, last = starts + 1, np.minimum(starts + sequences.lengths[order] + 1, ends)  # of the targets
+    first, last = (
+        starts + 1,
+        np.minimum(starts + sequences.lengths[order] + 1, ends),
+    )  # of the targets
     if store.labels is None:
         return int(np.maximum(last - first, 0).sum())
     total = 0
@@ -198,12 +238,24 @@ def bins(lengths: Integers, *, mark: int, most: int = 14) -> tuple[list[int], li
         edges = [2**power for power in range(low.bit_length() - 1, high.bit_length() + 1)]
     else:
         width = -(-(high + 1 - low) // most)
-        step = next(step for power in range(12) for step in (10**power, 2 * 10**power, 5 * 10**power) if step >= width)
+        step = next(
+            step
+            for power in range(12)
+            for step in (10**power, 2 * 10**power, 5 * 10**power)
+            if step >= width
+        )
         edges = list(range(low // step * step, high // step * step + step + 1, step))
     if mark < low:
         edges[0] = max(edges[0], min(mark + 1, low))
     elif mark < high:
         near = 0.1 * (mark + 1)
-        edges = sorted({edges[0], mark + 1, edges[-1], *(edge for edge in edges[1:-1] if abs(edge - mark - 1) > near)})
+        edges = sorted(
+            {
+                edges[0],
+                mark + 1,
+                edges[-1],
+                *(edge for edge in edges[1:-1] if abs(edge - mark - 1) > near),
+            }
+        )
     counts, _ = np.histogram(lengths, bins=np.array(edges))
     return edges, counts.tolist()

@@ -35,7 +35,9 @@ class RunData:
     fingerprint: dict[str, Any]
     """What a checkpoint keeps of the training data, to notice a change."""
 
-    def starting(self, position: Position, ranks: DataParallel) -> tuple[MapData | StreamingDataset, Slots]:
+    def starting(
+        self, position: Position, ranks: DataParallel
+    ) -> tuple[MapData | StreamingDataset, Slots]:
         """The data and this rank's micro-batches from a position of the run on."""
         skipped = position.skipped_batches
         slots = make_slots(
@@ -62,7 +64,9 @@ class RunData:
         """Digest of the order of a stream's samples; None without data.streaming."""
         return self.training.order if isinstance(self.training, StreamingDataset) else None
 
-    def stream_state(self, batch: GlobalBatch, skipped_batches: int, ranks: DataParallel) -> dict[str, Any] | None:
+    def stream_state(
+        self, batch: GlobalBatch, skipped_batches: int, ranks: DataParallel
+    ) -> dict[str, Any] | None:
         """Where the stream stands after a batch, for a checkpoint; None without data.streaming. Every rank must call it."""
         if not isinstance(self.training, StreamingDataset):
             return None
@@ -93,10 +97,16 @@ def open_run_data(
     training: MapData
     if data.builder is not None:
         custom = build_custom_data(data.builder, data.arguments)
-        sets = custom.validation if isinstance(custom.validation, dict) else {"validation": custom.validation}
+        sets = (
+            custom.validation
+            if isinstance(custom.validation, dict)
+            else {"validation": custom.validation}
+        )
         training = CustomDataset(custom.train, custom, data.builder)
         validation: dict[str, MapData] = {
-            name: CustomDataset(samples, custom, data.builder) for name, samples in sets.items() if samples is not None
+            name: CustomDataset(samples, custom, data.builder)
+            for name, samples in sets.items()
+            if samples is not None
         }
     else:
         open_one = partial(
@@ -109,15 +119,31 @@ def open_run_data(
             isolation=isolation,
             build=build,
         )
-        sources = data.validation if isinstance(data.validation, dict) else {"validation": data.validation}
-        validation = {name: open_one(files, validation=True) for name, files in sources.items() if files is not None}
+        sources = (
+            data.validation
+            if isinstance(data.validation, dict)
+            else {"validation": data.validation}
+        )
+        validation = {
+            name: open_one(files, validation=True)
+            for name, files in sources.items()
+            if files is not None
+        }
         if data.streaming:
             assert isinstance(data.train, tuple)
             assert max_steps is not None
-            slots = make_slots(batch, order=StreamOrder(), lengths=None, steps=max_steps, ranks=ranks)
+            slots = make_slots(
+                batch, order=StreamOrder(), lengths=None, steps=max_steps, ranks=ranks
+            )
             assert isinstance(slots, RankSlots)
-            parts, encoder = find_parts(data.train, kind=data.kind), make_encoder(data.kind, data, tokenizer=tokenizer)
-            fingerprint = {"files": {part.name: part.size for part in parts}, **encoder.fingerprint()}
+            parts, encoder = (
+                find_parts(data.train, kind=data.kind),
+                make_encoder(data.kind, data, tokenizer=tokenizer),
+            )
+            fingerprint = {
+                "files": {part.name: part.size for part in parts},
+                **encoder.fingerprint(),
+            }
             stream = StreamingDataset(
                 parts,
                 encoder,
@@ -136,7 +162,12 @@ def open_run_data(
         assert data.train is not None
         training = open_one(data.train)
     order = make_order(training, seed=seed, shuffle=data.shuffle, epochs=epochs)
-    steps = total_steps(max_steps=max_steps, epochs=epochs, samples=order.samples, global_batch_size=batch.global_batch_size)
+    steps = total_steps(
+        max_steps=max_steps,
+        epochs=epochs,
+        samples=order.samples,
+        global_batch_size=batch.global_batch_size,
+    )
     slots = make_slots(batch, order=order, lengths=training.lengths, steps=steps, ranks=ranks)
     return RunData(training, validation, order, slots, steps, batch, training.fingerprint)
 

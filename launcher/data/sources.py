@@ -20,7 +20,21 @@ from launcher.recipe.hub import is_hub_id, load_data_set
 ROW_FILES = (".jsonl", ".json", ".parquet", ".csv")
 """Files of rows. Every other file is one document."""
 
-_NOT_TEXT = {".pyc", ".so", ".png", ".jpg", ".gif", ".zip", ".gz", ".safetensors", ".bin", ".npy", ".exe", ".a", ".o"}
+_NOT_TEXT = {
+    ".pyc",
+    ".so",
+    ".png",
+    ".jpg",
+    ".gif",
+    ".zip",
+    ".gz",
+    ".safetensors",
+    ".bin",
+    ".npy",
+    ".exe",
+    ".a",
+    ".o",
+}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -107,7 +121,11 @@ def find_files(patterns: tuple[str, ...], *, rows_only: bool = False) -> list[Pa
         for match in sorted(glob.glob(pattern, recursive=True)) or [pattern]:
             path = Path(match)
             if path.is_dir():
-                files += sorted(file for file in path.rglob("*") if file.is_file() and _wanted(file.relative_to(path), rows_only))
+                files += sorted(
+                    file
+                    for file in path.rglob("*")
+                    if file.is_file() and _wanted(file.relative_to(path), rows_only)
+                )
             elif path.is_file():
                 files.append(path)
         if not files:
@@ -136,7 +154,9 @@ def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False
         for file in find_files((pattern,), rows_only=kind != "text"):
             part = file_part(file, named=str(file) == str(Path(pattern)))
             if part.form == "text" and kind != "text":
-                raise RecipeError(f"{file}: kind {kind} reads {', '.join(ROW_FILES)}; use kind text for text files")
+                raise RecipeError(
+                    f"{file}: kind {kind} reads {', '.join(ROW_FILES)}; use kind text for text files"
+                )
             parts.setdefault(part.name, part)
     return list(parts.values())
 
@@ -160,7 +180,11 @@ def split(part: Part, size: int) -> list[Part]:
     if part.form == "jsonl" and part.size > size:
         cuts = [part.start, *_line_starts(part, size)]
         ends = [*cuts[1:], part.start + part.size]
-        return [replace(part, start=a, end=b, size=b - a) for a, b in zip(cuts, ends, strict=True) if b > a]
+        return [
+            replace(part, start=a, end=b, size=b - a)
+            for a, b in zip(cuts, ends, strict=True)
+            if b > a
+        ]
     if part.end is not None:  # divided already
         return [part]
     if part.form == "parquet":
@@ -170,7 +194,15 @@ def split(part: Part, size: int) -> list[Part]:
         each = max(1, int(rows.data.nbytes / max(1, len(rows))))
         unit = max(1, size // each)
         starts = range(0, len(rows), unit)
-        return [replace(part, start=a, end=min(a + unit, len(rows)), size=(min(a + unit, len(rows)) - a) * each) for a in starts] or [part]
+        return [
+            replace(
+                part,
+                start=a,
+                end=min(a + unit, len(rows)),
+                size=(min(a + unit, len(rows)) - a) * each,
+            )
+            for a in starts
+        ] or [part]
     else:
         return [part]
     parts, first, held = [], 0, 0
@@ -226,8 +258,14 @@ def read_rows(part: Part, *, column: str = "text") -> Iterator[Row]:
     except OSError as error:
         raise RecipeError(f"{part.name}: cannot be read: {error.strerror or error}") from None
     if empty and part.start == 0 and (part.named or part.form != "text"):
-        what = "the file is empty" if part.form == "text" or (part.form != "hub" and part.size == 0) else "there is no row in it"
-        yield Row(part, 0, None, f"{what}; remove it, or leave it out of the patterns", at=part.name)
+        what = (
+            "the file is empty"
+            if part.form == "text" or (part.form != "hub" and part.size == 0)
+            else "there is no row in it"
+        )
+        yield Row(
+            part, 0, None, f"{what}; remove it, or leave it out of the patterns", at=part.name
+        )
 
 
 def read_all(parts: Iterable[Part], *, column: str = "text") -> Iterator[Row]:
@@ -244,14 +282,18 @@ def _text(part: Part, column: str) -> Iterator[Row]:
         yield Row(part, 1, {column: content.decode()})
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        problem = f"not UTF-8 text (byte {error.start}); convert it, or leave it out of the patterns"
+        problem = (
+            f"not UTF-8 text (byte {error.start}); convert it, or leave it out of the patterns"
+        )
         yield Row(part, 1, None, problem, at=f"{part.name}:{line}")
 
 
 def _object(part: Part, place: int, row: Any) -> Row:
     if isinstance(row, dict):
         return Row(part, place, row)
-    return Row(part, place, None, f'must be an object such as {{"text": ...}}; got {type(row).__name__}')
+    return Row(
+        part, place, None, f'must be an object such as {{"text": ...}}; got {type(row).__name__}'
+    )
 
 
 def _jsonl(part: Part) -> Iterator[Row]:
@@ -284,12 +326,20 @@ def _json(part: Part) -> Iterator[Row]:
         yield Row(part, 0, None, f"not UTF-8 text (byte {error.start})", at=part.name)
     except json.JSONDecodeError as error:
         hint = "; is it one object a line? Then name it .jsonl" if error.msg == "Extra data" else ""
-        yield Row(part, 0, None, f"not JSON: {error.msg} (column {error.colno}){hint}", at=f"{part.name}:{error.lineno}")
+        yield Row(
+            part,
+            0,
+            None,
+            f"not JSON: {error.msg} (column {error.colno}){hint}",
+            at=f"{part.name}:{error.lineno}",
+        )
     except (ValueError, RecursionError) as error:
         yield Row(part, 0, None, f"not JSON that can be read: {error}", at=part.name)
     else:
         if not isinstance(rows, list):
-            yield Row(part, 0, None, f"must be a list of objects; got {type(rows).__name__}", at=part.name)
+            yield Row(
+                part, 0, None, f"must be a list of objects; got {type(rows).__name__}", at=part.name
+            )
             return
         for number, row in enumerate(rows, start=1):
             yield _object(part, number, row)
@@ -312,17 +362,29 @@ def _csv(part: Part) -> Iterator[Row]:
                 continue
             if not fields:
                 continue
-            if any("\udc80" <= character <= "\udcff" for field in fields if not field.isascii() for character in field):
+            if any(
+                "\udc80" <= character <= "\udcff"
+                for field in fields
+                if not field.isascii()
+                for character in field
+            ):
                 yield Row(part, place, None, "not UTF-8 text")
                 if header is None:
                     return
             elif header is None:
                 header = fields
                 if twice := sorted({name for name in header if header.count(name) > 1}):
-                    yield Row(part, place, None, f"the header names a column twice: {', '.join(twice)}")
+                    yield Row(
+                        part, place, None, f"the header names a column twice: {', '.join(twice)}"
+                    )
                     return
             elif len(fields) != len(header):
-                yield Row(part, place, None, f"{len(fields)} fields, but the header in line 1 has {len(header)}")
+                yield Row(
+                    part,
+                    place,
+                    None,
+                    f"{len(fields)} fields, but the header in line 1 has {len(header)}",
+                )
             else:
                 yield Row(part, place, dict(zip(header, fields, strict=True)))
 
@@ -334,7 +396,9 @@ def _parquet(part: Part) -> Iterator[Row]:
     try:
         # A stream has many files open: without a buffer size each holds the columns of a whole row group
         with pyarrow.parquet.ParquetFile(part.name, buffer_size=1 << 20) as file:
-            groups = range(part.start, file.metadata.num_row_groups if part.end is None else part.end)
+            groups = range(
+                part.start, file.metadata.num_row_groups if part.end is None else part.end
+            )
             number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
             for batch in file.iter_batches(batch_size=128, row_groups=list(groups)):
                 for values in batch.to_pylist():
@@ -343,7 +407,13 @@ def _parquet(part: Part) -> Iterator[Row]:
     except FileNotFoundError:
         raise
     except (pyarrow.ArrowException, OSError) as error:
-        yield Row(part, 0, None, f"not a parquet file, or a damaged one: {str(error).splitlines()[0]}", at=part.name)
+        yield Row(
+            part,
+            0,
+            None,
+            f"not a parquet file, or a damaged one: {str(error).splitlines()[0]}",
+            at=part.name,
+        )
 
 
 def _hub(part: Part) -> Iterator[Row]:

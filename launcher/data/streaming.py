@@ -105,27 +105,45 @@ class _Unit:
 
     def _hub_rows(self) -> Iterator[Source]:
         data_set = load_data_set(self.part.name, validation=self.part.validation, streaming=True)
-        for number, values in enumerate(data_set.shard(num_shards=self.shards, index=self.shard), start=1):
-            yield Source(self.part, number, values, at=f"{self.part.name} shard {self.shard + 1} of {self.shards} row {number}")
+        for number, values in enumerate(
+            data_set.shard(num_shards=self.shards, index=self.shard), start=1
+        ):
+            yield Source(
+                self.part,
+                number,
+                values,
+                at=f"{self.part.name} shard {self.shard + 1} of {self.shards} row {number}",
+            )
 
 
 def _units(part: Part, size: int) -> list[_Unit]:
     if part.form == "hub":
         data_set = load_data_set(part.name, validation=part.validation, streaming=True)
-        return [_Unit(part, shard=shard, shards=data_set.num_shards) for shard in range(data_set.num_shards)]
+        return [
+            _Unit(part, shard=shard, shards=data_set.num_shards)
+            for shard in range(data_set.num_shards)
+        ]
     return [_Unit(piece) for piece in (split(part, size) if part.size > size else [part])]
 
 
-def deal(parts: Sequence[Part], *, seed: int, shuffle: bool, shards: int = SHARDS) -> list[list[_Unit]]:
+def deal(
+    parts: Sequence[Part], *, seed: int, shuffle: bool, shards: int = SHARDS
+) -> list[list[_Unit]]:
     """The units of each shard, of about the same size; a function of the arguments and the files alone.
 
     shards: at most so many. Their number is a power of two, and no larger than the number of units.
     """
-    parts = [part for part in parts if part.size or part.named or part.form != "text"]  # empty text files hold no row
+    parts = [
+        part for part in parts if part.size or part.named or part.form != "text"
+    ]  # empty text files hold no row
     total = sum(part.size for part in parts)
     size = max(_SHARD_BYTES, min(_UNIT_BYTES, total // (4 * SHARDS)), total // _UNITS)
     units = [unit for part in parts for unit in _units(part, size)]
-    most = len(units) if any(part.form == "hub" for part in parts) else min(len(units), total // _SHARD_BYTES)
+    most = (
+        len(units)
+        if any(part.form == "hub" for part in parts)
+        else min(len(units), total // _SHARD_BYTES)
+    )
     number = 1 << (max(1, min(shards, most)).bit_length() - 1)
     if shuffle:
         random.Random(f"units {seed}").shuffle(units)
@@ -189,12 +207,30 @@ class StreamingDataset(IterableDataset[Collated]):
         self._encoder, self._slots = encoder, slots
         self._seed, self._shuffle = seed, shuffle
         self._buffer_rows = max(1, shuffle_buffer // len(self._shards))
-        self._length, self._packing, self._isolation, self._vocabulary = length, packing, isolation, vocabulary
+        self._length, self._packing, self._isolation, self._vocabulary = (
+            length,
+            packing,
+            isolation,
+            vocabulary,
+        )
         self._skip_bad_rows, self._skipped_rows = skip_bad_rows, skipped_rows
         self._files, self._bytes = len(parts), sum(part.size for part in parts)
         self.skipped: list[dict[str, str]] = []
-        units = [[(unit.part.name, unit.part.start, unit.part.size, unit.shard) for unit in shard] for shard in self._shards]
-        order = [VERSION, units, seed, shuffle, self._buffer_rows, length, packing, skip_bad_rows, repr(encoder)]
+        units = [
+            [(unit.part.name, unit.part.start, unit.part.size, unit.shard) for unit in shard]
+            for shard in self._shards
+        ]
+        order = [
+            VERSION,
+            units,
+            seed,
+            shuffle,
+            self._buffer_rows,
+            length,
+            packing,
+            skip_bad_rows,
+            repr(encoder),
+        ]
         self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
         """Digest of what the order of samples follows from."""
         self._saved_samples, self._saved_places = 0, [_START] * len(self._shards)
@@ -209,10 +245,14 @@ class StreamingDataset(IterableDataset[Collated]):
         first_sample = slots.first_step * slots.global_batch_size
         if saved is not None and saved["order"] == self.order and saved["samples"] <= first_sample:
             other._saved_samples = saved["samples"]
-            other._saved_places = [(turn, unit, row, token) for turn, unit, row, token in saved["places"]]
+            other._saved_places = [
+                (turn, unit, row, token) for turn, unit, row, token in saved["places"]
+            ]
         return other
 
-    def state(self, places: Mapping[int, Place], *, samples: int, ranks: DataParallel) -> dict[str, Any]:
+    def state(
+        self, places: Mapping[int, Place], *, samples: int, ranks: DataParallel
+    ) -> dict[str, Any]:
         """What `starting` needs to go on after so many samples of the run; every rank must call it.
 
         places: where the shards that this rank reads stand then.
@@ -220,10 +260,17 @@ class StreamingDataset(IterableDataset[Collated]):
         table = torch.full((len(self._shards), len(_START)), -1, dtype=torch.int64)
         for shard, place in places.items():
             table[shard] = torch.tensor(place)
-        if ranks.size > 1:  # ranks that read the same shard agree on its place, and each shard is read by some rank
+        if (
+            ranks.size > 1
+        ):  # ranks that read the same shard agree on its place, and each shard is read by some rank
             table = table.to(ranks.device)
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=ranks.group)
-        return {"version": VERSION, "order": self.order, "samples": samples, "places": table.tolist()}
+        return {
+            "version": VERSION,
+            "order": self.order,
+            "samples": samples,
+            "places": table.tolist(),
+        }
 
     def workers(self, wanted: int) -> int:
         """The most loader processes, up to `wanted`, that divide a group of micro-batches."""
@@ -264,21 +311,30 @@ class StreamingDataset(IterableDataset[Collated]):
             for index in range(groups):
                 first, size = index * slots.micro_batch_size, slots.micro_batch_size
                 samples = [one[first : first + size] for one in of_step]
-                rows = {k: readers[k % shards].take(k // shards) for k in sorted(itertools.chain.from_iterable(samples))}
+                rows = {
+                    k: readers[k % shards].take(k // shards)
+                    for k in sorted(itertools.chain.from_iterable(samples))
+                }
                 if index == groups - 1:
                     for shard, reader in readers.items():
                         reader.forward(_given(end, shard, shards))
                 places = {shard: reader.place for shard, reader in readers.items()}
                 for one in samples:
                     held = [rows[k] for k in one] + [_EMPTY] * (size - len(one))
-                    yield collate_sequences(held, length=self._length, packed=self._packing, isolation=self._isolation) | {"places": places}
+                    yield collate_sequences(
+                        held, length=self._length, packed=self._packing, isolation=self._isolation
+                    ) | {"places": places}
 
     def _reader(self, shard: int, *, list_bad_rows: bool) -> _Reader:
         place = self._saved_places[shard]
         samples = self._sequences(shard, place, list_bad_rows=list_bad_rows)
-        return _Reader(samples, given=_given(self._saved_samples, shard, len(self._shards)), place=place)
+        return _Reader(
+            samples, given=_given(self._saved_samples, shard, len(self._shards)), place=place
+        )
 
-    def _rows(self, shard: int, start: Place, places: deque[tuple[int, int, int]]) -> Iterator[Source]:
+    def _rows(
+        self, shard: int, start: Place, places: deque[tuple[int, int, int]]
+    ) -> Iterator[Source]:
         """The shard's rows from a place on, for ever; each one's pass, unit and row go into `places`."""
         turn, first_unit, first_row, _ = start
         while True:
@@ -289,9 +345,13 @@ class StreamingDataset(IterableDataset[Collated]):
             for number in range(first_unit, len(units)):
                 rows: Iterator[Source] = units[number].rows(self._encoder.text_column)
                 if self._shuffle:
-                    generator = random.Random(f"shard {shard} pass {turn} unit {number} {self._seed}")
+                    generator = random.Random(
+                        f"shard {shard} pass {turn} unit {number} {self._seed}"
+                    )
                     rows = _through_buffer(rows, self._buffer_rows, generator)
-                for index, row in enumerate(itertools.islice(rows, first_row, None), start=first_row):
+                for index, row in enumerate(
+                    itertools.islice(rows, first_row, None), start=first_row
+                ):
                     found = True
                     places.append((turn, number, index))
                     yield row
@@ -305,8 +365,13 @@ class StreamingDataset(IterableDataset[Collated]):
     ) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], tuple[int, int, int]]]:
         """Ids and labels of the shard's documents from a place on, for ever, and the place of each."""
         places: deque[tuple[int, int, int]] = deque()
-        turn, found = start[0], start != _START  # what came before a place in the middle of a pass is not known
-        for encoded in self._encoder.encode_rows(self._rows(shard, start, places), batch_rows=_ENCODED_ROWS):
+        turn, found = (
+            start[0],
+            start != _START,
+        )  # what came before a place in the middle of a pass is not known
+        for encoded in self._encoder.encode_rows(
+            self._rows(shard, start, places), batch_rows=_ENCODED_ROWS
+        ):
             place = places.popleft()
             if place[0] > turn:
                 if not found:
@@ -324,17 +389,27 @@ class StreamingDataset(IterableDataset[Collated]):
 
     def _no_documents(self, shard: int) -> RecipeError:
         names = list(dict.fromkeys(unit.part.name for unit in self._shards[shard]))
-        shown = ", ".join(names[:5] or ["the files"]) + (f" and {len(names) - 5} more files" if len(names) > 5 else "")
-        return RecipeError(f"data.streaming: there is no document with text in {shown}; leave these files out, or use streaming: false")
+        shown = ", ".join(names[:5] or ["the files"]) + (
+            f" and {len(names) - 5} more files" if len(names) > 5 else ""
+        )
+        return RecipeError(
+            f"data.streaming: there is no document with text in {shown}; leave these files out, or use streaming: false"
+        )
 
     def _bad(self, where: str, problem: str, *, listed: bool) -> None:
         if not self._skip_bad_rows:
             raise RecipeError(f"{where}: {problem}")
         if listed and self._skipped_rows is not None:
-            with self._skipped_rows.open("a", encoding="utf-8") as file:  # a line at once: other processes append too
-                file.write(json.dumps({"where": where, "problem": problem}, ensure_ascii=False) + "\n")
+            with self._skipped_rows.open(
+                "a", encoding="utf-8"
+            ) as file:  # a line at once: other processes append too
+                file.write(
+                    json.dumps({"where": where, "problem": problem}, ensure_ascii=False) + "\n"
+                )
 
-    def _sequences(self, shard: int, start: Place, *, list_bad_rows: bool) -> Iterator[tuple[Row, Place]]:
+    def _sequences(
+        self, shard: int, start: Place, *, list_bad_rows: bool
+    ) -> Iterator[tuple[Row, Place]]:
         """The shard's sequences from a place on, for ever, and where the next one starts.
 
         Text goes on in the next sequence; other kinds start where they fit whole; chat and instruct are cut to one.
@@ -344,7 +419,11 @@ class StreamingDataset(IterableDataset[Collated]):
         room, done = self._length, start[3]
         for ids, labels, place in self._documents(shard, start, list_bad_rows=list_bad_rows):
             follow = np.append(labels[1:], IGNORED).astype(np.int64)
-            if not (self._encoder.kind == "text" and self._packing) and pieces and min(len(ids), self._length) > room:
+            if (
+                not (self._encoder.kind == "text" and self._packing)
+                and pieces
+                and min(len(ids), self._length) > room
+            ):
                 yield _joined(pieces), (*place, 0)
                 pieces, room = [], self._length
             while done < len(ids):
@@ -359,7 +438,10 @@ class StreamingDataset(IterableDataset[Collated]):
                 done, room = len(ids) if cut else done + take, room - take
                 if room == 0 or not self._packing:
                     turn, unit, row = place
-                    yield _joined(pieces), (turn, unit, row, done) if done < len(ids) else (turn, unit, row + 1, 0)
+                    yield (
+                        _joined(pieces),
+                        (turn, unit, row, done) if done < len(ids) else (turn, unit, row + 1, 0),
+                    )
                     pieces, room = [], self._length
             done = 0
 
@@ -388,7 +470,9 @@ def _given(samples: int, shard: int, shards: int) -> int:
     return (samples - shard + shards - 1) // shards
 
 
-_EMPTY: Row = {name: np.zeros(0, dtype=np.int64) for name in ("input_ids", "targets", "position_ids")}
+_EMPTY: Row = {
+    name: np.zeros(0, dtype=np.int64) for name in ("input_ids", "targets", "position_ids")
+}
 
 
 def _joined(pieces: list[Row]) -> Row:

@@ -29,7 +29,9 @@ class SyntheticData:
     tokens: int
     loss_tokens: int
 
-    def batches(self, ranks: DataParallel, *, micro_batches: int, steps: int) -> Iterator[GlobalBatch]:
+    def batches(
+        self, ranks: DataParallel, *, micro_batches: int, steps: int
+    ) -> Iterator[GlobalBatch]:
         """The same global batch at every step."""
         values = [self.loss_tokens * micro_batches, self.tokens * micro_batches, 0, 0]
         mover = Mover(ranks.device)
@@ -46,7 +48,13 @@ def rows_of(batch: schema.Batch, *, sequence_length: int) -> int:
 
 
 def synthetic_data(
-    data: schema.Data, batch: schema.Batch, *, vocabulary: int | None, classes: int | None, packed: bool, isolation: Isolation
+    data: schema.Data,
+    batch: schema.Batch,
+    *,
+    vocabulary: int | None,
+    classes: int | None,
+    packed: bool,
+    isolation: Isolation,
 ) -> SyntheticData:
     """A micro-batch of sequences that are all as long as data.sequence_length; with a data.builder its first samples.
 
@@ -57,7 +65,9 @@ def synthetic_data(
         custom = build_custom_data(data.builder, data.arguments)
         samples = CustomDataset(custom.train, custom, data.builder)
         collated = samples.collate([samples[index % len(samples)] for index in range(rows)])
-        return SyntheticData(collated["tensors"], samples.loss, collated["tokens"], collated["loss_tokens"])
+        return SyntheticData(
+            collated["tensors"], samples.loss, collated["tokens"], collated["loss_tokens"]
+        )
     drawn = np.random.default_rng(0)
     length = data.sequence_length
     ids = [drawn.integers(0, vocabulary or 2, length, dtype=np.int64) for _ in range(rows)]
@@ -71,8 +81,15 @@ def synthetic_data(
         }
         return SyntheticData(tensors, loss.summed_classification_loss, rows * length, rows)
     pieces = PACKED_DOCUMENTS if packed and length >= PACKED_DOCUMENTS else 1
-    positions = np.concatenate([np.arange(len(part), dtype=np.int64) for part in np.array_split(np.arange(length), pieces)])
-    collated = collate_sequences(
-        [{"input_ids": row, "targets": row, "position_ids": positions} for row in ids], length=length, packed=packed, isolation=isolation
+    positions = np.concatenate(
+        [np.arange(len(part), dtype=np.int64) for part in np.array_split(np.arange(length), pieces)]
     )
-    return SyntheticData(collated["tensors"], loss.summed_loss, collated["tokens"], collated["loss_tokens"])
+    collated = collate_sequences(
+        [{"input_ids": row, "targets": row, "position_ids": positions} for row in ids],
+        length=length,
+        packed=packed,
+        isolation=isolation,
+    )
+    return SyntheticData(
+        collated["tensors"], loss.summed_loss, collated["tokens"], collated["loss_tokens"]
+    )

@@ -121,15 +121,23 @@ def open_store(
 
     def place() -> Path | None:
         what = [files[part] if part in files else _hub_identity(part, cache) for part in parts]
-        return None if None in what else cache / hashlib.sha256(json.dumps([*how, what]).encode()).hexdigest()[:24]
+        return (
+            None
+            if None in what
+            else cache / hashlib.sha256(json.dumps([*how, what]).encode()).hexdigest()[:24]
+        )
 
     def ready() -> bool:
         folder = place()
         return folder is not None and folder.is_dir()
 
     if build and (refresh or not ready()):
-        names = [files.get(part, part.name) for part in parts]  # known before a hub data set is read
-        lock = cache / f".{hashlib.sha256(json.dumps([*how, names]).encode()).hexdigest()[:24]}.lock"
+        names = [
+            files.get(part, part.name) for part in parts
+        ]  # known before a hub data set is read
+        lock = (
+            cache / f".{hashlib.sha256(json.dumps([*how, names]).encode()).hexdigest()[:24]}.lock"
+        )
         with _locked(lock, lambda: not refresh and ready()) as owner:
             if owner is not None and (refresh or not ready()):
                 for part in parts:
@@ -138,10 +146,28 @@ def open_store(
                 folder = place()
                 assert folder is not None
                 if not folder.is_dir():
-                    files_size = f"{len(files)} files ({sum(part.size for part in files) / 2**20:.1f} MiB)" if files else ""
-                    logger.info("tokenizing " + ", ".join(filter(None, [files_size, *(part.name for part in parts if part.form == "hub")])))
+                    files_size = (
+                        f"{len(files)} files ({sum(part.size for part in files) / 2**20:.1f} MiB)"
+                        if files
+                        else ""
+                    )
+                    logger.info(
+                        "tokenizing "
+                        + ", ".join(
+                            filter(
+                                None,
+                                [files_size, *(part.name for part in parts if part.form == "hub")],
+                            )
+                        )
+                    )
                     with _scratch(cache, owner) as scratch:
-                        counts = make_store(scratch, parts, encoder, on_error=data.on_error, processes=data.processes)
+                        counts = make_store(
+                            scratch,
+                            parts,
+                            encoder,
+                            on_error=data.on_error,
+                            processes=data.processes,
+                        )
                         meta = {
                             "format": _FORMAT,
                             "kind": kind,
@@ -158,10 +184,19 @@ def open_store(
                 break
     folder = place()
     assert folder is not None
-    sizes = {part.name: part.size if part in files else json.loads(_pin_file(part, cache).read_text())["rows"] for part in parts}
+    sizes = {
+        part.name: part.size
+        if part in files
+        else json.loads(_pin_file(part, cache).read_text())["rows"]
+        for part in parts
+    }
     store = _load(folder, fingerprint={"files": sizes, **encoder.fingerprint()})
     wild = vocabulary is not None and store.largest_id >= vocabulary
-    wrong = num_labels is not None and store.classes is not None and int(store.classes.max()) >= num_labels
+    wrong = (
+        num_labels is not None
+        and store.classes is not None
+        and int(store.classes.max()) >= num_labels
+    )
     if wild or wrong:  # the store does not know where its rows came from
         for encoded in encoder.encode_rows(read_all(parts, column=encoder.text_column)):
             _check_range(encoded, vocabulary=vocabulary, num_labels=num_labels)
@@ -184,8 +219,16 @@ def _check_range(encoded: Encoded, *, vocabulary: int | None, num_labels: int | 
 
 def _load(folder: Path, *, fingerprint: dict[str, Any]) -> TokenStore:
     meta = json.loads((folder / "meta.json").read_text())
-    labels, classes, skipped_file = folder / "labels.npy", folder / "classes.npy", folder / "skipped.jsonl"
-    skipped = [json.loads(line) for line in skipped_file.read_text(encoding="utf-8").splitlines()] if skipped_file.exists() else []
+    labels, classes, skipped_file = (
+        folder / "labels.npy",
+        folder / "classes.npy",
+        folder / "skipped.jsonl",
+    )
+    skipped = (
+        [json.loads(line) for line in skipped_file.read_text(encoding="utf-8").splitlines()]
+        if skipped_file.exists()
+        else []
+    )
     return TokenStore(
         ids=np.load(folder / "ids.npy", mmap_mode="r"),
         labels=np.load(labels, mmap_mode="r") if labels.exists() else None,
@@ -198,7 +241,8 @@ def _load(folder: Path, *, fingerprint: dict[str, Any]) -> TokenStore:
         trained=meta["trained"],
         skipped=skipped,
         folder=folder,
-        fingerprint=fingerprint | {name: meta.get(name) for name in ("documents", "tokens", "content")},
+        fingerprint=fingerprint
+        | {name: meta.get(name) for name in ("documents", "tokens", "content")},
     )
 
 
@@ -216,7 +260,12 @@ def cache_folder(cache: str | None) -> Path:
 def _file_identity(part: Part) -> list[Any]:
     """Changes with the content of the file, and where an empty one becomes a problem by being named itself."""
     state = os.stat(part.name)
-    return [str(Path(part.name).resolve()), state.st_size, state.st_mtime_ns, part.named and not state.st_size]
+    return [
+        str(Path(part.name).resolve()),
+        state.st_size,
+        state.st_mtime_ns,
+        part.named and not state.st_size,
+    ]
 
 
 def _hub_identity(part: Part, cache: Path) -> list[Any] | None:
@@ -226,7 +275,14 @@ def _hub_identity(part: Part, cache: Path) -> list[Any] | None:
 
 
 def _pin_file(part: Part, cache: Path) -> Path:
-    return cache / "hub" / (hashlib.sha256(json.dumps([part.name, part.validation]).encode()).hexdigest()[:24] + ".json")
+    return (
+        cache
+        / "hub"
+        / (
+            hashlib.sha256(json.dumps([part.name, part.validation]).encode()).hexdigest()[:24]
+            + ".json"
+        )
+    )
 
 
 def _pin(part: Part, cache: Path) -> None:
@@ -236,7 +292,9 @@ def _pin(part: Part, cache: Path) -> None:
     with _writing(cache):
         pin.parent.mkdir(parents=True, exist_ok=True)
         scratch = pin.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps({"name": part.name, "fingerprint": rows._fingerprint, "rows": len(rows)}))
+        scratch.write_text(
+            json.dumps({"name": part.name, "fingerprint": rows._fingerprint, "rows": len(rows)})
+        )
         scratch.replace(pin)
 
 
@@ -259,7 +317,12 @@ class _Owner:
     """This process's record in files that it touches until it is closed."""
 
     def __init__(self) -> None:
-        record = {"host": socket.gethostname(), "machine": this_machine(), "pid": os.getpid(), "started": process_start(os.getpid())}
+        record = {
+            "host": socket.gethostname(),
+            "machine": this_machine(),
+            "pid": os.getpid(),
+            "started": process_start(os.getpid()),
+        }
         self.text = json.dumps(record | {"token": uuid.uuid4().hex})
         self._files: list[int] = []
         self._done = threading.Event()
@@ -290,7 +353,9 @@ class _Owner:
 
     def _touch(self) -> None:
         while not self._done.wait(TOUCH_SECONDS):
-            for descriptor in list(self._files):  # not by name: by now that may be another process's
+            for descriptor in list(
+                self._files
+            ):  # not by name: by now that may be another process's
                 with suppress(OSError):
                     os.utime(descriptor)
 
@@ -320,7 +385,9 @@ class _Watched:
 
     def abandoned(self) -> bool:
         """Whether its process has ended, or did not touch it while it was looked at."""
-        return self._seen is not None and (self.ended() or (not self.local() and time.monotonic() - self._since > STALE_SECONDS))
+        return self._seen is not None and (
+            self.ended() or (not self.local() and time.monotonic() - self._since > STALE_SECONDS)
+        )
 
     def local(self) -> bool:
         """Whether its process can be looked for."""
@@ -390,7 +457,9 @@ def _is_old(path: Path) -> bool:
     watched = _Watched(path)
     watched.look()
     with suppress(OSError):
-        return watched.ended() or (not watched.local() and time.time() - path.stat().st_mtime > _ABANDONED_SECONDS)
+        return watched.ended() or (
+            not watched.local() and time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
+        )
     return False
 
 

@@ -76,7 +76,9 @@ def _joined(arrays: list[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32)
 
 
-def make_store(folder: Path, parts: list[Part], encoder: Encoder, *, on_error: str, processes: int | None) -> dict[str, Any]:
+def make_store(
+    folder: Path, parts: list[Part], encoder: Encoder, *, on_error: str, processes: int | None
+) -> dict[str, Any]:
     """Writes `ids.npy`, `offsets.npy`, and where there are such `labels.npy`, `classes.npy` and `skipped.jsonl`, into `folder`.
 
     processes: null: one a core this process may use.
@@ -84,13 +86,23 @@ def make_store(folder: Path, parts: list[Part], encoder: Encoder, *, on_error: s
     Raises RecipeError for rows that cannot be used (on_error: fail), and where nothing is left.
     """
     started = time.monotonic()
-    processes = processes or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    processes = processes or (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     if any(part.form == "hub" for part in parts):
-        parts = [piece for part in parts for piece in (split(part, _TASK_BYTES) if part.form == "hub" else [part])]
+        parts = [
+            piece
+            for part in parts
+            for piece in (split(part, _TASK_BYTES) if part.form == "hub" else [part])
+        ]
     total = sum(part.size for part in parts)
     copied = encoder.kind == "text" and encoder.tokenizer == "bytes"  # hardly any work
     alone = processes == 1 or total < _IN_PROCESS_BYTES * (32 if copied else 1)
-    tasks = [parts] if alone else _tasks(parts, max(_TASK_BYTES, total // (processes * _TASKS_PER_PROCESS)))
+    tasks = (
+        [parts]
+        if alone
+        else _tasks(parts, max(_TASK_BYTES, total // (processes * _TASKS_PER_PROCESS)))
+    )
     progress_file = folder / "progress.npy"
     np.save(progress_file, np.zeros((len(tasks), 2), dtype=np.int64))
     progress: Progress = np.load(progress_file, mmap_mode="r+")
@@ -101,17 +113,27 @@ def make_store(folder: Path, parts: list[Part], encoder: Encoder, *, on_error: s
                 for block in _blocks(encoder, parts, on_error=on_error, progress=progress[0]):
                     writer.add(block.columns())
         else:
-            for columns in _in_processes(folder, tasks, encoder, on_error=on_error, processes=min(processes, len(tasks))):
+            for columns in _in_processes(
+                folder, tasks, encoder, on_error=on_error, processes=min(processes, len(tasks))
+            ):
                 writer.add(columns)
     counts = writer.finish()
     progress_file.unlink()
     if not counts["documents"]:
-        why = f"; all {counts['skipped']} rows were skipped, the first: {writer.first_skipped}" if counts["skipped"] else ""
-        raise RecipeError(f"data: {_counted_files(parts)}, and not one document with text in them{why}")
+        why = (
+            f"; all {counts['skipped']} rows were skipped, the first: {writer.first_skipped}"
+            if counts["skipped"]
+            else ""
+        )
+        raise RecipeError(
+            f"data: {_counted_files(parts)}, and not one document with text in them{why}"
+        )
     seconds = max(time.monotonic() - started, 1e-3)
     speed = f"{counts['tokens'] / seconds:,.0f} tokens/s"
     empty = f"; {counts['empty']:,} rows without text left out" if counts["empty"] else ""
-    logger.info(f"tokenized {counts['documents']:,} documents, {counts['tokens']:,} tokens in {seconds:.1f} s ({speed}){empty}")
+    logger.info(
+        f"tokenized {counts['documents']:,} documents, {counts['tokens']:,} tokens in {seconds:.1f} s ({speed}){empty}"
+    )
     return counts
 
 
@@ -146,7 +168,9 @@ def _one_thread() -> Iterator[None]:
             del os.environ[name]
 
 
-def _blocks(encoder: Encoder, parts: list[Part], *, on_error: str, progress: Progress) -> Iterator[Block]:
+def _blocks(
+    encoder: Encoder, parts: list[Part], *, on_error: str, progress: Progress
+) -> Iterator[Block]:
     """Raises RecipeError with the problems of the first block that has some, where on_error is fail."""
     block = Block()
     before = dict(zip(parts, np.cumsum([0, *(part.size for part in parts)]).tolist(), strict=False))
@@ -167,7 +191,9 @@ def _blocks(encoder: Encoder, parts: list[Part], *, on_error: str, progress: Pro
                 block.categories.append(encoded.category)
         if block.tokens >= _BLOCK_TOKENS or block.rows >= _BLOCK_ROWS:
             part = encoded.row.part
-            progress[0] = before[part] + (encoded.row.place - part.start if part.form == "jsonl" else 0)
+            progress[0] = before[part] + (
+                encoded.row.place - part.start if part.form == "jsonl" else 0
+            )
             progress[1] += block.tokens
             yield _checked(block, on_error)
             block = Block()
@@ -180,7 +206,9 @@ def _checked(block: Block, on_error: str) -> Block:
     if on_error == "fail" and block.skipped:
         told = [f"{one['where']}: {one['problem']}" for one in block.skipped[:_SHOWN_PROBLEMS]]
         if len(block.skipped) > len(told):
-            told.append(f"... and {len(block.skipped) - len(told)} more near by; data.on_error: skip leaves such rows out")
+            told.append(
+                f"... and {len(block.skipped) - len(told)} more near by; data.on_error: skip leaves such rows out"
+            )
         raise RecipeError(told)
     return block
 
@@ -193,7 +221,10 @@ def _in_processes(
 ) -> Iterator[dict[str, bytes | str | int]]:
     import datasets
 
-    features = dict.fromkeys(("ids", "lengths", "labels", "categories"), "large_binary") | {"skipped": "large_string", "empty": "int64"}
+    features = dict.fromkeys(("ids", "lengths", "labels", "categories"), "large_binary") | {
+        "skipped": "large_string",
+        "empty": "int64",
+    }
     scratch = folder / "arrow"
     problems = folder / "problems"
     problems.mkdir()
@@ -205,7 +236,9 @@ def _in_processes(
     try:
         made = datasets.Dataset.from_generator(
             _arrow_rows,
-            features=datasets.Features({name: datasets.Value(kind) for name, kind in features.items()}),
+            features=datasets.Features(
+                {name: datasets.Value(kind) for name, kind in features.items()}
+            ),
             cache_dir=str(scratch),
             gen_kwargs={
                 "tasks": list(enumerate(tasks)),
@@ -234,7 +267,9 @@ def _plain(scalar: Any) -> Any:
     return scalar.as_buffer() if "binary" in str(scalar.type) else scalar.as_py()
 
 
-def _arrow_rows(tasks: list[tuple[int, list[Part]]], setting: tuple[Encoder, str, str, int]) -> Iterator[dict[str, bytes | str | int]]:
+def _arrow_rows(
+    tasks: list[tuple[int, list[Part]]], setting: tuple[Encoder, str, str, int]
+) -> Iterator[dict[str, bytes | str | int]]:
     """Runs in a process of its own."""
     encoder, on_error, folder, parent = setting
     if os.getpid() != parent:
@@ -291,7 +326,12 @@ class _Column:
         shape = f"{{'descr': '{self._dtype.str}', 'fortran_order': False, 'shape': ({length},), }}"
         size = _NPY_HEADER_BYTES - 10
         self._stream.seek(0)
-        self._stream.write(b"\x93NUMPY\x01\x00" + size.to_bytes(2, "little") + shape.ljust(size - 1).encode() + b"\n")
+        self._stream.write(
+            b"\x93NUMPY\x01\x00"
+            + size.to_bytes(2, "little")
+            + shape.ljust(size - 1).encode()
+            + b"\n"
+        )
         self._stream.close()
         if not keep:
             self._file.unlink()
@@ -314,19 +354,29 @@ class _Writer:
 
     def add(self, columns: dict[str, Any]) -> None:
         """A block, as `Block.columns` gives it."""
-        ids, labels = np.frombuffer(columns["ids"], dtype=np.int32), np.frombuffer(columns["labels"], dtype=np.int32)
+        ids, labels = (
+            np.frombuffer(columns["ids"], dtype=np.int32),
+            np.frombuffer(columns["labels"], dtype=np.int32),
+        )
         if labels.size and self._labels is None:  # what came before had no labels of its own
             self._labels = _Column(self._folder / "labels.npy", np.int32)
             self._copy_ids(self._labels)
         if self._labels is not None:
             self._labels.append((labels if labels.size else ids).tobytes())
-        content = (columns["ids"], columns["labels"] or columns["ids"], columns["lengths"], columns["categories"])
+        content = (
+            columns["ids"],
+            columns["labels"] or columns["ids"],
+            columns["lengths"],
+            columns["categories"],
+        )
         for checksum, data in zip(self._checksums, content, strict=True):
             checksum.update(data)
         self._trained += int((labels != IGNORED).sum()) if labels.size else len(ids)
         self._ids.append(ids.tobytes())
         self._tokens += len(ids)
-        self._largest = max(self._largest, *(int(part.max()) for part in (ids, labels) if part.size), -1)
+        self._largest = max(
+            self._largest, *(int(part.max()) for part in (ids, labels) if part.size), -1
+        )
         self._lengths.append(np.frombuffer(columns["lengths"], dtype=np.int64).copy())
         self._categories.append(np.frombuffer(columns["categories"], dtype=np.int32).copy())
         self._empty += int(columns["empty"])
@@ -352,7 +402,9 @@ class _Writer:
             (self._folder / "skipped.jsonl").unlink()
         lengths = np.concatenate(self._lengths) if self._lengths else np.zeros(0, dtype=np.int64)
         np.save(self._folder / "offsets.npy", np.append(0, np.cumsum(lengths)).astype(np.int64))
-        categories = np.concatenate(self._categories) if self._categories else np.zeros(0, dtype=np.int32)
+        categories = (
+            np.concatenate(self._categories) if self._categories else np.zeros(0, dtype=np.int32)
+        )
         if categories.size:
             np.save(self._folder / "classes.npy", categories)
         return {
@@ -362,7 +414,9 @@ class _Writer:
             "largest_id": self._largest,
             "empty": self._empty,
             "skipped": self._count,
-            "content": xxhash.xxh3_128_hexdigest(b"".join(checksum.digest() for checksum in self._checksums)),
+            "content": xxhash.xxh3_128_hexdigest(
+                b"".join(checksum.digest() for checksum in self._checksums)
+            ),
         }
 
 

@@ -59,13 +59,17 @@ class HuggingFaceTokenizer:
         self.tokenizer = hugging_face_tokenizer(name)
         bos = self.tokenizer.bos_token_id
         # Of what some tokenizers put in front, [CLS] say, only a begin-of-text is part of a document.
-        self.begin = [bos] if bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos] else []
+        self.begin = (
+            [bos] if bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos] else []
+        )
 
     @property
     def end(self) -> int:
         """The tokenizer's eos_token."""
         if self.tokenizer.eos_token_id is None:
-            raise RecipeError(f"data.tokenizer: {self._name}: has no end-of-text token (eos_token), which ends each document")
+            raise RecipeError(
+                f"data.tokenizer: {self._name}: has no end-of-text token (eos_token), which ends each document"
+            )
         return int(self.tokenizer.eos_token_id)
 
     def ids(self, texts: Sequence[str]) -> list[Ids]:
@@ -103,8 +107,14 @@ def hugging_face_tokenizer(name: str) -> Any:
     folder = model_folder(name, key="data.tokenizer", weights=False)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # whatever a broken file makes it raise: the folder came from the user
-        what = (str(error).splitlines() or [""])[0] if isinstance(error, (OSError, ValueError)) else repr(error)
+    except (
+        Exception
+    ) as error:  # whatever a broken file makes it raise: the folder came from the user
+        what = (
+            (str(error).splitlines() or [""])[0]
+            if isinstance(error, (OSError, ValueError))
+            else repr(error)
+        )
         raise RecipeError(f"data.tokenizer: {name}: no tokenizer could be loaded: {what}") from None
     return tokenizer
 
@@ -119,10 +129,16 @@ def tokenizer_identity(name: str) -> str:
     """Changes whenever the ids of a text could. Reads the tokenizer's files, and does not load it."""
     if name == "bytes":
         source = Path(__file__).with_name("byte_tokenizer.py")  # its chat template and special ids
-        return "bytes " + (hashlib.sha256(source.read_bytes()).hexdigest() if source.exists() else "")
+        return "bytes " + (
+            hashlib.sha256(source.read_bytes()).hexdigest() if source.exists() else ""
+        )
     digest = hashlib.sha256()
     for file in sorted(model_folder(name, key="data.tokenizer", weights=False).iterdir()):
-        if file.is_file() and file.suffix in _TOKENIZER_FILES and not file.name.endswith(".index.json"):
+        if (
+            file.is_file()
+            and file.suffix in _TOKENIZER_FILES
+            and not file.name.endswith(".index.json")
+        ):
             content = file.read_bytes()
             digest.update(json.dumps([file.name, len(content)]).encode() + content)
     return digest.hexdigest()

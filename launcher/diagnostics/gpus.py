@@ -187,15 +187,21 @@ def visible_gpus(nvml: dict[str, Any], visible: str | None) -> list[Gpu]:
     visible: CUDA_VISIBLE_DEVICES: indices or the beginnings of UUIDs; None: all. A part of a GPU
     (MIG-...) matches none: NVML's answers are about the whole GPU.
     """
-    gpus = [Gpu(**fields | {"processes": tuple(fields.get("processes", ()))}) for fields in nvml["gpus"]]
+    gpus = [
+        Gpu(**fields | {"processes": tuple(fields.get("processes", ()))}) for fields in nvml["gpus"]
+    ]
     if visible is None:
         return gpus
     words = [word.strip() for word in visible.split(",") if word.strip()]
     uuids = tuple(word for word in words if word.startswith("GPU-"))
-    return [gpu for gpu in gpus if str(gpu.index) in words or (uuids and gpu.uuid.startswith(uuids))]
+    return [
+        gpu for gpu in gpus if str(gpu.index) in words or (uuids and gpu.uuid.startswith(uuids))
+    ]
 
 
-def gpu_findings(nvml: dict[str, Any], torch: dict[str, Any], *, visible: str | None, expected: int | None) -> Iterator[Finding]:
+def gpu_findings(
+    nvml: dict[str, Any], torch: dict[str, Any], *, visible: str | None, expected: int | None
+) -> Iterator[Finding]:
     """Whether the GPUs are there, free and healthy. expected: how many there must be."""
     gpus, seen = visible_gpus(nvml, visible), torch["gpus"]
     if nvml["error"]:
@@ -265,7 +271,9 @@ def torch_findings(torch: dict[str, Any], gpus: Sequence[Gpu]) -> Iterator[Findi
         why = "the driver is too old for it, or a GPU fell off the bus"
         why = "this torch is built without CUDA" if torch["cuda"] is None else why
         count = f"{len(torch['gpus'])} of {len(gpus)} GPUs"
-        yield Finding(name="torch", state="bad", text=f"{torch['torch']} computes on {count}: {why}")
+        yield Finding(
+            name="torch", state="bad", text=f"{torch['torch']} computes on {count}: {why}"
+        )
     else:
         keys = (("cuda", "CUDA"), ("rocm", "ROCm"), ("nccl", "NCCL"), ("python", "Python"))
         versions = [f"{label} {torch[key]}" for key, label in keys if torch.get(key)]

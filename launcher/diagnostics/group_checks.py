@@ -38,7 +38,7 @@ from launcher.distributed.environment import Environment, read_environment
 from launcher.distributed.process_group import DataParallel
 from launcher.distributed.spawn import rank_main
 from launcher.errors import EXIT_DONE, RecipeError
-from launcher.planner.rates import known_machine
+from launcher.planner.machine import known_machine
 from launcher.reliability.failures import end_process
 
 INIT_SECONDS = 180
@@ -136,7 +136,9 @@ def judge(results: Sequence[Mapping[str, Any]], *, cpu: bool) -> list[Finding]:
     if wrong and len(hosts) > 1 and 2 * len(wrong) >= len(hosts):
         wrong = [ALL_NODES]
     text = "gives a wrong sum"
-    return findings + [Finding(name="all-reduce", state="bad", text=text, host=host) for host in wrong]
+    return findings + [
+        Finding(name="all-reduce", state="bad", text=text, host=host) for host in wrong
+    ]
 
 
 def _slow_ranks(results: Sequence[Mapping[str, Any]], state: State, *, cpu: bool) -> list[Finding]:
@@ -206,7 +208,9 @@ def _sharing(results: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """
     name, within = "shared folder", f"within {SHARED_SECONDS:.0f} s"
     findings = [
-        Finding(name=name, state="bad", text=result["shared"], host=result["host"]) for result in results if result["shared"] is not None
+        Finding(name=name, state="bad", text=result["shared"], host=result["host"])
+        for result in results
+        if result["shared"] is not None
     ]
     wrote = {result["node"]: result for result in results if result["shared"] is None}
     readers = Counter(n for node, one in wrote.items() for n in one["seen"] if n != node)
@@ -218,7 +222,9 @@ def _sharing(results: Sequence[Mapping[str, Any]]) -> list[Finding]:
     if blind and len(blind) == len(wrote):
         text = f"no node sees {within} what another one writes: it is not shared"
         return [*findings, Finding(name=name, state="bad", text=text, host=ALL_NODES)]
-    text = f"this node and the others do not see {within} what the other writes; is it a local disk?"
+    text = (
+        f"this node and the others do not see {within} what the other writes; is it a local disk?"
+    )
     return findings + [Finding(name=name, state="bad", text=text, host=host) for host in blind]
 
 
@@ -240,7 +246,9 @@ def compare_versions(versions: Mapping[str, Mapping[str, Any]]) -> list[Finding]
     return findings
 
 
-def compare_with_plan(rates: Mapping[str, Any], *, device: str, nodes: int, ranks_per_node: int) -> list[Finding]:
+def compare_with_plan(
+    rates: Mapping[str, Any], *, device: str, nodes: int, ranks_per_node: int
+) -> list[Finding]:
     """Warns of rates far below those that the plan assumes for this GPU, if it knows the GPU."""
     if device == "CPU":
         return []
@@ -348,7 +356,9 @@ def _examined(environment: Environment) -> Path:
     return Path(tempfile.gettempdir()) / name
 
 
-def _examine_first(node: dict[str, Any], environment: Environment) -> tuple[list[Finding], dict[str, Any]]:
+def _examine_first(
+    node: dict[str, Any], environment: Environment
+) -> tuple[list[Finding], dict[str, Any]]:
     """Examines the node on its first rank, while the others wait and keep off its GPUs.
 
     (The examination would find their processes on them.)

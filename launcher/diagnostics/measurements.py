@@ -16,7 +16,9 @@ SECONDS = 0.25
 """How long each rate is measured, without the warm-up."""
 
 
-def median_seconds(body: Callable[[], Any], device: torch.device, group: dist.ProcessGroup | None = None) -> float:
+def median_seconds(
+    body: Callable[[], Any], device: torch.device, group: dist.ProcessGroup | None = None
+) -> float:
     """Median time of a call, after two calls that do not count.
 
     group: for a collective: its first rank decides how often all of its ranks call.

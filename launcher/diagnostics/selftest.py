@@ -87,8 +87,14 @@ def shrunk_model(model: schema.Model) -> schema.Model:
     if model.path is not None:
         folder = model_folder(model.path, key="model.path", weights=False)
         told = json.loads((folder / "config.json").read_text())
-        config = {key: value for key, value in told.items() if key not in ("architectures", "dtype", "torch_dtype", "transformers_version")}
-    return dataclasses.replace(model, path=None, init=None, config=None if config is None else shrunk(config))
+        config = {
+            key: value
+            for key, value in told.items()
+            if key not in ("architectures", "dtype", "torch_dtype", "transformers_version")
+        }
+    return dataclasses.replace(
+        model, path=None, init=None, config=None if config is None else shrunk(config)
+    )
 
 
 def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
@@ -102,7 +108,10 @@ def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
         variants += [_variant(name, changed, None, ranks, *size) for size in sizes]
     precision = recipe.strategy.mixed_precision
     if precision is not None and precision.param_dtype != "float32":
-        variants += [_variant(name, changed, precision, ranks, ranks, SEQUENCES_PER_RANK) for name, changed in strategies]
+        variants += [
+            _variant(name, changed, precision, ranks, ranks, SEQUENCES_PER_RANK)
+            for name, changed in strategies
+        ]
     return variants
 
 
@@ -126,7 +135,10 @@ def _strategies(recipe: Recipe, *, ranks: int) -> list[tuple[str, Recipe]]:
     if ranks > replicate and ranks % replicate == 0:
         hybrid = dataclasses.replace(fsdp, replicate=replicate)
         found.append((f"fsdp, hybrid {replicate} x {ranks // replicate}", hybrid, None))
-    return [(name, dataclasses.replace(recipe, strategy=strategy, activation_checkpointing=mode)) for name, strategy, mode in found]
+    return [
+        (name, dataclasses.replace(recipe, strategy=strategy, activation_checkpointing=mode))
+        for name, strategy, mode in found
+    ]
 
 
 def _variant(
@@ -163,11 +175,17 @@ def train_variant(variant: Variant, ranks: DataParallel) -> tuple[list[float], l
 
 def largest_difference(values: list[float], reference: list[float]) -> float:
     """The largest relative difference; infinite where a value is not finite."""
-    differences = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(values, reference, strict=True)]
-    return max(difference if difference == difference else float("inf") for difference in differences)
+    differences = [
+        abs(a - b) / abs(b) if b else abs(a) for a, b in zip(values, reference, strict=True)
+    ]
+    return max(
+        difference if difference == difference else float("inf") for difference in differences
+    )
 
 
-def _table(variants: list[Variant], results: list[tuple[list[float], list[float]]]) -> tuple[list[str], bool]:
+def _table(
+    variants: list[Variant], results: list[tuple[list[float], list[float]]]
+) -> tuple[list[str], bool]:
     width = max(len(variant.name) for variant in variants)
     head = f"{'strategy':<{width}}  precision  ranks  accumulation"
     head += f"  {'loss differs by':>22}  {'grad_norm differs by':>22}"
@@ -206,7 +224,9 @@ def selftest_recipe(setting: dict[str, Any]) -> Recipe:
     )
 
 
-def train_all(variants: list[Variant], everyone: DataParallel) -> list[tuple[list[float], list[float]]]:
+def train_all(
+    variants: list[Variant], everyone: DataParallel
+) -> list[tuple[list[float], list[float]]]:
     """Losses and gradient norms of each variant; on rank 0 also of those on one rank."""
     group = dist.new_group([0])
     alone = DataParallel(rank=0, size=1, group=group, device=everyone.device)

@@ -51,7 +51,9 @@ class Environment:
         """Leaves the reason of a failure for torchrun's agent."""
         if self.error_file is not None:
             with contextlib.suppress(OSError):
-                Path(self.error_file).write_text(json.dumps({"message": reason, "timestamp": int(time.time())}))
+                Path(self.error_file).write_text(
+                    json.dumps({"message": reason, "timestamp": int(time.time())})
+                )
 
     def tell_job(self, refusal: str) -> None:
         """Leaves a refusal for the job's script: torchrun's exit status is the same as after a crash."""
@@ -92,17 +94,29 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
                 f"srun started {tasks} tasks, but not through torchrun: each would train alone. "
                 "Start one torchrun a node: srun --ntasks-per-node=1 torchrun --nproc-per-node GPUS launcher/train.py"
             )
-        return Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0, **job)
+        return Environment(
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            local_world_size=1,
+            torchrun=False,
+            restart_count=0,
+            **job,
+        )
     missing = [name for name in names if name not in given]
     if missing:
-        raise RecipeError(f"{', '.join(given)} set, but not {', '.join(missing)}: start through torchrun, or unset them")
+        raise RecipeError(
+            f"{', '.join(given)} set, but not {', '.join(missing)}: start through torchrun, or unset them"
+        )
 
     def integer(name: str, default: int) -> int:
         text = variables.get(name) or str(default)
         try:
             return int(text)
         except ValueError:
-            raise RecipeError(f"{name}={text}: must be an integer; start through torchrun, or unset it") from None
+            raise RecipeError(
+                f"{name}={text}: must be an integer; start through torchrun, or unset it"
+            ) from None
 
     world_size = integer("WORLD_SIZE", 1)
     return Environment(
@@ -113,7 +127,9 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         torchrun="TORCHELASTIC_RUN_ID" in variables,
         error_file=variables.get("TORCHELASTIC_ERROR_FILE"),
         restart_count=integer("TORCHELASTIC_RESTART_COUNT", 0),
-        restarts_left=max(0, integer("TORCHELASTIC_MAX_RESTARTS", 0) - integer("TORCHELASTIC_RESTART_COUNT", 0)),
+        restarts_left=max(
+            0, integer("TORCHELASTIC_MAX_RESTARTS", 0) - integer("TORCHELASTIC_RESTART_COUNT", 0)
+        ),
         run_id=variables.get("TORCHELASTIC_RUN_ID"),
         meeting_point=f"{variables.get('MASTER_ADDR')}:{variables.get('MASTER_PORT')}",
         **job,
@@ -124,7 +140,11 @@ def alone(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables without this process's place among the ranks, and without a GPU: for a process that only plans."""
     ranked = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     prefixes = ("GROUP_", "ROLE_", "TORCHELASTIC_")
-    kept = {name: value for name, value in variables.items() if name not in ranked and not name.startswith(prefixes)}
+    kept = {
+        name: value
+        for name, value in variables.items()
+        if name not in ranked and not name.startswith(prefixes)
+    }
     return kept | {"CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -17,11 +17,20 @@ def available(root: Path = Path("/")) -> int | None:
     left = []
     with contextlib.suppress(OSError, KeyError, ValueError, StopIteration):
         lines = (root / "proc/meminfo").read_text().splitlines()
-        left.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
+        left.append(
+            int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+        )
     for folder in _control_groups(root):
-        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            with contextlib.suppress(OSError, ValueError):  # memory.max says `max` where there is no limit
-                left.append(max(0, int((folder / limit).read_text()) - int((folder / used).read_text())))
+        for limit, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # memory.max says `max` where there is no limit
+                left.append(
+                    max(0, int((folder / limit).read_text()) - int((folder / used).read_text()))
+                )
     return min(left, default=None)
 
 
@@ -31,7 +40,9 @@ def allowed(root: Path = Path("/")) -> int | None:
     bounds = []
     with contextlib.suppress(OSError, KeyError, ValueError, StopIteration):
         lines = (root / "proc/meminfo").read_text().splitlines()
-        bounds.append(int(next(line for line in lines if line.startswith("MemTotal:")).split()[1]) * 1024)
+        bounds.append(
+            int(next(line for line in lines if line.startswith("MemTotal:")).split()[1]) * 1024
+        )
     for folder in _control_groups(root):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with contextlib.suppress(OSError, ValueError):
@@ -60,7 +71,11 @@ def killed(root: Path = Path("/")) -> dict[str, int]:
     """So many processes the out-of-memory killer has ended: in this process's control groups and on the whole node, by the
     file that counts them."""
     counts: dict[str, int] = {}
-    files = [folder / name for folder in _control_groups(root) for name in ("memory.events", "memory.oom_control")]
+    files = [
+        folder / name
+        for folder in _control_groups(root)
+        for name in ("memory.events", "memory.oom_control")
+    ]
     for file in (*files, root / "proc/vmstat"):
         with contextlib.suppress(OSError, ValueError):
             for line in file.read_text().splitlines():

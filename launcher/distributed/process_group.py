@@ -67,13 +67,21 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
     if wanted == "cpu":
         return torch.device("cpu")
     # A ROCm build of torch calls its devices cuda, too
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else None
+    build = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else None
+    )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     mine = Node(socket.gethostname(), gpus, environment.local_world_size, torch.__version__, build)
     store.set(f"device/{environment.rank}", json.dumps(dataclasses.astuple(mine)))
     if environment.rank == 0:
         told = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])
-        store.set("device", json.dumps(device_for(wanted, [Node(*json.loads(one)) for one in told])))
+        store.set(
+            "device", json.dumps(device_for(wanted, [Node(*json.loads(one)) for one in told]))
+        )
     kind, problem = json.loads(store.get("device"))
     if problem is not None:
         raise TrainingError(problem, reason="no_gpu")
@@ -108,7 +116,11 @@ def device_for(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | No
         if node.gpus:
             what = f"{node.gpus} GPUs for {node.ranks} ranks; start --nproc-per-node {node.gpus}"
         elif node.build:
-            tool = "amd-smi, ROCR_VISIBLE_DEVICES" if node.build.startswith("ROCm") else "nvidia-smi, CUDA_VISIBLE_DEVICES"
+            tool = (
+                "amd-smi, ROCR_VISIBLE_DEVICES"
+                if node.build.startswith("ROCm")
+                else "nvidia-smi, CUDA_VISIBLE_DEVICES"
+            )
             what = f"torch {node.torch} is built for {node.build} and finds no GPU; see the driver ({tool}) and what the job was granted"
         else:
             what = f"torch {node.torch} is built without CUDA or ROCm; install a build for the GPU"
@@ -118,7 +130,11 @@ def device_for(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | No
 
 def check_dtype(device: torch.device, dtype: str) -> None:
     """Raises ValueError where the device cannot compute in this dtype at its own speed."""
-    if dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if (
+        dtype == "bfloat16"
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         name = torch.cuda.get_device_name(device)
         raise ValueError(
             f"{name} does not compute in bfloat16; use float16, whose loss scale keeps small gradients, or mixed_precision: null"
@@ -144,7 +160,12 @@ def interface_to(host: str) -> str | None:
         address = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))[20:24] == address:
+                if (
+                    fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))[
+                        20:24
+                    ]
+                    == address
+                ):
                     return name
     return None
 
@@ -162,7 +183,9 @@ def choose_gloo_interface(environment: Environment) -> None:
 
 
 @contextlib.contextmanager
-def process_group(environment: Environment, *, device: str, init_timeout: int) -> Iterator[tuple[DataParallel, Store]]:
+def process_group(
+    environment: Environment, *, device: str, init_timeout: int
+) -> Iterator[tuple[DataParallel, Store]]:
     """The default process group for as long as the context lasts.
 
     device: what is wanted, as of `choose_device`.
@@ -178,13 +201,19 @@ def process_group(environment: Environment, *, device: str, init_timeout: int) -
             found, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
         except (dist.DistError, OSError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise TrainingError(f"could not meet the other ranks at {where} within {init_timeout} s: {error}") from error
+            raise TrainingError(
+                f"could not meet the other ranks at {where} within {init_timeout} s: {error}"
+            ) from error
         # A restart meets at the same store; without a prefix of its own it reads the addresses of the ranks that died.
         found.set_timeout(timeout)
         try:
-            generation = _agree_on_generation(found, rank=environment.rank, ranks=environment.world_size, seconds=init_timeout)
+            generation = _agree_on_generation(
+                found, rank=environment.rank, ranks=environment.world_size, seconds=init_timeout
+            )
         except (dist.DistError, TimeoutError) as error:
-            raise TrainingError(f"not all of {environment.world_size} ranks came within {init_timeout} s: {error}") from error
+            raise TrainingError(
+                f"not all of {environment.world_size} ranks came within {init_timeout} s: {error}"
+            ) from error
         store = PrefixStore(f"generation{generation}", found)
         choose_gloo_interface(environment)
     chosen = choose_device(environment, store, device)
@@ -198,7 +227,12 @@ def process_group(environment: Environment, *, device: str, init_timeout: int) -
     )
     group = dist.group.WORLD
     assert group is not None
-    yield DataParallel(rank=environment.rank, size=environment.world_size, group=group, device=chosen), store
+    yield (
+        DataParallel(
+            rank=environment.rank, size=environment.world_size, group=group, device=chosen
+        ),
+        store,
+    )
     # DistributedDataParallel stands in a reference cycle and holds the group: were it collected last, the group would end
     # under the interpreter's lock, which gloo's thread may be waiting for (seen to hang with torch 2.13)
     gc.collect()
@@ -226,11 +260,17 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
         for other in sorted(waiting):
             if store.check([f"generation/{generation}/{other}"]):
                 waiting.discard(other)
-            elif store.check([f"hello/{other}"]) and (name := store.get(f"hello/{other}")) != answered[other]:
+            elif (
+                store.check([f"hello/{other}"])
+                and (name := store.get(f"hello/{other}")) != answered[other]
+            ):
                 answered[other] = name
                 store.set(f"generation/of/{name.decode()}", str(generation))
         if waiting and time.monotonic() > deadline:
-            raise TimeoutError(f"missing are {', '.join(map(str, sorted(waiting)[:8]))}" + (" ..." if len(waiting) > 8 else ""))
+            raise TimeoutError(
+                f"missing are {', '.join(map(str, sorted(waiting)[:8]))}"
+                + (" ..." if len(waiting) > 8 else "")
+            )
         time.sleep(0.01 if waiting else 0)
     return generation
 
@@ -253,8 +293,13 @@ def notice_silence(environment: Environment) -> None:
         except OSError:  # a file
             continue
         try:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
+            if (
+                connection.family in (socket.AF_INET, socket.AF_INET6)
+                and connection.getpeername()[1] == port
+            ):
+                connection.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000
+                )
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 3)

@@ -77,10 +77,14 @@ class ProgressLine:
         """Shows the record of a step."""
         weight = 0.1
         current = record["step_seconds"]
-        self._seconds = current if self._seconds is None else (1 - weight) * self._seconds + weight * current
+        self._seconds = (
+            current if self._seconds is None else (1 - weight) * self._seconds + weight * current
+        )
         first, final = record["step"] == 1, record["step"] == self._steps
         now = time.monotonic()
-        if not (first or final or "skipped" in record) and now - self._last < (0.1 if self._live else 5.0):
+        if not (first or final or "skipped" in record) and now - self._last < (
+            0.1 if self._live else 5.0
+        ):
             return
         self._last = now
         line = self._line(record)

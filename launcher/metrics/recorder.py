@@ -57,7 +57,9 @@ class StepRecorder:
     numbers on the host, and the device has work meanwhile.
     """
 
-    def __init__(self, ranks: DataParallel, *, flops_per_token: float, peak_flops: float | None) -> None:
+    def __init__(
+        self, ranks: DataParallel, *, flops_per_token: float, peak_flops: float | None
+    ) -> None:
         self._ranks = ranks
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self.restart(skipped=0, skipped_in_a_row=0)
@@ -102,25 +104,49 @@ class StepRecorder:
         """Starts to gather the record of the step that was added last. The next record's interval begins here."""
         device, cuda = self._ranks.device, self._ranks.device.type == "cuda"
         end = self._now()
-        host = torch.tensor([self._waited, _cpu_seconds() - self._cpu, _peak_memory(device)], dtype=torch.float64, pin_memory=cuda)
+        host = torch.tensor(
+            [self._waited, _cpu_seconds() - self._cpu, _peak_memory(device)],
+            dtype=torch.float64,
+            pin_memory=cuda,
+        )
 
-        def on_device(numbers: torch.Tensor) -> torch.Tensor:  # with offload the norm and the flags are in host memory
+        def on_device(
+            numbers: torch.Tensor,
+        ) -> torch.Tensor:  # with offload the norm and the flags are in host memory
             return numbers.to(device, torch.float64, non_blocking=True)
 
         numbers = torch.cat([on_device(step.loss).view(1), on_device(host)])
         flags = on_device(torch.stack([step.grad_norm, *self._skipped]))
         work = event = None
         if self._ranks.size > 1:
-            mine, numbers = numbers, torch.empty(self._ranks.size * len(numbers), dtype=numbers.dtype, device=device)
-            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+            mine, numbers = (
+                numbers,
+                torch.empty(self._ranks.size * len(numbers), dtype=numbers.dtype, device=device),
+            )
+            all_gather = (
+                getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            )  # renamed in torch 2.13
             # On CUDA the call returns at once anyway; only the stream waits
             work = all_gather(numbers, mine, group=self._ranks.group, async_op=not cuda)
         if cuda:
             both = torch.cat([numbers, flags])
-            copy = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(both, non_blocking=True)
+            copy = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(
+                both, non_blocking=True
+            )
             numbers, flags = copy[: len(numbers)], copy[len(numbers) :]
             event = torch.cuda.current_stream(device).record_event()
-        pending = PendingRecord(step, numbers, flags, work, event, self._begin, end, self._pauses, self._steps, self._tokens)
+        pending = PendingRecord(
+            step,
+            numbers,
+            flags,
+            work,
+            event,
+            self._begin,
+            end,
+            self._pauses,
+            self._steps,
+            self._tokens,
+        )
         self._start_interval(end)
         return pending
 
@@ -137,10 +163,14 @@ class StepRecorder:
             self.skipped += int(skip)
         by_rank = pending.numbers.view(self._ranks.size, -1)
         loss = float(by_rank[:, 0].sum())
-        seconds = _seconds(pending.begin, pending.end) - sum(_seconds(*pause) for pause in pending.pauses)
+        seconds = _seconds(pending.begin, pending.end) - sum(
+            _seconds(*pause) for pause in pending.pauses
+        )
         rate = pending.tokens / seconds
         loss_tokens, tokens, *_ = step.batch.counts.read()
-        since_end = time.perf_counter() - pending.end if isinstance(pending.end, float) else 0.0  # CUDA: just waited for it
+        since_end = (
+            time.perf_counter() - pending.end if isinstance(pending.end, float) else 0.0
+        )  # CUDA: just waited for it
         record = {
             "step": step.number,
             "loss": loss if math.isfinite(loss) else None,
@@ -150,7 +180,9 @@ class StepRecorder:
             "loss_tokens": loss_tokens,
             "step_seconds": seconds / pending.steps,
             "tokens_per_second": rate,
-            "mfu": rate * self._flops_per_token / (self._peak_flops * self._ranks.size) if self._peak_flops else None,
+            "mfu": rate * self._flops_per_token / (self._peak_flops * self._ranks.size)
+            if self._peak_flops
+            else None,
             "peak_memory_bytes": int(by_rank[:, 3].max()),
             "data_seconds": float(by_rank[:, 1].max()) / pending.steps,
             "cpu_seconds": float(by_rank[:, 2].sum()) / pending.steps,

@@ -100,15 +100,25 @@ class Forgiving:
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
     prefix = "evaluation" if "eval_loss" in record else "training"
-    numbers = {f"{prefix}/{key}": value for key, value in record.items() if isinstance(value, (int, float)) and key not in ("step", "time")}
-    named = {f"{prefix}/eval_loss/{name}": loss for name, loss in record.get("eval_losses", {}).items() if loss is not None}
+    numbers = {
+        f"{prefix}/{key}": value
+        for key, value in record.items()
+        if isinstance(value, (int, float)) and key not in ("step", "time")
+    }
+    named = {
+        f"{prefix}/eval_loss/{name}": loss
+        for name, loss in record.get("eval_losses", {}).items()
+        if loss is not None
+    }
     return numbers | named
 
 
 class Wandb:
     """Weights & Biases; the whole recipe is the run's config."""
 
-    def __init__(self, wandb: schema.Wandb, *, name: str, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self, wandb: schema.Wandb, *, name: str, folder: Path, config: dict[str, Any]
+    ) -> None:
         import wandb as library
 
         known = folder / "wandb_id"  # a resumed run goes on in the same one
@@ -156,11 +166,15 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_sinks(settings: schema.Logging, *, name: str, folder: Path, metrics: Path, config: dict[str, Any]) -> list[Sink]:
+def open_sinks(
+    settings: schema.Logging, *, name: str, folder: Path, metrics: Path, config: dict[str, Any]
+) -> list[Sink]:
     """metrics.jsonl first, then what the recipe asks for."""
     sinks: list[Sink] = [JsonLines(metrics)]
     if (wandb := settings.wandb) is not None:
-        sinks.append(Forgiving("wandb", lambda: Wandb(wandb, name=name, folder=folder, config=config)))
+        sinks.append(
+            Forgiving("wandb", lambda: Wandb(wandb, name=name, folder=folder, config=config))
+        )
     if settings.tensorboard:
         sinks.append(Forgiving("tensorboard", lambda: TensorBoard(folder / "tensorboard")))
     return sinks

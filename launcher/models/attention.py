@@ -32,7 +32,9 @@ _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-def isolate_documents(model: nn.Module, *, sequence_length: int, device: torch.device, compute_dtype: torch.dtype) -> Isolation:
+def isolate_documents(
+    model: nn.Module, *, sequence_length: int, device: torch.device, compute_dtype: torch.dtype
+) -> Isolation:
     """How this model keeps packed documents apart: `varlen` or `mask`.
 
     Where the model attends through `sdpa`, its attention is replaced by one that takes the documents' bounds, if the model
@@ -81,7 +83,10 @@ def _has_kernel(model: nn.Module, device: torch.device, compute_dtype: torch.dty
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return False  # where there is no GPU a plan is made for one, a recent one
     config: Any = model.config
-    dropout = max((float(getattr(config, key, 0) or 0) for key in ("attention_dropout", "attn_pdrop")), default=0.0)
+    dropout = max(
+        (float(getattr(config, key, 0) or 0) for key in ("attention_dropout", "attn_pdrop")),
+        default=0.0,
+    )
     return compute_dtype in (torch.bfloat16, torch.float16) and dropout == 0
 
 
@@ -94,9 +99,14 @@ def drop_causal_mask(model: nn.Module) -> None:
     """
     pretrained: Any = model
     config: Any = getattr(pretrained, "config", None)
-    if getattr(config, "_attn_implementation", None) != "sdpa" or config.get_text_config() is not config:
+    if (
+        getattr(config, "_attn_implementation", None) != "sdpa"
+        or config.get_text_config() is not config
+    ):
         return
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    if not getattr(config, "is_causal", True) or getattr(
+        config, "use_bidirectional_attention", False
+    ):
         return
     layers = set(_layer_types(config))
     if not layers <= {"full_attention", "sliding_attention"}:
@@ -105,7 +115,11 @@ def drop_causal_mask(model: nn.Module) -> None:
     _register()
     pretrained.set_attn_implementation(VARLEN)
     calls = _attention_calls(model)
-    if not calls or not all(call.plain for call in calls) or (slides and not all("sliding_window" in call.arguments for call in calls)):
+    if (
+        not calls
+        or not all(call.plain for call in calls)
+        or (slides and not all("sliding_window" in call.arguments for call in calls))
+    ):
         pretrained.set_attn_implementation("sdpa")
 
 
@@ -133,22 +147,37 @@ def _attention_calls(model: nn.Module, **inputs: Any) -> list[_Call]:
     layer_types = _layer_types(pretrained.config) or ["attention"]
     calls: list[_Call] = []
 
-    def trial(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **arguments: Any) -> Any:
+    def trial(
+        module: nn.Module,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any = None,
+        *args: Any,
+        **arguments: Any,
+    ) -> Any:
         causal = arguments.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        others = [attention_mask, *(arguments.get(key) for key in ("position_bias", "softcap", "s_aux"))]
+        others = [
+            attention_mask,
+            *(arguments.get(key) for key in ("position_bias", "softcap", "s_aux")),
+        ]
         plain = bool(causal) and all(other is None for other in others)
         calls.append(_Call(max(query.shape[-1], value.shape[-1]), plain, arguments))
         if set(layer_types[: len(calls)]) == set(layer_types):
             raise _Seen
-        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+        return query.new_empty(
+            query.shape[0], query.shape[2], query.shape[1], value.shape[-1]
+        ), None
 
     before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
     ALL_ATTENTION_FUNCTIONS.register(name, trial)
     # _Seen; or the model does not take these arguments; or it cannot run on meta beyond the layers that were seen, as most
     # mixtures of experts
     with contextlib.suppress(Exception):
-        pretrained(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=False, **inputs)
+        pretrained(
+            input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=False, **inputs
+        )
     ALL_ATTENTION_FUNCTIONS.register(name, before)
     return calls
 
@@ -164,7 +193,9 @@ def _passes_bounds(model: nn.Module, *, largest_head: int | None = None) -> bool
         "max_length_q": 2,
         "max_length_k": 2,
     }
-    calls = _attention_calls(model, position_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), **bounds)
+    calls = _attention_calls(
+        model, position_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), **bounds
+    )
     config: Any = model.config
     flash = config._attn_implementation in _FLASH
     return bool(calls) and all(
@@ -230,12 +261,17 @@ def varlen_attention(
     if has_varlen_kernel(query):
         assert max_length_q is not None
         if torch.is_autocast_enabled(query.device.type):
-            query, key, value = (tensor.to(torch.get_autocast_dtype(tensor.device.type)) for tensor in (query, key, value))
+            query, key, value = (
+                tensor.to(torch.get_autocast_dtype(tensor.device.type))
+                for tensor in (query, key, value)
+            )
         out = _kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
         # split, not slices: the backward pass of split is one concatenation
         sizes = document_lengths(cu_seq_lens_q)
-        documents = zip(*(torch.split(tensor, sizes) for tensor in (query, key, value)), strict=True)
+        documents = zip(
+            *(torch.split(tensor, sizes) for tensor in (query, key, value)), strict=True
+        )
         parts = []
         for document in documents:
             q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in document)
@@ -270,7 +306,10 @@ def _kernel(
     size, value_size = query.shape[-1], value.shape[-1]
     width = -(-max(size, value_size) // 8) * 8
     query, key, value = (
-        tensor if tensor.shape[-1] == width else functional.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value)
+        tensor
+        if tensor.shape[-1] == width
+        else functional.pad(tensor, (0, width - tensor.shape[-1]))
+        for tensor in (query, key, value)
     )
     options: dict[str, Any] = {"scale": scaling if scaling is not None else size**-0.5}
     if "window_size" in known:
@@ -283,7 +322,10 @@ def _kernel(
             options["enable_gqa"] = True
         else:
             repeats = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+            key, value = (
+                key.repeat_interleave(repeats, dim=1),
+                value.repeat_interleave(repeats, dim=1),
+            )
     out = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
     assert isinstance(out, torch.Tensor)
     return out if value_size == width else out[..., :value_size]
@@ -307,9 +349,14 @@ def _dense(
         distance = place[:, None] - place[None, :]
         mask = (distance >= 0) & (distance < sliding_window)
     elif _repeats_heads(query, key):
-        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
+        key, value = (
+            tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
+            for tensor in (key, value)
+        )
     out: torch.Tensor
-    out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    out, _ = sdpa_attention_forward(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+    )
     return out
 
 
@@ -325,7 +372,14 @@ def _repeats_heads(query: torch.Tensor, key: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def check_isolation(model: nn.Module, *, name: str, vocabulary: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+def check_isolation(
+    model: nn.Module,
+    *,
+    name: str,
+    vocabulary: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Packs two documents of eight tokens and changes the first: the second's logits must stay as they are.
 
     For models that are trusted to keep documents apart by themselves: some take position_ids and attend across all the
@@ -334,17 +388,28 @@ def check_isolation(model: nn.Module, *, name: str, vocabulary: int, device: tor
     Raises RecipeError where the second document sees the first.
     """
     generator = torch.Generator().manual_seed(0)
-    first, other, second = (torch.randint(vocabulary, (1, 8), generator=generator) for _ in range(3))
+    first, other, second = (
+        torch.randint(vocabulary, (1, 8), generator=generator) for _ in range(3)
+    )
     positions = torch.arange(8).repeat(2).unsqueeze(0).to(device)
     training = model.training
     model.eval()
     try:
         one, two = (
-            model(input_ids=torch.cat([before, second], dim=1).to(device), position_ids=positions, use_cache=False).logits[:, 8:].float()
+            model(
+                input_ids=torch.cat([before, second], dim=1).to(device),
+                position_ids=positions,
+                use_cache=False,
+            )
+            .logits[:, 8:]
+            .float()
             for before in (first, other)
         )
     except TypeError:
-        crosses, difference = True, float("nan")  # no position_ids: nothing tells it where a document starts
+        crosses, difference = (
+            True,
+            float("nan"),
+        )  # no position_ids: nothing tells it where a document starts
     else:
         difference = float((one - two).abs().max() / one.abs().max())
         crosses = not difference < max(1e-4, 4 * torch.finfo(dtype).eps)

@@ -29,7 +29,11 @@ def is_pretrained(model: Model) -> bool:
 
 def checkpoint_folder(model: Model) -> Path | None:
     """Where model.path is on this machine, fetched where need be; None where the model has no path."""
-    return None if model.path is None else model_folder(model.path, key="model.path", weights=is_pretrained(model))
+    return (
+        None
+        if model.path is None
+        else model_folder(model.path, key="model.path", weights=is_pretrained(model))
+    )
 
 
 def build_model(
@@ -54,9 +58,20 @@ def build_model(
     if model.builder is not None:
         built = _from_builder(model.builder, model.arguments or {})
     else:
-        count = len(labels) if labels is not None else num_labels if num_labels is not None else model.num_labels
+        count = (
+            len(labels)
+            if labels is not None
+            else num_labels
+            if num_labels is not None
+            else model.num_labels
+        )
         built = _from_transformers(
-            model, checkpoint_folder(model), num_labels=count, labels=labels, pad_token_id=pad_token_id, length=sequence_length
+            model,
+            checkpoint_folder(model),
+            num_labels=count,
+            labels=labels,
+            pad_token_id=pad_token_id,
+            length=sequence_length,
         )
     if model.freeze:
         freeze(built, model.freeze)
@@ -64,9 +79,20 @@ def build_model(
 
 
 def _from_transformers(
-    model: Model, folder: Path | None, *, num_labels: int | None, labels: Sequence[str] | None, pad_token_id: int | None, length: int
+    model: Model,
+    folder: Path | None,
+    *,
+    num_labels: int | None,
+    labels: Sequence[str] | None,
+    pad_token_id: int | None,
+    length: int,
 ) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        GenerationConfig,
+    )
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -74,7 +100,11 @@ def _from_transformers(
     classifies = model.task == "sequence_classification"
     head: dict[str, Any] = {}
     if classifies and num_labels is not None:
-        names = dict(enumerate(labels)) if labels is not None else {index: f"LABEL_{index}" for index in range(num_labels)}
+        names = (
+            dict(enumerate(labels))
+            if labels is not None
+            else {index: f"LABEL_{index}" for index in range(num_labels)}
+        )
         head = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
     auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
     try:
@@ -83,30 +113,49 @@ def _from_transformers(
             fields: dict[str, Any] = dict(model.config or {})
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         else:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code, local_files_only=True)
+            config = AutoConfig.from_pretrained(
+                folder, trust_remote_code=model.trust_remote_code, local_files_only=True
+            )
         for name, value in head.items():
             setattr(config, name, value)
     except Exception as error:  # whatever its validation raises: the config came from the user
         raise RecipeError(_refusal(key, folder, error)) from error
     remote = model.trust_remote_code and hasattr(config, "auto_map")
     if not remote and type(config) not in auto._model_mapping:
-        others = "" if classifies else "; for classification, set model.task: sequence_classification"
-        raise RecipeError(f"{key}: {config.model_type} has no {model.task.replace('_', ' ')} model in transformers{others}")
+        others = (
+            "" if classifies else "; for classification, set model.task: sequence_classification"
+        )
+        raise RecipeError(
+            f"{key}: {config.model_type} has no {model.task.replace('_', ' ')} model in transformers{others}"
+        )
     if classifies and config.pad_token_id is None:
         end = config.eos_token_id
-        config.pad_token_id = pad_token_id if pad_token_id is not None else end[0] if isinstance(end, list) else end
+        config.pad_token_id = (
+            pad_token_id if pad_token_id is not None else end[0] if isinstance(end, list) else end
+        )
     try:
         with torch.device("meta"):
             built: Any = auto.from_config(
-                config, dtype=torch.float32, attn_implementation=model.attention, trust_remote_code=model.trust_remote_code
+                config,
+                dtype=torch.float32,
+                attn_implementation=model.attention,
+                trust_remote_code=model.trust_remote_code,
             )
     except Exception as error:
         raise RecipeError(_refusal(key, folder, error)) from error
     note_conversions(built)
     config = built.config
     config.architectures = [type(built).__name__]
-    if not classifies and getattr(config, "is_decoder", None) is False and config.model_type not in _DECODERS_ALL_THE_SAME:
-        instead = "give a causal language model" if folder is not None else "set model.config.is_decoder=true"
+    if (
+        not classifies
+        and getattr(config, "is_decoder", None) is False
+        and config.model_type not in _DECODERS_ALL_THE_SAME
+    ):
+        instead = (
+            "give a causal language model"
+            if folder is not None
+            else "set model.config.is_decoder=true"
+        )
         raise RecipeError(
             f"{key}: {config.model_type} is an encoder (is_decoder is false): each token sees the ones after it, so there is nothing to "
             f"predict; {instead}, or model.task: sequence_classification"
@@ -114,14 +163,23 @@ def _from_transformers(
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and length > positions:
         longer = f", or set model.config.max_position_embeddings={length}" if folder is None else ""
-        raise RecipeError(f"data.sequence_length: {length} is more than the {positions} positions of the model; shorten it{longer}")
-    if folder is not None and (folder / "generation_config.json").is_file() and hasattr(built, "generation_config"):
+        raise RecipeError(
+            f"data.sequence_length: {length} is more than the {positions} positions of the model; shorten it{longer}"
+        )
+    if (
+        folder is not None
+        and (folder / "generation_config.json").is_file()
+        and hasattr(built, "generation_config")
+    ):
         built.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return built  # type: ignore[no-any-return]
 
 
 def _refusal(key: str, folder: Path | None, error: Exception) -> str:
-    what = " ".join(line.strip() for line in str(error).strip().splitlines()[:3]) or type(error).__name__
+    what = (
+        " ".join(line.strip() for line in str(error).strip().splitlines()[:3])
+        or type(error).__name__
+    )
     if "trust_remote_code" in what:
         return (
             f"{key}: {folder} needs Python code that it brings along, which is not run unless you say so: where you have read it and "
@@ -136,8 +194,14 @@ def _from_builder(name: str, arguments: dict[str, Any]) -> nn.Module:
     with torch.device("meta"):
         built = call_function(name, arguments, key="model.builder")
     if not isinstance(built, nn.Module):
-        raise RecipeError(f"model.builder: {name} must return a torch.nn.Module; it returned {type(built).__name__}")
-    real = [key for key, tensor in [*built.named_parameters(), *built.named_buffers()] if not tensor.is_meta]
+        raise RecipeError(
+            f"model.builder: {name} must return a torch.nn.Module; it returned {type(built).__name__}"
+        )
+    real = [
+        key
+        for key, tensor in [*built.named_parameters(), *built.named_buffers()]
+        if not tensor.is_meta
+    ]
     if real:
         raise RecipeError(
             f"model.builder: {name} makes {real[0]} on a device of its own choice; leave the device out: models are built on the meta "
@@ -151,7 +215,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
     Raises RecipeError for patterns that match nothing, with the names nearest to them, and where nothing is left to train.
     """
-    named = {clean_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    named = {
+        clean_name(name): parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     problems = []
     for pattern in patterns:
         matched = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
@@ -160,12 +227,18 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if not matched:
             inside = any(fnmatchcase(name, f"{pattern}.*") for name in named)
             near = difflib.get_close_matches(pattern, named, n=3, cutoff=0.3) or list(named)[:3]
-            hint = f"did you mean {pattern}.*?" if inside else f"the nearest names are {', '.join(near)}"
+            hint = (
+                f"did you mean {pattern}.*?"
+                if inside
+                else f"the nearest names are {', '.join(near)}"
+            )
             problems.append(f"model.freeze: {pattern} matches no parameter; {hint}")
     if problems:
         raise RecipeError(problems)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise RecipeError(f"model.freeze: {', '.join(patterns)} leaves no parameter to train, of {len(named)}")
+        raise RecipeError(
+            f"model.freeze: {', '.join(patterns)} leaves no parameter to train, of {len(named)}"
+        )
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -178,7 +251,11 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(outer + ".") for outer in blocks)
-        if type(module).__name__ in names and not inside and next(module.parameters(), None) is not None:
+        if (
+            type(module).__name__ in names
+            and not inside
+            and next(module.parameters(), None) is not None
+        ):
             blocks[name] = module
     return blocks
 
@@ -222,11 +299,17 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
         return 0.0
     embedding = None if getattr(config, "tie_word_embeddings", False) else _input_embedding(model)
     experts = (
-        getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or getattr(config, "n_routed_experts", None)
+        getattr(config, "num_experts", None)
+        or getattr(config, "num_local_experts", None)
+        or getattr(config, "n_routed_experts", None)
     )
     met = (getattr(config, "num_experts_per_tok", None) or experts or 1) / (experts or 1)
     total = 0.0
     for name, parameter in model.named_parameters():
         if parameter is not embedding:
-            total += (6.0 if parameter.requires_grad else 4.0) * parameter.numel() * (met if ".experts." in name else 1.0)
+            total += (
+                (6.0 if parameter.requires_grad else 4.0)
+                * parameter.numel()
+                * (met if ".experts." in name else 1.0)
+            )
     return total + 12.0 * layers * hidden * sequence_length

@@ -15,7 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from launcher.models.initialization import clean_name
-from launcher.models.lora import Adapter, adapter_names, peft_config, save_adapter_config, transposed_weights
+from launcher.models.lora import (
+    Adapter,
+    adapter_names,
+    peft_config,
+    save_adapter_config,
+    transposed_weights,
+)
 from launcher.models.safetensors_files import ADAPTER, Shape, Writer, write_files
 from launcher.models.tensor_names import ModelShapes, out_of_model
 
@@ -71,7 +77,10 @@ def write_weights(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes a model, or its adapters. module: may lie on meta; its tensors come from `gather`, by clean name."""
-    shapes = {name: Shape(tuple(tensor.shape), tensor.dtype) for name, tensor in held_tensors(module).items()}
+    shapes = {
+        name: Shape(tuple(tensor.shape), tensor.dtype)
+        for name, tensor in held_tensors(module).items()
+    }
     if peft_config(module) is not None and not merged:
         _write_adapter(module, scratch, shapes, gather, dtype)
         return
@@ -115,16 +124,26 @@ def write_model(
     strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     shapes = ModelShapes(model)
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    conversions = out_of_model(model, {name: shape for name, shape in held.items() if name not in ignored}, shapes)
+    conversions = out_of_model(
+        model, {name: shape for name, shape in held.items() if name not in ignored}, shapes
+    )
 
     def written(name: str, shape: Shape) -> Shape:
         cast = torch.float32 if any(part in name for part in strict) else dtype
         return Shape(shape.shape, cast if shape.dtype.is_floating_point else shape.dtype)
 
-    groups = [{name: written(name, shape) for name, shape in conversion.targets.items()} for conversion in conversions]
+    groups = [
+        {name: written(name, shape) for name, shape in conversion.targets.items()}
+        for conversion in conversions
+    ]
     # In a file, wider elements come first, so that all lie at a multiple of their size
-    order = sorted(range(len(groups)), key=lambda index: -max((s.dtype.itemsize for s in groups[index].values()), default=0))
-    writers = write_files(scratch, [groups[index] for index in order], max_file_bytes=max_file_bytes)
+    order = sorted(
+        range(len(groups)),
+        key=lambda index: -max((s.dtype.itemsize for s in groups[index].values()), default=0),
+    )
+    writers = write_files(
+        scratch, [groups[index] for index in order], max_file_bytes=max_file_bytes
+    )
     for index, writer in zip(order, writers, strict=True):
         tensors = {name: gather(name) for name in conversions[index].names()}
         if writer is not None:
@@ -136,7 +155,10 @@ def write_model(
     if scratch is None:
         return
     config = copy.deepcopy(model.config)
-    for part in [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]:
+    for part in [
+        config,
+        *(getattr(config, name, None) for name in getattr(config, "sub_configs", {})),
+    ]:
         if part is not None:
             part.dtype = dtype
     config.save_pretrained(scratch)
@@ -145,12 +167,16 @@ def write_model(
             shutil.copy2(file, scratch / file.name)
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():
-        generation.to_json_file(scratch / "generation_config.json")  # save_pretrained would refuse what the hub is full of
+        generation.to_json_file(
+            scratch / "generation_config.json"
+        )  # save_pretrained would refuse what the hub is full of
 
 
 def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, each once however many names it is tied to, and persistent buffers."""
-    parameters = {clean_name(name): parameter.detach() for name, parameter in module.named_parameters()}
+    parameters = {
+        clean_name(name): parameter.detach() for name, parameter in module.named_parameters()
+    }
     named = {clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     state = {clean_name(name): tensor for name, tensor in module.state_dict().items()}
     return parameters | {name: tensor for name, tensor in state.items() if name not in named}
@@ -165,7 +191,9 @@ def gathered(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.cpu()
 
 
-def _merging(module: nn.Module, read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+def _merging(
+    module: nn.Module, read: Callable[[str], torch.Tensor]
+) -> Callable[[str], torch.Tensor]:
     names, transposed = adapter_names(module), transposed_weights(module)
     adapter = Adapter(peft_config(module).to_dict() | {"peft_type": "LORA"}, list(names))
 
@@ -180,7 +208,11 @@ def _merging(module: nn.Module, read: Callable[[str], torch.Tensor]) -> Callable
 
 
 def _write_adapter(
-    module: nn.Module, scratch: Path | None, held: Mapping[str, Shape], gather: Callable[[str], torch.Tensor], dtype: torch.dtype
+    module: nn.Module,
+    scratch: Path | None,
+    held: Mapping[str, Shape],
+    gather: Callable[[str], torch.Tensor],
+    dtype: torch.dtype,
 ) -> None:
     names = adapter_names(module)
     shapes = {theirs: Shape(held[ours].shape, dtype) for theirs, ours in names.items()}
@@ -194,4 +226,5 @@ def _write_adapter(
         save_adapter_config(module, scratch)
         head = peft_config(module).modules_to_save
         if head:  # how many classes there are, and their names
-            (scratch / "labels.json").write_text(json.dumps(module.config.id2label, indent=2) + "\n")  # type: ignore[union-attr]
+            labels = module.config.id2label  # type: ignore[union-attr]
+            (scratch / "labels.json").write_text(json.dumps(labels, indent=2) + "\n")

@@ -37,7 +37,10 @@ def clean_name(name: str) -> str:
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by clean name; one that is tied stands under each of its names."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
     return {clean_name(name): tensor for name, tensor in named}
 
 
@@ -58,10 +61,14 @@ def materialize(model: nn.Module, *, parameters: torch.device, buffers: torch.de
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = torch.full_like(buffer, _UNSET if buffer.dtype.is_signed else 1, device=buffers)
+                module._buffers[name] = torch.full_like(
+                    buffer, _UNSET if buffer.dtype.is_signed else 1, device=buffers
+                )
 
 
-def random_weights(model: nn.Module, parameters: torch.device, buffers: torch.device, *, seed: int) -> None:
+def random_weights(
+    model: nn.Module, parameters: torch.device, buffers: torch.device, *, seed: int
+) -> None:
     """Fills a wrapped meta model: parameters on one device, buffers on the other. See `initialize`."""
     materialize(model, parameters=parameters, buffers=buffers)
     initialize(model, seed=seed)
@@ -82,23 +89,39 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
     owner = _initializers(model)
     kept = {id(tensor) for name, tensor in named_tensors(model).items() if name in loaded}
     modules = list(_post_order(model, "", set()))
-    tensors_of = {module: [*module.parameters(), *module.buffers()] for _, module in modules if kept}
+    tensors_of = {
+        module: [*module.parameters(), *module.buffers()] for _, module in modules if kept
+    }
     modules.sort(key=lambda named: ".lora_" in named[0])  # last: no parent draws in them again
     whole: list[_Initial] = []
-    with torch.random.fork_rng(devices=[]), _trunc_normal_by_position(), _stand_ins(modules, seed, kept, whole) as initials:
+    with (
+        torch.random.fork_rng(devices=[]),
+        _trunc_normal_by_position(),
+        _stand_ins(modules, seed, kept, whole) as initials,
+    ):
         for name, module in modules:
             if kept and all(id(tensor) in kept for tensor in tensors_of[module]):
                 continue
-            torch.default_generator.manual_seed(int.from_bytes(_digest(seed, clean_name(name)), "little") >> 1)
+            torch.default_generator.manual_seed(
+                int.from_bytes(_digest(seed, clean_name(name)), "little") >> 1
+            )
             _draw(module, name, owner.get(id(module)))
             while whole:
                 whole.pop().store()
         for initial in initials:
             initial.store()
-        unset = [f"parameter {initial.name}" for initial in initials if not initial.written and initial.shape.numel()]
+        unset = [
+            f"parameter {initial.name}"
+            for initial in initials
+            if not initial.written and initial.shape.numel()
+        ]
         # Their copies on the CPU: no wait for the device
         for name, buffer in model.named_buffers():
-            if clean_name(name) not in loaded and buffer.dtype.is_signed and bool((buffer == _UNSET).any()):
+            if (
+                clean_name(name) not in loaded
+                and buffer.dtype.is_signed
+                and bool((buffer == _UNSET).any())
+            ):
                 unset.append(f"buffer {clean_name(name)}")
     if unset:
         raise RecipeError(
@@ -127,7 +150,9 @@ def _draw(module: nn.Module, name: str, owner: Any) -> None:
         )
 
 
-def _post_order(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _post_order(
+    module: nn.Module, name: str, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
     """Children before parents: a class may draw again, in the parent, what the general rule drew in the child."""
     for child_name, child in module.named_children():
         if child not in seen:
@@ -152,7 +177,14 @@ class _Initial:
     then makes the whole parameter on the CPU, and the code works on that.
     """
 
-    def __init__(self, name: str, mine: torch.Tensor | None, form: torch.Tensor, seed: int, whole_ones: list[_Initial]) -> None:
+    def __init__(
+        self,
+        name: str,
+        mine: torch.Tensor | None,
+        form: torch.Tensor,
+        seed: int,
+        whole_ones: list[_Initial],
+    ) -> None:
         """mine: where the values go; None: nowhere. form: has the parameter's shape and dtype."""
         self.name, self.mine, self.shape = name, mine, form.shape
         # float32 even where the weight is held in fewer bits: the draw is the same
@@ -166,9 +198,13 @@ class _Initial:
         self._operations: list[tuple[range, Callable[[torch.Tensor, int], object]]] = []
 
     def stand_in(self) -> nn.Parameter:
-        return nn.Parameter(_StandIn(self, range(self.shape.numel()), self.shape), requires_grad=False)
+        return nn.Parameter(
+            _StandIn(self, range(self.shape.numel()), self.shape), requires_grad=False
+        )
 
-    def record(self, span: range, operation: Callable[[torch.Tensor, int], object], *, overwrites: bool) -> None:
+    def record(
+        self, span: range, operation: Callable[[torch.Tensor, int], object], *, overwrites: bool
+    ) -> None:
         """span: positions in the flattened parameter. operation: given values there, and the position of the first."""
         self.written = True
         if overwrites and len(span) == self.shape.numel():
@@ -184,7 +220,9 @@ class _Initial:
                     f"model: {self.name} got its first values from one module, and another one computes with them: compute all in one"
                 )
             self.written = True
-            self.whole = torch.empty(self.shape, dtype=self.dtype, device="meta" if self.mine is None else "cpu")
+            self.whole = torch.empty(
+                self.shape, dtype=self.dtype, device="meta" if self.mine is None else "cpu"
+            )
             self._apply(self.whole.view(-1), 0, self.whole.device)
             self._whole_ones.append(self)
         return self.whole
@@ -197,9 +235,17 @@ class _Initial:
                 local.copy_(self.whole[row : row + local.shape[0]] if local.ndim else self.whole)
             else:
                 # Offloaded shards too are computed on the device that the rank computes on
-                device = torch.device(self.mine.device_mesh.device_type) if isinstance(self.mine, DTensor) else local.device
+                device = (
+                    torch.device(self.mine.device_mesh.device_type)
+                    if isinstance(self.mine, DTensor)
+                    else local.device
+                )
                 flat = local.contiguous().view(-1)
-                self._apply(flat, row * (self.shape.numel() // max(1, self.shape[0])) if local.ndim else 0, device)
+                self._apply(
+                    flat,
+                    row * (self.shape.numel() // max(1, self.shape[0])) if local.ndim else 0,
+                    device,
+                )
                 if not local.is_contiguous():
                     local.copy_(flat.view(local.shape))
         self._operations.clear()
@@ -207,7 +253,9 @@ class _Initial:
 
     def _apply(self, flat: torch.Tensor, first: int, device: torch.device) -> None:
         at_once = philox.numbers_at_once(device)
-        for start in range(0, flat.numel() if self._operations and self.mine is not None else 0, at_once):
+        for start in range(
+            0, flat.numel() if self._operations and self.mine is not None else 0, at_once
+        ):
             target = flat[start : start + at_once]
             values = target.to(device, self.dtype)  # itself where both are so already
             at = first + start
@@ -219,14 +267,24 @@ class _Initial:
                 target.copy_(values)
 
     def normal(self, values: torch.Tensor, first: int, mean: float = 0.0, std: float = 1.0) -> None:
-        values.copy_(philox.normal(self.key, first, values.numel(), values.device)).mul_(std).add_(mean)
+        values.copy_(philox.normal(self.key, first, values.numel(), values.device)).mul_(std).add_(
+            mean
+        )
 
-    def uniform(self, values: torch.Tensor, first: int, low: float = 0.0, high: float = 1.0) -> None:
-        values.copy_(philox.uniform(self.key, first, values.numel(), values.device)).mul_(high - low).add_(low)
+    def uniform(
+        self, values: torch.Tensor, first: int, low: float = 0.0, high: float = 1.0
+    ) -> None:
+        values.copy_(philox.uniform(self.key, first, values.numel(), values.device)).mul_(
+            high - low
+        ).add_(low)
 
-    def trunc_normal(self, values: torch.Tensor, first: int, mean: float, std: float, low: float, high: float) -> None:
+    def trunc_normal(
+        self, values: torch.Tensor, first: int, mean: float, std: float, low: float, high: float
+    ) -> None:
         limits = (low - mean) / std, (high - mean) / std
-        numbers = philox.truncated_normal(self.key, first, values.numel(), values.device, limits=limits)
+        numbers = philox.truncated_normal(
+            self.key, first, values.numel(), values.device, limits=limits
+        )
         values.copy_(numbers).mul_(std).add_(mean).clamp_(low, high)
 
 
@@ -248,7 +306,9 @@ class _StandIn(torch.Tensor):
 
     @staticmethod
     def __new__(cls, initial: _Initial, span: range, shape: torch.Size) -> _StandIn:
-        made: _StandIn = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=initial.dtype, device=torch.device("cpu"))
+        made: _StandIn = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=initial.dtype, device=torch.device("cpu")
+        )
         made.initial, made.span = initial, span
         return made
 
@@ -263,13 +323,24 @@ class _StandIn(torch.Tensor):
                 width = len(self.span) // self.shape[0]
                 row = others[1] % self.shape[0]
                 return cls(initial, self.span[row * width : (row + 1) * width], self.shape[1:])
-            if func in _ARITHMETIC and not any(isinstance(value, torch.Tensor) for value in [*others, *kwargs.values()]):
+            if func in _ARITHMETIC and not any(
+                isinstance(value, torch.Tensor) for value in [*others, *kwargs.values()]
+            ):
                 overwrites = func in (_aten.zero_.default, _aten.fill_.Scalar)
-                initial.record(self.span, lambda values, first: func(values, *others, **kwargs), overwrites=overwrites)
+                initial.record(
+                    self.span,
+                    lambda values, first: func(values, *others, **kwargs),
+                    overwrites=overwrites,
+                )
                 return self
-            draw = {_aten.normal_.default: initial.normal, _aten.uniform_.default: initial.uniform}.get(func)
+            draw = {
+                _aten.normal_.default: initial.normal,
+                _aten.uniform_.default: initial.uniform,
+            }.get(func)
             if draw is not None and kwargs.get("generator") is None:
-                initial.record(self.span, lambda values, first: draw(values, first, *others), overwrites=True)
+                initial.record(
+                    self.span, lambda values, first: draw(values, first, *others), overwrites=True
+                )
                 return self
         args, kwargs = tree_map_only(cls, cls._values, (args, kwargs))
         return func(*args, **kwargs)
@@ -291,8 +362,14 @@ def _trunc_normal_by_position() -> Iterator[None]:
     """torch draws until all values lie within the limits, which would need them at once (seen in torch 2.13)."""
     original = nn.init._no_grad_trunc_normal_
 
-    def trunc_normal(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> torch.Tensor:
-        if not isinstance(tensor, _StandIn) or tensor.initial.whole is not None or generator is not None:
+    def trunc_normal(
+        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> torch.Tensor:
+        if (
+            not isinstance(tensor, _StandIn)
+            or tensor.initial.whole is not None
+            or generator is not None
+        ):
             return original(tensor, mean, std, a, b, generator)
         draw = partial(tensor.initial.trunc_normal, mean=mean, std=std, low=a, high=b)
         tensor.initial.record(tensor.span, draw, overwrites=True)
@@ -306,7 +383,9 @@ def _trunc_normal_by_position() -> Iterator[None]:
 
 
 @contextmanager
-def _stand_ins(modules: list[tuple[str, nn.Module]], seed: int, kept: set[int], whole_ones: list[_Initial]) -> Iterator[list[_Initial]]:
+def _stand_ins(
+    modules: list[tuple[str, nn.Module]], seed: int, kept: set[int], whole_ones: list[_Initial]
+) -> Iterator[list[_Initial]]:
     """Puts stand-ins in the place of the modules' parameters, and copies on the CPU in that of their buffers.
 
     A parameter that several modules share is initialized by the first of them. Those in `kept` keep what they have.
@@ -317,8 +396,14 @@ def _stand_ins(modules: list[tuple[str, nn.Module]], seed: int, kept: set[int], 
     for (name, module), (_, parameters, buffers) in zip(modules, saved, strict=True):
         for own, parameter in parameters.items():
             if parameter is not None:
-                mine = None if id(parameter) in kept or id(parameter) in initials else parameter.detach()
-                initial = _Initial(clean_name(f"{name}.{own}".removeprefix(".")), mine, parameter, seed, whole_ones)
+                mine = (
+                    None
+                    if id(parameter) in kept or id(parameter) in initials
+                    else parameter.detach()
+                )
+                initial = _Initial(
+                    clean_name(f"{name}.{own}".removeprefix(".")), mine, parameter, seed, whole_ones
+                )
                 initials.setdefault(id(parameter), initial)
                 module._parameters[own] = initial.stand_in()
         for own, buffer in buffers.items():

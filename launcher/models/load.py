@@ -24,7 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from launcher.errors import RecipeError
 from launcher.models.build import checkpoint_folder, is_pretrained
-from launcher.models.initialization import initialize, local_rows, materialize, named_tensors, random_weights
+from launcher.models.initialization import (
+    initialize,
+    local_rows,
+    materialize,
+    named_tensors,
+    random_weights,
+)
 from launcher.models.safetensors_files import Shape, StoredTensors, open_folder
 from launcher.models.tensor_names import Conversion, ModelShapes, into_model
 from launcher.recipe import schema
@@ -58,17 +64,25 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") 
     Raises RecipeError with every tensor that is missing, not expected or of another shape.
     """
     if getattr(model.config, "quantization_config", None) is not None:
-        raise RecipeError(f"{key}: {folder} is quantized, and quantized weights cannot be trained; give the checkpoint it was made from")
+        raise RecipeError(
+            f"{key}: {folder} is quantized, and quantized weights cannot be trained; give the checkpoint it was made from"
+        )
     stored = open_folder(folder, key=key)
     shapes = ModelShapes(model)
     conversions, unexpected, problems = into_model(model, stored.tensors, shapes)
     state: dict[str, torch.Tensor] = model.state_dict()
-    made = {name: shape.shape for conversion in conversions for name, shape in conversion.targets.items()}
+    made = {
+        name: shape.shape
+        for conversion in conversions
+        for name, shape in conversion.targets.items()
+    }
     for name, shape in made.items():
         if name not in state:
             problems.append(f"{name}: the model has no such tensor")
         elif shape != tuple(state[name].shape):
-            problems.append(f"{name}: is {list(shape)} in the checkpoint, and {list(state[name].shape)} in the model")
+            problems.append(
+                f"{name}: is {list(shape)} in the checkpoint, and {list(state[name].shape)} in the model"
+            )
     notes = _resolve_ties(model, made, conversions, stored)
     loaded = _with_ties(model, made)
     failed = {conversion.first for conversion in conversions if not conversion.targets}
@@ -76,7 +90,12 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") 
     problems += _missing(model, missing, notes)
     problems += _unexpected(model, unexpected, notes)
     if problems:
-        raise RecipeError([f"{key}: {folder} is not the checkpoint of a {type(model).__name__} with its config:", *sorted(problems)])
+        raise RecipeError(
+            [
+                f"{key}: {folder} is not the checkpoint of a {type(model).__name__} with its config:",
+                *sorted(problems),
+            ]
+        )
     for note in notes:
         logger.info(f"note: {note}")
     return Checkpoint(stored, conversions, shapes, frozenset(loaded))
@@ -98,7 +117,9 @@ def starting_weights(
     folder = checkpoint_folder(section)
     assert folder is not None
     checkpoint = open_checkpoint(folder, model)
-    return partial(pretrained_weights, checkpoint=checkpoint, seed=seed, group=group), checkpoint.dtype
+    return partial(
+        pretrained_weights, checkpoint=checkpoint, seed=seed, group=group
+    ), checkpoint.dtype
 
 
 def _same_tensor(model: nn.Module) -> list[list[str]]:
@@ -111,14 +132,20 @@ def _same_tensor(model: nn.Module) -> list[list[str]]:
 
 def _with_ties(model: nn.Module, names: Any) -> set[str]:
     """These names, and those of the same tensors."""
-    ties = {name for tied in _same_tensor(model) if any(name in names for name in tied) for name in tied}
+    ties = {
+        name for tied in _same_tensor(model) if any(name in names for name in tied) for name in tied
+    }
     return ties | set(names)
 
 
-def _resolve_ties(model: Any, made: dict[str, Any], conversions: list[Conversion], stored: StoredTensors) -> list[str]:
+def _resolve_ties(
+    model: Any, made: dict[str, Any], conversions: list[Conversion], stored: StoredTensors
+) -> list[str]:
     """Where a checkpoint has a tied tensor twice: one is enough where both are equal; else they are not tied after all."""
     notes = []
-    single = {conversion.first: conversion for conversion in conversions if conversion.converter is None}
+    single = {
+        conversion.first: conversion for conversion in conversions if conversion.converter is None
+    }
     for tied in _same_tensor(model):
         first, *others = [name for name in tied if name in single] or [""]
         for name in others:
@@ -126,10 +153,16 @@ def _resolve_ties(model: Any, made: dict[str, Any], conversions: list[Conversion
                 conversions.remove(single[name])
                 continue
             parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, nn.Parameter(torch.empty_like(model.get_parameter(name))))
+            setattr(
+                model.get_submodule(parent),
+                attribute,
+                nn.Parameter(torch.empty_like(model.get_parameter(name))),
+            )
             model.config.tie_word_embeddings = False
             getattr(model, "all_tied_weights_keys", {}).pop(name, None)
-            notes.append(f"the config ties {name} to {first}, but the checkpoint holds two different ones: they are not tied")
+            notes.append(
+                f"the config ties {name} to {first}, but the checkpoint holds two different ones: they are not tied"
+            )
     return notes
 
 
@@ -139,7 +172,12 @@ def _equal(stored: StoredTensors, first: str, second: str) -> bool:
         return False
     step = max(1, PIECE_BYTES * one.shape[0] // max(1, one.bytes))
     starts = range(0, one.shape[0], step)
-    return all(torch.equal(stored.rows(first, start, start + step), stored.rows(second, start, start + step)) for start in starts)
+    return all(
+        torch.equal(
+            stored.rows(first, start, start + step), stored.rows(second, start, start + step)
+        )
+        for start in starts
+    )
 
 
 def _base(model: Any) -> tuple[str, nn.Module | None]:
@@ -150,15 +188,24 @@ def _base(model: Any) -> tuple[str, nn.Module | None]:
 
 def _missing(model: Any, missing: list[str], notes: list[str]) -> list[str]:
     """What a checkpoint may lack, it is said of; the rest are problems."""
-    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+    ignored = [
+        re.compile(pattern)
+        for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    ]
     missing = [name for name in missing if not any(pattern.search(name) for pattern in ignored)]
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
+    )
 
     fresh = []
     if type(model).__name__ in CLASSIFIERS.values():
         prefix, base = _base(model)
         # The head, and the pooler that some have in front of it, which pretraining may have done without
-        fresh = [name for name in missing if base is None or not name.startswith(f"{prefix}.") or ".pooler." in name]
+        fresh = [
+            name
+            for name in missing
+            if base is None or not name.startswith(f"{prefix}.") or ".pooler." in name
+        ]
     if fresh:
         notes.append(f"not in the checkpoint, initialized anew: {_listing(fresh)}")
     return [f"{name}: missing in the checkpoint" for name in missing if name not in fresh]
@@ -167,13 +214,23 @@ def _missing(model: Any, missing: list[str], notes: list[str]) -> list[str]:
 def _unexpected(model: Any, names: list[str], notes: list[str]) -> list[str]:
     """What a checkpoint may have too many, it is said of (another task's head) or not (computed anew); the rest are
     problems, since a part of the model would be left out in silence."""
-    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    ignored += [re.compile(r"rotary_emb\.(inv|original_inv)_freq"), re.compile(r"(^|\.)position_ids$")]
+    ignored = [
+        re.compile(pattern)
+        for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ]
+    ignored += [
+        re.compile(r"rotary_emb\.(inv|original_inv)_freq"),
+        re.compile(r"(^|\.)position_ids$"),
+    ]
     prefix, base = _base(model)
     buffers = {name for name, _ in model.named_buffers()}
     problems, heads = [], []
     for name in names:
-        if any(pattern.search(name) for pattern in ignored) or name in buffers or f"{prefix}.{name}" in buffers:
+        if (
+            any(pattern.search(name) for pattern in ignored)
+            or name in buffers
+            or f"{prefix}.{name}" in buffers
+        ):
             continue
         child = name.split(".")[0]
         if base is None or child == prefix or child in base._modules or child in base._parameters:
@@ -208,17 +265,32 @@ def pretrained_weights(
     initialize(model, seed=seed, loaded=checkpoint.loaded)
     held = named_tensors(model)
     for conversion in checkpoint.conversions:
-        _load(conversion, checkpoint, {name: held[name].detach() for name in conversion.targets}, group)
+        _load(
+            conversion,
+            checkpoint,
+            {name: held[name].detach() for name in conversion.targets},
+            group,
+        )
     checkpoint.stored.close()
 
 
-def _load(conversion: Conversion, checkpoint: Checkpoint, held: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def _load(
+    conversion: Conversion,
+    checkpoint: Checkpoint,
+    held: dict[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
+) -> None:
     stored = checkpoint.stored
     if conversion.converter is None:
         (name,) = conversion.names()
         (mine,) = held.values()
         scalar = not stored.tensors[name].shape
-        _fill(mine, stored.tensors[name], lambda start, stop: stored.rows(name) if scalar else stored.rows(name, start, stop), group)
+        _fill(
+            mine,
+            stored.tensors[name],
+            lambda start, stop: stored.rows(name) if scalar else stored.rows(name, start, stop),
+            group,
+        )
         return
     # Every tensor of one model has the same mesh: who reads for one reads for all
     sharing = _sharing(next(iter(held.values())), group)
@@ -230,12 +302,16 @@ def _load(conversion: Conversion, checkpoint: Checkpoint, held: dict[str, torch.
             local, first = local_rows(next(iter(held.values())))
             conversion = conversion.some_rows(first, first + local.shape[0])
         if conversion.names():
-            made = conversion.convert({name: stored.rows(name) for name in conversion.names()}, checkpoint.shapes)
+            made = conversion.convert(
+                {name: stored.rows(name) for name in conversion.names()}, checkpoint.shapes
+            )
     for name, mine in held.items():
         _fill(mine, conversion.targets[name], partial(_rows_of, made, name, first), group)
 
 
-def _rows_of(made: dict[str, torch.Tensor], name: str, first: int, start: int, stop: int) -> torch.Tensor:
+def _rows_of(
+    made: dict[str, torch.Tensor], name: str, first: int, start: int, stop: int
+) -> torch.Tensor:
     return made[name][start - first : stop - first] if made[name].ndim else made[name]
 
 
@@ -246,7 +322,12 @@ def _sharing(mine: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Proces
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
-def _fill(mine: torch.Tensor, form: Shape, rows: Callable[[int, int], torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def _fill(
+    mine: torch.Tensor,
+    form: Shape,
+    rows: Callable[[int, int], torch.Tensor],
+    group: dist.ProcessGroup | None,
+) -> None:
     """Copies this rank's rows into its part of a tensor, a piece at a time. form: of the whole, as it is read."""
     local, first = local_rows(mine)
     sharing = _sharing(mine, group)
@@ -259,11 +340,19 @@ def _fill(mine: torch.Tensor, form: Shape, rows: Callable[[int, int], torch.Tens
         piece: torch.Tensor | None = rows(first + start, first + stop) if reads else None
         if sharing is not None:
             # Offloaded shards are sent over the device's links too: the group of a mesh is sure to know that device
-            device = torch.device(mine.device_mesh.device_type) if isinstance(mine, DTensor) else mine.device
-            on_device = torch.empty((stop - start, *form.shape[1:]), dtype=form.dtype, device=device)
+            device = (
+                torch.device(mine.device_mesh.device_type)
+                if isinstance(mine, DTensor)
+                else mine.device
+            )
+            on_device = torch.empty(
+                (stop - start, *form.shape[1:]), dtype=form.dtype, device=device
+            )
             if piece is not None:
                 on_device.copy_(piece)
-            dist.broadcast(on_device.view(torch.uint8), group=sharing, group_src=0)  # bytes: any dtype, any backend
+            dist.broadcast(
+                on_device.view(torch.uint8), group=sharing, group_src=0
+            )  # bytes: any dtype, any backend
             piece = on_device
         assert piece is not None
         local[start:stop].copy_(piece)  # a scalar fits a row of one

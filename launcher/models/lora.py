@@ -47,8 +47,12 @@ def add_adapters(
         target_modules=targets,
         bias="none",
         task_type="SEQ_CLS" if head else "CAUSAL_LM",
-        base_model_name_or_path=str(Path(base).resolve()) if base is not None and Path(base).is_dir() else base,
-        fan_in_fan_out=any(_is_transposed(model.get_submodule(name)) for name in _linear_layers(model, targets)),
+        base_model_name_or_path=str(Path(base).resolve())
+        if base is not None and Path(base).is_dir()
+        else base,
+        fan_in_fan_out=any(
+            _is_transposed(model.get_submodule(name)) for name in _linear_layers(model, targets)
+        ),
     )
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
@@ -59,9 +63,15 @@ def add_adapters(
         parameter.requires_grad_(trained)
         if not trained and parameter.is_floating_point():
             parameter.data = parameter.data.to(base_dtype)
-    config.modules_to_save = head or None  # only now: injected with it, peft would put a copy beside the head
-    if apart := [name for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]:
-        logger.info(f"note: experts are no linear layers and get no adapters: {len(apart)} tensors such as {clean_name(apart[0])}")
+    config.modules_to_save = (
+        head or None
+    )  # only now: injected with it, peft would put a copy beside the head
+    if apart := [
+        name for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3
+    ]:
+        logger.info(
+            f"note: experts are no linear layers and get no adapters: {len(apart)} tensors such as {clean_name(apart[0])}"
+        )
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -72,13 +82,25 @@ def _is_transposed(module: nn.Module) -> bool:
 
 def transposed_weights(model: nn.Module) -> set[str]:
     """Clean names of the weights that are (in, out): transformers' Conv1D."""
-    return {f"{clean_name(name)}.weight" for name, module in model.named_modules() if _is_transposed(module)}
+    return {
+        f"{clean_name(name)}.weight"
+        for name, module in model.named_modules()
+        if _is_transposed(module)
+    }
 
 
 def _linear_layers(model: nn.Module, targets: list[str] | None = None) -> list[str]:
     """Names of linear layers; those that end in one of the targets."""
-    found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) or _is_transposed(module)]
-    return [name for name in found if targets is None or any(f".{name}".endswith(f".{target}") for target in targets)]
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or _is_transposed(module)
+    ]
+    return [
+        name
+        for name in found
+        if targets is None or any(f".{name}".endswith(f".{target}") for target in targets)
+    ]
 
 
 def _targets(model: nn.Module, lora: Lora, blocks: dict[str, nn.Module]) -> list[str]:
@@ -87,7 +109,12 @@ def _targets(model: nn.Module, lora: Lora, blocks: dict[str, nn.Module]) -> list
         unknown = [target for target in lora.target_modules if not _linear_layers(model, [target])]
         if unknown:
             there = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-            raise RecipeError([f"lora.target_modules: {name} is no linear layer of the model; there are {there}" for name in unknown])
+            raise RecipeError(
+                [
+                    f"lora.target_modules: {name} is no linear layer of the model; there are {there}"
+                    for name in unknown
+                ]
+            )
         return list(lora.target_modules)
     inside = [name for name in layers if any(name.startswith(f"{block}.") for block in blocks)]
     if not inside:
@@ -96,17 +123,25 @@ def _targets(model: nn.Module, lora: Lora, blocks: dict[str, nn.Module]) -> list
             + ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
         )
     short = sorted({name.rpartition(".")[2] for name in inside})
-    return short if len(_linear_layers(model, short)) == len(inside) else inside  # the same names may stand outside
+    return (
+        short if len(_linear_layers(model, short)) == len(inside) else inside
+    )  # the same names may stand outside
 
 
 def _head(model: Any) -> list[str]:
     """A classifier's modules outside of its base model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
+    )
 
     if type(model).__name__ not in CLASSIFIERS.values():
         return []
     prefix = model.base_model_prefix
-    return [name for name, module in model.named_children() if name != prefix and next(module.parameters(), None) is not None]
+    return [
+        name
+        for name, module in model.named_children()
+        if name != prefix and next(module.parameters(), None) is not None
+    ]
 
 
 def peft_config(model: nn.Module) -> Any:
@@ -129,8 +164,12 @@ def save_adapter_config(model: nn.Module, folder: Path) -> None:
     """Writes adapter_config.json."""
     config = peft_config(model).to_dict()
     config["inference_mode"] = True
-    as_json = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(as_json, indent=2, sort_keys=True, default=str) + "\n")
+    as_json = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
+    }
+    (folder / ADAPTER_CONFIG).write_text(
+        json.dumps(as_json, indent=2, sort_keys=True, default=str) + "\n"
+    )
 
 
 class Adapter:
@@ -141,15 +180,30 @@ class Adapter:
 
         Raises RecipeError for kinds of adapters that are merged in another way.
         """
-        others = [key for key in ("use_dora", "alora_invocation_tokens", "rank_pattern", "alpha_pattern", "lora_bias") if config.get(key)]
+        others = [
+            key
+            for key in (
+                "use_dora",
+                "alora_invocation_tokens",
+                "rank_pattern",
+                "alpha_pattern",
+                "lora_bias",
+            )
+            if config.get(key)
+        ]
         if config.get("peft_type") != "LORA" or others:
-            raise RecipeError(f"cannot merge an adapter of peft_type {config.get('peft_type')} with {', '.join(others) or 'its settings'}")
+            raise RecipeError(
+                f"cannot merge an adapter of peft_type {config.get('peft_type')} with {', '.join(others) or 'its settings'}"
+            )
         rank, alpha = config["r"], config["lora_alpha"]
         self.scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
         names = list(names)
         down = ".lora_A.weight"
         self.factors = {
-            name.removeprefix(_PREFIX).removesuffix(down) + ".weight": (name, name.replace(".lora_A.", ".lora_B."))
+            name.removeprefix(_PREFIX).removesuffix(down) + ".weight": (
+                name,
+                name.replace(".lora_A.", ".lora_B."),
+            )
             for name in names
             if name.endswith(down)
         }
@@ -157,7 +211,9 @@ class Adapter:
         self.whole = {name.removeprefix(_PREFIX): name for name in names if ".lora_" not in name}
         """Weights that the adapter holds whole, such as a classifier's head."""
 
-    def merged(self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+    def merged(
+        self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, *, transposed: bool
+    ) -> torch.Tensor:
         """In float32. weight: (out, in), or transposed; down: A (rank, in); up: B (out, rank)."""
         change = (up.float() @ down.float()) * self.scale
         whole: torch.Tensor = weight.float() + (change.T if transposed else change)

@@ -30,7 +30,12 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
     for _ in range(10):
         # A product wraps at 64 bits: its low half is exact, and the mask makes the high half unsigned
         low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = ((high >> 32) ^ c1 ^ k0) & _MASK, high, ((low >> 32) ^ c3 ^ k1) & _MASK, low
+        c0, c1, c2, c3 = (
+            ((high >> 32) ^ c1 ^ k0) & _MASK,
+            high,
+            ((low >> 32) ^ c3 ^ k1) & _MASK,
+            low,
+        )
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1 & _MASK, c2, c3 & _MASK
 
@@ -81,7 +86,14 @@ def normal(key: tuple[int, int], first: int, count: int, device: torch.device) -
     return _in_order(lanes, first, count)
 
 
-def truncated_normal(key: tuple[int, int], first: int, count: int, device: torch.device, *, limits: tuple[float, float]) -> torch.Tensor:
+def truncated_normal(
+    key: tuple[int, int],
+    first: int,
+    count: int,
+    device: torch.device,
+    *,
+    limits: tuple[float, float],
+) -> torch.Tensor:
     """float32 numbers of the standard normal distribution between two limits, by its inverse in float64."""
     words = _words(key, first, count, device)
     lanes = torch.empty(words[0].numel(), 4, device=device)

@@ -58,7 +58,12 @@ class StoredTensors:
         headers = {file: _header(file) for file in dict.fromkeys(files.values())}
         lost = sorted(name for name, file in files.items() if name not in headers[file])
         if lost:
-            raise RecipeError([f"model.path: {files[name]} lacks {name}, which the index says it holds" for name in lost])
+            raise RecipeError(
+                [
+                    f"model.path: {files[name]} lacks {name}, which the index says it holds"
+                    for name in lost
+                ]
+            )
         self.tensors = {name: headers[file][name] for name, file in files.items()}
         self._open: tuple[Path, Any] | None = None
 
@@ -100,19 +105,27 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
         try:
             listing: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
         except (ValueError, KeyError, TypeError):
-            raise RecipeError(f"{key}: {folder / INDEX} is not an index of safetensors: it has no weight_map") from None
+            raise RecipeError(
+                f"{key}: {folder / INDEX} is not an index of safetensors: it has no weight_map"
+            ) from None
         absent = sorted({file for file in listing.values() if not (folder / file).is_file()})
         if absent:
-            raise RecipeError(f"{key}: {folder} lacks {', '.join(absent)}, which its index names; the download is not complete")
+            raise RecipeError(
+                f"{key}: {folder} lacks {', '.join(absent)}, which its index names; the download is not complete"
+            )
         return StoredTensors({name: folder / file for name, file in listing.items()})
     if (folder / ADAPTER_CONFIG).is_file():
-        raise RecipeError(f"{key}: {folder} holds an adapter, not a model; merge it first: launcher export RUN_DIR OUT merged=true")
+        raise RecipeError(
+            f"{key}: {folder} holds an adapter, not a model; merge it first: launcher export RUN_DIR OUT merged=true"
+        )
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise RecipeError(
             f"{key}: {folder} has no safetensors, only pickled weights, and those can run code when loaded. Where you trust them: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes safetensors"
         )
-    raise RecipeError(f"{key}: {folder} has no weights: neither {SINGLE} nor {INDEX}; to start from random ones, set model.init: random")
+    raise RecipeError(
+        f"{key}: {folder} has no weights: neither {SINGLE} nor {INDEX}; to start from random ones, set model.init: random"
+    )
 
 
 def _header(file: Path) -> dict[str, Shape]:
@@ -121,16 +134,25 @@ def _header(file: Path) -> dict[str, Shape]:
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            entries: dict[str, Any] = json.loads(stream.read(length)) if 0 < length <= size - 8 else {}
+            entries: dict[str, Any] = (
+                json.loads(stream.read(length)) if 0 < length <= size - 8 else {}
+            )
         entries.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        found = {name: Shape(tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+        found = {
+            name: Shape(tuple(entry["shape"]), DTYPES[entry["dtype"]])
+            for name, entry in entries.items()
+        }
     except OSError as error:
         raise RecipeError(f"model.path: {file} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, LookupError):
-        raise RecipeError(f"model.path: {file} is not a safetensors file, or one of a kind that is not known here") from None
+        raise RecipeError(
+            f"model.path: {file} is not a safetensors file, or one of a kind that is not known here"
+        ) from None
     if 8 + length + end != size:
-        raise RecipeError(f"model.path: {file} is damaged: {size:,} bytes, and its header tells of {8 + length + end:,}; fetch it again")
+        raise RecipeError(
+            f"model.path: {file} is damaged: {size:,} bytes, and its header tells of {8 + length + end:,}; fetch it again"
+        )
     return found
 
 
@@ -142,7 +164,11 @@ class Writer:
         offset = 0
         for name, tensor in tensors.items():
             end = offset + tensor.bytes
-            entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+            entries[name] = {
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, end],
+            }
             offset = end
         header = json.dumps(entries).encode()
         header += b" " * (-len(header) % 8)  # tensors are aligned
@@ -153,7 +179,12 @@ class Writer:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """The next tensor, cast to the dtype that was announced."""
         expected, form = next(self._expected)
-        assert (name, tuple(tensor.shape)) == (expected, form.shape), (name, tensor.shape, expected, form.shape)
+        assert (name, tuple(tensor.shape)) == (expected, form.shape), (
+            name,
+            tensor.shape,
+            expected,
+            form.shape,
+        )
         data = tensor.detach().to("cpu", form.dtype).contiguous().reshape(-1)
         if data.numel():
             self._stream.write(data.view(torch.uint8).numpy().data)
@@ -175,11 +206,15 @@ def split_files(sizes: Sequence[int], max_bytes: int) -> list[range]:
     return [range(start, stop) for start, stop in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
 
 
-def write_files(folder: Path | None, groups: Sequence[Mapping[str, Shape]], *, max_file_bytes: int) -> Iterator[Writer | None]:
+def write_files(
+    folder: Path | None, groups: Sequence[Mapping[str, Shape]], *, max_file_bytes: int
+) -> Iterator[Writer | None]:
     """Yields for each group of tensors the writer that it goes to; the files get the names that transformers gives them,
     and an index where there are several. folder: None: nothing is written (a rank that only gathers), and None is yielded.
     """
-    files = split_files([sum(tensor.bytes for tensor in group.values()) for group in groups], max_file_bytes)
+    files = split_files(
+        [sum(tensor.bytes for tensor in group.values()) for group in groups], max_file_bytes
+    )
     index: dict[str, str] = {}
     for number, members in enumerate(files, start=1):
         name = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -192,4 +227,6 @@ def write_files(folder: Path | None, groups: Sequence[Mapping[str, Shape]], *, m
             writer.close()
     if folder is not None and len(files) > 1:
         total = sum(tensor.bytes for group in groups for tensor in group.values())
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n")
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n"
+        )

@@ -50,7 +50,9 @@ class Conversion:
             for name in names:
                 converter.add_tensor(self.first, name, pattern, tensors[name])
         made = converter.convert(self.first, model=shapes, config=shapes.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
 
     def stacks_rows(self) -> bool:
         """Whether each row of the target's dimension 0 is made of one source of each pattern, so that some rows can be
@@ -65,14 +67,23 @@ class Conversion:
             and first.dim == 0
             and all(
                 (isinstance(operation, Concatenate) and operation.dim > 0)
-                or (isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0 and not operation.check_dims)
+                or (
+                    isinstance(operation, Transpose)
+                    and min(operation.dim0, operation.dim1) > 0
+                    and not operation.check_dims
+                )
                 for operation in rest
             )
         )
 
     def some_rows(self, start: int, stop: int) -> Conversion:
         """The same for rows start to stop of the target; see `stacks_rows`."""
-        return Conversion({pattern: names[start:stop] for pattern, names in self.sources.items()}, self.converter, self.first, self.targets)
+        return Conversion(
+            {pattern: names[start:stop] for pattern, names in self.sources.items()},
+            self.converter,
+            self.first,
+            self.targets,
+        )
 
 
 class ModelShapes:
@@ -80,7 +91,10 @@ class ModelShapes:
 
     def __init__(self, model: nn.Module) -> None:
         self.config: Any = model.config
-        self._state = {clean_name(name): torch.empty(tensor.shape, device="meta") for name, tensor in model.state_dict().items()}
+        self._state = {
+            clean_name(name): torch.empty(tensor.shape, device="meta")
+            for name, tensor in model.state_dict().items()
+        }
 
     def get_parameter(self, name: str) -> torch.Tensor:
         return self._state[name]
@@ -97,18 +111,27 @@ def note_conversions(model: Any) -> None:
     model._weight_conversions = [entry for entry in table if not isinstance(entry, PrefixChange)]
 
 
-def into_model(model: Any, stored: Mapping[str, Shape], shapes: ModelShapes) -> tuple[list[Conversion], list[str], list[str]]:
+def into_model(
+    model: Any, stored: Mapping[str, Shape], shapes: ModelShapes
+) -> tuple[list[Conversion], list[str], list[str]]:
     """How the tensors of a checkpoint become the model's: conversions, names that mean nothing to the model, problems.
 
     Notes the tables that were used on the model, where `out_of_model` finds them, as from_pretrained does.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     table = get_model_conversion_mapping(model)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in table if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     state, prefix = model.state_dict(), model.base_model_prefix
     found: dict[str, Conversion] = {}
     unexpected: list[str] = []
@@ -127,17 +150,25 @@ def into_model(model: Any, stored: Mapping[str, Shape], shapes: ModelShapes) -> 
     return list(found.values()), unexpected, problems
 
 
-def _try_on_meta(conversions: Any, shapes_in: Mapping[str, Shape], shapes: ModelShapes) -> list[str]:
+def _try_on_meta(
+    conversions: Any, shapes_in: Mapping[str, Shape], shapes: ModelShapes
+) -> list[str]:
     """Finds what comes out of each conversion; returns what cannot be converted."""
     problems = []
     for conversion in conversions:
         try:
-            made = conversion.convert({name: shapes_in[name].meta() for name in conversion.names()}, shapes)
+            made = conversion.convert(
+                {name: shapes_in[name].meta() for name in conversion.names()}, shapes
+            )
         except Exception as error:  # whatever an operation raises on tensors that do not fit it
-            some = ", ".join(conversion.names()[:3]) + (", ..." if len(conversion.names()) > 3 else "")
+            some = ", ".join(conversion.names()[:3]) + (
+                ", ..." if len(conversion.names()) > 3 else ""
+            )
             problems.append(f"{conversion.first}: cannot be made from {some}: {error}")
             continue
-        conversion.targets = {name: Shape(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
+        conversion.targets = {
+            name: Shape(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()
+        }
     return problems
 
 
@@ -148,12 +179,16 @@ def out_of_model(model: Any, held: Mapping[str, Shape], shapes: ModelShapes) -> 
     back = [entry.reverse_transform() for entry in model._weight_conversions[::-1]]
     renamings = [entry for entry in back if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in back if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     found: dict[str, Conversion] = {}
     for name in held:
         # On the way out conversions come first, at most one for a name, and renamings after them
         matches = (converter.rename_source_key(name) for converter in converters)
-        first, pattern = next((match for match in matches if match[1] is not None), (_renamed(name, renamings), None))
+        first, pattern = next(
+            (match for match in matches if match[1] is not None), (_renamed(name, renamings), None)
+        )
         converter = by_pattern[pattern] if pattern is not None else None
         conversion = found.setdefault(first, Conversion(converter=converter, first=first))
         conversion.sources.setdefault(pattern or name, []).append(name)
@@ -163,7 +198,9 @@ def out_of_model(model: Any, held: Mapping[str, Shape], shapes: ModelShapes) -> 
     for conversion in found.values():
         if conversion.converter is not None:
             conversion.converter = _Renamed(conversion.converter, renamings)
-            conversion.targets = {_renamed(name, renamings): shape for name, shape in conversion.targets.items()}
+            conversion.targets = {
+                _renamed(name, renamings): shape for name, shape in conversion.targets.items()
+            }
     return list(found.values())
 
 
@@ -184,4 +221,7 @@ class _Renamed:
         self._converter.add_tensor(*arguments)
 
     def convert(self, *arguments: Any, **more: Any) -> dict[str, Any]:
-        return {_renamed(name, self._renamings): value for name, value in self._converter.convert(*arguments, **more).items()}
+        return {
+            _renamed(name, self._renamings): value
+            for name, value in self._converter.convert(*arguments, **more).items()
+        }

@@ -1,1 +1,1 @@
-"""Will it fit: bytes of a training step before it is run, the ladder of strategies, and words where memory ran out all the same."""
+"""Memory and speed of a training step before it is run, and the report when memory runs out."""

@@ -1,50 +1,117 @@
-"""The plan of one recipe on one machine."""
+"""From a recipe and a machine to the plan: the traced step, and formulas for all outside of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal
 
-from launcher.planner.components import HostMemory, StepMemory
+from launcher.data.synthetic import rows_of
+from launcher.planner.estimate import micro_batches_of, step_memory
 from launcher.planner.machine import Machine
+from launcher.planner.memory import HostMemory, Plan, StepMemory, pinned
+from launcher.planner.profile import ModelProfile, profile_model
+from launcher.planner.trace import UntraceableError, trace_step
+from launcher.recipe.schema import Recipe
+
+MiB, GiB = 2**20, 2**30
+
+CUDA_CONTEXT = 600 * MiB
+"""Driver and kernels of torch and cuBLAS. An estimate: nvidia-smi shows 450 to 600 MiB for a
+process that computed one product on an A100 or H100; the peak counts 8 to 32 MiB of it too."""
+COMMUNICATOR = 400 * MiB
+"""Buffers of an NCCL communicator. An estimate: two of 4 MiB to a channel and peer."""
+MARGIN = 0.04
+"""Share of the peak that the allocator reserves but cannot use. An estimate, with expandable
+segments, which the launcher switches on. Reserved less allocated was 0 to 12 % of the peak with DDP
+and 18 to 61 % with FSDP on null GPUs, but the allocator frees cached memory on a full device."""
+CUDA_PROCESS, CPU_PROCESS = 3 * GiB, GiB // 2
+"""Resident memory of a rank without tensors. Measured on a CPU (0.4 GiB with torch 2.13 and
+transformers 5.23); an estimate on a GPU, whose libraries are mapped too."""
+LOADER_PROCESS = 160 * MiB
+"""Memory of a loader process that it does not share with its rank. An estimate."""
+TOKEN_BYTES = 3 * 8
+"""Of a token in a batch: id, target and position."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a recipe needs on a machine."""
+def make_plan(
+    recipe: Recipe, machine: Machine, *, method: Literal["traced", "arithmetic"] = "traced"
+) -> Plan:
+    """What a recipe needs on a machine. There must be no default process group.
 
-    machine: Machine
-    step: StepMemory
-    arithmetic: StepMemory | None
-    """The same by closed formulas, as a cross-check; None where `step` is arithmetic itself."""
-    context: int
-    """Bytes a rank that the device's driver, libraries and communicators take, outside of tensors."""
-    margin: int
-    """Bytes a rank for what the allocator cannot use (fragmentation)."""
-    host: HostMemory
-    checkpoint_bytes: int
-    """On disk, each checkpoint."""
-    checkpoints: int
-    """That are on disk at once."""
-    notes: tuple[str, ...]
-    """What is known to be left out, or was done by arithmetic."""
+    method: traced takes some seconds; arithmetic takes one for the first plan of a model, and is
+    good to 10 %. Raises RecipeError if the model cannot be built.
+    """
+    profile = profile_model(recipe, device=machine.device)
+    estimate = estimated_plan(profile, recipe, machine)
+    if method == "arithmetic":
+        return estimate
+    passes = micro_batches_of(recipe, ranks=machine.ranks)
+    try:
+        step = trace_step(recipe, ranks=machine.ranks, device=machine.device, micro_batches=passes)
+    except UntraceableError as error:
+        note = f"estimated, good to some 20 %: the model does not run on fake tensors ({error})"
+        return _assembled(profile, recipe, machine, estimate.step, None, note)
+    return _assembled(profile, recipe, machine, step, estimate.step)
 
-    @property
-    def needed(self) -> int:
-        """Bytes of one device."""
-        return self.step.peak.components.total + self.context + self.margin
 
-    @property
-    def spare(self) -> int | None:
-        """Bytes of a device that are left; negative where it does not fit; None where the device's memory is not known."""
-        return None if self.machine.memory is None else self.machine.memory - self.needed
+def estimated_plan(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Plan:
+    """The plan by the analytic estimate. recipe: one that the profile covers."""
+    step = step_memory(profile, recipe, ranks=machine.ranks)
+    return _assembled(profile, recipe, machine, step, None)
 
-    @property
-    def host_spare(self) -> int | None:
-        """The same for a node's host memory."""
-        return None if self.machine.host_memory is None else self.machine.host_memory - self.host.total
 
-    @property
-    def fits(self) -> bool | None:
-        """Device and host; None where neither's memory is known."""
-        known = [spare for spare in (self.spare, self.host_spare) if spare is not None]
-        return all(spare >= 0 for spare in known) if known else None
+def _assembled(
+    profile: ModelProfile,
+    recipe: Recipe,
+    machine: Machine,
+    step: StepMemory,
+    estimate: StepMemory | None,
+    *notes: str,
+) -> Plan:
+    communicators = 0 if machine.ranks == 1 else 1 if recipe.strategy.replicate == 1 else 3
+    on_gpu, saves = machine.device == "cuda", recipe.checkpoint
+    kept = saves.keep_last + (saves.keep_best is not None) + 1
+    checkpoint_bytes = 12 * profile.trained  # weights and two moments in float32
+    return Plan(
+        machine=machine,
+        step=step,
+        arithmetic=estimate,
+        context=CUDA_CONTEXT + communicators * COMMUNICATOR if on_gpu else CPU_PROCESS,
+        margin=round(MARGIN * step.peak.components.total) if on_gpu else 0,
+        host=_host(recipe, machine, step, checkpoint_bytes),
+        checkpoint_bytes=checkpoint_bytes,
+        checkpoints=0 if saves.every_steps is None else kept,
+        notes=(*notes, *_notes(recipe, machine)),
+    )
+
+
+def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: int) -> HostMemory:
+    """Of one node."""
+    per_node, data, on_gpu = machine.gpus_per_node, recipe.data, machine.device == "cuda"
+    rows = rows_of(recipe.batch, sequence_length=data.sequence_length)
+    batch = rows * data.sequence_length * TOKEN_BYTES
+    staged = recipe.checkpoint.asynchronous and recipe.checkpoint.every_steps is not None
+    staging = checkpoint_bytes // machine.ranks if staged else 0
+    # On a CPU all tensors are in host memory
+    process = CUDA_PROCESS if on_gpu else CPU_PROCESS + step.peak.components.total
+    return HostMemory(
+        processes=per_node * process,
+        offload=per_node * step.host,
+        workers=per_node * data.workers * (LOADER_PROCESS + data.prefetch_factor * batch),
+        staging=per_node * (pinned(staging + 1) if staged and on_gpu else staging),
+    )
+
+
+def _notes(recipe: Recipe, machine: Machine) -> list[str]:
+    notes = []
+    if recipe.model.compile:
+        notes.append(
+            "model.compile is not in the plan: compiled blocks keep fewer activations, and need "
+            "memory while they compile"
+        )
+    if machine.device == "cuda":
+        notes.append("context, communicators and the margin are estimates; all else is counted")
+    if recipe.strategy.kind == "ddp":
+        notes.append("the buckets of ddp, as large as the gradients, are calculated, not traced")
+    if recipe.data.builder is not None:
+        notes.append("the batch is the first samples of data.builder; larger samples need more")
+    return notes

@@ -1,6 +1,7 @@
-"""Plans made in a process of their own: a plan needs a process group that does not exist, and a rank has one that does.
+"""Plans in a process of their own: a trace needs a fake process group, and a rank has a real one.
 
-`ask` starts it; `python -m launcher.planner.separate_process` is it: a job comes in as JSON, answers go out as JSON, one a line.
+`ask` starts `python -m launcher.planner.separate_process`, which reads a job as JSON and writes
+answers as JSON, one a line.
 """
 
 from __future__ import annotations
@@ -27,12 +28,20 @@ Task = Literal["choose", "explain", "foresee"]
 Answer = dict[str, Any]
 
 
-def ask(task: Task, recipe: Recipe, machine: Machine, *, seconds: float, **more: Any) -> tuple[list[Answer], str]:
-    """What the other process answered within so many seconds, and why there is no more of it; empty where all went well.
+def ask(
+    task: Task, recipe: Recipe, machine: Machine, *, seconds: float, **more: Any
+) -> tuple[list[Answer], str]:
+    """The answers within this time, and why there are no more of them (empty: there are).
 
-    It is ended at the limit, and with this process.
+    The process is killed at the limit, and when this process ends.
     """
-    job = {"task": task, "recipe": to_yaml(recipe), "machine": dataclasses.asdict(machine), "parent": os.getpid(), **more}
+    job = {
+        "task": task,
+        "recipe": to_yaml(recipe),
+        "machine": dataclasses.asdict(machine),
+        "parent": os.getpid(),
+        "more": more,
+    }
     paths = [path or os.getcwd() for path in sys.path]
     try:
         process = subprocess.Popen(
@@ -46,15 +55,15 @@ def ask(task: Task, recipe: Recipe, machine: Machine, *, seconds: float, **more:
     except OSError as error:  # no memory for another process
         return [], f"no process to plan in could be started: {error.strerror}"
     try:
-        answers, complaints = process.communicate(json.dumps(job), timeout=seconds)
+        answers, output = process.communicate(json.dumps(job), timeout=seconds)
     except subprocess.TimeoutExpired:
         process.kill()
-        answers, complaints = process.communicate()
+        answers, output = process.communicate()
         return _read(answers), f"planning took more than {seconds:g} s"
     finally:
         process.kill()
-    trouble = f"planning ended with status {process.returncode}:\n{complaints.strip()}" if process.returncode else ""
-    return _read(answers), trouble
+    failed = f"planning ended with status {process.returncode}:\n{output.strip()}"
+    return _read(answers), failed if process.returncode else ""
 
 
 def _read(text: str) -> list[Answer]:
@@ -66,50 +75,36 @@ def machine_from(plain: dict[str, Any]) -> Machine:
     return Machine(**(plain | {"rates": Rates(**plain["rates"])}))
 
 
-def main(stdin: TextIO, tell: Callable[[Answer], None]) -> None:
+def main(stdin: TextIO, answer: Callable[[Answer], None]) -> None:
     """Does one job."""
     job = json.load(stdin)
     if job["task"] == "explain":
-        # torchrun's agent has asked all of this rank to end: the rank ends this process when it has its answer
+        # torchrun's agent asks all processes of a failed rank to end; this one's rank still waits
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(job["parent"])
-    # Here, not in the process that asks: that may end at any moment, and would leave the folder behind
+    from launcher.planner import answers
+
+    # Loaded here: the asking process may end at any moment, and would leave the folder behind
     with tempfile.TemporaryDirectory(prefix="launcher-plan-") as folder:
         file = Path(folder, "recipe.yaml")
         file.write_text(job["recipe"], encoding="utf-8")
         recipe = load_recipe([f"recipe={file}"], ranks=None, files=False).recipe
-    machine = machine_from(job["machine"])
+    machine, more = machine_from(job["machine"]), job["more"]
     if job["task"] == "choose":
-        from launcher.planner.resolve import resolve
-
         try:
-            resolved = resolve(recipe, machine, limit_micro_batch=job["limit_micro_batch"])
+            answer(answers.choose(recipe, machine, **more))
         except RecipeError as error:
-            tell({"problems": error.problems})
-            return
-        tell({"recipe": to_yaml(resolved.recipe), "overrides": list(resolved.overrides), "why": resolved.why})
-        return
-    if job["task"] == "foresee":
+            answer({"problems": error.problems})
+    elif job["task"] == "foresee":
         os.nice(10)  # the training goes first
-        from launcher.planner.formatting import micro_batches, where
-        from launcher.planner.planning import make_plan
-
-        step = make_plan(recipe, machine).step
-        place = where(step.peak, micro_batches=micro_batches(recipe, machine.ranks))
-        tell({"peak": step.peak.components.total, "where": place})
-        return
-    from launcher.planner.suggestions import explain
-
-    for answer in explain(recipe, machine, phase=job["phase"], measured=job["measured"], outside=job["outside"]):
-        tell(answer)
+        answer(answers.foresee(recipe, machine))
+    else:
+        for one in answers.explain(recipe, machine, **more):
+            answer(one)
 
 
 if __name__ == "__main__":
-    # What libraries print is no answer
+    # Libraries print to standard output too
     _answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-
-    def _tell(answer: Answer) -> None:
-        print(json.dumps(answer), file=_answers, flush=True)
-
-    main(sys.stdin, _tell)
+    main(sys.stdin, lambda one: print(json.dumps(one), file=_answers, flush=True))

@@ -1,160 +1,73 @@
-"""How long a step takes, by arithmetic: good enough to say which of two recipes is faster, not to promise a date."""
+"""Time of a training step in closed formulas: to rank configurations, not to promise a speed."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from functools import lru_cache
 
-from launcher.data.synthetic import rows_of
 from launcher.planner.estimate import (
+    checkpointed,
+    micro_batches_of,
+    syncs_every_micro_batch,
+    tokens_of,
+)
+from launcher.planner.machine import ADAMW_BYTES, Machine
+from launcher.planner.profile import (
     DTYPE_BYTES,
-    BlockFootprint,
+    OPERATORS,
     Footprint,
     ModelProfile,
     Weights,
-    checkpointed,
+    block_footprint,
     compute_dtype,
-    micro_batches_of,
-    syncs_every_micro_batch,
+    root_footprint,
 )
-from launcher.planner.machine import Machine
 from launcher.recipe.schema import Recipe
 
 LAUNCH = 5e-6
-"""Seconds in which Python issues an operation: the GPU waits where it needs less for one (4 to 5 microseconds in eager PyTorch)."""
+"""Seconds in which eager PyTorch issues an operator (4 to 5 microseconds); a GPU that needs less
+waits. An estimate."""
 LATENCY = 20e-6
-"""Seconds before the first byte of a collective arrives."""
+"""Seconds before the first byte of a collective arrives. An estimate."""
 ATTENTION = 0.5
-"""Rate of attention, as a part of that of matrix products: FlashAttention-2 gets 35 % of an H100's peak (Shah et al., 2024), where
-products get 70 %."""
+"""Rate of attention over that of matrix products: FlashAttention-2 reaches 35 % of an H100's peak
+(Shah et al., 2024), products 70 %."""
+ATTENTION_BACKWARD = 2.5
+"""Products of attention's backward pass over those of its forward pass: 5 over 2 (Dao, 2023)."""
 COMPILED = 0.4
-"""Share of the bytes of pointwise operations that compiled blocks still read and write. An assumption: what is fused is not
+"""Share of the traffic and operators of compiled blocks that is left. Assumed: what is fused is not
 written."""
+FLOAT32_PRODUCTS = 1 / 8
+"""Rate of float32 products without TF32 over that with it: A100 and H100, data sheets."""
+ADD_BYTES = 12
+"""Bytes of a float32 addition: two are read, one is written."""
+NORM_BYTES = 4
+"""Bytes a gradient that clipping reads beside AdamW."""
+DDP_BUCKET = 25e6
+"""Bytes of a bucket of DistributedDataParallel (its default, bucket_cap_mb)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one optimizer step on each rank. `total` is the sum of all."""
+    """Seconds of one optimizer step on each rank."""
 
     forward: float
-    """Computing, all micro-batches."""
+    """Compute of all micro-batches."""
     backward: float
     recomputation: float
-    """Forward passes of checkpointed blocks once more."""
+    """Second forward passes of checkpointed blocks."""
     gather: float
-    """All-gathers that computing does not hide."""
+    """All-gathers that compute does not hide."""
     reduce: float
-    """Reductions of gradients that computing does not hide."""
+    """Reductions of gradients that compute does not hide."""
     offload: float
-    """Copies between device and host that computing does not hide."""
+    """Copies between device and host that compute does not hide."""
     optimizer: float
 
     @property
     def total(self) -> float:
-        """Seconds."""
-        return self.forward + self.backward + self.recomputation + self.gather + self.reduce + self.offload + self.optimizer
-
-
-def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> StepTime:
-    """Seconds of one optimizer step.
-
-    - forward of a block: products and attention / rate of products + bytes of all other operations / memory bandwidth, or the time
-      in which its operations are issued, whichever is more. backward: the products twice where weights are trained, once
-      where they are frozen; the bytes twice. Recomputation: the forward pass of checkpointed blocks again; with selective
-      checkpointing without attention and half of the products.
-    - a collective over n ranks moves (n - 1) / n of its bytes through each of them. Weights are gathered once a micro-batch for
-      forward and once more for backward (reshard_after_forward), or once a step (reshard_after_backward false).
-    - what overlaps costs the longer: max(computing, gathering) in the forward pass, max(computing, gathering +
-      reducing) in the backward pass; so only what computing does not hide is counted. Reductions of ddp overlap with the backward
-      pass of the last micro-batch only.
-    - offload: float32 shards to the device for each gathering, which nothing hides where one rank has all of a parameter (FSDP2 then
-      copies on the stream that computes); gradients to host memory for each reduction. From the step's second
-      reduction on the backward pass waits for each copy and for its addition on the host (12 bytes a parameter, where AdamW
-      moves 28). Activations go out in the forward pass and come back in the backward pass. AdamW runs at the host's rate.
-    - optimizer on the device: 28 bytes a parameter (`rates.ADAMW_BYTES`), and 4 for the norm, / memory bandwidth.
-    """
-    strategy, rates = recipe.strategy, machine.rates
-    ranks = machine.ranks
-    rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
-    micro_batches = micro_batches_of(recipe, ranks=ranks)
-    footprint = profile.footprint(recipe)
-    size = DTYPE_BYTES[compute_dtype(strategy)]
-    compute = _compute_seconds(
-        profile, footprint, machine, rows, half=size == 2, compiled=recipe.model.compile, tf32=recipe.run.float32_matmul != "highest"
-    )
-    ddp = strategy.kind == "ddp"
-    sync = syncs_every_micro_batch(strategy)
-    again = _recomputed(profile, recipe, compute)
-    forward, backward = compute.forward * micro_batches, compute.backward * micro_batches
-    recomputation = again * micro_batches
-
-    shards = 1 if ddp else max(1, ranks // strategy.replicate)
-    masters, trained = _shard(profile, shards, size)
-    whole = size * profile.parameters
-    reductions = micro_batches if sync else 1
-    reduce_size = 4 if strategy.mixed_precision is None or ddp else DTYPE_BYTES[strategy.mixed_precision.reduce_dtype]
-    groups = len(profile.block_classes) + 1
-
-    gather_forward = gather_backward = reduce = 0.0
-    copies_forward = copies_backward = stall = 0.0
-    if ddp:
-        reduce = 2 * _collective(4.0 * profile.trained, ranks, machine, groups=max(1, round(4 * profile.trained / 25e6)))
-    else:
-        gather = _collective(whole, shards, machine, groups=groups)
-        forward_gathers = micro_batches if strategy.reshard_after_backward else 1
-        backward_gathers = 0
-        if strategy.reshard_after_forward:
-            # The last micro-batch's forward pass frees what its backward pass needs, unless all stays gathered until then
-            backward_gathers = micro_batches if strategy.reshard_after_backward else int(micro_batches == 1)
-        gather_forward, gather_backward = gather * forward_gathers, gather * backward_gathers
-        reduce = _collective(float(reduce_size * profile.trained), shards, machine, groups=groups)
-        if strategy.replicate > 1:
-            reduce += 2 * _collective(
-                reduce_size * profile.trained / shards, strategy.replicate, machine, groups=groups, across=machine.nodes > 1
-            )
-        reduce *= reductions
-        if strategy.cpu_offload is not None and machine.device == "cuda":
-            upload = masters / rates.host_bandwidth
-            if shards == 1:  # copied on the stream that computes
-                stall += (forward_gathers + backward_gathers) * upload
-            else:
-                copies_forward += forward_gathers * upload
-                copies_backward += backward_gathers * upload
-            copies_backward += 4 * trained / rates.host_bandwidth
-            stall += (reductions - 1) * (4 * trained / rates.host_bandwidth + 12 / 28 * trained / rates.host_adamw)
-    checkpointing = recipe.activation_checkpointing
-    if checkpointing is not None and checkpointing.offload_to_cpu and machine.device == "cuda":
-        inputs = sum(
-            footprint.blocks[kind].output.at(rows)
-            for kind, on in zip(profile.block_classes, checkpointed(profile, recipe), strict=True)
-            if on
-        )
-        # save_on_cpu waits for each copy: nothing hides it
-        stall += 2 * inputs * micro_batches / rates.host_bandwidth
-
-    exposed_forward = _exposed([gather_forward, copies_forward], forward)
-    hiding = backward + recomputation
-    if ddp and not sync:
-        hiding /= micro_batches
-    exposed_backward = _exposed([gather_backward + reduce, copies_backward], hiding)
-    # What is gathered and reduced shares one exposure: by its part
-    network = gather_backward + reduce
-    on_network = exposed_backward if network >= copies_backward else 0.0
-    share = gather_backward / network if network else 0.0
-    forward_on_network = exposed_forward if gather_forward >= copies_forward else 0.0
-    if strategy.cpu_offload is not None and machine.device == "cuda":
-        optimizer = trained / rates.host_adamw
-    else:
-        optimizer = 32 * trained / rates.memory_bandwidth
-    return StepTime(
-        forward=forward,
-        backward=backward,
-        recomputation=recomputation,
-        gather=forward_on_network + on_network * share,
-        reduce=on_network * (1 - share),
-        offload=stall + exposed_forward - forward_on_network + exposed_backward - on_network,
-        optimizer=optimizer,
-    )
+        """Seconds of all."""
+        return float(sum(dataclasses.asdict(self).values()))
 
 
 def tokens_per_step(recipe: Recipe) -> int:
@@ -162,97 +75,164 @@ def tokens_per_step(recipe: Recipe) -> int:
     return recipe.batch.global_batch_size * recipe.data.sequence_length
 
 
-def _exposed(overlapping: list[float], computing: float) -> float:
-    return max(0.0, max(overlapping) - computing)
+def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> StepTime:
+    """Seconds of one optimizer step.
 
-
-@dataclass(frozen=True)
-class _Compute:
-    """Seconds of one micro-batch."""
-
-    forward: float
-    backward: float
-    again: tuple[float, ...]
-    """Of each class of blocks: its forward pass."""
-    attention: tuple[float, ...]
-    products: tuple[float, ...]
-
-
-def _compute_seconds(
-    profile: ModelProfile, footprint: Footprint, machine: Machine, rows: int, *, half: bool, compiled: bool, tf32: bool
-) -> _Compute:
-    rates = machine.rates
-    # float32 products off the tensor cores: an eighth of TF32 on A100 and H100
-    rate = rates.half_flops if half else rates.float32_flops if tf32 or machine.device == "cpu" else rates.float32_flops / 8
-
-    def parts(block: BlockFootprint) -> tuple[float, float, float, float]:
-        moved = block.traffic.at(rows) * (COMPILED if compiled else 1.0) / rates.memory_bandwidth
-        issued = block.operations * LAUNCH * (COMPILED if compiled else 1.0)
-        return block.products.at(rows) / rate, block.attention.at(rows) / (ATTENTION * rate), moved, issued
-
-    def forward(block: BlockFootprint) -> float:
-        products, attention, moved, issued = parts(block)
-        return max(products + attention + moved, issued)
-
-    def backward(block: BlockFootprint, share: float) -> float:
-        products, attention, moved, issued = parts(block)
-        return max((1 + share) * products + 2.5 * attention + 2 * moved, 2 * issued)
-
-    classes = [
-        (profile.block_classes.count(kind), block, _share(weights))
-        for kind, (block, weights) in enumerate(zip(footprint.blocks, profile.classes, strict=True))
-    ]
-    elements = footprint.logits.at(rows)
-    loss = elements * (2 * footprint.logits_size + 12) / rates.memory_bandwidth  # read, copied, normalised, read again
-    root = footprint.root
-    return _Compute(
-        forward=sum(count * forward(block) for count, block, _ in classes) + forward(root) + loss,
-        backward=sum(count * backward(block, share) for count, block, share in classes) + backward(root, _share(profile.root)) + loss,
-        again=tuple(forward(block) for block in footprint.blocks),
-        attention=tuple(parts(block)[1] for block in footprint.blocks),
-        products=tuple(parts(block)[0] for block in footprint.blocks),
+    - forward of a block: products and attention over the rate of products, plus all other traffic
+      over the memory bandwidth; at least the time to issue its operators. backward: products
+      twice where weights are trained, once where they are frozen, traffic twice. Recomputation:
+      forward again; selective checkpointing spares attention and half of the products.
+    - a collective over n ranks moves (n - 1) / n of its bytes through each of them.
+    - communication overlaps with compute, so only what exceeds compute counts. DDP's reduction
+      overlaps with the backward pass of the last micro-batch only.
+    - CPU offload uploads float32 shards for each all-gather, and downloads gradients for each
+      reduction. From a step's second reduction on the backward pass waits for the copy and for the
+      addition on the host. On one rank nothing hides the uploads: FSDP2 then copies on the stream
+      that computes. AdamW runs at the host's rate. Offloaded activations are never hidden.
+    """
+    micro_batches = micro_batches_of(recipe, ranks=machine.ranks)
+    forward, backward, again = (micro_batches * t for t in _compute(profile, recipe, machine))
+    gather_forward, gather_backward, reduce = _collectives(profile, recipe, machine)
+    copies_forward, copies_backward, waits, optimizer = _transfers(profile, recipe, machine)
+    hiding = backward + again
+    if recipe.strategy.kind == "ddp" and not syncs_every_micro_batch(recipe.strategy):
+        hiding /= micro_batches
+    exposed_forward = max(0.0, max(gather_forward, copies_forward) - forward)
+    network = gather_backward + reduce
+    exposed_backward = max(0.0, max(network, copies_backward) - hiding)
+    # What takes longer is what is waited for
+    network_forward = exposed_forward if gather_forward >= copies_forward else 0.0
+    network_backward = exposed_backward if network >= copies_backward else 0.0
+    gathers = gather_backward / network if network else 0.0
+    return StepTime(
+        forward=forward,
+        backward=backward,
+        recomputation=again,
+        gather=network_forward + network_backward * gathers,
+        reduce=network_backward * (1 - gathers),
+        offload=waits + exposed_forward - network_forward + exposed_backward - network_backward,
+        optimizer=optimizer,
     )
 
 
-def _share(weights: Weights) -> float:
-    return weights.trained / weights.count if weights.count else 1.0
+def _compute(profile: ModelProfile, recipe: Recipe, machine: Machine) -> tuple[float, float, float]:
+    """Seconds of forward, backward and recomputation of one micro-batch."""
+    rates, tokens = machine.rates, tokens_of(recipe)
+    size = DTYPE_BYTES[compute_dtype(recipe.strategy)]
+    rate = rates.half_flops if size == 2 else rates.float32_flops
+    if size == 4 and recipe.run.float32_matmul == "highest" and machine.device == "cuda":
+        rate *= FLOAT32_PRODUCTS
+    fused = COMPILED if recipe.model.compile else 1.0
+    issued = OPERATORS * LAUNCH * fused
 
+    def seconds(part: Footprint, weights: Weights) -> tuple[float, float, float]:
+        products, attention = part.products / rate, part.attention / (ATTENTION * rate)
+        moved = part.traffic * fused / rates.memory_bandwidth
+        trained = weights.trained / weights.count if weights.count else 1.0
+        forward = max(products + attention + moved, issued)
+        backward = (1 + trained) * products + ATTENTION_BACKWARD * attention + 2 * moved
+        selective = products / 2 + moved
+        return forward, max(backward, 2 * issued), selective
 
-def _recomputed(profile: ModelProfile, recipe: Recipe, compute: _Compute) -> float:
+    blocks = [
+        seconds(block_footprint(profile, kind, recipe, tokens), weights)
+        for kind, weights in enumerate(profile.classes)
+    ]
+    root = seconds(root_footprint(profile, recipe, tokens), profile.root)
+    # The logits are read, copied, normalised and read again
+    loss = tokens * profile.vocabulary * (2 * size + 12) / rates.memory_bandwidth
     checkpointing = recipe.activation_checkpointing
-    if checkpointing is None:
-        return 0.0
-    total = 0.0
-    for kind, on in zip(profile.block_classes, checkpointed(profile, recipe), strict=True):
-        if on and checkpointing.mode == "full":
-            total += compute.again[kind]
-        elif on:
-            total += compute.again[kind] - compute.attention[kind] - compute.products[kind] / 2
-    return total
+    which = 0 if checkpointing is None or checkpointing.mode == "full" else 2
+    recomputed = zip(profile.block_classes, checkpointed(profile, recipe), strict=True)
+    return (
+        sum(blocks[kind][0] for kind in profile.block_classes) + root[0] + loss,
+        sum(blocks[kind][1] for kind in profile.block_classes) + root[1] + loss,
+        sum(blocks[kind][which] for kind, twice in recomputed if twice),
+    )
 
 
-@lru_cache(maxsize=1024)
-def _ring(ranks: int) -> float:
-    return (ranks - 1) / ranks
+def _gathers(recipe: Recipe, micro_batches: int) -> tuple[int, int]:
+    """All-gathers of each weight in a step's forward passes, and in its backward passes."""
+    strategy = recipe.strategy
+    forward = micro_batches if strategy.reshard_after_backward else 1
+    if not strategy.reshard_after_forward:
+        return forward, 0
+    # Kept gathered between micro-batches, weights are freed after the last forward pass of none
+    kept = int(micro_batches == 1)
+    return forward, micro_batches if strategy.reshard_after_backward else kept
 
 
-def _collective(moved: float, ranks: int, machine: Machine, *, groups: int, across: bool = False) -> float:
-    """Seconds of all-gathers, or reduce-scatters, that hand so many bytes to each of so many ranks, in so many calls."""
+def _collectives(
+    profile: ModelProfile, recipe: Recipe, machine: Machine
+) -> tuple[float, float, float]:
+    """Seconds of all-gathers in forward and backward, and of reductions, of a step."""
+    strategy, ranks = recipe.strategy, machine.ranks
+    micro_batches = micro_batches_of(recipe, ranks=ranks)
+    if strategy.kind == "ddp":
+        gradients = 4.0 * profile.trained
+        buckets = max(1, round(gradients / DDP_BUCKET))
+        reductions = micro_batches if syncs_every_micro_batch(strategy) else 1
+        return 0.0, 0.0, 2 * reductions * _collective(gradients, ranks, machine, buckets)
+    shards, groups = max(1, ranks // strategy.replicate), len(profile.block_classes) + 1
+    size = DTYPE_BYTES[compute_dtype(strategy)]
+    mixed = strategy.mixed_precision
+    gradients = profile.trained * (4.0 if mixed is None else DTYPE_BYTES[mixed.reduce_dtype])
+    gather = _collective(size * profile.parameters, shards, machine, groups)
+    reduce = _collective(gradients, shards, machine, groups)
+    if strategy.replicate > 1:
+        across = machine.nodes > 1
+        copies = strategy.replicate
+        reduce += 2 * _collective(gradients / shards, copies, machine, groups, across=across)
+    forward, backward = _gathers(recipe, micro_batches)
+    reductions = micro_batches if syncs_every_micro_batch(strategy) else 1
+    return gather * forward, gather * backward, reduce * reductions
+
+
+def _collective(
+    moved: float, ranks: int, machine: Machine, calls: int, *, across: bool = False
+) -> float:
+    """Seconds of all-gathers, or reduce-scatters, of so many bytes over so many ranks.
+
+    across: one rank of each node takes part, with its share of the node's network.
+    """
     if ranks == 1:
         return 0.0
-    over_nodes = across or ranks > machine.gpus_per_node
-    rate = machine.rates.inter_node_bandwidth if over_nodes else machine.rates.intra_node_bandwidth
-    if across:  # one rank of each node: its share of the node's cards
-        rate /= machine.gpus_per_node
-    return moved * _ring(ranks) / rate + groups * LATENCY
+    rates = machine.rates
+    rate = rates.intra_node_bandwidth
+    if across or ranks > machine.gpus_per_node:
+        rate = rates.inter_node_bandwidth / (machine.gpus_per_node if across else 1)
+    return moved * (ranks - 1) / ranks / rate + calls * LATENCY
 
 
-def _shard(profile: ModelProfile, shards: int, size: int) -> tuple[int, int]:
-    """Bytes of masters and trained elements of rank 0."""
-    shares = [profile.root.share(shards, size)]
-    total_masters, total_trained = shares[0].masters, shares[0].trained
-    for kind in profile.block_classes:
-        share = profile.classes[kind].share(shards, size)
-        total_masters += share.masters
-        total_trained += share.trained
-    return total_masters, total_trained
+def _transfers(
+    profile: ModelProfile, recipe: Recipe, machine: Machine
+) -> tuple[float, float, float, float]:
+    """Seconds of copies in forward and backward that overlap, of waiting copies, and of AdamW."""
+    strategy, rates = recipe.strategy, machine.rates
+    on_gpu = machine.device == "cuda"
+    micro_batches = micro_batches_of(recipe, ranks=machine.ranks)
+    shards = 1 if strategy.kind == "ddp" else max(1, machine.ranks // strategy.replicate)
+    size = DTYPE_BYTES[compute_dtype(strategy)]
+    groups = (profile.root, *(profile.classes[kind] for kind in profile.block_classes))
+    shares = [group.share(shards, size) for group in groups]
+    masters = sum(share.masters for share in shares)
+    trained = sum(share.trained for share in shares)
+    forward = backward = waits = 0.0
+    optimizer = (ADAMW_BYTES + NORM_BYTES) * trained / rates.memory_bandwidth
+    if strategy.cpu_offload is not None and on_gpu:
+        upload = masters / rates.host_bandwidth
+        uploads = _gathers(recipe, micro_batches)
+        forward, backward = upload * uploads[0], upload * uploads[1]
+        if shards == 1:
+            forward, backward, waits = 0.0, 0.0, forward + backward
+        download = 4 * trained / rates.host_bandwidth
+        addition = ADD_BYTES / ADAMW_BYTES * trained / rates.host_adamw
+        reductions = micro_batches if syncs_every_micro_batch(strategy) else 1
+        backward += download
+        waits += (reductions - 1) * (download + addition)
+        optimizer = trained / rates.host_adamw
+    checkpointing = recipe.activation_checkpointing
+    if checkpointing is not None and checkpointing.offload_to_cpu and on_gpu:
+        outputs = checkpointed(profile, recipe).count(True) * size * profile.hidden
+        waits += 2 * outputs * tokens_of(recipe) * micro_batches / rates.host_bandwidth
+    return forward, backward, waits, optimizer

@@ -1,69 +1,87 @@
-"""What would have fitted, where memory ran out: rungs of the ladder below what the plan gives the recipe that did not fit."""
+"""What would help where no configuration fits: estimated, in words and overrides."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 from launcher.errors import RecipeError
+from launcher.metrics.console import bytes_as_text
+from launcher.planner.candidates import overrides_between, smallest
 from launcher.planner.machine import Machine
-from launcher.planner.plan import Plan
-from launcher.planner.planning import make_plan
-from launcher.planner.search import Rung, make_ladder
-from launcher.recipe.schema import Recipe
+from launcher.planner.plan import estimated_plan
+from launcher.planner.profile import ModelProfile, profile_model
+from launcher.recipe.schema import Lora, Recipe
 
-REMEDIES = 3
-BELOW = 0.97
-"""Of what the recipe that ran out needs by plan: what needs hardly less would run out as well."""
-
-
-def explain(recipe: Recipe, machine: Machine, *, phase: str, measured: int | None, outside: int | None) -> Iterator[dict[str, Any]]:
-    """First the plan beside which memory ran out, then what fits, as plain values.
-
-    phase: of the step that it ran out in. measured: bytes of tensors on the device, with those that were asked for; None:
-    not known. outside: bytes of the device that are neither tensors nor kept for them; None: not known.
-    """
-    plan = make_plan(recipe, machine)
-    components = next((moment.components for name, moment in plan.step.phases.items() if name == phase), plan.step.peak.components)
-    yield {
-        "components": dataclasses.asdict(components),
-        "context": plan.context,
-        "margin": plan.margin,
-        "needed": plan.needed,
-        "host": dataclasses.asdict(plan.host),
-    }
-    rungs = what_fits(recipe, machine, plan, measured=measured, outside=outside)
-    yield {
-        "remedies": [
-            {"overrides": list(rung.overrides), "needed": rung.plan.needed, "tokens_per_second": rung.tokens_per_second} for rung in rungs
-        ]
-    }
+NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Tried where nothing fits."""
+MANY_RANKS = 2**20
+"""So many that shards take no memory."""
+SHORTEST = 256
+"""Tokens of a sequence."""
 
 
-def what_fits(recipe: Recipe, machine: Machine, plan: Plan, *, measured: int | None = None, outside: int | None = None) -> list[Rung]:
-    """The fastest rungs that need less than this recipe, which ran out of memory: two or three, or fewer where there are no more.
+def suggestions(profile: ModelProfile, written: Recipe, machine: Machine) -> Iterator[str]:
+    """More GPUs, shorter sequences, adapters; or what this launcher cannot do."""
+    without_shards = dataclasses.replace(
+        machine, nodes=max(1, MANY_RANKS // machine.gpus_per_node), host_memory=None
+    )
+    hopeless = _fitting(written, without_shards, profile) is None
+    if not hopeless:
+        yield _more_gpus(profile, written, machine)
+    length = written.data.sequence_length // 2
+    while length >= SHORTEST:
+        data = dataclasses.replace(written.data, sequence_length=length)
+        found = _fitting(dataclasses.replace(written, data=data), machine)
+        if found is not None:
+            yield f"shorter sequences: {' '.join(overrides_between(written, found))}"
+            break
+        length //= 2
+    if written.lora is None and written.model.freeze is None:
+        found = _fitting(dataclasses.replace(written, lora=Lora()), machine)
+        if found is not None:
+            overrides = " ".join(overrides_between(written, found))
+            yield f"adapters instead of all weights: {overrides}"
+    if hopeless:
+        recipes = smallest(written, machine)
+        steps = [estimated_plan(profile, one, without_shards).step for one in recipes]
+        parts = min((step.peak.components for step in steps), key=lambda parts: parts.total)
+        logits = parts.logits > parts.total / 2
+        what = "the logits and their loss" if logits else "one block with weights and activations"
+        yield (
+            f"tensor parallelism, which this launcher does not have: on any number of GPUs {what} "
+            f"need {bytes_as_text(parts.logits if logits else parts.total)} of "
+            f"{bytes_as_text(parts.total)} a rank; or a GPU with more memory than "
+            f"{bytes_as_text(machine.memory or 0)}"
+        )
 
-    plan: the recipe's. Where more was measured than it says (or taken outside of tensors), the device counts as so much smaller.
-    """
-    tensors = plan.step.peak.components.total
-    limits = [plan.needed - round((1 - BELOW) * tensors)]
-    if machine.memory is not None:
-        beside = max(plan.context, outside or 0)
-        share = min(1.0, tensors / measured) if measured else 1.0
-        limits.append(plan.context + round((machine.memory - beside) * share))
-    smaller = dataclasses.replace(machine, memory=min(limits))
 
-    def plan_of(other: Recipe, machine: Machine) -> Plan:
-        return dataclasses.replace(plan, machine=machine) if other == recipe else make_plan(other, machine)
-
-    ladder = make_ladder(recipe, smaller, plan_of=plan_of, traced=REMEDIES)
-    # Those that were only estimated are not shown to fit
-    shown = [rung for rung in ladder.rungs if rung.plan.fits and rung.overrides and rung.plan.step.method == plan.step.method]
-    return sorted(shown, key=lambda rung: -rung.tokens_per_second)[:REMEDIES]
+def _fitting(
+    recipe: Recipe, machine: Machine, profile: ModelProfile | None = None
+) -> Recipe | None:
+    """The fastest of the smallest configurations that fits by the estimate; None: none does."""
+    try:
+        profile = profile or profile_model(recipe, device=machine.device)
+    except RecipeError:  # such as sequences too short for the model
+        return None
+    for one in smallest(recipe, machine):
+        if estimated_plan(profile, one, machine).fits:
+            return one
+    return None
 
 
-def refused_with_remedies(what: str, rungs: list[Rung]) -> RecipeError:
-    """The error of a recipe that cannot go on as it is."""
-    lines = [f"  {' '.join(rung.overrides)}" for rung in rungs]
-    return RecipeError([what, "what needs less by the memory plan, the fastest first:", *lines] if lines else [what])
+def _more_gpus(profile: ModelProfile, written: Recipe, machine: Machine) -> str:
+    for nodes in NODES:
+        more = dataclasses.replace(machine, nodes=nodes)
+        found = _fitting(written, more, profile) if nodes > machine.nodes else None
+        if found is not None:
+            size = written.batch.global_batch_size
+            batch = f"; batch.global_batch_size must be a multiple of {more.ranks}, not {size}"
+            return (
+                f"more GPUs: {more.ranks} of them (nodes={nodes} "
+                f"gpus_per_node={machine.gpus_per_node}), with "
+                + " ".join(overrides_between(written, found))
+                + (batch if size % more.ranks else "")
+            )
+    most = NODES[-1] * machine.gpus_per_node
+    return f"more GPUs: {most} are not enough; pipeline parallelism is not available"

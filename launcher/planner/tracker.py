@@ -1,7 +1,8 @@
-"""Follows every storage of a step, from its allocation to its release, and says afterwards what each was for.
+"""Follows every storage of a step from allocation to release.
 
-What a storage is for is often known only later (an activation is what is still there when the forward pass has ended),
-so what is recorded is when bytes came and went; the label of a storage is looked up when the record is played back.
+What a storage is for is often known only later: an activation is what is left when the forward pass
+has ended. So the tracker records when bytes came and went, and reads the labels when it plays the
+record back.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launcher.planner import components
-from launcher.planner.components import COMPONENTS, Phase
+from launcher.planner.memory import COMPONENTS, Phase
+from launcher.planner.memory import pinned as pinned_bytes
 
 HOST = "host"
-"""The label of what lives in host memory while the device is a GPU."""
+"""The label of storages in host memory while the device is a GPU."""
 
 Held = dict[str, int]
 """Bytes by component, and HOST."""
+
+
+def on_device(held: Held) -> int:
+    """Bytes of all components."""
+    return sum(held.values()) - held[HOST]
 
 
 class Record:
@@ -40,7 +46,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a step something happened."""
+    """A phase and module of the step."""
 
     phase: Phase
     micro_batch: int
@@ -55,13 +61,16 @@ class _Event:
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode, to be entered inside of a fake-tensor mode."""
+    """A dispatch mode, entered inside of a fake-tensor mode."""
 
-    def __init__(self, label_of: Callable[[torch.Tensor], str | None] = lambda tensor: None, *, gloo: bool = False) -> None:
-        """gloo: whether collectives are gloo's, which works on a copy of what a gathering gives and a scattering gets."""
+    def __init__(
+        self, label_of: Callable[[torch.Tensor], str | None], *, gloo: bool = False
+    ) -> None:
+        """label_of: a label by a tensor's shape. gloo: it copies what it gathers and scatters."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._gloo = gloo
-        self._copied = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1} if gloo else {}
+        copied = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
+        self._copied = copied if gloo else {}
         self._label_of = label_of
         self.place = Place("forward", 0, "")
         self._places: list[Place] = [self.place]
@@ -80,7 +89,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own operations come here, on plain tensors
+            return NotImplemented  # its operations arrive here again, on plain tensors
         out = func(*args, **(kwargs or {}))
         if self._paused:
             return out
@@ -90,8 +99,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.see(tensor, source=args[0] if casts else None)
-        # Attention without a fused kernel, in aten/src/ATen/native (torch 2.11 to 2.13): a mask of bytes of the rows that are
-        # masked as a whole; and on CUDA the product of gradient and result
+        # Attention without a fused kernel, in aten/src/ATen/native (torch 2.11 to 2.13): a byte
+        # for each element, and on CUDA the product of gradient and result
         if func is torch.ops.aten._safe_softmax.default:
             self._note_transient(out.numel(), "activations")
         elif func is torch.ops.aten._softmax_backward_data.default and not self._gloo:
@@ -105,15 +114,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(record, -size)
 
     def go(self, where: str, *, phase: Phase | None = None, micro_batch: int | None = None) -> None:
-        """What comes now happens there."""
+        """Sets the place of the events that follow."""
         now = self.place
-        place = Place(now.phase if phase is None else phase, now.micro_batch if micro_batch is None else micro_batch, where)
+        number = now.micro_batch if micro_batch is None else micro_batch
+        place = Place(now.phase if phase is None else phase, number, where)
         if place != now:
             self.place = place
             self._places.append(place)
 
-    def see(self, tensor: torch.Tensor, *, label: str | None = None, source: Any = None) -> Record | None:
-        """Records a tensor's storage, if it is a new one."""
+    def see(self, tensor: torch.Tensor, *, label: str | None = None, source: Any = None) -> Record:
+        """Records a tensor's storage, if it is new. source: the tensor it was cast from."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         storage = tensor.untyped_storage()
@@ -123,7 +133,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 known.label = label
             return known
         if label is None:
-            label = (self._label_of_cast(source) if source is not None else None) or self._label_of(tensor) or _label_of_caller()
+            label = self._label_of_cast(source) or self._label_of(tensor) or _label_of_caller()
         record = Record(storage.nbytes(), label, len(self._events))
         self._live[storage._cdata] = record
         key = storage._cdata
@@ -131,34 +141,32 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(record, record.size)
         return record
 
-    def mark(self, tensors: Iterable[torch.Tensor], label: str, *, only_unlabelled: bool = False) -> None:
-        """Says what storages are for; those that were not seen are recorded now."""
+    def mark(self, tensors: Iterable[torch.Tensor], label: str) -> None:
+        """Labels storages, and records those that are new."""
         for tensor in tensors:
-            record = self.see(tensor, label=None)
-            if record is not None and (record.label is None or not only_unlabelled):
-                record.label = label
+            self.see(tensor).label = label
 
     def mark_host(self, tensors: Iterable[torch.Tensor], *, pinned: bool) -> None:
-        """These lie in host memory, page-locked or not."""
+        """Labels storages in host memory; pinned ones are larger."""
         for tensor in tensors:
             record = self.see(tensor, label=HOST)
-            if pinned and record is not None:
+            if pinned:
                 local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-                self.resized(local.untyped_storage(), components.pinned(record.size))
+                self.resized(local.untyped_storage(), pinned_bytes(record.size))
 
     @property
     def events(self) -> int:
-        """So many were recorded: a point in time."""
+        """The number of recorded events, as a point in time."""
         return len(self._events)
 
     def label_live(self, label: str, *, since: int) -> None:
-        """What came after this point in time, and is still there, and has no label yet."""
+        """Labels what came since this event, is still there, and has no label."""
         for record in self._live.values():
             if record.label is None and record.born >= since and record.size:
                 record.label = label
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """A storage that is kept was given memory, or gave it back."""
+        """Records that a storage changed its size."""
         record = self._live.get(storage._cdata)
         if record is not None and size != record.size:
             self._note(record, size - record.size)
@@ -173,21 +181,21 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._events.append(_Event(len(self._places) - 1, record, delta))
 
     def _label_of_cast(self, source: Any) -> str | None:
-        """A copy of a weight in another dtype, that autocast makes."""
+        """Copies of weights that autocast makes."""
         if not isinstance(source, torch.Tensor) or isinstance(source, DTensor):
             return None
         known = self._live.get(source.untyped_storage()._cdata)
         return "gathered" if known is not None and known.label == "parameters" else None
 
     def at(self, event: int) -> Held:
-        """What was held then."""
+        """Bytes held at an event."""
         now = dict.fromkeys((*COMPONENTS, HOST), 0)
         for past in self._events[:event]:
             now[past.record.label or "temporary"] += past.delta
         return now
 
     def play(self, since: int, until: int) -> list[tuple[Place, Held]]:
-        """The highest moment of each place between two points in time, in order."""
+        """The highest moment of each place between two events, in order."""
         now = self.at(since)
         moments: list[tuple[Place, Held]] = []
         place: int | None = None
@@ -198,7 +206,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 most = -1
             place = event.place
             now[event.record.label or "temporary"] += event.delta
-            total = sum(now.values()) - now[HOST]
+            total = on_device(now)
             if total > most:
                 best, most = dict(now), total
         if place is not None:
@@ -207,7 +215,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _label_of_caller() -> str | None:
-    """FSDP's collectives ask for buffers, FSDP's parameters for what they are gathered into."""
+    """Buffers of FSDP's collectives, and unsharded weights of FSDP's parameters."""
     frame: Any = sys._getframe(2)
     for _ in range(14):
         file = frame.f_code.co_filename
@@ -222,8 +230,8 @@ def _label_of_caller() -> str | None:
 
 
 @contextmanager
-def resizing_watched(tracker: Tracker) -> Iterator[None]:
-    """FSDP gives gathered weights their memory, and takes it back, through their storage: no operation that a mode sees."""
+def watching_resizes(tracker: Tracker) -> Iterator[None]:
+    """FSDP frees unsharded weights by resizing their storage, which no dispatch mode sees."""
     plain = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:

@@ -1,90 +1,52 @@
-"""What was planned beside what was measured: each component and phase, and whether the two are near enough.
-
-Knows of the measurement what it found alone: neither imports the other.
-"""
+"""The plan compared with what training took (`launcher plan --verify`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from launcher.planner.components import StepMemory
-from launcher.planner.formatting import NAMES
+from launcher.planner.memory import Plan, StepMemory
 
-SMALL = 0.01
-"""Of the peak: what is less is judged as if it were as much."""
-
-SMALL_BY_DIFFERENCE = 0.05
-"""The same for what is told by difference only, where the deviations of all else add up."""
+OVER, UNDER = 0.05, 0.02
+"""The plan's peak may be so much more, or less, than the measured one. Less is the worse error:
+the job would run out of memory."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One component, phase or moment."""
-
-    what: str
-    planned: int
-    measured: int
-    """Bytes both."""
-    by_difference: bool
-    """Not measured itself: what is left of the measured peak without the other components as planned."""
-    good: bool
-
-    @property
-    def ratio(self) -> float:
-        """Planned over measured."""
-        return self.planned / self.measured if self.measured else 1.0 if self.planned == 0 else float("inf")
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All rows, the peak last."""
-
-    rows: tuple[Row, ...]
-
-    @property
-    def good(self) -> bool:
-        """Whether every row is."""
-        return all(row.good for row in self.rows)
+def compare(planned: StepMemory, measured: Any) -> list[tuple[str, int, int]]:
+    """Rows of (what, planned bytes, measured bytes), the peak last. measured: a `Measured`."""
+    held, optimizer = planned.held, planned.phases["optimizer"].components
+    return [
+        ("parameters", held.parameters, measured.parameters),
+        ("gradients", optimizer.gradients, measured.gradients),
+        ("optimizer state", held.optimizer, measured.optimizer),
+        ("between steps", held.total, measured.step_start),
+        ("after forward", planned.after_forward.total, measured.after_forward),
+        *(
+            (f"peak in {phase}", moment.components.total, measured.phases[phase])
+            for phase, moment in planned.phases.items()
+        ),
+        ("peak", planned.peak.components.total, measured.peak),
+    ]
 
 
-def compare(planned: StepMemory, measured: Any, *, tolerance: float = 0.05) -> Comparison:
-    """Holds a planned step against a measured one.
+def peak_holds(planned: StepMemory, measured: Any) -> bool:
+    """Whether the planned peak is within `OVER` and `UNDER` of the measured one.
 
-    measured: a `measuring.Measured`. tolerance: of what was measured, or of SMALL of the peak where that is more.
-    Of states what is held between steps is compared, of gradients what the optimizer gets, of what a forward pass makes
-    what is there at the end of the first one; the rest are peaks. What the measurement could not tell from activations is
-    compared together with them. Communication and temporary, which nobody can count on tensors, are told by difference, on
-    the CPU, whose allocator counts to the byte and where nobody but the model allocates.
+    What the allocator reserves beyond it does not count: while the device has room the allocator
+    caches memory per stream, and frees it when the device is full.
     """
-    rows: list[Row] = []
+    off: float = planned.peak.components.total / measured.peak - 1
+    return -UNDER <= off <= OVER
 
-    def add(what: str, bytes_planned: int, bytes_measured: int, *, by_difference: bool = False) -> None:
-        least = (SMALL_BY_DIFFERENCE if by_difference else SMALL) * measured.peak
-        good = abs(bytes_planned - bytes_measured) <= tolerance * max(bytes_measured, least)
-        rows.append(Row(what, bytes_planned, bytes_measured, by_difference, good))
 
-    after, peak = planned.after_forward, planned.peak.components
-    add(NAMES["parameters"], planned.held.parameters, measured.parameters)
-    add(NAMES["gradients"], planned.phases["optimizer"].components.gradients, measured.gradients)
-    add(NAMES["optimizer"], planned.held.optimizer, measured.optimizer)
-    activations = after.activations
-    if measured.gathered is None:
-        activations += after.gathered
-    else:
-        add(NAMES["gathered"], after.gathered, measured.gathered)
-    if measured.logits is None:
-        activations += after.logits
-    add(NAMES["activations"], activations, measured.activations)
-    if measured.logits is not None:
-        add(NAMES["logits"], after.logits, measured.logits)
-    if measured.device == "cpu":
-        for name in ("communication", "temporary"):
-            own = getattr(peak, name)
-            add(NAMES[name], own, measured.peak - (peak.total - own), by_difference=True)
-    add("between steps", planned.held.total, measured.step_start)
-    add("after forward", after.total, measured.after_forward)
-    for phase, moment in planned.phases.items():
-        add(f"peak in {phase}", moment.components.total, measured.phases[phase])
-    add("peak", peak.total, measured.peak)
-    return Comparison(tuple(rows))
+def verified(plan: Plan, measured: Any) -> dict[str, Any]:
+    """Whether the plan holds, and all rows, as plain values. measured: a `Measured`."""
+    *rows, peak = compare(plan.step, measured)
+    if measured.context is not None:
+        rows.append(("driver and libraries", plan.context, measured.context))
+    if measured.reserved is not None:
+        rows.append(("with margin", peak[1] + plan.margin, measured.reserved))
+    names = ("what", "planned", "measured")
+    return {
+        "true": peak_holds(plan.step, measured),
+        "compared": [dict(zip(names, row, strict=True)) for row in (*rows, peak)],
+    }

@@ -308,7 +308,9 @@ class FailureWatch:
             self._tell(reason, text, account)
             self.end(EXIT_FAILED)
 
-    def _loss(self, lost: list[int], error: BaseException | None = None) -> tuple[str, str, Account | None]:
+    def _loss(
+        self, lost: list[int], error: BaseException | None = None
+    ) -> tuple[str, str, Account | None]:
         """As `_cause`, for ranks that were killed."""
         names = self._names(lost)
         if self._kernel_killed(lost):
@@ -397,7 +399,9 @@ def failing_together(
     store: Store, *, environment: Environment, run: RunFolder, console: TextIO, progress: Progress
 ) -> Iterator[FailureWatch]:
     """An exception inside ends this process and all other ranks, as `FailureWatch.report` says."""
-    failures = FailureWatch(store, environment=environment, run=run, console=console, progress=progress)
+    failures = FailureWatch(
+        store, environment=environment, run=run, console=console, progress=progress
+    )
     try:
         failures.share_owner()
         yield failures

@@ -33,7 +33,11 @@ class Neighbours:
         others = [rank for rank in self._ranks if rank != self._rank]
         if store.check([_key(rank) for rank in others]):
             told = {rank: store.get(_key(rank)).decode().split() for rank in others}
-            self._processes = {rank: (int(pid), int(start)) for rank, (where, pid, start) in told.items() if where == machine}
+            self._processes = {
+                rank: (int(pid), int(start))
+                for rank, (where, pid, start) in told.items()
+                if where == machine
+            }
 
     def lost(self) -> list[int]:
         """Ranks whose processes are gone, for whatever reason. Asks only the kernel."""

@@ -63,7 +63,10 @@ class RunFolder:
         """
         mine = {key: value for key, value in _identity(environment).items() if value is not None}
         return environment.restarted and any(
-            event.get(key) == value for event in self._events() if event["event"] == "started" for key, value in mine.items()
+            event.get(key) == value
+            for event in self._events()
+            if event["event"] == "started"
+            for key, value in mine.items()
         )
 
     def note_start(self, environment: Environment) -> None:

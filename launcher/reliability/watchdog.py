@@ -270,7 +270,10 @@ class Watch:
         if not self._failures.claim():
             return
         silent_ranks = [rank for rank in states if silent[rank] >= self._silent_after]
-        verdict = {rank: [_witness(rank, states, silent_ranks), states[rank]["pid"]] for rank in silent_ranks}
+        verdict = {
+            rank: [_witness(rank, states, silent_ranks), states[rank]["pid"]]
+            for rank in silent_ranks
+        }
         store.set(_VERDICT, json.dumps(verdict))
         found = {self._rank: self._dump({str(rank): pair for rank, pair in verdict.items()})}
         deadline = time.monotonic() + _DUMP_SECONDS
@@ -312,7 +315,9 @@ class Watch:
             lines.append(f"rank {rank} waits in step {state['step'] + 1}, {state['phase']}{where}")
         waiting = {rank: dump["collectives"] for rank, dump in found.items()}
         lines += hang_report.compare_collectives(waiting)
-        return "\n".join([*lines, f"stacks and states of the processes are in {self._run.log / 'hang'}"])
+        return "\n".join(
+            [*lines, f"stacks and states of the processes are in {self._run.log / 'hang'}"]
+        )
 
     def _dump(self, verdict: dict[str, list[int]]) -> dict[str, Any]:
         """Writes this rank's stacks and flight recorder, and what it sees of silent ranks.

@@ -156,7 +156,9 @@ def begin(run_dir: Path, job: str, *, max_failures: int) -> str | None:
     before, checkpoint = Record.read(run_dir, job), newest_checkpoint(run_dir)
     status = RunFolder(run_dir).read_status()
     failures = 0 if checkpoint > before.checkpoint else before.failures
-    if before.open and (status == before.found or status.get("state") not in ("stopped", "finished")):
+    if before.open and (
+        status == before.found or status.get("state") not in ("stopped", "finished")
+    ):
         failures += 1
     may = failures < max_failures
     Record(job, failures, checkpoint, status, may, successor=before.successor).write(run_dir)

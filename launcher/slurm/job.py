@@ -318,7 +318,9 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--script", required=True, help="this job's, for its successor")
     parser.add_argument("--ranks-python", required=True)
     parser.add_argument("--ranks-per-node", type=int, required=True)
-    parser.add_argument("--lead", type=int, required=True, help="seconds from a warning to the limit")
+    parser.add_argument(
+        "--lead", type=int, required=True, help="seconds from a warning to the limit"
+    )
     parser.add_argument("--max-restarts", type=int, required=True)
     parser.add_argument("--max-failures", type=int, required=True)
     parser.add_argument("--interface")
@@ -326,7 +328,9 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--preflight", action="store_true")
     parser.add_argument("--warned", type=int, default=0)
     parser.add_argument("--terminated", type=int, default=0)
-    parser.add_argument("chain", nargs="*", help="of a successor: the first job, and the one before")
+    parser.add_argument(
+        "chain", nargs="*", help="of a successor: the first job, and the one before"
+    )
     return parser.parse_args(arguments)
 
 

@@ -16,7 +16,9 @@ LINES = 20
 """Of a bad node's output in the job's log."""
 
 
-def each(file: Path, nodes: Sequence[str], *, status: int) -> tuple[dict[str, list[str]], list[str]]:
+def each(
+    file: Path, nodes: Sequence[str], *, status: int
+) -> tuple[dict[str, list[str]], list[str]]:
     """Bad nodes and why, in lines; and problems that are held against no node.
 
     Bad are nodes where the examination failed with another status than 2 (arguments), or was not
@@ -42,7 +44,9 @@ def each(file: Path, nodes: Sequence[str], *, status: int) -> tuple[dict[str, li
     return bad, other
 
 
-def together(file: Path, nodes: Sequence[str], *, status: int) -> tuple[dict[str, list[str]], list[str]]:
+def together(
+    file: Path, nodes: Sequence[str], *, status: int
+) -> tuple[dict[str, list[str]], list[str]]:
     """The same of all nodes together. file: the report of `launcher doctor json=FILE`."""
     try:
         report = json.loads(file.read_text())

@@ -24,7 +24,11 @@ def slurm_environment(variables: Mapping[str, str] = os.environ) -> dict[str, st
     """The environment without the variables of a job, whose CPUs and tasks a new job would get."""
     kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
     prefixes = ("SLURM_", "SBATCH_", "SRUN_")
-    return {name: value for name, value in variables.items() if not name.startswith(prefixes) or name in kept}
+    return {
+        name: value
+        for name, value in variables.items()
+        if not name.startswith(prefixes) or name in kept
+    }
 
 
 def slurm_command(*words: str) -> str:

@@ -9,14 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 
 def recomputation_changes_state(block: nn.Module) -> bool:
     """Whether a second forward pass would update running statistics a second time (BatchNorm)."""
-    return any(isinstance(module, _NormBase) and module.track_running_stats for module in block.modules())
+    return any(
+        isinstance(module, _NormBase) and module.track_running_stats for module in block.modules()
+    )
 
 
 def is_checkpointed(block: nn.Module) -> bool:
@@ -51,7 +56,9 @@ def checkpoint_blocks(
     return result
 
 
-def _forward_saving_on_cpu(forward: Callable[..., Any], pin_memory: bool, *args: Any, **kwargs: Any) -> Any:
+def _forward_saving_on_cpu(
+    forward: Callable[..., Any], pin_memory: bool, *args: Any, **kwargs: Any
+) -> Any:
     with save_on_cpu(pin_memory=pin_memory):
         return forward(*args, **kwargs)
 
@@ -65,7 +72,9 @@ def kept_operations() -> set[Any]:
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_fused_attention_overrideable",
     )
-    kept = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
+    kept = {
+        getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)
+    }
     # Attention of packed documents (launcher/models/attention.py), once its module is imported
     if hasattr(torch.ops.torch_attn, "_varlen_attn"):
         kept.add(torch.ops.torch_attn._varlen_attn.default)

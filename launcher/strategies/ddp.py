@@ -19,12 +19,22 @@ class Ddp:
     """DistributedDataParallel under autocast."""
 
     def __init__(
-        self, model: nn.Module, *, ranks: DataParallel, param_dtype: torch.dtype, sync_every_micro_batch: bool, fill: Fill
+        self,
+        model: nn.Module,
+        *,
+        ranks: DataParallel,
+        param_dtype: torch.dtype,
+        sync_every_micro_batch: bool,
+        fill: Fill,
     ) -> None:
         fill(model, ranks.device, ranks.device)
         # torch 2.13 renames broadcast_buffers
-        renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-        no_buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+        renamed = (
+            "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+        )
+        no_buffers: dict[str, Any] = {
+            "forward_sync_buffers" if renamed else "broadcast_buffers": False
+        }
         self.module = model
         self._ddp = DistributedDataParallel(
             model,
@@ -37,7 +47,9 @@ class Ddp:
         # DDP waits for events to time itself in the first ten iterations, which cannot be switched off, and in every 100th
         self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
         self.model: nn.Module = self._ddp
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         self._device_type = ranks.device.type
         self._param_dtype = param_dtype
         self._sync_every_micro_batch = sync_every_micro_batch

@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from launcher.distributed.process_group import DataParallel
@@ -46,13 +52,25 @@ class Fsdp:
         mesh = make_mesh(ranks, replicate)
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         on_gpu = ranks.device.type == "cuda"
-        offload = CPUOffloadPolicy(pin_memory=pin_memory and on_gpu) if cpu_offload else OffloadPolicy()
+        offload = (
+            CPUOffloadPolicy(pin_memory=pin_memory and on_gpu) if cpu_offload else OffloadPolicy()
+        )
         for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_after_forward)
+            fully_shard(
+                block,
+                mesh=mesh,
+                mp_policy=policy,
+                offload_policy=offload,
+                reshard_after_forward=reshard_after_forward,
+            )
         # The root's own weights (embedding, head) end the forward pass and begin the backward pass: freed between the
         # two they would be gathered again at once. None is fully_shard's word for that.
         fully_shard(
-            model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=None if reshard_after_forward else False
+            model,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=None if reshard_after_forward else False,
         )
         fill(model, torch.device("cpu") if cpu_offload else ranks.device, ranks.device)
         assert isinstance(model, FSDPModule)
@@ -60,7 +78,9 @@ class Fsdp:
         self.model: nn.Module = model
         self._root: FSDPModule = model
         self._shards: dist.ProcessGroup = mesh.get_group("shard")
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         self._reshard_after_forward = reshard_after_forward
         self._reshard_after_backward = reshard_after_backward
         self._sync_every_micro_batch = sync_every_micro_batch
@@ -70,12 +90,24 @@ class Fsdp:
     def description(self) -> str:
         """Seen on a sharded parameter and on the groups that fully_shard made."""
         groups = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
-        shard = max((p for p in self.module.parameters() if isinstance(p, DTensor)), key=lambda p: p.numel())
+        shard = max(
+            (p for p in self.module.parameters() if isinstance(p, DTensor)), key=lambda p: p.numel()
+        )
         trained = self._parameters[0].dtype
         policy = groups[0]._get_fsdp_state()._mp_policy
-        names = [str(dtype or shard.dtype).removeprefix("torch.") for dtype in (trained, policy.param_dtype, policy.reduce_dtype)]
-        frozen = {str(p.dtype).removeprefix("torch.") for p in self.module.parameters() if not p.requires_grad}
-        mesh = " x ".join(f"{shard.device_mesh.size(dim)} {name}" for dim, name in enumerate(shard.device_mesh.mesh_dim_names or ()))
+        names = [
+            str(dtype or shard.dtype).removeprefix("torch.")
+            for dtype in (trained, policy.param_dtype, policy.reduce_dtype)
+        ]
+        frozen = {
+            str(p.dtype).removeprefix("torch.")
+            for p in self.module.parameters()
+            if not p.requires_grad
+        }
+        mesh = " x ".join(
+            f"{shard.device_mesh.size(dim)} {name}"
+            for dim, name in enumerate(shard.device_mesh.mesh_dim_names or ())
+        )
         when = "each micro-batch" if self._sync_every_micro_batch else "the last micro-batch"
         where = f"on {shard.to_local().device}" + (" (offloaded)" if self._offloaded else "")
         return (
@@ -114,8 +146,12 @@ class Fsdp:
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
         """Each rank adds up its shards, one all-reduce of one number over the shards adds up the ranks."""
-        gradients = [_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        squared: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).square()
+        gradients = [
+            _local(parameter.grad) for parameter in self._parameters if parameter.grad is not None
+        ]
+        squared: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack(torch._foreach_norm(gradients))
+        ).square()
         dist.all_reduce(squared, group=self._shards)
         return squared.sqrt()
 

@@ -45,8 +45,12 @@ def wrap(
     if strategy.kind == "ddp":
         from launcher.strategies.ddp import Ddp
 
-        sync = False if strategy.sync_every_micro_batch == "auto" else strategy.sync_every_micro_batch
-        return Ddp(model, ranks=ranks, param_dtype=param_dtype, sync_every_micro_batch=sync, fill=fill)
+        sync = (
+            False if strategy.sync_every_micro_batch == "auto" else strategy.sync_every_micro_batch
+        )
+        return Ddp(
+            model, ranks=ranks, param_dtype=param_dtype, sync_every_micro_batch=sync, fill=fill
+        )
     from launcher.strategies.fsdp import Fsdp
 
     return Fsdp(
@@ -54,7 +58,9 @@ def wrap(
         blocks=list(wrapped.values()),
         ranks=ranks,
         param_dtype=param_dtype,
-        reduce_dtype=getattr(torch, precision.reduce_dtype) if precision is not None else torch.float32,
+        reduce_dtype=getattr(torch, precision.reduce_dtype)
+        if precision is not None
+        else torch.float32,
         reshard_after_forward=strategy.reshard_after_forward,
         reshard_after_backward=strategy.reshard_after_backward,
         replicate=strategy.replicate,

@@ -110,4 +110,6 @@ class Evaluator:
 def over_all(results: Mapping[str, Evaluated]) -> Evaluated:
     """The sets taken together: the mean over the tokens of all."""
     tokens = sum(result.tokens for result in results.values())
-    return Evaluated(sum(result.loss * result.tokens for result in results.values()) / max(tokens, 1), tokens)
+    return Evaluated(
+        sum(result.loss * result.tokens for result in results.values()) / max(tokens, 1), tokens
+    )

@@ -87,11 +87,15 @@ def train_steps(
         loss_scale.update(skipped)
         step = Step(batch.step, total / targets, norm, skipped, rate, batch)
         heartbeat("data")
-        batch = next(batches, None)  # on its way to the device before anybody waits for this step's numbers
+        batch = next(
+            batches, None
+        )  # on its way to the device before anybody waits for this step's numbers
         yield step
 
 
-def _divisor(norm: torch.Tensor, scale: torch.Tensor | None, max_grad_norm: float | None) -> torch.Tensor | None:
+def _divisor(
+    norm: torch.Tensor, scale: torch.Tensor | None, max_grad_norm: float | None
+) -> torch.Tensor | None:
     """What gradients are divided by: the loss scale, and what brings their norm down to max_grad_norm."""
     if max_grad_norm is None:
         return scale

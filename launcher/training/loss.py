@@ -28,7 +28,12 @@ def summed_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tenso
     targets = micro_batch["targets"]
     inputs = {name: value for name, value in micro_batch.items() if name != "targets"}
     outputs = model(**inputs, use_cache=False)
-    summed = nn.functional.cross_entropy(outputs.logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    summed = nn.functional.cross_entropy(
+        outputs.logits.float().flatten(0, 1),
+        targets.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
     if torch.is_grad_enabled() and getattr(outputs, "aux_loss", None) is not None:
         summed = _with_gradient_of(summed, _router_loss(model, outputs, targets))
     return summed
@@ -52,7 +57,9 @@ def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch
     config: Any = model.config
     places = (model, config, getattr(config, "text_config", None))
     names = ("router_aux_loss_coef", "aux_loss_coef")
-    coefficient = next((getattr(place, name) for place in places for name in names if hasattr(place, name)), None)
+    coefficient = next(
+        (getattr(place, name) for place in places for name in names if hasattr(place, name)), None
+    )
     if coefficient is None:
         raise ValueError(
             f"{type(model).__name__} returns an auxiliary loss and has no router_aux_loss_coef to weight it with; "
@@ -66,7 +73,9 @@ def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch
         before_last = trained.flip(1).cumsum(1).flip(1) > 0
         text = torch.cat([before_last[:, :1], before_last[:, :-1]], dim=1)
         text |= ~text.any()  # without any target the weight is 0: keep the mean over tokens finite
-        auxiliary = load_balancing_loss_func(outputs.router_logits, model.num_experts, model.num_experts_per_tok, text)
+        auxiliary = load_balancing_loss_func(
+            outputs.router_logits, model.num_experts, model.num_experts_per_tok, text
+        )
     result: torch.Tensor = coefficient * trained.sum() * auxiliary
     return result
 
@@ -78,4 +87,6 @@ def summed_classification_loss(model: nn.Module, micro_batch: Mapping[str, Any])
     """
     inputs = {name: value for name, value in micro_batch.items() if name != "targets"}
     logits = model(**inputs).logits
-    return nn.functional.cross_entropy(logits.float(), micro_batch["targets"], ignore_index=IGNORED, reduction="sum")
+    return nn.functional.cross_entropy(
+        logits.float(), micro_batch["targets"], ignore_index=IGNORED, reduction="sum"
+    )

@@ -23,7 +23,10 @@ def make_optimizer(model: nn.Module, optimizer: schema.Optimizer) -> torch.optim
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": optimizer.weight_decay},
+        {
+            "params": [parameter for parameter in trained if parameter.ndim >= 2],
+            "weight_decay": optimizer.weight_decay,
+        },
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
@@ -51,7 +54,9 @@ def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> Lear
             return peak
         begin = warmup
         if schedule.kind == "wsd":
-            decay = schedule.decay_steps if schedule.decay_steps is not None else max(1, steps // 10)
+            decay = (
+                schedule.decay_steps if schedule.decay_steps is not None else max(1, steps // 10)
+            )
             begin = max(warmup, steps - decay)
             if step <= begin:
                 return peak
@@ -93,5 +98,7 @@ class LossScale:
         skipped = skipped.to(self.value.device, non_blocking=True)
         good = (self._good_steps + 1) * (1 - skipped)
         grow = good >= 2000
-        self.value = torch.where(skipped > 0, self.value * 0.5, torch.where(grow, self.value * 2, self.value))
+        self.value = torch.where(
+            skipped > 0, self.value * 0.5, torch.where(grow, self.value * 2, self.value)
+        )
         self._good_steps = torch.where(grow, torch.zeros_like(good), good)

@@ -13,7 +13,12 @@ from launcher.recipe import schema
 
 @contextmanager
 def profiled(
-    profile: schema.Profile | None, *, folder: Path, rank: int, device: torch.device, first_step: int
+    profile: schema.Profile | None,
+    *,
+    folder: Path,
+    rank: int,
+    device: torch.device,
+    first_step: int,
 ) -> Iterator[Callable[[int], None]]:
     """Yields a function to call with the number of each finished step. Writes `profile/rank_N.json`, a Chrome trace.
 
@@ -33,11 +38,15 @@ def profiled(
     if snapshot:
         torch.cuda.memory._record_memory_history()
     warmup = min(1, profile.start_step - 1)
-    action = schedule(wait=profile.start_step - 1 - warmup, warmup=warmup, active=profile.steps, repeat=1)
+    action = schedule(
+        wait=profile.start_step - 1 - warmup, warmup=warmup, active=profile.steps, repeat=1
+    )
     done = first_step
     with torch_profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-        schedule=lambda calls: action(done),  # not the calls of this start, but the steps of the run
+        schedule=lambda calls: action(
+            done
+        ),  # not the calls of this start, but the steps of the run
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(target / f"rank_{rank}.json")),
         record_shapes=True,
     ) as trace:

@@ -38,12 +38,22 @@ class Reporter:
     """Logs steps and evaluations. Every rank has one, since a record takes numbers from all; rank 0's writes and prints."""
 
     def __init__(
-        self, ranks: DataParallel, folder: RunFolder, *, recipe: Recipe, steps: int, first_step: int, flops_per_token: float
+        self,
+        ranks: DataParallel,
+        folder: RunFolder,
+        *,
+        recipe: Recipe,
+        steps: int,
+        first_step: int,
+        flops_per_token: float,
     ) -> None:
         device = ranks.device
         self._main = ranks.rank == 0
         self._folder, self._steps = folder, steps
-        self._every_steps, self._max_skipped = recipe.logging.every_steps, recipe.run.max_skipped_steps
+        self._every_steps, self._max_skipped = (
+            recipe.logging.every_steps,
+            recipe.run.max_skipped_steps,
+        )
         self._progress = ProgressLine(steps)
         self._started = time.monotonic()
         self._losses: list[float] = []
@@ -70,7 +80,10 @@ class Reporter:
     def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
         """Writes the rows of the data that could not be used, a JSON object a line."""
         if self._main and rows:
-            file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+            file.write_text(
+                "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+                encoding="utf-8",
+            )
 
     def step(self, step: Step) -> None:
         """Logs the step before, where that is due, and starts to gather the numbers of this one.
@@ -108,7 +121,11 @@ class Reporter:
         if self._main:
             self._write(record)
             self._progress.step(record)
-            self._folder.note_step(step.number, steps=self._steps, **({"warning": self._warning} if self._warning else {}))
+            self._folder.note_step(
+                step.number,
+                steps=self._steps,
+                **({"warning": self._warning} if self._warning else {}),
+            )
         try:
             self._check(record)
         except DivergedError:
@@ -148,7 +165,11 @@ class Reporter:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: what is looked back on to notice that a run diverges."""
         recorder = self._recorder
-        return {"skipped": recorder.skipped, "skipped_in_a_row": recorder.skipped_in_a_row, "recent_losses": list(self._recent)}
+        return {
+            "skipped": recorder.skipped,
+            "skipped_in_a_row": recorder.skipped_in_a_row,
+            "recent_losses": list(self._recent),
+        }
 
     def restore(self, state: Mapping[str, Any], *, step: int) -> None:
         """As `state` gave it, at this step; the clock starts anew."""
@@ -157,16 +178,24 @@ class Reporter:
         self._pending = None
         self._last_step = step
 
-    def evaluation(self, step: int, results: Mapping[str, Evaluated], seconds: float) -> float | None:
+    def evaluation(
+        self, step: int, results: Mapping[str, Evaluated], seconds: float
+    ) -> float | None:
         """Logs an evaluation: of all sets together, and of each where there are several. Returns the loss of all, where finite."""
         whole = over_all(results)
         if not self._main:
             return _finite(whole.loss)
-        record: dict[str, Any] = {"step": step, "eval_loss": _finite(whole.loss), "eval_tokens": whole.tokens}
+        record: dict[str, Any] = {
+            "step": step,
+            "eval_loss": _finite(whole.loss),
+            "eval_tokens": whole.tokens,
+        }
         text = f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} tokens ({seconds_as_text(seconds)})"
         if len(results) > 1:
             record["eval_losses"] = {name: _finite(result.loss) for name, result in results.items()}
-            text += "; " + ", ".join(f"{name} {result.loss:.4f}" for name, result in results.items())
+            text += "; " + ", ".join(
+                f"{name} {result.loss:.4f}" for name, result in results.items()
+            )
         self._write(record | {"time": time.time()})
         logger.info(text)
         return _finite(whole.loss)
@@ -175,7 +204,12 @@ class Reporter:
         """Sets the warning in status.json. None removes it."""
         changed, self._warning = text != self._warning, text
         if changed and self._main:
-            self._folder.write_status("running", step=self._last_step, steps=self._steps, **({"warning": text} if text else {}))
+            self._folder.write_status(
+                "running",
+                step=self._last_step,
+                steps=self._steps,
+                **({"warning": text} if text else {}),
+            )
 
     def resumed(self, resumed: Resumed, *, ranks: int) -> None:
         """The run goes on from a checkpoint: said, and the record cut back to it."""
@@ -258,10 +292,15 @@ class Reporter:
         losses = f"; loss {self._losses[0]:.3f} -> {self._losses[-1]:.3f}" if self._losses else ""
         logger.info(
             f"{state} after {step} of {self._steps} steps in "
-            f"{seconds_as_text(time.monotonic() - self._started)}{losses}" + (f", {skipped} steps skipped" if skipped else "")
+            f"{seconds_as_text(time.monotonic() - self._started)}{losses}"
+            + (f", {skipped} steps skipped" if skipped else "")
         )
         if state == "stopped":
-            saved = "start it again to resume" if kept == step else "nothing was saved (checkpoint.every_steps: null)"
+            saved = (
+                "start it again to resume"
+                if kept == step
+                else "nothing was saved (checkpoint.every_steps: null)"
+            )
             logger.info(f"  stopped by {reason}; {saved}")
         recipe = f"{folder.path}/recipe.yaml"
         lines = [
@@ -277,7 +316,9 @@ class Reporter:
         for path, text in lines:
             logger.info(f"  {path}  {text}")
         if state == "finished":
-            logger.info(f"next: check that every strategy gives the same losses: launcher selftest recipe={recipe}")
+            logger.info(
+                f"next: check that every strategy gives the same losses: launcher selftest recipe={recipe}"
+            )
 
 
 def _finite(number: float) -> float | None:

@@ -20,7 +20,7 @@ from launcher.distributed.process_group import DataParallel
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
 from launcher.metrics.console import configure_logging
 from launcher.planner.comparison import PATIENCE, Forecast
-from launcher.planner.detect import machine_here, resolve_here
+from launcher.planner.detect import detect_machine, resolve_auto
 from launcher.planner.out_of_memory import PostMortem, Trained
 from launcher.recipe.load import LoadedRecipe, to_yaml
 from launcher.recipe.schema import Recipe
@@ -62,13 +62,19 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
     """
     recipe, progress = loaded.recipe, Progress()
     numerics = recipe.run
-    process_group.set_numerics(deterministic=numerics.deterministic, float32_matmul=numerics.float32_matmul)
-    group = process_group.process_group(environment, device=recipe.run.device, init_timeout=recipe.run.init_timeout)
+    process_group.set_numerics(
+        deterministic=numerics.deterministic, float32_matmul=numerics.float32_matmul
+    )
+    group = process_group.process_group(
+        environment, device=recipe.run.device, init_timeout=recipe.run.init_timeout
+    )
     with (
         StopRequest() as stop,
         group as (ranks, store),
         rank_log(run.log, ranks.rank) as console,
-        failing_together(store, environment=environment, run=run, console=console, progress=progress) as failures,
+        failing_together(
+            store, environment=environment, run=run, console=console, progress=progress
+        ) as failures,
         watching(failures, stop=stop, hang_timeout=recipe.run.hang_timeout) as watch,
     ):
         configure_logging()
@@ -85,8 +91,10 @@ class Run:
 
     def __init__(self, loaded: LoadedRecipe, rank: Rank) -> None:
         self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
-        machine = machine_here(rank.ranks, rank.environment)
-        self._recipe = recipe = resolve_here(loaded.recipe, machine, ranks=rank.ranks, run=rank.directory)
+        machine = detect_machine(rank.ranks, rank.environment)
+        self._recipe = recipe = resolve_auto(
+            loaded.recipe, machine, ranks=rank.ranks, run=rank.directory
+        )
         post_mortem = PostMortem(
             recipe,
             machine,
@@ -108,8 +116,12 @@ class Run:
         )
         process_group.set_timeout(recipe.run.init_timeout)
         self._steps = self._training.data.steps
-        post_mortem.training = Trained(self._training.wrapped.module, self._training.optimizer, rank.ranks.device)
-        self._checkpoints, self._resumed = open_checkpoints(recipe, rank.directory, self._training, ranks=rank.ranks)
+        post_mortem.training = Trained(
+            self._training.wrapped.module, self._training.optimizer, rank.ranks.device
+        )
+        self._checkpoints, self._resumed = open_checkpoints(
+            recipe, rank.directory, self._training, ranks=rank.ranks
+        )
         self._position = Position() if self._resumed is None else self._resumed.position
         self._saved_after = self._progress.step = self._position.step
         self._reporter = Reporter(
@@ -129,10 +141,14 @@ class Run:
 
     def _check_device(self, loaded: LoadedRecipe) -> None:
         strategy, device = self._recipe.strategy, self._ranks.device
-        process_group.set_threads(self._rank.environment, device=device, cpu_offload=strategy.cpu_offload is not None)
+        process_group.set_threads(
+            self._rank.environment, device=device, cpu_offload=strategy.cpu_offload is not None
+        )
         precision = strategy.mixed_precision
         try:
-            process_group.check_dtype(device, "float32" if precision is None else precision.param_dtype)
+            process_group.check_dtype(
+                device, "float32" if precision is None else precision.param_dtype
+            )
         except ValueError as error:
             key = ("strategy", "mixed_precision", "param_dtype")
             raise loaded.refuse(key, str(error)) from None
@@ -218,7 +234,9 @@ class Run:
             seconds = time.perf_counter() - started
             return Evaluation(self._reporter.evaluation(step, results, seconds))
 
-    def _save_if_due(self, step: Step, evaluation: Evaluation, *, stopping: bool, requested: bool) -> None:
+    def _save_if_due(
+        self, step: Step, evaluation: Evaluation, *, stopping: bool, requested: bool
+    ) -> None:
         checkpoints = self._checkpoints
         if checkpoints is None:
             return
@@ -231,7 +249,9 @@ class Run:
         if requested:
             self._rank.watch.save_done()
 
-    def _save(self, checkpoints: CheckpointManager, batch: GlobalBatch, evaluation: Evaluation) -> None:
+    def _save(
+        self, checkpoints: CheckpointManager, batch: GlobalBatch, evaluation: Evaluation
+    ) -> None:
         self._saved_after = batch.step
         skipped_batches = self._position.skipped_batches
         stream = self._training.data.stream_state(batch, skipped_batches, self._ranks)
@@ -337,7 +357,9 @@ def open_checkpoints(
     return manager, manager.restore(resume)
 
 
-def note_saved(directory: RunFolder, step: int, size: int, seconds: float, *, ranks: DataParallel) -> None:
+def note_saved(
+    directory: RunFolder, step: int, size: int, seconds: float, *, ranks: DataParallel
+) -> None:
     """Adds a line to events.jsonl, on rank 0."""
     if ranks.rank == 0:
         directory.note("saved", ranks=ranks.size, step=step, bytes=size, seconds=seconds)

@@ -18,8 +18,20 @@ from launcher.data.loader import training_batches
 from launcher.data.setup import RunData, open_run_data, tokenizer_to_keep
 from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.distributed.process_group import DataParallel
-from launcher.models.attention import Isolation, check_isolation, drop_causal_mask, isolate_documents
-from launcher.models.build import build_model, class_count, find_blocks, flops_per_token, padding_id, vocabulary_size
+from launcher.models.attention import (
+    Isolation,
+    check_isolation,
+    drop_causal_mask,
+    isolate_documents,
+)
+from launcher.models.build import (
+    build_model,
+    class_count,
+    find_blocks,
+    flops_per_token,
+    padding_id,
+    vocabulary_size,
+)
 from launcher.models.export import export_hugging_face
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
@@ -110,7 +122,9 @@ class PreparedModel:
     isolation: Isolation
     vocabulary: int | None
 
-    def wrap(self, recipe: Recipe, ranks: DataParallel, *, fill: Fill | None = None) -> WrappedModel:
+    def wrap(
+        self, recipe: Recipe, ranks: DataParallel, *, fill: Fill | None = None
+    ) -> WrappedModel:
         """Spreads it over the ranks. fill: in the place of its own."""
         return wrap(
             self.model,
@@ -148,18 +162,24 @@ class PreparedModel:
         wrapped.reshard()
 
 
-def prepare_model(recipe: Recipe, *, device: torch.device, group: dist.ProcessGroup | None) -> PreparedModel:
+def prepare_model(
+    recipe: Recipe, *, device: torch.device, group: dist.ProcessGroup | None
+) -> PreparedModel:
     """Builds the recipe's model, plans where its weights come from, adds adapters, chooses how documents are kept apart.
 
     device: that it will run on; this decides which attention it has. group: ranks that read the weights together.
     """
     data, precision = recipe.data, recipe.strategy.mixed_precision
-    compute_dtype = getattr(torch, precision.param_dtype) if precision is not None else torch.float32
+    compute_dtype = (
+        getattr(torch, precision.param_dtype) if precision is not None else torch.float32
+    )
     model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
     blocks = find_blocks(model)
     fill, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed, group=group)
     if recipe.lora is not None:
-        add_adapters(model, recipe.lora, blocks=blocks, base_dtype=compute_dtype, base=recipe.model.path)
+        add_adapters(
+            model, recipe.lora, blocks=blocks, base_dtype=compute_dtype, base=recipe.model.path
+        )
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
@@ -174,7 +194,9 @@ def prepare_model(recipe: Recipe, *, device: torch.device, group: dist.ProcessGr
         export_dtype=export_dtype,
         compute_dtype=compute_dtype,
         packed=packed,
-        isolation=isolate_documents(model, sequence_length=data.sequence_length, device=device, compute_dtype=compute_dtype)
+        isolation=isolate_documents(
+            model, sequence_length=data.sequence_length, device=device, compute_dtype=compute_dtype
+        )
         if packed
         else "mask",
         vocabulary=vocabulary_size(model),
@@ -220,7 +242,9 @@ def assemble(
         device=ranks.device,
         dtype=prepared.export_dtype,
         merged=recipe.checkpoint.export_merged,
-        tokenizer=tokenizer_to_keep(recipe.data, model_path=recipe.model.path) if ranks.rank == 0 and recipe.checkpoint.export else None,
+        tokenizer=tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
+        if ranks.rank == 0 and recipe.checkpoint.export
+        else None,
     )
     return Training(
         recipe,

@@ -14,7 +14,10 @@ from launcher.data.loader import expected_padding
 from launcher.distributed.process_group import DataParallel
 from launcher.metrics.console import bytes_as_text
 from launcher.recipe.schema import Batch, Recipe
-from launcher.strategies.activation_checkpointing import is_checkpointed, recomputation_changes_state
+from launcher.strategies.activation_checkpointing import (
+    is_checkpointed,
+    recomputation_changes_state,
+)
 from launcher.strategies.base import WrappedModel
 from launcher.training.setup import Training
 
@@ -51,7 +54,9 @@ def _bytes(tensors: list[nn.Parameter]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def describe_model(wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[str, nn.Module], mode: str | None) -> str:
+def describe_model(
+    wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[str, nn.Module], mode: str | None
+) -> str:
     """What was really done, for the first lines on the console: read off the wrapped model, not off the recipe.
 
     blocks: as `find_blocks` found them; mode: of activation checkpointing, None: off.
@@ -61,23 +66,33 @@ def describe_model(wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[s
     held, updated = _bytes(parameters), _bytes(trained)
     config: Any = getattr(wrapped.module, "config", None)
     total = sum(parameter.numel() for parameter in parameters)
-    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else f"CPU with {torch.get_num_threads()} thread(s)"
+    device = (
+        torch.cuda.get_device_name(ranks.device)
+        if ranks.device.type == "cuda"
+        else f"CPU with {torch.get_num_threads()} thread(s)"
+    )
     name = getattr(config, "model_type", type(wrapped.module).__name__)
     kind = next((type(block).__name__.removeprefix("FSDP") for block in blocks.values()), "none")
     updates = sum(parameter.numel() for parameter in trained)
-    share = f", {_count(updates)} of them trained ({updates / total:.2%})" if updates < total else ""
+    share = (
+        f", {_count(updates)} of them trained ({updates / total:.2%})" if updates < total else ""
+    )
     lines = [
         f"model: {name}, {_count(total)} parameters{share}, {len(blocks)} blocks ({kind}); a rank is a {device}",
         wrapped.description(),
     ]
     if not blocks:
-        lines.append("note: the model's class names no blocks (_no_split_modules): it is gathered whole, and nothing is checkpointed")
+        lines.append(
+            "note: the model's class names no blocks (_no_split_modules): it is gathered whole, and nothing is checkpointed"
+        )
     if mode is not None:
         wrapped_blocks = sum(is_checkpointed(module) for module in wrapped.module.modules())
         lines.append(f"activation checkpointing: {mode}, {wrapped_blocks} of {len(blocks)} blocks")
         left_alone = sum(recomputation_changes_state(block) for block in blocks.values())
         if left_alone:
-            lines.append(f"note: {left_alone} blocks are not checkpointed, recomputation would update their BatchNorm twice")
+            lines.append(
+                f"note: {left_alone} blocks are not checkpointed, recomputation would update their BatchNorm twice"
+            )
     lines.append(
         f"a rank holds {bytes_as_text(held + 3 * updated)}: parameters {bytes_as_text(held)}, gradients {bytes_as_text(updated)}, "
         f"optimizer {bytes_as_text(2 * updated)}; activations and gathered blocks come on top"
@@ -94,10 +109,17 @@ def describe_data(dataset: TrainingData, *, shuffled: bool, padding: float | Non
     if not dataset.packed and padding is not None:
         first += f", padded to the longest of a micro-batch ({padding:.1%} padding)"
     first += ", shuffled" if shuffled else ", in the order of the files"
-    return "\n".join([f"data: {first}", *(line if line.startswith(("warning", "note")) else f"      {line}" for line in rest)])
+    return "\n".join(
+        [
+            f"data: {first}",
+            *(line if line.startswith(("warning", "note")) else f"      {line}" for line in rest),
+        ]
+    )
 
 
-def describe_batch(batch: Batch, *, slots: Slots, ranks: int, steps: int, passes: list[float], warmup: int) -> str:
+def describe_batch(
+    batch: Batch, *, slots: Slots, ranks: int, steps: int, passes: list[float], warmup: int
+) -> str:
     """How the global batch is put together, and how often the run sees the data."""
     if batch.micro_batch_size is not None:
         accumulation = slots.micro_batches(0)
@@ -109,7 +131,11 @@ def describe_batch(batch: Batch, *, slots: Slots, ranks: int, steps: int, passes
     text = f"batch: {batch.global_batch_size} sequences = {parts}; {steps} steps"
     if passes:
         text += f" are {' and '.join(f'{number:.2g}' for number in passes)} passes over the data"
-    return text + (f"\nnote: the warm-up of {warmup} steps is not over within the run's {steps}" if warmup >= steps else "")
+    return text + (
+        f"\nnote: the warm-up of {warmup} steps is not over within the run's {steps}"
+        if warmup >= steps
+        else ""
+    )
 
 
 def _count(number: int) -> str:

@@ -32,7 +32,14 @@ from launcher.models.export import export_hugging_face
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
-from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Lora, MixedPrecision, Model, Strategy
+from launcher.recipe.schema import (
+    ActivationCheckpointing,
+    CpuOffload,
+    Lora,
+    MixedPrecision,
+    Model,
+    Strategy,
+)
 from launcher.strategies.wrap import wrap
 from tests.distributed.messages import logged
 
@@ -57,7 +64,8 @@ ARCHITECTURES = {
     "qwen3": GATED | {"head_dim": 8},
     "mistral": GATED | {"sliding_window": 8},
     "gemma2": GATED | {"head_dim": 8, "sliding_window": 8, "tie_word_embeddings": True},
-    "gemma3_text": GATED | {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": GATED
+    | {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "phi": GATED | NO_DROPOUT,
     "gpt2": {
         "vocab_size": 64,
@@ -73,7 +81,14 @@ ARCHITECTURES = {
     "opt": SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "starcoder2": GATED | {"residual_dropout": 0.0, "embedding_dropout": 0.0},
     "mixtral": GATED | {"num_local_experts": 3, "num_experts_per_tok": 2},
-    "qwen3_moe": GATED | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+    "qwen3_moe": GATED
+    | {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [0],
+    },
 }
 FULL = ActivationCheckpointing()
 STRATEGIES = {
@@ -95,7 +110,9 @@ class Worker:
         dist.init_process_group("gloo")
         torch.set_num_threads(1)
         self.folder, self.rank = folder, dist.get_rank()
-        self.ranks = DataParallel(rank=self.rank, size=dist.get_world_size(), group=dist.group.WORLD, device=CPU)
+        self.ranks = DataParallel(
+            rank=self.rank, size=dist.get_world_size(), group=dist.group.WORLD, device=CPU
+        )
         generator = torch.Generator().manual_seed(3)
         self.ids = torch.randint(3, 64, (4, 12), generator=generator)
         self.results = {}
@@ -121,7 +138,9 @@ class Worker:
         if self.rank == 0:
             torch.manual_seed(1)
             fields = {"model_type": name} | config
-            model = AUTO[task].from_config(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields))
+            model = AUTO[task].from_config(
+                transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+            )
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -132,12 +151,28 @@ class Worker:
 
     def reference(self, path, task="causal_lm"):
         attention = ATTENTION.get(path.name.split("-")[0], "sdpa")
-        model = AUTO[task].from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
+        model = (
+            AUTO[task]
+            .from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
+            .eval()
+        )
         with torch.no_grad():
             return model(self.ids).logits
 
-    def wrapped(self, path, strategy, *, task="causal_lm", lora=None, checkpointing=FULL, num_labels=None, freeze=None):
-        section = Model(path=str(path), task=task, attention=ATTENTION.get(path.name, "sdpa"), freeze=freeze)
+    def wrapped(
+        self,
+        path,
+        strategy,
+        *,
+        task="causal_lm",
+        lora=None,
+        checkpointing=FULL,
+        num_labels=None,
+        freeze=None,
+    ):
+        section = Model(
+            path=str(path), task=task, attention=ATTENTION.get(path.name, "sdpa"), freeze=freeze
+        )
         model = build_model(section, sequence_length=16, num_labels=num_labels)
         blocks = find_blocks(model)
         assert blocks, f"{type(model).__name__} has no blocks"
@@ -147,7 +182,15 @@ class Worker:
             dtype = torch.float32 if precision is None else getattr(torch, precision.param_dtype)
             add_adapters(model, lora, blocks=blocks, base_dtype=dtype, base=str(path))
         fill = partial(pretrained_weights, checkpoint=checkpoint, seed=5, group=self.ranks.group)
-        return wrap(model, strategy=strategy, checkpointing=checkpointing, compile=False, blocks=blocks, ranks=self.ranks, fill=fill)
+        return wrap(
+            model,
+            strategy=strategy,
+            checkpointing=checkpointing,
+            compile=False,
+            blocks=blocks,
+            ranks=self.ranks,
+            fill=fill,
+        )
 
     def no_cache(self, wrapped):
         """As the launcher calls a causal model: a cache would grow again in every recomputation."""
@@ -162,7 +205,11 @@ class Worker:
 
     def train(self, wrapped, steps=2, learning_rate=1e-3):
         """Each rank has half of the rows; the loss is the mean over all."""
-        optimizer = torch.optim.AdamW([p for p in wrapped.module.parameters() if p.requires_grad], lr=learning_rate, fused=True)
+        optimizer = torch.optim.AdamW(
+            [p for p in wrapped.module.parameters() if p.requires_grad],
+            lr=learning_rate,
+            fused=True,
+        )
         rows = self.ids[self.rank :: 2]
         losses = []
         wrapped.model.train()
@@ -171,7 +218,9 @@ class Worker:
                 with wrapped.forward_context():
                     logits = wrapped.model(rows, **self.no_cache(wrapped)).logits.float()
                     if logits.ndim == 3:
-                        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+                        loss = nn.functional.cross_entropy(
+                            logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()
+                        )
                     else:
                         loss = nn.functional.cross_entropy(logits, rows[:, 0] % logits.shape[1])
                 loss.backward()
@@ -208,7 +257,11 @@ class Worker:
 
     def classification(self, name, config):
         """A base model with a new head: said, drawn the same everywhere, and trained."""
-        path = self.save(f"{name}_base", {"model_type": name} | config, task="masked_lm" if name == "bert" else "causal_lm")
+        path = self.save(
+            f"{name}_base",
+            {"model_type": name} | config,
+            task="masked_lm" if name == "bert" else "causal_lm",
+        )
         result = {}
         for strategy_name, strategy in STRATEGIES.items():
             with logged() as notes:
@@ -217,8 +270,15 @@ class Worker:
             losses = self.train(wrapped)
             trained = self.logits(wrapped)
             out = self.export(wrapped, f"{name}_classes_{strategy_name}")
-            difference = (self.reference(out, "sequence_classification") - trained).abs().max().item()
-            result[strategy_name] = {"start": start.tolist(), "losses": losses, "notes": notes, "reloaded": difference}
+            difference = (
+                (self.reference(out, "sequence_classification") - trained).abs().max().item()
+            )
+            result[strategy_name] = {
+                "start": start.tolist(),
+                "losses": losses,
+                "notes": notes,
+                "reloaded": difference,
+            }
         return result
 
     def from_config(self, name, config):
@@ -228,7 +288,15 @@ class Worker:
             model = build_model(Model(config={"model_type": name} | config), sequence_length=16)
             blocks = find_blocks(model)
             fill = partial(random_weights, seed=5)
-            wrapped = wrap(model, strategy=strategy, checkpointing=FULL, compile=False, blocks=blocks, ranks=self.ranks, fill=fill)
+            wrapped = wrap(
+                model,
+                strategy=strategy,
+                checkpointing=FULL,
+                compile=False,
+                blocks=blocks,
+                ranks=self.ranks,
+                fill=fill,
+            )
             losses = self.train(wrapped)
             trained = self.logits(wrapped)
             out = self.export(wrapped, f"{name}_config-{strategy_name}")
@@ -241,18 +309,42 @@ class Worker:
         """Embedding and first block are not trained; recomputation copes with inputs that need no gradient."""
         result = {}
         for strategy_name, strategy in STRATEGIES.items():
-            wrapped = self.wrapped(path, strategy, freeze=("model.embed_tokens.*", "model.layers.0.*"))
-            frozen = {name for name, parameter in wrapped.module.named_parameters() if not parameter.requires_grad}
-            before = {name: full(parameter).clone() for name, parameter in wrapped.module.named_parameters()}
+            wrapped = self.wrapped(
+                path, strategy, freeze=("model.embed_tokens.*", "model.layers.0.*")
+            )
+            frozen = {
+                name
+                for name, parameter in wrapped.module.named_parameters()
+                if not parameter.requires_grad
+            }
+            before = {
+                name: full(parameter).clone()
+                for name, parameter in wrapped.module.named_parameters()
+            }
             losses = self.train(wrapped)
-            changed = {name for name, p in wrapped.module.named_parameters() if not torch.equal(full(p), before[name])}
-            result[strategy_name] = {"losses": losses, "frozen": len(frozen), "trained_ones_changed": changed == set(before) - frozen}
+            changed = {
+                name
+                for name, p in wrapped.module.named_parameters()
+                if not torch.equal(full(p), before[name])
+            }
+            result[strategy_name] = {
+                "losses": losses,
+                "frozen": len(frozen),
+                "trained_ones_changed": changed == set(before) - frozen,
+            }
         return result
 
     def memory(self):
         """Anonymous memory while a checkpoint loads, at its highest: pages of the mapped files are the kernel's."""
         config = (
-            {"model_type": "llama"} | GATED | {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048, "num_hidden_layers": 12}
+            {"model_type": "llama"}
+            | GATED
+            | {
+                "hidden_size": 512,
+                "intermediate_size": 1536,
+                "vocab_size": 2048,
+                "num_hidden_layers": 12,
+            }
         )
         path = self.save("large", config, dtype=torch.bfloat16, max_shard_size="30MB")
         result = {}
@@ -260,7 +352,9 @@ class Worker:
             model = build_model(Model(path=str(path)), sequence_length=16)
             blocks = find_blocks(model)
             checkpoint = open_checkpoint(path, model)
-            fill = partial(pretrained_weights, checkpoint=checkpoint, seed=5, group=self.ranks.group)
+            fill = partial(
+                pretrained_weights, checkpoint=checkpoint, seed=5, group=self.ranks.group
+            )
             figures = {"whole": sum(p.numel() for p in model.parameters()) * 4}
             figures["block"] = sum(p.numel() for p in blocks["model.layers.0"].parameters()) * 4
 
@@ -271,7 +365,15 @@ class Worker:
                 figures["peak"] = peak.grown
                 figures["held"] = sum(local(p).numel() for p in model.parameters()) * 4
 
-            wrapped = wrap(model, strategy=strategy, checkpointing=None, compile=False, blocks=blocks, ranks=self.ranks, fill=measured)
+            wrapped = wrap(
+                model,
+                strategy=strategy,
+                checkpointing=None,
+                compile=False,
+                blocks=blocks,
+                ranks=self.ranks,
+                fill=measured,
+            )
             figures["largest"] = max(p.numel() for p in wrapped.module.parameters()) * 4
             with Peak() as peak:
                 self.export(wrapped, f"large-{name}")
@@ -289,14 +391,20 @@ class Worker:
 
         result = {}
         for strategy_name, plain in STRATEGIES.items():
-            strategy = Strategy(kind=plain.kind, cpu_offload=plain.cpu_offload, mixed_precision=precision)
-            wrapped = self.wrapped(path, strategy, task=task, lora=Lora(rank=4, alpha=8.0), **options)
+            strategy = Strategy(
+                kind=plain.kind, cpu_offload=plain.cpu_offload, mixed_precision=precision
+            )
+            wrapped = self.wrapped(
+                path, strategy, task=task, lora=Lora(rank=4, alpha=8.0), **options
+            )
             first = self.logits(wrapped)
             losses = self.train(wrapped, learning_rate=1e-2)
             trained = self.logits(wrapped)
             adapter = self.export(wrapped, f"{name}_adapter_{strategy_name}")
             merged = self.export(wrapped, f"{name}_merged_{strategy_name}", merged=True)
-            base = AUTO[task].from_pretrained(path, dtype=torch.float32, **({"num_labels": 3} if task != "causal_lm" else {}))
+            base = AUTO[task].from_pretrained(
+                path, dtype=torch.float32, **({"num_labels": 3} if task != "causal_lm" else {})
+            )
             loaded = peft.PeftModel.from_pretrained(base, adapter).eval()
             with torch.no_grad():
                 through_peft = loaded(self.ids).logits
@@ -308,8 +416,12 @@ class Worker:
                 "peft": (through_peft - trained).abs().max().item(),
                 "merged": (self.reference(merged, task) - trained).abs().max().item(),
                 "files": sorted(file.name for file in adapter.iterdir()),
-                "base_dtypes": sorted({str(p.dtype) for p in parameters.values() if not p.requires_grad}),
-                "trained_dtypes": sorted({str(p.dtype) for p in parameters.values() if p.requires_grad}),
+                "base_dtypes": sorted(
+                    {str(p.dtype) for p in parameters.values() if not p.requires_grad}
+                ),
+                "trained_dtypes": sorted(
+                    {str(p.dtype) for p in parameters.values() if p.requires_grad}
+                ),
                 "trained": sum(p.numel() for p in parameters.values() if p.requires_grad),
             }
         return result
@@ -319,7 +431,9 @@ class Peak:
     """How far this process's anonymous memory grows, in bytes."""
 
     def __enter__(self):
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be used again, and no growth be seen
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # what was freed before would be used again, and no growth be seen
         self._stop = threading.Event()
         self._start = self._highest = self._now()
         self._thread = threading.Thread(target=self._watch)
@@ -359,27 +473,54 @@ def main(folder):
     worker = Worker(folder)
     worker.case("memory", worker.memory)
     for name, config in ARCHITECTURES.items():
-        worker.case(name, lambda name=name, config=config: worker.whole_way(name, worker.save(name, config)))
+        worker.case(
+            name, lambda name=name, config=config: worker.whole_way(name, worker.save(name, config))
+        )
     llama = ARCHITECTURES["llama"]
-    path = worker.save("bf16", {"model_type": "llama"} | llama, dtype=torch.bfloat16, max_shard_size="20KB")
+    path = worker.save(
+        "bf16", {"model_type": "llama"} | llama, dtype=torch.bfloat16, max_shard_size="20KB"
+    )
     worker.case("bf16 in several files", lambda: worker.whole_way("bf16", path))
     for name in ("llama", "mixtral", "bf16"):
-        worker.case(f"hybrid {name}", lambda name=name: worker.whole_way(f"{name}_copies", folder / name, strategies=HYBRID))
+        worker.case(
+            f"hybrid {name}",
+            lambda name=name: worker.whole_way(f"{name}_copies", folder / name, strategies=HYBRID),
+        )
     for name in ("gpt_neox", "mixtral"):
-        worker.case(f"from config {name}", lambda name=name: worker.from_config(name, ARCHITECTURES[name]))
+        worker.case(
+            f"from config {name}", lambda name=name: worker.from_config(name, ARCHITECTURES[name])
+        )
     worker.case("frozen", lambda: worker.frozen(folder / "llama"))
-    classifier = worker.save("classifier", {"model_type": "llama", "num_labels": 3} | llama, task="sequence_classification")
-    worker.case("classifier", lambda: worker.whole_way("classifier", classifier, task="sequence_classification"))
+    classifier = worker.save(
+        "classifier",
+        {"model_type": "llama", "num_labels": 3} | llama,
+        task="sequence_classification",
+    )
+    worker.case(
+        "classifier",
+        lambda: worker.whole_way("classifier", classifier, task="sequence_classification"),
+    )
     worker.case("classes on llama", lambda: worker.classification("llama", llama))
-    bert = SIZES | {"intermediate_size": 48, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    bert = SIZES | {
+        "intermediate_size": 48,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
     worker.case("classes on bert", lambda: worker.classification("bert", bert))
     worker.case("lora llama", lambda: worker.lora("llama", folder / "llama"))
     worker.case("lora gpt2", lambda: worker.lora("gpt2", folder / "gpt2"))
     worker.case("lora mixtral", lambda: worker.lora("mixtral", folder / "mixtral"))
     half = MixedPrecision()
     worker.case("lora llama bfloat16", lambda: worker.lora("llama_half", folder / "llama", half))
-    worker.case("lora mixtral bfloat16", lambda: worker.lora("mixtral_half", folder / "mixtral", half))
-    worker.case("lora classes", lambda: worker.lora("classes", folder / "llama", task="sequence_classification", num_labels=3))
+    worker.case(
+        "lora mixtral bfloat16", lambda: worker.lora("mixtral_half", folder / "mixtral", half)
+    )
+    worker.case(
+        "lora classes",
+        lambda: worker.lora(
+            "classes", folder / "llama", task="sequence_classification", num_labels=3
+        ),
+    )
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.destroy_process_group()

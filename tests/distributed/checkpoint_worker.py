@@ -45,13 +45,21 @@ strategy: {mixed_precision: null}
 optimizer: {learning_rate: 2.0e-3}
 """
 OFFLOAD = ["strategy.cpu_offload={pin_memory: true}", "activation_checkpointing={mode: full}"]
-STRATEGIES = {"ddp": ["strategy.kind=ddp"], "fsdp": [], "offload": OFFLOAD, "hybrid": ["strategy.replicate=2"]}
+STRATEGIES = {
+    "ddp": ["strategy.kind=ddp"],
+    "fsdp": [],
+    "offload": OFFLOAD,
+    "hybrid": ["strategy.replicate=2"],
+}
 RUNS = [("ddp", 4), ("fsdp", 4), ("hybrid", 4), ("fsdp", 3), ("offload", 2), ("ddp", 1)]
 LORA = ["lora={rank: 2}"]  # less than four ranks: two of them hold nothing
 
 
 def whole(tensors):
-    return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone() for name, tensor in tensors.items()}
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        for name, tensor in tensors.items()
+    }
 
 
 class Run:
@@ -64,9 +72,16 @@ class Run:
             return
         file = worker.folder / f"recipe_{worker.rank}.yaml"
         file.write_text(RECIPE.replace("FOLDER", str(worker.folder)))
-        arguments = [f"recipe={file}", f"batch.global_batch_size={size}", *STRATEGIES[strategy], *overrides]
+        arguments = [
+            f"recipe={file}",
+            f"batch.global_batch_size={size}",
+            *STRATEGIES[strategy],
+            *overrides,
+        ]
         recipe = load_recipe(arguments, ranks=size).recipe
-        self.ranks = DataParallel(rank=worker.rank, size=size, group=worker.groups[size], device=CPU)
+        self.ranks = DataParallel(
+            rank=worker.rank, size=size, group=worker.groups[size], device=CPU
+        )
         self.group = worker.checkpoint_groups[size]
         model = build_model(recipe.model, sequence_length=32, labels=None)
         blocks = find_blocks(model)
@@ -84,7 +99,12 @@ class Run:
         )
         self.optimizer = make_optimizer(self.wrapped.module, recipe.optimizer)
         self.checkpointer = Checkpointer(
-            self.folder, group=self.group, device=CPU, optimizer=self.optimizer, asynchronous=asynchronous, keep_last=2
+            self.folder,
+            group=self.group,
+            device=CPU,
+            optimizer=self.optimizer,
+            asynchronous=asynchronous,
+            keep_last=2,
         )
 
     def step(self):
@@ -98,7 +118,9 @@ class Run:
         return model_and_optimizer(self.wrapped.module, self.optimizer)
 
     def save(self, step):
-        self.checkpointer.save(step, self.tensors(), state={"step": step}, local=rank_state(self.wrapped.module, CPU))
+        self.checkpointer.save(
+            step, self.tensors(), state={"step": step}, local=rank_state(self.wrapped.module, CPU)
+        )
 
     def finish(self):
         (outcome,) = self.checkpointer.finish()
@@ -110,8 +132,12 @@ class Worker:
         dist.init_process_group("gloo")
         self.folder, self.rank = folder, dist.get_rank()
         self.groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3, 4)}
-        self.checkpoint_groups = {size: dist.new_group(list(range(size)), backend="gloo") for size in (1, 2, 3)}
-        self.checkpoint_groups[4] = checkpoint_group(DataParallel(rank=self.rank, size=4, group=self.groups[4], device=CPU))
+        self.checkpoint_groups = {
+            size: dist.new_group(list(range(size)), backend="gloo") for size in (1, 2, 3)
+        }
+        self.checkpoint_groups[4] = checkpoint_group(
+            DataParallel(rank=self.rank, size=4, group=self.groups[4], device=CPU)
+        )
         self.results = {}
         if self.rank == 0:
             (folder / "rows.jsonl").write_text('{"input_ids": [1, 2]}\n')
@@ -127,14 +153,19 @@ class Worker:
 
 def deviation(found, expected):
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    return max((found[name].double() - expected[name].double()).abs().max().item() for name in found)
+    return max(
+        (found[name].double() - expected[name].double()).abs().max().item() for name in found
+    )
 
 
 def every_pair(worker):
     """Loads what each run saved into each other one."""
     for index, overrides in enumerate(((), LORA)):
         chosen = RUNS if index == 0 else [("fsdp", 4), ("ddp", 2), ("fsdp", 3)]
-        runs = [Run(worker, *which, overrides=overrides, asynchronous=number % 3 != 2) for number, which in enumerate(chosen)]
+        runs = [
+            Run(worker, *which, overrides=overrides, asynchronous=number % 3 != 2)
+            for number, which in enumerate(chosen)
+        ]
         deviations, names = {}, []
         for source in runs:
             shared = [None]
@@ -155,7 +186,9 @@ def every_pair(worker):
                     before = deviation(whole(tensors), expected)
                     assert find_checkpoint(source.folder, group=target.group) == Path(path)
                     load(Path(path), tensors, group=target.group)
-                    deviations[f"{source.name} -> {target.name}"] = deviation(whole(tensors), expected)
+                    deviations[f"{source.name} -> {target.name}"] = deviation(
+                        whole(tensors), expected
+                    )
                     assert before > 0
                     target.optimizer.state.clear()  # made anew by the next load
                     with torch.no_grad():
@@ -208,11 +241,21 @@ def goes_on(worker):
     # A synchronous save writes the same bytes
     run.save(3)
     third = run.finish().path
-    other = Checkpointer(run.folder, group=run.group, device=CPU, optimizer=run.optimizer, asynchronous=False, keep_last=2)
+    other = Checkpointer(
+        run.folder,
+        group=run.group,
+        device=CPU,
+        optimizer=run.optimizer,
+        asynchronous=False,
+        keep_last=2,
+    )
     other.save(4, run.tensors(), state={}, local=rank_state(run.wrapped.module, CPU))
     (fourth,) = other.finish()
     name = files.rank_file(worker.rank)
-    worker.note(same_bytes=(third / name).read_bytes() == (fourth.path / name).read_bytes(), staging=run.checkpointer.staging_bytes())
+    worker.note(
+        same_bytes=(third / name).read_bytes() == (fourth.path / name).read_bytes(),
+        staging=run.checkpointer.staging_bytes(),
+    )
     dist.barrier()
     worker.note(listed=sorted(os.listdir(run.folder)))
     return run
@@ -230,7 +273,15 @@ def goes_wrong(worker, run):
         outcome = run.finish()
         dist.barrier()
         found = find_checkpoint(run.folder, group=run.group)
-        notes.append([outcome.error, outcome.path is None, run.checkpointer.failures, found.name, sorted(os.listdir(run.folder))])
+        notes.append(
+            [
+                outcome.error,
+                outcome.path is None,
+                run.checkpointer.failures,
+                found.name,
+                sorted(os.listdir(run.folder)),
+            ]
+        )
         dist.barrier()  # before the next save makes its scratch folder
 
     os.pwrite = full if worker.rank == 2 else pwrite
@@ -250,7 +301,12 @@ def goes_wrong(worker, run):
     run.checkpointer._before_write = not_allowed
     attempt(13)
     attempt(14)
-    worker.note(wrong=notes, threads=[thread.name for thread in threading.enumerate() if thread.name.startswith("save step")])
+    worker.note(
+        wrong=notes,
+        threads=[
+            thread.name for thread in threading.enumerate() if thread.name.startswith("save step")
+        ],
+    )
 
 
 def damaged(worker, run):
@@ -272,7 +328,9 @@ def damaged(worker, run):
 
 
 def main(folder):
-    faulthandler.dump_traceback_later(60, exit=True)  # all ranks wait for each other: who waits where
+    faulthandler.dump_traceback_later(
+        60, exit=True
+    )  # all ranks wait for each other: who waits where
     worker = Worker(folder)
     for name, part in (("every pair", every_pair), ("goes on", goes_on)):
         started = time.monotonic()

@@ -33,10 +33,14 @@ from launcher.training.setup import assemble
 from tests.unit.odd_model import Odd
 
 STEPS, BATCH = 10, 16
-LLAMA = "{model_type: llama, vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, \
+LLAMA = (
+    "{model_type: llama, vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, \
 num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}"
-GPT2 = "{model_type: gpt2, vocab_size: 64, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 64, resid_pdrop: 0.1, embd_pdrop: 0.1, \
+)
+GPT2 = (
+    "{model_type: gpt2, vocab_size: 64, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 64, resid_pdrop: 0.1, embd_pdrop: 0.1, \
 attn_pdrop: 0.1}"
+)
 EXPERTS = "{model_type: mixtral, vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, \
 num_key_value_heads: 2, max_position_embeddings: 64, num_local_experts: 4, output_router_logits: true, router_aux_loss_coef: 1.0}"
 BASE = """
@@ -49,7 +53,11 @@ optimizer: {learning_rate: 2.0e-3}
 schedule: {warmup_steps: 3}
 """
 OFFLOAD = ["strategy.cpu_offload={pin_memory: true}", "activation_checkpointing={mode: full}"]
-STRATEGIES = {"ddp": ["strategy.kind=ddp"], "fsdp": ["strategy.kind=fsdp"], "offload": ["strategy.kind=fsdp", *OFFLOAD]}
+STRATEGIES = {
+    "ddp": ["strategy.kind=ddp"],
+    "fsdp": ["strategy.kind=fsdp"],
+    "offload": ["strategy.kind=fsdp", *OFFLOAD],
+}
 
 
 INITIAL = {"ddp": {"kind": "ddp"}, "fsdp": {}, "offload": {"cpu_offload": CpuOffload()}}
@@ -60,7 +68,10 @@ def full(tensor):
 
 
 def weights(training):
-    return {clean_name(name): full(parameter).clone() for name, parameter in training.wrapped.module.named_parameters()}
+    return {
+        clean_name(name): full(parameter).clone()
+        for name, parameter in training.wrapped.module.named_parameters()
+    }
 
 
 class Worker:
@@ -75,15 +86,34 @@ class Worker:
         file = self.folder / f"recipe_{self.rank}.yaml"
         file.write_text((BASE % config).replace("FOLDER", str(self.folder)))
         micro = BATCH // ranks // accumulation
-        return load_recipe([f"recipe={file}", f"batch.micro_batch_size={micro}", *overrides], ranks=ranks).recipe
+        return load_recipe(
+            [f"recipe={file}", f"batch.micro_batch_size={micro}", *overrides], ranks=ranks
+        ).recipe
 
-    def train(self, name, overrides, *, ranks=4, accumulation=1, config=LLAMA, mutate=None, before_step=None, compare=True):
+    def train(
+        self,
+        name,
+        overrides,
+        *,
+        ranks=4,
+        accumulation=1,
+        config=LLAMA,
+        mutate=None,
+        before_step=None,
+        compare=True,
+    ):
         """Trains and notes losses, norms, and how far initial and final weights are from the plain loop's."""
         note, started = {}, time.monotonic()
         if self.rank < ranks:
-            data_parallel = DataParallel(rank=self.rank, size=ranks, group=self.groups[ranks], device=torch.device("cpu"))
+            data_parallel = DataParallel(
+                rank=self.rank, size=ranks, group=self.groups[ranks], device=torch.device("cpu")
+            )
             try:
-                training = assemble(self.recipe(overrides, ranks, accumulation, config), ranks=data_parallel, build_data=self.rank == 0)
+                training = assemble(
+                    self.recipe(overrides, ranks, accumulation, config),
+                    ranks=data_parallel,
+                    build_data=self.rank == 0,
+                )
                 start = weights(training)
                 if mutate is not None:
                     mutate(training)
@@ -102,8 +132,12 @@ class Worker:
                     self.initial = start
                     self.run_plain_loop(training)
                 if compare:
-                    note["initial"] = max((start[k] - self.initial[k]).abs().max().item() for k in start)
-                    note["final"] = max((end[k] - self.plain["weights"][k]).abs().max().item() for k in end)
+                    note["initial"] = max(
+                        (start[k] - self.initial[k]).abs().max().item() for k in start
+                    )
+                    note["final"] = max(
+                        (end[k] - self.plain["weights"][k]).abs().max().item() for k in end
+                    )
                 self.last = end
             except (RuntimeError, ValueError) as error:
                 if mutate is None:
@@ -127,10 +161,21 @@ class Worker:
         plain.tie_weights()
         rows = plain_loop.read_rows(self.folder / "train.jsonl")
         losses, norms = plain_loop.train(
-            plain, rows, steps=STEPS, batch=BATCH, learning_rate=2e-3, warmup=3, min_ratio=0.1, weight_decay=0.1
+            plain,
+            rows,
+            steps=STEPS,
+            batch=BATCH,
+            learning_rate=2e-3,
+            warmup=3,
+            min_ratio=0.1,
+            weight_decay=0.1,
         )
         self.plain = {"losses": losses, "norms": norms, "weights": dict(plain.named_parameters())}
-        self.results["plain"] = {"losses": losses, "norms": norms, "evaluation": evaluation_of(plain, rows)}
+        self.results["plain"] = {
+            "losses": losses,
+            "norms": norms,
+            "evaluation": evaluation_of(plain, rows),
+        }
 
 
 def evaluation_of(plain, rows):
@@ -155,7 +200,9 @@ def mean_of_means(training):
         return original(model, micro_batch) / valid
 
     loss.summed_loss = mean
-    Counts.loss_tokens = lambda self: torch.tensor(16.0)  # micro-batches of one row, 8 on each of two ranks
+    Counts.loss_tokens = lambda self: torch.tensor(
+        16.0
+    )  # micro-batches of one row, 8 on each of two ranks
 
 
 def held_back_once_too_often(training):
@@ -182,7 +229,10 @@ def main(folder):
     fsdp = ["strategy.kind=fsdp"]
     for name, overrides in {
         "kept gathered": ["strategy.reshard_after_backward=false"],
-        "kept gathered, held back": ["strategy.reshard_after_backward=false", "strategy.sync_every_micro_batch=false"],
+        "kept gathered, held back": [
+            "strategy.reshard_after_backward=false",
+            "strategy.sync_every_micro_batch=false",
+        ],
         "not resharded after forward": ["strategy.reshard_after_forward=false"],
         "selective": ["activation_checkpointing={mode: selective}"],
         "every second block": ["activation_checkpointing={mode: full, every_n_blocks: 2}"],
@@ -194,7 +244,9 @@ def main(folder):
     train("ddp selective", ["strategy.kind=ddp", *selective], ranks=2, accumulation=2)
     hybrid = [*fsdp, "strategy.replicate=2"]
     train("hybrid 2x2", hybrid, accumulation=2)
-    train("hybrid 2x2 held back", [*hybrid, "strategy.sync_every_micro_batch=false"], accumulation=2)
+    train(
+        "hybrid 2x2 held back", [*hybrid, "strategy.sync_every_micro_batch=false"], accumulation=2
+    )
 
     bf16 = ["strategy.mixed_precision={param_dtype: bfloat16, reduce_dtype: float32}"]
     for strategy, overrides in STRATEGIES.items():
@@ -207,7 +259,9 @@ def main(folder):
     def overflow_on_rank_1(step, training):
         """In step 4 the second rank's gradient of one parameter is infinite."""
         if worker.rank == 1 and step == 4:
-            hook = training.wrapped.module.get_input_embeddings().register_forward_hook(lambda m, i, o: o * torch.inf)
+            hook = training.wrapped.module.get_input_embeddings().register_forward_hook(
+                lambda m, i, o: o * torch.inf
+            )
             undo.append(hook)
         elif step == 5 and worker.rank == 1:
             undo.pop().remove()
@@ -215,12 +269,22 @@ def main(folder):
     for strategy, overrides in STRATEGIES.items():
         object_setting = {"ranks": 2, "compare": False}
         train(f"float16 {strategy}", [*overrides, *fp16, "run.max_steps=6"], **object_setting)
-        train(f"overflow {strategy}", [*overrides, *fp16, "run.max_steps=6"], before_step=overflow_on_rank_1, **object_setting)
+        train(
+            f"overflow {strategy}",
+            [*overrides, *fp16, "run.max_steps=6"],
+            before_step=overflow_on_rank_1,
+            **object_setting,
+        )
 
     balanced = {"ranks": 2, "accumulation": 2, "compare": False}
     for strategy, overrides in STRATEGIES.items():
         train(f"experts {strategy}", overrides, config=EXPERTS, **balanced)
-    train("experts without", STRATEGIES["ddp"], config=EXPERTS.replace("logits: true", "logits: false"), **balanced)
+    train(
+        "experts without",
+        STRATEGIES["ddp"],
+        config=EXPERTS.replace("logits: true", "logits: false"),
+        **balanced,
+    )
 
     initial_weights(worker)
     finals = {}
@@ -236,7 +300,9 @@ def main(folder):
             )
             if worker.rank == 0:
                 finals[strategy, mode] = worker.last
-                same = all(torch.equal(worker.last[k], finals[strategy, "null"][k]) for k in worker.last)
+                same = all(
+                    torch.equal(worker.last[k], finals[strategy, "null"][k]) for k in worker.last
+                )
                 worker.results[f"dropout {strategy} {mode}"]["bit_identical"] = same
     evaluations(worker)
     # Mutations last: the first one patches the launcher for good.
@@ -250,7 +316,13 @@ def main(folder):
         )
     originals = loss.summed_loss, Counts.loss_tokens
     for strategy, overrides in STRATEGIES.items():
-        train(f"mutation: mean of means {strategy}", overrides, ranks=2, accumulation=8, mutate=mean_of_means)
+        train(
+            f"mutation: mean of means {strategy}",
+            overrides,
+            ranks=2,
+            accumulation=8,
+            mutate=mean_of_means,
+        )
         loss.summed_loss, Counts.loss_tokens = originals
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))
@@ -263,7 +335,11 @@ def initial_weights(worker):
     """Digests of first values, on numbers of ranks that divide no dimension, and how many collectives they took."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    cases = {f"{strategy} ranks={ranks}": (ranks, options) for strategy, options in INITIAL.items() for ranks in (1, 2, 3)}
+    cases = {
+        f"{strategy} ranks={ranks}": (ranks, options)
+        for strategy, options in INITIAL.items()
+        for ranks in (1, 2, 3)
+    }
     for name, (ranks, options) in (cases | {"hybrid ranks=4": (4, {"replicate": 2})}).items():
         note = {}
         if worker.rank < ranks:
@@ -276,9 +352,19 @@ def initial_weights(worker):
                     random_weights(model, *devices, seed=3)
                 note["collectives"] = communication.get_total_counts()
 
-            data_parallel = DataParallel(rank=worker.rank, size=ranks, group=worker.groups[ranks], device=torch.device("cpu"))
+            data_parallel = DataParallel(
+                rank=worker.rank, size=ranks, group=worker.groups[ranks], device=torch.device("cpu")
+            )
             strategy = Strategy(**({"kind": "fsdp", "mixed_precision": None} | options))
-            wrapped = wrap(model, strategy=strategy, checkpointing=None, compile=False, blocks=blocks, ranks=data_parallel, fill=fill)
+            wrapped = wrap(
+                model,
+                strategy=strategy,
+                checkpointing=None,
+                compile=False,
+                blocks=blocks,
+                ranks=data_parallel,
+                fill=fill,
+            )
             digest = hashlib.sha256()
             for _, parameter in sorted(wrapped.module.named_parameters()):
                 digest.update(full(parameter).contiguous().numpy().tobytes())
@@ -294,18 +380,36 @@ def evaluations(worker):
             name = f"evaluation ranks={ranks} packing={packing}"
             note = {}
             if worker.rank < ranks:
-                data_parallel = DataParallel(rank=worker.rank, size=ranks, group=worker.groups[ranks], device=torch.device("cpu"))
-                overrides = [f"data.validation={worker.folder}/train.jsonl", f"data.packing={str(packing).lower()}", "run.max_steps=1"]
+                data_parallel = DataParallel(
+                    rank=worker.rank,
+                    size=ranks,
+                    group=worker.groups[ranks],
+                    device=torch.device("cpu"),
+                )
+                overrides = [
+                    f"data.validation={worker.folder}/train.jsonl",
+                    f"data.packing={str(packing).lower()}",
+                    "run.max_steps=1",
+                ]
                 recipe = worker.recipe(["strategy.kind=ddp", *overrides], ranks, 4)
-                recipe = dataclasses.replace(recipe, batch=dataclasses.replace(recipe.batch, micro_batch_size=4, global_batch_size=16))
+                recipe = dataclasses.replace(
+                    recipe,
+                    batch=dataclasses.replace(
+                        recipe.batch, micro_batch_size=4, global_batch_size=16
+                    ),
+                )
                 training = assemble(recipe, ranks=data_parallel, build_data=worker.rank == 0)
                 with torch.no_grad():
                     for key, parameter in training.wrapped.module.named_parameters():
-                        dist.broadcast(parameter, src=0, group=worker.groups[ranks]) if worker.plain is None else parameter.copy_(
+                        dist.broadcast(
+                            parameter, src=0, group=worker.groups[ranks]
+                        ) if worker.plain is None else parameter.copy_(
                             worker.plain["weights"][clean_name(key)]
                         )
                 note = {
-                    "evaluation": list(dataclasses.astuple(over_all(training.evaluator.evaluate(training.wrapped)))),
+                    "evaluation": list(
+                        dataclasses.astuple(over_all(training.evaluator.evaluate(training.wrapped)))
+                    ),
                     "sequences": len(training.data.training),
                 }
             dist.barrier()

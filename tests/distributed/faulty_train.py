@@ -47,7 +47,13 @@ def note_timeouts(step):
 
     if "TIMEOUTS" in os.environ and os.environ.get("RANK", "0") == "0" and step in (1, 3):
         groups = distributed_c10d._world.pg_map
-        found = [(group.group_desc, group._get_backend(group._device_types[0]).options._timeout.total_seconds()) for group in groups]
+        found = [
+            (
+                group.group_desc,
+                group._get_backend(group._device_types[0]).options._timeout.total_seconds(),
+            )
+            for group in groups
+        ]
         Path(os.environ["TIMEOUTS"], f"step_{step}.json").write_text(json.dumps(found))
 
 
@@ -73,7 +79,9 @@ def install():
             if kind == "raise":
                 raise ValueError("a fault of this test")
             if kind == "memory" and len(micro_batch["input_ids"]) > int(rows[0]):
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of ...")
+                raise torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of ..."
+                )
             if kind == "kill":
                 time.sleep(0.5)  # the numbers of the step before have arrived by then
                 kill_this_rank()

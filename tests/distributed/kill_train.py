@@ -54,7 +54,10 @@ def fill_the_disk(steps):
     original = writer.write_chunks
 
     def write_chunks(path, *args, **more):
-        if any(f"step_{step:08}" in str(path) for step in steps) and os.environ.get("RANK", "0") == "1":
+        if (
+            any(f"step_{step:08}" in str(path) for step in steps)
+            and os.environ.get("RANK", "0") == "1"
+        ):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(path, *args, **more)
 
@@ -80,7 +83,9 @@ def spoil_a_loss(at):
 
     def summed_loss(model, micro_batch):
         calls[0] += model.training
-        return original(model, micro_batch) * (float("nan") if calls[0] == at and model.training else 1.0)
+        return original(model, micro_batch) * (
+            float("nan") if calls[0] == at and model.training else 1.0
+        )
 
     loss.summed_loss = summed_loss
 
@@ -108,7 +113,11 @@ def note_phases(file):
         note("forward")
         return summed_loss(model, micro_batch)
 
-    manager.CheckpointManager.restore, loss.summed_loss, run.Progress = restore_and_note, loss_and_note, Noted
+    manager.CheckpointManager.restore, loss.summed_loss, run.Progress = (
+        restore_and_note,
+        loss_and_note,
+        Noted,
+    )
 
 
 def start():

@@ -23,7 +23,9 @@ class Result:
     """Standard output and error together, each line of a torchrun worker marked with its rank."""
 
     def check(self, status=0):
-        assert self.status == status, f"exit status {self.status}, not {status}; what was printed:\n{self.output[-8000:]}"
+        assert self.status == status, (
+            f"exit status {self.status}, not {status}; what was printed:\n{self.output[-8000:]}"
+        )
         return self
 
 
@@ -33,10 +35,14 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **v
     device: run.device of a training that does not give it.
     """
     command = [str(part) for part in command]
-    trains = any(part.endswith("train.py") for part in command) and any(part.startswith("recipe=") for part in command)
+    trains = any(part.endswith("train.py") for part in command) and any(
+        part.startswith("recipe=") for part in command
+    )
     if trains and not any("run.device" in part for part in command):
         command.append(f"run.device={device}")
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
     process = subprocess.Popen(
         command,
@@ -54,7 +60,9 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **v
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"not done after {timeout} s: {' '.join(command)}\n{output[-8000:]}") from None
+        raise AssertionError(
+            f"not done after {timeout} s: {' '.join(command)}\n{output[-8000:]}"
+        ) from None
     finally:
         left = _still_there(process.pid)
         if left:
@@ -66,7 +74,18 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **v
 def torchrun(*arguments, ranks, **options):
     """torchrun on this machine, with a port of its own."""
     return run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--tee", "3", *arguments], **options
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            ranks,
+            "--tee",
+            "3",
+            *arguments,
+        ],
+        **options,
     )
 
 

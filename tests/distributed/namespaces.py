@@ -24,9 +24,30 @@ def unavailable():
     name = f"launcher-probe-{os.getpid()}"
     try:
         _ip("netns", "add", name)
-        probe = ["ip", "netns", "exec", name, "unshare", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
-        subprocess.run([*probe, _START.format(name="probe"), "sh", "true"], check=True, capture_output=True, text=True, timeout=10)
-        _ip("link", "add", f"lp{os.getpid()}", "type", "veth", "peer", "name", DEVICE, "netns", name)
+        probe = [
+            "ip",
+            "netns",
+            "exec",
+            name,
+            "unshare",
+            "--pid",
+            "--uts",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+        ]
+        subprocess.run(
+            [*probe, _START.format(name="probe"), "sh", "true"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+        _ip(
+            "link", "add", f"lp{os.getpid()}", "type", "veth", "peer", "name", DEVICE, "netns", name
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return f"namespaces cannot be made here, which takes root and CAP_SYS_ADMIN: {getattr(error, 'stderr', None) or error}".strip()
     finally:
@@ -41,8 +62,21 @@ class Node:
 
     def start(self, command, *, log, **variables):
         """Runs a command on the node; what it prints goes to a file."""
-        unshare = ["unshare", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _START.format(name=self.name), "sh"]
-        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        unshare = [
+            "unshare",
+            "--pid",
+            "--uts",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            _START.format(name=self.name),
+            "sh",
+        ]
+        environment = {
+            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        }
         environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
         self.log = Path(log)
         with self.log.open("w") as stream:
@@ -59,7 +93,9 @@ class Node:
         """Takes the cable out. The node's connections end after 13 s without an answer, not after 15 minutes: torchrun's agent has
         no other limit, and the test would have to wait for it."""
         limit = ["sh", "-c", "echo 5 > /proc/sys/net/ipv4/tcp_retries2"]
-        subprocess.run(["ip", "netns", "exec", self.name, *limit], check=True, capture_output=True, timeout=10)
+        subprocess.run(
+            ["ip", "netns", "exec", self.name, *limit], check=True, capture_output=True, timeout=10
+        )
         _ip("-n", self.name, "link", "set", DEVICE, "down")
 
     def kill(self):
@@ -73,7 +109,9 @@ class Node:
         try:
             return self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.name} has not ended within {seconds} s:\n{self.output()[-8000:]}") from None
+            raise AssertionError(
+                f"{self.name} has not ended within {seconds} s:\n{self.output()[-8000:]}"
+            ) from None
 
     def output(self):
         return self.log.read_text() if self.log is not None else ""
@@ -86,7 +124,20 @@ def two_nodes():
     try:
         for node in nodes:
             _ip("netns", "add", node.name)
-        _ip("-n", nodes[0].name, "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", nodes[1].name)
+        _ip(
+            "-n",
+            nodes[0].name,
+            "link",
+            "add",
+            DEVICE,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            DEVICE,
+            "netns",
+            nodes[1].name,
+        )
         for node in nodes:
             _ip("-n", node.name, "addr", "add", f"{node.address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
@@ -105,7 +156,9 @@ def two_nodes():
 
 
 def _processes(name):
-    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+    )
     return [int(pid) for pid in found.stdout.split()]
 
 

@@ -27,15 +27,33 @@ def mean_loss(model, rows):
     """Token mean, with transformers' own shift of the labels and an attention mask over the padding."""
     ids, labels, mask = padded_batch(rows)
     logits = model(input_ids=ids, attention_mask=mask).logits
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+    )
 
 
-def train(model, rows, *, steps, batch, learning_rate, warmup, min_ratio, weight_decay, betas=(0.9, 0.95), eps=1e-8, max_norm=1.0):
+def train(
+    model,
+    rows,
+    *,
+    steps,
+    batch,
+    learning_rate,
+    warmup,
+    min_ratio,
+    weight_decay,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    max_norm=1.0,
+):
     """Trains on the rows in their order, round and round; returns losses and gradient norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
         lr=learning_rate,
         betas=betas,
         eps=eps,
@@ -48,7 +66,9 @@ def train(model, rows, *, steps, batch, learning_rate, warmup, min_ratio, weight
             rate = learning_rate * step / warmup
         else:
             progress = (step - warmup) / (steps - warmup)
-            rate = learning_rate * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+            rate = learning_rate * (
+                min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+            )
         for group in optimizer.param_groups:
             group["lr"] = rate
         chosen = [rows[((step - 1) * batch + i) % len(rows)] for i in range(batch)]

@@ -9,8 +9,28 @@ from tests.distributed.launching import torchrun
 
 WORKER = Path(__file__).with_name("architectures_worker.py")
 WHOLE_WAY = [
-    *("llama", "llama_tied", "qwen3", "mistral", "gemma2", "gemma3_text", "phi", "gpt2", "gpt_neox", "opt", "starcoder2"),
-    *("mixtral", "qwen3_moe", "bf16 in several files", "classifier", "hybrid llama", "hybrid mixtral", "hybrid bf16"),
+    *(
+        "llama",
+        "llama_tied",
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gemma3_text",
+        "phi",
+        "gpt2",
+        "gpt_neox",
+        "opt",
+        "starcoder2",
+    ),
+    *(
+        "mixtral",
+        "qwen3_moe",
+        "bf16 in several files",
+        "classifier",
+        "hybrid llama",
+        "hybrid mixtral",
+        "hybrid bf16",
+    ),
 ]
 
 
@@ -31,17 +51,25 @@ def of(results, case):
 def same_losses(case, result):
     losses = [note["losses"] for note in result.values()]
     for other in losses[1:]:
-        assert other == pytest.approx(losses[0], rel=1e-5), f"{case}: {dict(zip(result, losses, strict=True))}"
+        assert other == pytest.approx(losses[0], rel=1e-5), (
+            f"{case}: {dict(zip(result, losses, strict=True))}"
+        )
 
 
 @pytest.mark.parametrize("case", WHOLE_WAY)
 def test_loaded_trained_exported(results, case):
     result = of(results, case)
     for strategy, note in result.items():
-        assert note["loaded"] == 0.0, f"{case}, {strategy}: logits differ from from_pretrained's by {note['loaded']}"
+        assert note["loaded"] == 0.0, (
+            f"{case}, {strategy}: logits differ from from_pretrained's by {note['loaded']}"
+        )
         assert note["changed"] > 0.01, f"{case}, {strategy}: training changed nothing"
-        assert note["reloaded"] == 0.0, f"{case}, {strategy}: exported and reloaded, logits differ by {note['reloaded']}"
-        assert note["same_names"], f"{case}, {strategy}: the export has other names than save_pretrained writes"
+        assert note["reloaded"] == 0.0, (
+            f"{case}, {strategy}: exported and reloaded, logits differ by {note['reloaded']}"
+        )
+        assert note["same_names"], (
+            f"{case}, {strategy}: the export has other names than save_pretrained writes"
+        )
     same_losses(case, result)
 
 
@@ -71,7 +99,14 @@ def test_frozen(results):
     same_losses("frozen", result)
 
 
-LORA = ["lora llama", "lora gpt2", "lora mixtral", "lora classes", "lora llama bfloat16", "lora mixtral bfloat16"]
+LORA = [
+    "lora llama",
+    "lora gpt2",
+    "lora mixtral",
+    "lora classes",
+    "lora llama bfloat16",
+    "lora mixtral bfloat16",
+]
 
 
 @pytest.mark.parametrize("case", LORA)
@@ -101,8 +136,12 @@ def test_memory_while_loading(results):
     for strategy, figures in of(results, "memory").items():
         for rank, figure in enumerate(figures["ranks"]):
             bound = 1.1 * figure["held"] + figure["block"]
-            assert figure["peak"] <= bound, f"{strategy}, rank {rank}: {figure['peak']:,} bytes, more than {bound:,.0f}"
-            assert figure["peak"] >= 0.9 * figure["held"], f"{strategy}, rank {rank}: not measured: {figure}"
+            assert figure["peak"] <= bound, (
+                f"{strategy}, rank {rank}: {figure['peak']:,} bytes, more than {bound:,.0f}"
+            )
+            assert figure["peak"] >= 0.9 * figure["held"], (
+                f"{strategy}, rank {rank}: not measured: {figure}"
+            )
     sharded = of(results, "memory")["fsdp"]["ranks"][0]
     assert sharded["held"] * 2 == pytest.approx(sharded["whole"], rel=0.01)
 

@@ -21,7 +21,12 @@ def results(tmp_path_factory):
 def test_every_strategy_and_number_of_ranks_to_every_other(results):
     found = results["deviations0"][0]
     assert len(found) == len(RUNS) * (len(RUNS) - 1)
-    assert {name: value for by_rank in results["deviations0"] for name, value in by_rank.items() if value != 0.0} == {}
+    assert {
+        name: value
+        for by_rank in results["deviations0"]
+        for name, value in by_rank.items()
+        if value != 0.0
+    } == {}
 
 
 def test_tied_weights_are_saved_once(results):

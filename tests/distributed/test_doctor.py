@@ -21,11 +21,24 @@ sys.exit(main.main(["doctor", "quick=true", *sys.argv[1:]]))
 
 def test_a_real_examination(tmp_path):
     file = tmp_path / "doctor.json"
-    done = run([sys.executable, "-m", "launcher.cli.main", "doctor", "ranks=2", f"json={file}", f"shared={tmp_path}"], timeout=90)
+    done = run(
+        [
+            sys.executable,
+            "-m",
+            "launcher.cli.main",
+            "doctor",
+            "ranks=2",
+            f"json={file}",
+            f"shared={tmp_path}",
+        ],
+        timeout=90,
+    )
     told = json.loads(file.read_text())
     assert done.status == (0 if told["fit"] else 3), done.output
     assert [
-        finding for finding in told["findings"] if finding["name"] in ("torch", "measuring", "all-reduce") and finding["state"] == "bad"
+        finding
+        for finding in told["findings"]
+        if finding["name"] in ("torch", "measuring", "all-reduce") and finding["state"] == "bad"
     ] == []
     rates = Rates(**told["rates"] | {"inter_node_bandwidth": 1.0})
     # Whatever this machine is: more than a pocket calculator, less than ten of the fastest GPUs

@@ -20,7 +20,9 @@ def write_rows(file, count=53):
             ids = [(start + stride * i) % 64 for i in range(randomness.randint(2, 32))]
             row = {"input_ids": ids}
             if index % 3 == 0:
-                row["labels"] = [-100 if i < len(ids) // 2 else token for i, token in enumerate(ids)]
+                row["labels"] = [
+                    -100 if i < len(ids) // 2 else token for i, token in enumerate(ids)
+                ]
             out.write(json.dumps(row) + "\n")
 
 
@@ -39,7 +41,10 @@ def deviation(measured, expected):
 
 def assert_same(note, plain, *, loss, norm, final=None):
     assert "error" not in note, note
-    worst_loss, worst_norm = deviation(note["losses"], plain["losses"]), deviation(note["norms"], plain["norms"])
+    worst_loss, worst_norm = (
+        deviation(note["losses"], plain["losses"]),
+        deviation(note["norms"], plain["norms"]),
+    )
     assert worst_loss <= loss, f"losses differ by {worst_loss:.1e}"
     assert worst_norm <= norm, f"gradient norms differ by {worst_norm:.1e}"
     assert note["initial"] == 0.0, f"initial weights differ by {note['initial']:.1e}"
@@ -88,7 +93,9 @@ def test_first_values_are_the_same_bits_on_any_number_of_ranks(results):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload"])
 def test_same_as_the_plain_loop_in_bfloat16(results, strategy):
     assert_same(results[f"bfloat16 {strategy}"], results["plain"], loss=1e-3, norm=2e-2)
-    assert deviation(results[f"bfloat16 {strategy}"]["losses"], results["plain"]["losses"]) > 1e-7, "computed in float32 after all"
+    assert (
+        deviation(results[f"bfloat16 {strategy}"]["losses"], results["plain"]["losses"]) > 1e-7
+    ), "computed in float32 after all"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload"])
@@ -105,17 +112,26 @@ def test_float16_overflow_on_one_rank_skips_the_step_on_all(results, strategy):
 @pytest.mark.parametrize("strategy", ["fsdp", "offload"])
 def test_experts_train_with_the_auxiliary_loss_alike(results, strategy):
     """Rows of unequal length, two micro-batches on each of two ranks."""
-    ddp, other, without = results["experts ddp"], results[f"experts {strategy}"], results["experts without"]
+    ddp, other, without = (
+        results["experts ddp"],
+        results[f"experts {strategy}"],
+        results["experts without"],
+    )
     assert deviation(other["losses"], ddp["losses"]) <= 1e-5
     assert deviation(other["norms"], ddp["norms"]) <= 1e-5
     assert deviation(ddp["norms"], without["norms"]) > 1e-2, "the gradient has the auxiliary loss"
-    assert ddp["losses"][0] == pytest.approx(without["losses"][0], rel=1e-6), "the loss is the cross-entropy"
+    assert ddp["losses"][0] == pytest.approx(without["losses"][0], rel=1e-6), (
+        "the loss is the cross-entropy"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("mode", ["{mode: full}", "{mode: selective}"])
 def test_dropout_is_bit_identical_under_checkpointing(results, strategy, mode):
-    assert results[f"dropout {strategy} {mode}"]["losses"] == results[f"dropout {strategy} null"]["losses"]
+    assert (
+        results[f"dropout {strategy} {mode}"]["losses"]
+        == results[f"dropout {strategy} null"]["losses"]
+    )
     assert results[f"dropout {strategy} {mode}"]["bit_identical"]
 
 
@@ -134,4 +150,10 @@ def test_evaluation_counts_each_token_once(results, ranks, packing):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload"])
 def test_the_suite_notices(results, mutation, strategy):
     with pytest.raises(AssertionError):
-        assert_same(results[f"mutation: {mutation} {strategy}"], results["plain"], loss=1e-5, norm=1e-5, final=1e-5)
+        assert_same(
+            results[f"mutation: {mutation} {strategy}"],
+            results["plain"],
+            loss=1e-5,
+            norm=1e-5,
+            final=1e-5,
+        )

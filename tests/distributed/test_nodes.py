@@ -21,16 +21,29 @@ def folder(tmp_path_factory):
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("nodes")
     generator = random.Random(2)
-    texts = ["".join(generator.choices("abcdefghij ", k=generator.choice([5, 30, 80]))) for _ in range(200)]
+    texts = [
+        "".join(generator.choices("abcdefghij ", k=generator.choice([5, 30, 80])))
+        for _ in range(200)
+    ]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)).replace("DROPOUT", "0.0"))
+    (folder / "recipe.yaml").write_text(
+        RECIPE.replace("FOLDER", str(folder)).replace("DROPOUT", "0.0")
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def alone(folder):
     """Records of one rank that nothing happens to."""
-    run([sys.executable, KILL_TRAIN, f"recipe={folder}/recipe.yaml", f"run.dir={folder}/alone", f"run.max_steps={STEPS}"]).check()
+    run(
+        [
+            sys.executable,
+            KILL_TRAIN,
+            f"recipe={folder}/recipe.yaml",
+            f"run.dir={folder}/alone",
+            f"run.max_steps={STEPS}",
+        ]
+    ).check()
     return records(folder / "alone")
 
 
@@ -39,10 +52,37 @@ def start(nodes, host, folder, run_dir):
     for node in nodes:
         timeouts = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=6,join_timeout=60,close_timeout=5"
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", 1, "--max-restarts", 5),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host.address}:{PORT}", "--rdzv-id", run_dir.name),
-            *("--rdzv-conf", f"is_host={int(node is host)},{timeouts}", "--local-addr", node.address),
-            *(KILL_TRAIN, f"recipe={folder}/recipe.yaml", f"run.dir={run_dir}", f"run.max_steps={STEPS}"),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                "1:2",
+                "--nproc-per-node",
+                1,
+                "--max-restarts",
+                5,
+            ),
+            *(
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                f"{host.address}:{PORT}",
+                "--rdzv-id",
+                run_dir.name,
+            ),
+            *(
+                "--rdzv-conf",
+                f"is_host={int(node is host)},{timeouts}",
+                "--local-addr",
+                node.address,
+            ),
+            *(
+                KILL_TRAIN,
+                f"recipe={folder}/recipe.yaml",
+                f"run.dir={run_dir}",
+                f"run.max_steps={STEPS}",
+            ),
             *("run.timeout=10", "run.hang_timeout=20", "run.init_timeout=60"),
         ]
         node.start(command, log=folder / f"{run_dir.name}-{node.name}.log", SLOW_STEP="0.25")
@@ -51,10 +91,16 @@ def start(nodes, host, folder, run_dir):
 def wait_until_both_train(nodes, run_dir, *, step):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and all(node.process.poll() is None for node in nodes):
-        if (run_dir / "metrics.jsonl").exists() and len(records(run_dir)) >= step and events(run_dir, "started")[-1]["ranks"] == 2:
+        if (
+            (run_dir / "metrics.jsonl").exists()
+            and len(records(run_dir)) >= step
+            and events(run_dir, "started")[-1]["ranks"] == 2
+        ):
             return
         time.sleep(0.1)
-    raise AssertionError("the nodes do not train:\n" + "\n".join(node.output()[-6000:] for node in nodes))
+    raise AssertionError(
+        "the nodes do not train:\n" + "\n".join(node.output()[-6000:] for node in nodes)
+    )
 
 
 def check_it_went_on_alone(run_dir, survivor, alone, output):
@@ -63,11 +109,17 @@ def check_it_went_on_alone(run_dir, survivor, alone, output):
     last = max(index for index, line in enumerate(lines) if line["event"] == "started")
     assert [line["ranks"] for line in lines if line["event"] == "started"][-2:] == [2, 1], lines
     assert lines[last + 1]["event"] == "resumed", lines
-    assert {line["host"] for line in lines[last:]} == {survivor.name}, "the other node wrote nothing more"
+    assert {line["host"] for line in lines[last:]} == {survivor.name}, (
+        "the other node wrote nothing more"
+    )
     mine = records(run_dir)
     assert [line["step"] for line in mine] == list(range(1, STEPS + 1)), "each step once"
     for a, b in zip(mine, alone, strict=True):
-        assert (a["tokens"], a["loss_tokens"], a["samples_seen"]) == (b["tokens"], b["loss_tokens"], b["samples_seen"])
+        assert (a["tokens"], a["loss_tokens"], a["samples_seen"]) == (
+            b["tokens"],
+            b["loss_tokens"],
+            b["samples_seen"],
+        )
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
@@ -79,7 +131,9 @@ def test_a_node_is_lost_for_good(folder, alone, rank):
         other, host = nodes[rank], nodes[1 - rank]
         start(nodes, host, folder, run_dir)
         wait_until_both_train(nodes, run_dir, step=6)
-        assert events(run_dir, "started")[-1]["host"] == nodes[0].name, "rank 0 is on the node with the lower address"
+        assert events(run_dir, "started")[-1]["host"] == nodes[0].name, (
+            "rank 0 is on the node with the lower address"
+        )
         other.kill()
         assert host.wait(240 if rank == 0 else 120) == 0, host.output()[-8000:]
         check_it_went_on_alone(run_dir, host, alone, host.output()[-8000:])
@@ -92,9 +146,14 @@ def test_a_node_is_cut_off(folder, alone):
     with two_nodes() as (other, host):
         start((other, host), host, folder, run_dir)
         wait_until_both_train((other, host), run_dir, step=6)
-        assert events(run_dir, "started")[-1]["host"] == other.name, "rank 0 is on the node with the lower address"
+        assert events(run_dir, "started")[-1]["host"] == other.name, (
+            "rank 0 is on the node with the lower address"
+        )
         other.cut()
         assert host.wait(120) == 0, host.output()[-8000:]
         assert other.wait(60) != 0
-        assert [(line["host"], line["reason"]) for line in events(run_dir, "failed")][-1] == (host.name, "rank_lost")
+        assert [(line["host"], line["reason"]) for line in events(run_dir, "failed")][-1] == (
+            host.name,
+            "rank_lost",
+        )
         check_it_went_on_alone(run_dir, host, alone, host.output()[-8000:] + other.output()[-8000:])

@@ -1,4 +1,4 @@
-"""`auto`, and memory that runs out, with real processes: a rank's error stands in for a device that is full."""
+"""`auto`, and memory that runs out, with real processes; a rank raises the error of a full device."""
 
 import json
 import random
@@ -31,7 +31,10 @@ FIXED = ["strategy.kind=ddp", "batch.micro_batch_size=8"]
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
     generator = random.Random(1)
-    texts = ["".join(generator.choices("abcdefghij ", k=generator.choice([5, 30, 80]))) for _ in range(200)]
+    texts = [
+        "".join(generator.choices("abcdefghij ", k=generator.choice([5, 30, 80])))
+        for _ in range(200)
+    ]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
     return folder
@@ -54,11 +57,19 @@ def losses(run_dir):
 def fixed(folder):
     """Two ranks that train as they are told, and run out of memory in step 9 of rank 1."""
     run_dir = folder / "fixed"
-    words = [f"recipe={folder}/recipe.yaml", f"run.dir={run_dir}", *FIXED, "run.max_steps=10000", "checkpoint.every_steps=null"]
+    words = [
+        f"recipe={folder}/recipe.yaml",
+        f"run.dir={run_dir}",
+        *FIXED,
+        "run.max_steps=10000",
+        "checkpoint.every_steps=null",
+    ]
     started = time.monotonic()
     result = torchrun(FAULTY, *words, ranks=2, FAULT="memory:1:9:4", timeout=200)
     assert result.status == 1
-    assert time.monotonic() - started < 180, "seconds, where the limit of a collective is 10 minutes"
+    assert time.monotonic() - started < 180, (
+        "seconds, where the limit of a collective is 10 minutes"
+    )
     return run_dir
 
 
@@ -70,9 +81,11 @@ def undisturbed(fixed):
 
 @pytest.fixture(scope="module")
 def restarted(folder):
-    """Two ranks that take the plan's choice; micro-batches of more than four rows run out of memory in step 3 of rank 1."""
+    """Two ranks with `auto`; in step 3 of rank 1 micro-batches of over four rows run out of memory."""
     words = [FAULTY, f"recipe={folder}/recipe.yaml", f"run.dir={folder}/auto"]
-    result = torchrun("--max-restarts", "1", *words, ranks=2, FAULT="memory:1:3:4", timeout=250).check()
+    result = torchrun(
+        "--max-restarts", "1", *words, ranks=2, FAULT="memory:1:3:4", timeout=250
+    ).check()
     return folder / "auto", result.output
 
 
@@ -81,7 +94,12 @@ def test_with_auto_the_next_start_takes_a_smaller_micro_batch(restarted, undistu
     assert status(run_dir)["state"] == "finished"
     events = read(run_dir, "events")
     (failed,) = [event for event in events if event["event"] == "failed"]
-    assert (failed["reason"], failed["step"], failed["micro_batch_size"], failed["ranks"]) == ("out_of_memory", 2, 8, 2)
+    assert (failed["reason"], failed["step"], failed["micro_batch_size"], failed["ranks"]) == (
+        "out_of_memory",
+        2,
+        8,
+        2,
+    )
     (resumed,) = [event for event in events if event["event"] == "resumed"]
     assert resumed["step"] == 2
     recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
@@ -93,14 +111,14 @@ def test_with_auto_the_next_start_takes_a_smaller_micro_batch(restarted, undistu
         "The fastest that fits: by plan",
         "rank 1 of 2 ran out of memory in step 3: in the forward pass of micro-batch 1 of 1 (input_ids 8 x 32)",
         "it asked for 64.0 MiB",
-        "batch.micro_batch_size is auto: the next start takes a smaller one, and goes on from the last checkpoint",
+        "batch.micro_batch_size is auto: the next start takes a smaller one, and resumes from the last checkpoint",
         "micro-batches of 8 and more ran out of memory before",
     ):
         assert told in output
 
 
 @pytest.mark.long
-def test_on_other_hardware_auto_chooses_anew(restarted, folder, undisturbed):
+def test_on_other_hardware_auto_chooses_again(restarted, folder, undisturbed):
     """One rank in the place of two goes on: what ran out of memory on two does not bind it."""
     run_dir, _ = restarted
     words = [f"recipe={folder}/recipe.yaml", f"run.dir={run_dir}", "run.max_steps=8"]
@@ -110,13 +128,17 @@ def test_on_other_hardware_auto_chooses_anew(restarted, folder, undisturbed):
     assert losses(run_dir) == pytest.approx(undisturbed, rel=1e-5)
 
 
-def test_without_auto_it_ends_with_words_and_remedies(fixed):
+def test_without_auto_it_ends_with_a_report_and_suggestions(fixed):
     outcome = status(fixed)
     assert (outcome["state"], outcome["reason"], outcome["step"]) == ("failed", "out_of_memory", 8)
     told = outcome["error"]
-    assert told.startswith("rank 1 of 2 ran out of memory in step 9: in the forward pass of micro-batch 1 of 1 (input_ids 8 x 32)\n")
+    assert told.startswith(
+        "rank 1 of 2 ran out of memory in step 9: in the forward pass of micro-batch 1 of 1 (input_ids 8 x 32)\n"
+    )
     assert re.search(r"\noptimizer state +\d+\.\d KiB +\d+\.\d KiB\n", told), "now, and by plan"
-    remedies = told.partition("what fits by plan, the fastest first, as overrides:\n")[2].splitlines()
+    remedies = told.partition("what fits by plan, the fastest first, as overrides:\n")[
+        2
+    ].splitlines()
     overrides = [line.split("#")[0].split() for line in remedies if line.startswith("  ")]
     assert 1 <= len(overrides) <= 3
     for remedy in overrides:

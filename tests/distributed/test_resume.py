@@ -35,10 +35,15 @@ checkpoint: {every_steps: 4, keep_last: 20}
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     generator = random.Random(1)
-    texts = ["".join(generator.choices("abcdefghij ", k=generator.choice([5, 30, 80]))) for _ in range(200)]
+    texts = [
+        "".join(generator.choices("abcdefghij ", k=generator.choice([5, 30, 80])))
+        for _ in range(200)
+    ]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for name, dropout in (("recipe", 0.0), ("dropout", 0.1)):
-        (folder / f"{name}.yaml").write_text(RECIPE.replace("FOLDER", str(folder)).replace("DROPOUT", str(dropout)))
+        (folder / f"{name}.yaml").write_text(
+            RECIPE.replace("FOLDER", str(folder)).replace("DROPOUT", str(dropout))
+        )
     return folder
 
 
@@ -51,17 +56,28 @@ def status(run_dir):
 
 
 def events(run_dir, name):
-    return [line for line in map(json.loads, (run_dir / "events.jsonl").read_text().splitlines()) if line["event"] == name]
+    return [
+        line
+        for line in map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
+        if line["event"] == name
+    ]
 
 
 def samples(folder, rank):
     """Digest of what each step was trained on, as of the last time that it was."""
-    return {line["step"]: line["ids"] for line in map(json.loads, (folder / f"rank_{rank}.jsonl").read_text().splitlines())}
+    return {
+        line["step"]: line["ids"]
+        for line in map(json.loads, (folder / f"rank_{rank}.jsonl").read_text().splitlines())
+    }
 
 
 def final_state(run_dir):
     newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
-    return {f"{file.name}/{name}": tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        f"{file.name}/{name}": tensor
+        for file in newest.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def train(folder, run_dir, *overrides, ranks=2, recipe="recipe", **more):
@@ -110,13 +126,18 @@ def killer(run_dir, times, seed):
                     return False
                 try:
                     return any(line["time"] > starts[-1]["time"] for line in records(run_dir))
-                except (ValueError, OSError):  # the last line was cut off by a kill, and is not removed yet
+                except (
+                    ValueError,
+                    OSError,
+                ):  # the last line was cut off by a kill, and is not removed yet
                     return False
 
             if not wait_for(trains, process):
                 return
             if number % 3 == 2:
-                writing = wait_for(lambda: list((run_dir / "checkpoints").glob("*.writing-*")), process, 20)
+                writing = wait_for(
+                    lambda: list((run_dir / "checkpoints").glob("*.writing-*")), process, 20
+                )
                 time.sleep(generator.random() * 0.4)
                 where = "in a save" if writing else "no save came"
             else:
@@ -140,22 +161,38 @@ def killer(run_dir, times, seed):
 @pytest.fixture(scope="module")
 def undisturbed(folder):
     (folder / "undisturbed-samples").mkdir()
-    result = train(folder, folder / "undisturbed", "run.max_steps=40", recipe="dropout", SAMPLES=str(folder / "undisturbed-samples"))
+    result = train(
+        folder,
+        folder / "undisturbed",
+        "run.max_steps=40",
+        recipe="dropout",
+        SAMPLES=str(folder / "undisturbed-samples"),
+    )
     result.check()
     return folder / "undisturbed"
 
 
 @pytest.mark.parametrize(
     ("times", "asynchronous"),
-    [(5, "true"), pytest.param(30, "true", marks=pytest.mark.long), pytest.param(9, "false", marks=pytest.mark.long)],
+    [
+        (5, "true"),
+        pytest.param(30, "true", marks=pytest.mark.long),
+        pytest.param(9, "false", marks=pytest.mark.long),
+    ],
 )
 def test_killed_at_random_the_run_ends_bit_identical(folder, undisturbed, times, asynchronous):
     """Dropout, order of samples, optimizer, metrics: as if nothing had happened."""
     steps, whole, whole_samples = 40, undisturbed, folder / "undisturbed-samples"
     if times > 5:
-        steps, whole, whole_samples = 10 * times, folder / f"whole-{times}", folder / f"whole-{times}-samples"
+        steps, whole, whole_samples = (
+            10 * times,
+            folder / f"whole-{times}",
+            folder / f"whole-{times}-samples",
+        )
         whole_samples.mkdir()
-        train(folder, whole, f"run.max_steps={steps}", recipe="dropout", SAMPLES=str(whole_samples)).check()
+        train(
+            folder, whole, f"run.max_steps={steps}", recipe="dropout", SAMPLES=str(whole_samples)
+        ).check()
     name = f"killed-{times}-{asynchronous}"
     run_dir, seen = folder / name, folder / f"{name}-samples"
     seen.mkdir()
@@ -178,10 +215,14 @@ def test_killed_at_random_the_run_ends_bit_identical(folder, undisturbed, times,
     assert len(during.killed) >= min(times, 4), during.killed
     assert "in a save" in during.killed
     assert len(events(run_dir, "started")) == len(during.killed) + 1
-    assert len({event["step"] for event in events(run_dir, "resumed")}) >= 2, "it went on from more than one checkpoint"
+    assert len({event["step"] for event in events(run_dir, "resumed")}) >= 2, (
+        "it went on from more than one checkpoint"
+    )
     assert status(run_dir)["state"] == "finished"
     mine, other = records(run_dir), records(whole)
-    assert [line["step"] for line in mine if "loss" in line] == list(range(1, steps + 1)), "each step once"
+    assert [line["step"] for line in mine if "loss" in line] == list(range(1, steps + 1)), (
+        "each step once"
+    )
     for a, b in zip(mine, other, strict=True):
         assert [a.get(key) for key in ("step", "loss", "grad_norm", "tokens")] == [
             b.get(key) for key in ("step", "loss", "grad_norm", "tokens")
@@ -192,7 +233,9 @@ def test_killed_at_random_the_run_ends_bit_identical(folder, undisturbed, times,
     assert state.keys() == expected.keys()
     assert len(state) > 60
     for key, tensor in state.items():
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected[key].reshape(-1).view(torch.uint8)), key
+        assert torch.equal(
+            tensor.reshape(-1).view(torch.uint8), expected[key].reshape(-1).view(torch.uint8)
+        ), key
 
 
 # Other ranks, other strategies
@@ -209,12 +252,18 @@ def test_the_run_goes_on_with_other_ranks_and_strategies(folder):
         (1, 9, offload),
         (3, 12, ["strategy.kind=ddp", "batch.micro_batch_size=1"]),
     ):
-        output = train(folder, elastic, f"run.max_steps={steps}", *changes, ranks=ranks).check().output
+        output = (
+            train(folder, elastic, f"run.max_steps={steps}", *changes, ranks=ranks).check().output
+        )
         assert ("resumed from" in output) == (ranks != 4)
     mine, other = records(elastic), records(whole)
     assert [line["step"] for line in mine] == list(range(1, 13))
     for a, b in zip(mine, other, strict=True):
-        assert (a["tokens"], a["loss_tokens"], a["samples_seen"]) == (b["tokens"], b["loss_tokens"], b["samples_seen"])
+        assert (a["tokens"], a["loss_tokens"], a["samples_seen"]) == (
+            b["tokens"],
+            b["loss_tokens"],
+            b["samples_seen"],
+        )
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
@@ -223,7 +272,9 @@ def test_the_run_goes_on_with_other_ranks_and_strategies(folder):
 
 def without_fingerprint(checkpoint):
     """As a version before fingerprints of data wrote it."""
-    state, marker = (json.loads((checkpoint / name).read_text()) for name in ("state.json", "commit.json"))
+    state, marker = (
+        json.loads((checkpoint / name).read_text()) for name in ("state.json", "commit.json")
+    )
     assert state.pop("data")["documents"] == 200
     stored = write_file(checkpoint / "state.json", json.dumps(state).encode())
     marker["files"]["state.json"] = dataclasses.asdict(stored)
@@ -235,29 +286,48 @@ def test_a_run_started_from_a_path_continues_from_its_own_newest_checkpoint(fold
     run_dir, source = folder / "branch", folder / "older/step_00000008"
     shutil.copytree(undisturbed / "checkpoints/step_00000008", source)
     without_fingerprint(source)
-    words = [KILL_TRAIN, f"recipe={folder}/dropout.yaml", f"run.dir={run_dir}", f"checkpoint.resume={source}", "checkpoint.every_steps=2"]
+    words = [
+        KILL_TRAIN,
+        f"recipe={folder}/dropout.yaml",
+        f"run.dir={run_dir}",
+        f"checkpoint.resume={source}",
+        "checkpoint.every_steps=2",
+    ]
     saved = lambda: (run_dir / "events.jsonl").exists() and len(events(run_dir, "saved")) >= 2  # noqa: E731
     kill = when(saved, lambda process: os.kill(workers(process.pid)[-1], signal.SIGKILL))
-    result = torchrun("--max-restarts", "1", *words, "run.max_steps=14", ranks=1, during=kill, SLOW_STEP="0.1").check()
-    assert f"note: {source} was written by an older version" in result.output, "which is no reason to refuse it"
+    result = torchrun(
+        "--max-restarts", "1", *words, "run.max_steps=14", ranks=1, during=kill, SLOW_STEP="0.1"
+    ).check()
+    assert f"note: {source} was written by an older version" in result.output, (
+        "which is no reason to refuse it"
+    )
     assert result.output.count("by an older version") == 1
     first, second = [event["step"] for event in events(run_dir, "resumed")]
     assert first == 8
     assert second >= 12, "its own checkpoint, not the path again"
     assert [line["step"] for line in records(run_dir)] == list(range(9, 15))
 
-    run([sys.executable, *words, "run.max_steps=15"], SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").check()
+    run(
+        [sys.executable, *words, "run.max_steps=15"], SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1"
+    ).check()
     assert [event["step"] for event in events(run_dir, "resumed")][2:] == [14], "requeued by Slurm"
     assert [line["step"] for line in records(run_dir)] == list(range(9, 16))
 
     def files():
-        found = [run_dir / "metrics.jsonl", run_dir / "recipe.yaml", *run_dir.glob("checkpoints/*/*")]
+        found = [
+            run_dir / "metrics.jsonl",
+            run_dir / "recipe.yaml",
+            *run_dir.glob("checkpoints/*/*"),
+        ]
         return {path: path.stat().st_mtime_ns for path in found}
 
     before = files()
     other = f"checkpoint.resume={undisturbed}/checkpoints/step_00000004"
     refused = train(folder, run_dir, other, ranks=1, recipe="dropout").check(2)
-    assert f"holds a run already (finished, step 15), and it was not started from {other}" in refused.output
+    assert (
+        f"holds a run already (finished, step 15), and it was not started from {other}"
+        in refused.output
+    )
     assert files() == before, "nothing was deleted or written"
 
 
@@ -273,10 +343,15 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(folder):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     output = train(folder, run_dir, ranks=1).check().output
-    assert "step_00000012 is damaged: rank_00000.safetensors has changed since it was written" in output
+    assert (
+        "step_00000012 is damaged: rank_00000.safetensors has changed since it was written"
+        in output
+    )
     assert "resumed from" in output
     assert "step_00000008, step 8" in output
-    assert [(line["step"], line["loss"]) for line in records(run_dir)] == [(line["step"], line["loss"]) for line in before]
+    assert [(line["step"], line["loss"]) for line in records(run_dir)] == [
+        (line["step"], line["loss"]) for line in before
+    ]
     for marker in run_dir.glob("checkpoints/*/commit.json"):
         marker.unlink()
     stopped = train(folder, run_dir, ranks=1).check(1)
@@ -290,8 +365,13 @@ def test_a_full_disk_does_not_end_the_run_but_too_often_does(folder):
     output = train(folder, run_dir, FULL_DISK="4").check().output
     assert "warning: checkpoint of step 4 failed" in output
     assert "No space left on device" in output
-    assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step_00000008", "step_00000012"]
-    output = train(folder, run_dir, "run.max_steps=24", "checkpoint.max_failures=2", FULL_DISK="16,20").output
+    assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == [
+        "step_00000008",
+        "step_00000012",
+    ]
+    output = train(
+        folder, run_dir, "run.max_steps=24", "checkpoint.max_failures=2", FULL_DISK="16,20"
+    ).output
     assert status(run_dir)["state"] == "failed"
     assert status(run_dir)["reason"] == "checkpoint_failed"
     assert "2 checkpoints in a row could not be written (checkpoint.max_failures=2)" in output
@@ -317,13 +397,17 @@ def test_stopped_by_a_signal_to_one_rank_the_run_goes_on_as_if_it_had_not_been(f
     run_dir = folder / "signalled"
     trained = lambda: (run_dir / "metrics.jsonl").exists() and len(records(run_dir)) >= 2  # noqa: E731
     signal_one = when(trained, lambda process: os.kill(workers(process.pid)[-1], signal.SIGUSR1))
-    train(folder, run_dir, "run.max_steps=40", recipe="dropout", during=signal_one, SLOW_STEP="0.05").check()
+    train(
+        folder, run_dir, "run.max_steps=40", recipe="dropout", during=signal_one, SLOW_STEP="0.05"
+    ).check()
     assert status(run_dir)["state"] == "stopped"
     at = status(run_dir)["step"]
     assert 2 <= at < 40
     assert (run_dir / f"checkpoints/step_{at:08}/commit.json").exists()
     train(folder, run_dir, "run.max_steps=40", recipe="dropout").check()
-    assert [(a["step"], a["loss"]) for a in records(run_dir)] == [(b["step"], b["loss"]) for b in records(undisturbed)]
+    assert [(a["step"], a["loss"]) for a in records(run_dir)] == [
+        (b["step"], b["loss"]) for b in records(undisturbed)
+    ]
 
 
 def test_files_ask_to_save_and_to_stop(folder):
@@ -337,7 +421,14 @@ def test_files_ask_to_save_and_to_stop(folder):
             time.sleep(0.05)
         (run_dir / "stop").touch()
 
-    train(folder, run_dir, "run.max_steps=4000", "checkpoint.every_steps=3999", during=when(trained, ask), SLOW_STEP="0.05").check()
+    train(
+        folder,
+        run_dir,
+        "run.max_steps=4000",
+        "checkpoint.every_steps=3999",
+        during=when(trained, ask),
+        SLOW_STEP="0.05",
+    ).check()
     assert status(run_dir)["state"] == "stopped"
     saved = [event["step"] for event in events(run_dir, "saved")]
     assert len(saved) == 2
@@ -351,12 +442,16 @@ def test_files_ask_to_save_and_to_stop(folder):
 
 def test_changed_recipes_and_data_are_refused_with_a_diff(folder, undisturbed):
     before = (undisturbed / "metrics.jsonl").read_bytes()
-    result = train(folder, undisturbed, "run.max_steps=50", "run.seed=4", ranks=1, recipe="dropout").check(2)
+    result = train(
+        folder, undisturbed, "run.max_steps=50", "run.seed=4", ranks=1, recipe="dropout"
+    ).check(2)
     assert "run.seed: 3 -> 4" in result.output
     assert "run.max_steps" not in result.output
     assert "Traceback" not in result.output
     assert (undisturbed / "metrics.jsonl").read_bytes() == before
-    never = train(folder, undisturbed, "checkpoint.resume=never", ranks=1, recipe="dropout").check(2)
+    never = train(folder, undisturbed, "checkpoint.resume=never", ranks=1, recipe="dropout").check(
+        2
+    )
     assert "holds a run already (finished, step 40)" in never.output
     text = (folder / "text.jsonl").read_text()
     (folder / "text.jsonl").write_text(text + '{"text": "abc"}\n')
@@ -375,7 +470,11 @@ def test_a_run_that_diverges_goes_back_and_leaves_out_what_it_diverged_on(folder
     train(folder, folder / "plain", "batch.micro_batch_size=8", ranks=1, SAMPLES=str(plain)).check()
     rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", "batch.micro_batch_size=8"]
     phases = folder / "rewound-phases"
-    output = train(folder, run_dir, *rewind, ranks=1, SAMPLES=str(seen), NAN="6", PHASES=str(phases)).check().output
+    output = (
+        train(folder, run_dir, *rewind, ranks=1, SAMPLES=str(seen), NAN="6", PHASES=str(phases))
+        .check()
+        .output
+    )
     assert "back to the checkpoint of step 4; the samples of steps 5 to 6 are skipped" in output
     assert [line["step"] for line in records(run_dir)] == list(range(1, 13))
     assert all(line["loss"] is not None for line in records(run_dir))
@@ -386,26 +485,48 @@ def test_a_run_that_diverges_goes_back_and_leaves_out_what_it_diverged_on(folder
     noted = phases.read_text().splitlines()
     at = noted.index("load rewind")
     assert noted[:2] == ["load start", "forward start"]
-    assert noted[at - 1 : at + 3] == ["forward None", "load rewind", "forward rewind", "forward None"]
+    assert noted[at - 1 : at + 3] == [
+        "forward None",
+        "load rewind",
+        "forward rewind",
+        "forward None",
+    ]
 
 
 @pytest.mark.long
 def test_a_stream_goes_on_where_it_stood_and_leaves_out_what_it_diverged_on(folder):
     """On two ranks with loader processes, then on one, which also goes back; the samples are those of one start on one rank."""
-    file, run_dir, plain, seen = (folder / name for name in ("stream.jsonl", "stream", "stream-plain", "stream-seen"))
-    file.write_text("".join(json.dumps({"text": f"{number} " * 20}) + "\n" for number in range(4000)))
+    file, run_dir, plain, seen = (
+        folder / name for name in ("stream.jsonl", "stream", "stream-plain", "stream-seen")
+    )
+    file.write_text(
+        "".join(json.dumps({"text": f"{number} " * 20}) + "\n" for number in range(4000))
+    )
     plain.mkdir()
     seen.mkdir()
     stream = ["data.streaming=true", "data.shuffle_buffer=40", f"data.train=[{file}]"]
-    train(folder, folder / "stream-whole", *stream, "batch.micro_batch_size=8", ranks=1, SAMPLES=str(plain)).check()
+    train(
+        folder,
+        folder / "stream-whole",
+        *stream,
+        "batch.micro_batch_size=8",
+        ranks=1,
+        SAMPLES=str(plain),
+    ).check()
     train(folder, run_dir, *stream, "data.workers=2", "run.max_steps=6").check()
     state = json.loads((run_dir / "checkpoints/step_00000006/state.json").read_text())["stream"]
-    whole = json.loads((folder / "stream-whole/checkpoints/step_00000008/state.json").read_text())["stream"]
+    whole = json.loads((folder / "stream-whole/checkpoints/step_00000008/state.json").read_text())[
+        "stream"
+    ]
     assert (state["samples"], state["order"]) == (48, whole["order"])
     assert len(state["places"]) == 4
-    assert min(map(max, state["places"])) > 0, "every shard has been read, by the one rank or the other"
+    assert min(map(max, state["places"])) > 0, (
+        "every shard has been read, by the one rank or the other"
+    )
     rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", "batch.micro_batch_size=8"]
-    output = train(folder, run_dir, *stream, *rewind, ranks=1, SAMPLES=str(seen), NAN="4").check().output
+    output = (
+        train(folder, run_dir, *stream, *rewind, ranks=1, SAMPLES=str(seen), NAN="4").check().output
+    )
     assert "back to the checkpoint of step 8; the samples of steps 9 to 10 are skipped" in output
     trained, expected = samples(seen, 0), samples(plain, 0)
     assert [trained[step] for step in (7, 8)] == [expected[step] for step in (7, 8)]
@@ -415,12 +536,16 @@ def test_a_stream_goes_on_where_it_stood_and_leaves_out_what_it_diverged_on(fold
 def test_a_checkpoint_can_be_exported(folder, undisturbed, tmp_path):
     from transformers import LlamaForCausalLM
 
-    exported = run([sys.executable, "-m", "launcher.cli.main", "export", undisturbed, tmp_path / "out"]).check()
+    exported = run(
+        [sys.executable, "-m", "launcher.cli.main", "export", undisturbed, tmp_path / "out"]
+    ).check()
     assert "step_00000040" in exported.output
     weights = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
     state = final_state(undisturbed)
     parts = [[f"rank_{rank:05}.safetensors/model.{name}" for rank in range(2)] for name in weights]
     for name, files in zip(weights, parts, strict=True):
-        assert torch.equal(weights[name], torch.cat([state[file] for file in files if file in state])), name
+        assert torch.equal(
+            weights[name], torch.cat([state[file] for file in files if file in state])
+        ), name
     assert len(weights) > 20
     assert (tmp_path / "out/tokenizer.json").exists()

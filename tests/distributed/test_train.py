@@ -18,14 +18,37 @@ from tests.wandb_files import history, read_records
 
 TRAIN = REPOSITORY / "launcher/train.py"
 SHRUNK = [
-    *("model.config.hidden_size=64", "model.config.intermediate_size=176", "model.config.num_hidden_layers=2"),
-    *("model.config.num_attention_heads=4", "model.config.num_key_value_heads=2", "model.config.head_dim=16"),
+    *(
+        "model.config.hidden_size=64",
+        "model.config.intermediate_size=176",
+        "model.config.num_hidden_layers=2",
+    ),
+    *(
+        "model.config.num_attention_heads=4",
+        "model.config.num_key_value_heads=2",
+        "model.config.head_dim=16",
+    ),
     *("data.sequence_length=128", "batch.global_batch_size=16", "batch.micro_batch_size=4"),
 ]
 """As the headers of the recipes say."""
-SMALL = ["recipe=quickstart", "data.sequence_length=64", "model.config.num_hidden_layers=2", "data.validation=null"]
+SMALL = [
+    "recipe=quickstart",
+    "data.sequence_length=64",
+    "model.config.num_hidden_layers=2",
+    "data.validation=null",
+]
 KEYS = {
-    *("step", "loss", "grad_norm", "learning_rate", "tokens", "loss_tokens", "step_seconds", "tokens_per_second", "mfu"),
+    *(
+        "step",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens",
+        "loss_tokens",
+        "step_seconds",
+        "tokens_per_second",
+        "mfu",
+    ),
     *("peak_memory_bytes", "samples_seen", "time"),
 }
 
@@ -50,9 +73,21 @@ def python(*arguments, **options):
 def ddp(tmp_path_factory):
     """The recipe ddp, small, from another folder, with everything that can be written."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    extra = ["logging.tensorboard=true", "logging.wandb={project: test, mode: offline}", "evaluation={every_steps: 2, at_start: true}"]
-    overrides = [*SHRUNK, *extra, "run.max_steps=5", "evaluation.max_batches=3", "profile={start_step: 2, steps: 1}"]
-    result = torchrun(TRAIN, "recipe=ddp", *overrides, "logging.memory_plan=true", ranks=2, cwd=folder).check()
+    extra = [
+        "logging.tensorboard=true",
+        "logging.wandb={project: test, mode: offline}",
+        "evaluation={every_steps: 2, at_start: true}",
+    ]
+    overrides = [
+        *SHRUNK,
+        *extra,
+        "run.max_steps=5",
+        "evaluation.max_batches=3",
+        "profile={start_step: 2, steps: 1}",
+    ]
+    result = torchrun(
+        TRAIN, "recipe=ddp", *overrides, "logging.memory_plan=true", ranks=2, cwd=folder
+    ).check()
     return folder / "runs/ddp", result
 
 
@@ -98,7 +133,8 @@ def test_run_folder(ddp):
 def test_the_peak_is_held_against_the_plan(ddp):
     _, result = ddp
     said = re.search(
-        r"memory: ([\d.]+) MiB at the peak by plan, in the (\w+) pass of lm_head.*; resident memory grew by ([\d.]+)", result.output
+        r"memory: ([\d.]+) MiB at the peak by plan, in the (\w+) pass of lm_head.*; resident memory grew by ([\d.]+)",
+        result.output,
     )
     assert said is not None, result.output
     # Float32 states of 16 bytes a parameter, of which a recipe this small has some megabytes, and logits of 4 x 128 tokens
@@ -130,7 +166,9 @@ def test_exported_weights_are_those_of_the_run(ddp):
     from launcher.training.loss import summed_loss
 
     data = load_recipe([f"recipe={run_dir}/recipe.yaml"], ranks=2).recipe.data
-    dataset = open_dataset(data, tuple(recipe["data"]["validation"]), tokenizer="bytes", vocabulary=512, build=True)
+    dataset = open_dataset(
+        data, tuple(recipe["data"]["validation"]), tokenizer="bytes", vocabulary=512, build=True
+    )
     total = tokens = 0
     with torch.no_grad():
         for first in range(0, 24, 8):  # three micro-batches on each of two ranks
@@ -139,13 +177,23 @@ def test_exported_weights_are_those_of_the_run(ddp):
             tokens += batch["loss_tokens"]
     last = [line for line in lines(run_dir) if "eval_loss" in line][-1]
     assert tokens == last["eval_tokens"]
-    assert total / tokens == pytest.approx(last["eval_loss"], rel=1e-3), "the run evaluated in bfloat16"
+    assert total / tokens == pytest.approx(last["eval_loss"], rel=1e-3), (
+        "the run evaluated in bfloat16"
+    )
 
 
 @pytest.mark.parametrize("recipe", ["fsdp", "fsdp_offload"])
 def test_the_other_recipes_train_to_the_same_losses(ddp, recipe, tmp_path):
-    overrides = [*SHRUNK, "run.max_steps=3", "evaluation.max_batches=3", "evaluation.every_steps=null", f"run.dir={tmp_path}/run"]
-    result = torchrun("-m", "launcher.train", f"recipe={recipe}", *overrides, "checkpoint.export=null", ranks=2).check()
+    overrides = [
+        *SHRUNK,
+        "run.max_steps=3",
+        "evaluation.max_batches=3",
+        "evaluation.every_steps=null",
+        f"run.dir={tmp_path}/run",
+    ]
+    result = torchrun(
+        "-m", "launcher.train", f"recipe={recipe}", *overrides, "checkpoint.export=null", ranks=2
+    ).check()
     measured, expected = training(tmp_path / "run"), training(ddp[0])
     for mine, other in zip(measured, expected, strict=False):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
@@ -170,7 +218,11 @@ def test_recipe_yaml_repeats_the_run_and_a_used_folder_is_refused(alone, tmp_pat
     again = [f"recipe={alone}/recipe.yaml", f"run.dir={tmp_path}/second"]
     python(*again).check()
     for a, b in zip(training(alone), training(tmp_path / "second"), strict=True):
-        assert (a["loss"], a["grad_norm"], a["learning_rate"]) == (b["loss"], b["grad_norm"], b["learning_rate"])
+        assert (a["loss"], a["grad_norm"], a["learning_rate"]) == (
+            b["loss"],
+            b["grad_norm"],
+            b["learning_rate"],
+        )
     before = (tmp_path / "second/metrics.jsonl").read_bytes()
     finished = python(*again).check()
     assert "resumed from" in finished.output
@@ -187,8 +239,28 @@ def test_two_nodes(alone, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    node = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "t"]
-    command = [sys.executable, "-m", "torch.distributed.run", *node, TRAIN, *SMALL, "run.max_steps=3", f"run.dir={tmp_path}/two"]
+    node = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv-id",
+        "t",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *node,
+        TRAIN,
+        *SMALL,
+        "run.max_steps=3",
+        f"run.dir={tmp_path}/two",
+    ]
     second = []
     other = threading.Thread(target=lambda: second.append(run(command)))
     other.start()
@@ -205,14 +277,25 @@ FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("raise:1:3", "rank 1 of 2 failed in step 3: ValueError: a fault of this test (tests/distributed/faulty_train.py"),
+        (
+            "raise:1:3",
+            "rank 1 of 2 failed in step 3: ValueError: a fault of this test (tests/distributed/faulty_train.py",
+        ),
         ("kill:1:3", "rank 1 of 2 ended without a word in step 3"),
-        ("hang:1:3", "rank 1 of 2 did not answer in step 3 within the time a collective may take (run.timeout)"),
+        (
+            "hang:1:3",
+            "rank 1 of 2 did not answer in step 3 within the time a collective may take (run.timeout)",
+        ),
     ],
 )
 def test_when_one_rank_fails_all_end_and_one_says_why(fault, told, tmp_path):
     started = time.monotonic()
-    overrides = ["run.max_steps=10000", "run.timeout=5", f"run.dir={tmp_path}/run", "logging.tensorboard=true"]
+    overrides = [
+        "run.max_steps=10000",
+        "run.timeout=5",
+        f"run.dir={tmp_path}/run",
+        "logging.tensorboard=true",
+    ]
     result = torchrun(FAULTY, *SMALL, *overrides, ranks=2, timeout=90, FAULT=fault)
     assert result.status == 1
     assert time.monotonic() - started < 60, "seconds, where the limit of a collective is 10 minutes"
@@ -222,10 +305,15 @@ def test_when_one_rank_fails_all_end_and_one_says_why(fault, told, tmp_path):
     assert outcome["state"] == "failed"
     assert outcome["step"] == 2
     assert outcome["error"].startswith(told)
-    assert outcome["reason"] == {"raise": "error", "kill": "rank_lost", "hang": "timeout"}[fault.split(":")[0]]
+    assert (
+        outcome["reason"]
+        == {"raise": "error", "kill": "rank_lost", "hang": "timeout"}[fault.split(":")[0]]
+    )
     raised = "ValueError: a fault of this test"
     assert (raised in (tmp_path / "run/log/rank_1.log").read_text()) == ("raise" in fault)
-    assert "Traceback" in (tmp_path / "run/log/rank_0.log").read_text(), "what rank 0 saw of it is in its own log"
+    assert "Traceback" in (tmp_path / "run/log/rank_0.log").read_text(), (
+        "what rank 0 saw of it is in its own log"
+    )
     assert [line["step"] for line in training(tmp_path / "run")] == [1, 2]
     assert [event.step for event in scalars(tmp_path / "run", "training/loss")] == [1, 2]
 
@@ -240,16 +328,34 @@ def scalars(run_dir, name):
 def reported_loss(run_dir, rank, output):
     """The only failure in the run's record is the loss of this rank."""
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    assert [(event["reason"], event["step"]) for event in events if event["event"] == "failed"] == [("rank_lost", 2)], output
+    assert [(event["reason"], event["step"]) for event in events if event["event"] == "failed"] == [
+        ("rank_lost", 2)
+    ], output
     assert f"{rank} ended without a word in step 3. Killed?" in output
     assert "on the same node, saw that its process was gone" in output
 
 
 def test_a_rank_is_killed_and_the_other_never_comes_back_from_a_collective(tmp_path):
     """As under NCCL: no exception comes. Reported before torchrun kills the other rank (30 s), and restarted."""
-    strategy = ["strategy.kind=fsdp", "strategy.replicate=2", "run.init_timeout=777", "run.max_steps=4", f"run.dir={tmp_path}/run"]
+    strategy = [
+        "strategy.kind=fsdp",
+        "strategy.replicate=2",
+        "run.init_timeout=777",
+        "run.max_steps=4",
+        f"run.dir={tmp_path}/run",
+    ]
     variables = {"FAULT": "block:1:3", "ONCE": f"{tmp_path}/once", "TIMEOUTS": str(tmp_path)}
-    result = torchrun("--max-restarts", "1", FAULTY, *SMALL, *strategy, "checkpoint.export=null", ranks=2, timeout=180, **variables).check()
+    result = torchrun(
+        "--max-restarts",
+        "1",
+        FAULTY,
+        *SMALL,
+        *strategy,
+        "checkpoint.export=null",
+        ranks=2,
+        timeout=180,
+        **variables,
+    ).check()
     reported_loss(tmp_path / "run", "rank 1 of 2", result.output)
     assert status(tmp_path / "run")["state"] == "finished"
     # Every group has the run's timeouts, those of the mesh too; only what waits for a slow disk has none of them
@@ -265,12 +371,39 @@ def test_a_rank_of_two_nodes_is_killed_and_the_others_never_come_back(fault, tmp
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    node = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-id", "t"]
-    command = [sys.executable, "-m", "torch.distributed.run", *node, "--rdzv-endpoint", f"127.0.0.1:{port}", FAULTY, *SMALL]
-    command += ["run.max_steps=4", "batch.micro_batch_size=4", f"run.dir={tmp_path}/run", "checkpoint.export=null"]
+    node = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        "t",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *node,
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        FAULTY,
+        *SMALL,
+    ]
+    command += [
+        "run.max_steps=4",
+        "batch.micro_batch_size=4",
+        f"run.dir={tmp_path}/run",
+        "checkpoint.export=null",
+    ]
     results = []
     options = {"timeout": 150, "FAULT": fault, "ONCE": f"{tmp_path}/once"}
-    threads = [threading.Thread(target=lambda: results.append(run(command, **options))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: results.append(run(command, **options))) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -296,10 +429,23 @@ faulty_train.start()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2", **os.environ}
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "LOCAL_WORLD_SIZE": "2",
+        **os.environ,
+    }
     processes = [
         subprocess.Popen(
-            [sys.executable, script, *SMALL, "run.max_steps=100", f"run.dir={tmp_path}/run", *shown],
+            [
+                sys.executable,
+                script,
+                *SMALL,
+                "run.max_steps=100",
+                f"run.dir={tmp_path}/run",
+                *shown,
+            ],
             env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -313,10 +459,16 @@ faulty_train.start()
             process.kill()
             process.wait()
     assert status(tmp_path / "run")["error"].startswith("rank 1 of 2 failed in step 3: ValueError")
-    assert [line["step"] for line in training(tmp_path / "run")] == [1, 2], "the last line too, which was not due before step 3"
+    assert [line["step"] for line in training(tmp_path / "run")] == [1, 2], (
+        "the last line too, which was not due before step 3"
+    )
     assert [event.step for event in scalars(tmp_path / "run", "training/loss")] == [1, 2]
     assert [row["step"] for row in history(tmp_path / "run/wandb")] == [1, 2]
-    assert [message.exit_code for kind, message in read_records(tmp_path / "run/wandb") if kind == "exit"] == [1]
+    assert [
+        message.exit_code
+        for kind, message in read_records(tmp_path / "run/wandb")
+        if kind == "exit"
+    ] == [1]
 
 
 def when_training(run_dir, action):
@@ -335,12 +487,19 @@ def when_training(run_dir, action):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), pytest.param(signal.SIGUSR1, marks=pytest.mark.long)]
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.long),
+    ],
 )
 def test_one_process_asked_to_stop(number, tmp_path):
     run_dir = tmp_path / "run"
     stop = when_training(run_dir, lambda process: process.send_signal(number))
-    result = python(*SMALL, "run.max_steps=100000", f"run.dir={run_dir}", "data.workers=1", during=stop).check(75)
+    result = python(
+        *SMALL, "run.max_steps=100000", f"run.dir={run_dir}", "data.workers=1", during=stop
+    ).check(75)
     assert status(run_dir)["state"] == "stopped"
     assert status(run_dir)["reason"] == number.name
     assert status(run_dir)["step"] == training(run_dir)[-1]["step"]
@@ -364,17 +523,34 @@ def test_too_many_skipped_steps_end_the_run(tmp_path):
     assert [line.get("skipped", False) for line in steps] == [False, True, True, True]
     assert all(line["grad_norm"] is None for line in steps[1:])
     assert status(tmp_path / "run")["reason"] == "not_finite"
-    assert "gradients not finite in 3 steps in a row (run.max_skipped_steps=3); try a lower optimizer.learning_rate" in result.output
+    assert (
+        "gradients not finite in 3 steps in a row (run.max_skipped_steps=3); try a lower optimizer.learning_rate"
+        in result.output
+    )
     assert "Traceback" not in result.output
 
 
 def test_a_broken_recipe_is_told_once_under_torchrun(tmp_path):
-    overrides = ["batch.micro_batchsize=3", "optimizer.learning_rate=fast", f"run.dir={tmp_path}/run"]
+    overrides = [
+        "batch.micro_batchsize=3",
+        "optimizer.learning_rate=fast",
+        f"run.dir={tmp_path}/run",
+    ]
     result = torchrun(TRAIN, *SMALL, *overrides, ranks=2)
     assert result.status == 1, "torchrun's own status for any failure"
     before_agent = result.output.split("Traceback")[0]
-    assert before_agent.count("command line: optimizer.learning_rate=fast: must be a number; got 'fast'") == 1
-    assert before_agent.count("command line: batch.micro_batchsize=3: unknown key; did you mean micro_batch_size?") == 1
+    assert (
+        before_agent.count(
+            "command line: optimizer.learning_rate=fast: must be a number; got 'fast'"
+        )
+        == 1
+    )
+    assert (
+        before_agent.count(
+            "command line: batch.micro_batchsize=3: unknown key; did you mean micro_batch_size?"
+        )
+        == 1
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -382,9 +558,18 @@ def test_selftest_and_show(tmp_path):
     launcher = [sys.executable, "-m", "launcher.cli.main"]
     shown = run([*launcher, "show", "recipe=fsdp", "optimizer.learning_rate=1e-3"]).check().output
     assert yaml.safe_load(shown)["optimizer"]["learning_rate"] == 0.001
-    assert any("learning_rate: 0.001" in line and line.endswith("# command line") for line in shown.splitlines())
-    assert any("global_batch_size: 64" in line and "recipes/fsdp.yaml:" in line for line in shown.splitlines())
-    result = run([*launcher, "selftest", "recipe=fsdp", "shrink=true", "data.sequence_length=32", "steps=3"], timeout=150).check()
+    assert any(
+        "learning_rate: 0.001" in line and line.endswith("# command line")
+        for line in shown.splitlines()
+    )
+    assert any(
+        "global_batch_size: 64" in line and "recipes/fsdp.yaml:" in line
+        for line in shown.splitlines()
+    )
+    result = run(
+        [*launcher, "selftest", "recipe=fsdp", "shrink=true", "data.sequence_length=32", "steps=3"],
+        timeout=150,
+    ).check()
     assert "Every way of training gives the same losses." in result.output
     assert result.output.count(" of 1e-05") == 2 * 11
     assert result.output.count("bfloat16") == 3
@@ -405,8 +590,27 @@ def test_selftest_says_no_where_losses_differ(tmp_path):
         "    Counts.loss_tokens = lambda self: torch.tensor(8.0)\n"
     )
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"input_ids": list(range(2 + 5 * (i % 4), 30))}) + "\n" for i in range(8)))
-    data = ["data.kind=tokens", f"data.train={rows}", "data.validation=null", "data.packing=false", "strategy.mixed_precision=null"]
-    command = [sys.executable, "-m", "launcher.cli.main", "selftest", "recipe=fsdp", "shrink=true", "steps=2", *data]
+    rows.write_text(
+        "".join(
+            json.dumps({"input_ids": list(range(2 + 5 * (i % 4), 30))}) + "\n" for i in range(8)
+        )
+    )
+    data = [
+        "data.kind=tokens",
+        f"data.train={rows}",
+        "data.validation=null",
+        "data.packing=false",
+        "strategy.mixed_precision=null",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "launcher.cli.main",
+        "selftest",
+        "recipe=fsdp",
+        "shrink=true",
+        "steps=2",
+        *data,
+    ]
     result = run(command, PYTHONPATH=f"{tmp_path}:{REPOSITORY}", timeout=150).check(3)
     assert "TOO MUCH" in result.output

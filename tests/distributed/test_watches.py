@@ -21,8 +21,19 @@ WATCHED = REPOSITORY / "tests/distributed/watched.py"
 
 def start(run_dir, fault, *, during, hang_timeout=2, restarts=0, **options):
     options = {"timeout": 200, **options}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", restarts]
-    return run([*torchrun, "--tee", "3", WATCHED, run_dir, hang_timeout, fault], during=during, **options)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        restarts,
+    ]
+    return run(
+        [*torchrun, "--tee", "3", WATCHED, run_dir, hang_timeout, fault], during=during, **options
+    )
 
 
 def status(run_dir):
@@ -50,7 +61,11 @@ def workers(agent):
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1]) == agent:
-                variables = dict(pair.split("=", 1) for pair in (folder / "environ").read_text().split("\0") if "=" in pair)
+                variables = dict(
+                    pair.split("=", 1)
+                    for pair in (folder / "environ").read_text().split("\0")
+                    if "=" in pair
+                )
                 found[int(variables["RANK"])] = int(folder.name)
         except (OSError, KeyError):
             continue
@@ -63,12 +78,18 @@ def test_ranks_that_hang_are_found_told_and_restarted(tmp_path):
     run_dir = tmp_path / "run"
 
     def attempts():
-        return [event["event"] for event in events(run_dir)].count("started") if (run_dir / "events.jsonl").exists() else 0
+        return (
+            [event["event"] for event in events(run_dir)].count("started")
+            if (run_dir / "events.jsonl").exists()
+            else 0
+        )
 
     def during(process):
         until(lambda: attempts() == 1 and status(run_dir)["state"] == "failed")
         looped(status(run_dir), run_dir)
-        until(lambda: attempts() == 2 and status(run_dir)["state"] == "running" and stepping(run_dir))
+        until(
+            lambda: attempts() == 2 and status(run_dir)["state"] == "running" and stepping(run_dir)
+        )
         stopped = workers(process.pid)[0]
         os.kill(stopped, signal.SIGSTOP)
         until(lambda: status(run_dir)["state"] == "failed")
@@ -81,10 +102,20 @@ def test_ranks_that_hang_are_found_told_and_restarted(tmp_path):
 
     result = start(run_dir, "loop", during=during, restarts=2, TORCH_FR_BUFFER_SIZE="100").check(0)
     assert result.output.count("no sign of life for 2 s (run.hang_timeout)") == 2, "each once"
-    assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("stopped", f"the file {run_dir}/stop")
+    assert (status(run_dir)["state"], status(run_dir)["reason"]) == (
+        "stopped",
+        f"the file {run_dir}/stop",
+    )
     assert not (run_dir / "stop").exists()
     said = [(event["event"], event["attempt"]) for event in events(run_dir)]
-    assert said == [("started", 1), ("failed", 1), ("started", 2), ("failed", 2), ("started", 3), ("saved", 3)]
+    assert said == [
+        ("started", 1),
+        ("failed", 1),
+        ("started", 2),
+        ("failed", 2),
+        ("started", 3),
+        ("saved", 3),
+    ]
     assert events(run_dir)[2]["found"] == "failed"
 
 
@@ -93,7 +124,10 @@ def looped(outcome, run_dir):
     assert "is behind: it runs, but does not get on; in step 5, forward" in outcome["error"]
     assert "at spin (" in outcome["error"]
     assert "rank 0 waits in step 5, backward; at " in outcome["error"]
-    assert re.search(r"of group 0 default_pg, number \d+: gloo:all_reduce \[\[1\]\]: rank 0; not begun: rank 1", outcome["error"])
+    assert re.search(
+        r"of group 0 default_pg, number \d+: gloo:all_reduce \[\[1\]\]: rank 0; not begun: rank 1",
+        outcome["error"],
+    )
     assert "in spin" in (run_dir / "log/hang/rank_1.txt").read_text()
     assert "dist.all_reduce(asked)" in (run_dir / "log/hang/rank_0.txt").read_text()
     assert json.loads((run_dir / "log/hang/rank_1.flight_recorder.json").read_text())["entries"]
@@ -139,7 +173,11 @@ def test_one_rank_is_asked_to_stop_before_anything_is_trained(tmp_path):
         os.kill(workers(process.pid)[1], signal.SIGUSR1)
 
     start(run_dir, "prepare", during=during, hang_timeout=60).check(0)
-    assert (status(run_dir)["state"], status(run_dir)["reason"], status(run_dir)["step"]) == ("stopped", "SIGUSR1", 0)
+    assert (status(run_dir)["state"], status(run_dir)["reason"], status(run_dir)["step"]) == (
+        "stopped",
+        "SIGUSR1",
+        0,
+    )
     assert [e["event"] for e in events(run_dir)] == ["started", "stopped"]
     assert not list((run_dir / "owner").glob("*.json")), "released"
 
@@ -148,7 +186,14 @@ def test_an_owner_that_is_superseded_ends_and_writes_nothing(tmp_path):
     """The same Slurm job, started again elsewhere, while this process of its first start is alive."""
     run_dir = tmp_path / "run"
     again = Environment(
-        rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0, job="9", job_restart_count=1
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        torchrun=False,
+        restart_count=0,
+        job="9",
+        job_restart_count=1,
     )
 
     def during(process):
@@ -160,7 +205,12 @@ def test_an_owner_that_is_superseded_ends_and_writes_nothing(tmp_path):
         assert owner.name in os.listdir(run_dir / "owner")
         owner.release()
 
-    result = run([sys.executable, WATCHED, run_dir, "60", "none"], during=during, timeout=200, SLURM_JOB_ID="9").check(1)
+    result = run(
+        [sys.executable, WATCHED, run_dir, "60", "none"],
+        during=during,
+        timeout=200,
+        SLURM_JOB_ID="9",
+    ).check(1)
     assert "Slurm job 9" in result.output
     assert "writes nothing more" in result.output
     assert status(run_dir) == {"state": "of the new owner", "step": 0}
@@ -174,8 +224,30 @@ def test_the_agents_of_two_nodes_count_restarts_apart_and_the_ranks_meet_all_the
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    node = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-id", "t"]
-    command = [sys.executable, "-m", "torch.distributed.run", *node, "--rdzv-endpoint", f"127.0.0.1:{port}", WATCHED, run_dir, "60", "none"]
+    node = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        "t",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *node,
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        WATCHED,
+        run_dir,
+        "60",
+        "none",
+    ]
     agents, second = [], []
 
     def during(process):
@@ -183,7 +255,10 @@ def test_the_agents_of_two_nodes_count_restarts_apart_and_the_ranks_meet_all_the
         if len(agents) < 2:
             return
         until(lambda: stepping(run_dir))
-        os.kill(next(pid for agent in agents for rank, pid in workers(agent).items() if rank == 1), signal.SIGKILL)
+        os.kill(
+            next(pid for agent in agents for rank, pid in workers(agent).items() if rank == 1),
+            signal.SIGKILL,
+        )
         until(lambda: [event["event"] for event in events(run_dir)].count("started") == 2)
         until(lambda: status(run_dir)["state"] == "running" and stepping(run_dir))
         (run_dir / "stop").touch()

@@ -52,7 +52,12 @@ CASES = [
     ("offload", "{mode: selective}", False),
 ]
 """Strategy, checkpointing, compiled."""
-ALL = [(strategy, mode, compiled) for strategy in STRATEGIES for mode in CHECKPOINTING for compiled in (False, True)]
+ALL = [
+    (strategy, mode, compiled)
+    for strategy in STRATEGIES
+    for mode in CHECKPOINTING
+    for compiled in (False, True)
+]
 
 
 def train(folder, overrides, ranks):
@@ -73,7 +78,12 @@ def train(folder, overrides, ranks):
 
 def main(folder, cases):
     dist.init_process_group("gloo")
-    ranks = DataParallel(rank=dist.get_rank(), size=dist.get_world_size(), group=dist.group.WORLD, device=torch.device("cpu"))
+    ranks = DataParallel(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        group=dist.group.WORLD,
+        device=torch.device("cpu"),
+    )
     if ranks.rank == 0:
         (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
     dist.barrier()
@@ -88,9 +98,15 @@ def main(folder, cases):
     compile_block = nn.Module.compile
     nn.Module.compile = lambda module: compile_block(module, backend="aot_eager", fullgraph=True)
     for strategy, mode, compiled in cases:
-        overrides = [*STRATEGIES[strategy], f"activation_checkpointing={mode}", f"model.compile={str(compiled).lower()}"]
+        overrides = [
+            *STRATEGIES[strategy],
+            f"activation_checkpointing={mode}",
+            f"model.compile={str(compiled).lower()}",
+        ]
         results[f"{strategy} {mode} compile={compiled}"] = train(folder, overrides, ranks)
-    results["latent fsdp"] = train(folder, ["strategy.kind=fsdp", "activation_checkpointing={mode: selective}", *latent], ranks)
+    results["latent fsdp"] = train(
+        folder, ["strategy.kind=fsdp", "activation_checkpointing={mode: selective}", *latent], ranks
+    )
     if ranks.rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()

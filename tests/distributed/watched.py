@@ -45,10 +45,16 @@ def evaluate(ranks, stop, run):
             time.sleep(0.01 * (1 + ranks.rank))
             yield {"tensors": {}, "loss_tokens": 1}
 
-    evaluator = Evaluator({}, data=Data(train=("x",)), micro_batch_size=1, max_batches=None, ranks=ranks)
-    evaluator._loaders = {"endless": (SimpleNamespace(loss=lambda model, tensors: torch.ones(())), batches())}
+    evaluator = Evaluator(
+        {}, data=Data(train=("x",)), micro_batch_size=1, max_batches=None, ranks=ranks
+    )
+    evaluator._loaders = {
+        "endless": (SimpleNamespace(loss=lambda model, tensors: torch.ones(())), batches())
+    }
     model = torch.nn.Linear(1, 1)
-    wrapped = SimpleNamespace(model=model, forward_context=contextlib.nullcontext, reshard=lambda: None)
+    wrapped = SimpleNamespace(
+        model=model, forward_context=contextlib.nullcontext, reshard=lambda: None
+    )
     assert evaluator.evaluate(wrapped, stop_requested=stop.requested) == {}
     assert model.training
     (run.path / f"evaluated_{ranks.rank}").write_text(str(seen))
@@ -68,7 +74,9 @@ def main():
         StopRequest() as stop,
         group as (ranks, store),
         rank_log(run.log, ranks.rank) as console,
-        failing_together(store, environment=environment, run=run, console=console, progress=progress) as failures,
+        failing_together(
+            store, environment=environment, run=run, console=console, progress=progress
+        ) as failures,
         watching(failures, stop=stop, hang_timeout=float(hang_timeout)) as watch,
     ):
         if fault == "prepare" and ranks.rank == 1:

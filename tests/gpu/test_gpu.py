@@ -19,8 +19,16 @@ DEVICE = "cuda"
 TRAIN = REPOSITORY / "launcher/train.py"
 FAULTY_TRAIN = REPOSITORY / "tests/distributed/faulty_train.py"
 MODEL = [
-    *("model.config.hidden_size=512", "model.config.intermediate_size=1536", "model.config.num_hidden_layers=4"),
-    *("model.config.num_attention_heads=8", "model.config.num_key_value_heads=4", "data.sequence_length=512"),
+    *(
+        "model.config.hidden_size=512",
+        "model.config.intermediate_size=1536",
+        "model.config.num_hidden_layers=4",
+    ),
+    *(
+        "model.config.num_attention_heads=8",
+        "model.config.num_key_value_heads=4",
+        "data.sequence_length=512",
+    ),
     *("data.validation=null", "checkpoint.export=null", "run.max_steps=12"),
 ]
 DETERMINISTIC = [
@@ -65,8 +73,18 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("ranks", sorted({1, GPUS}))
 @pytest.mark.parametrize("precision", ["null", "{param_dtype: bfloat16}", "{param_dtype: float16}"])
 def test_same_losses(precision, ranks):
-    command = [sys.executable, "-m", "launcher.cli.main", "selftest", "recipe=fsdp", "shrink=true", "data.sequence_length=128"]
-    result = run([*command, f"ranks={ranks}", f"strategy.mixed_precision={precision}"], timeout=300).check()
+    command = [
+        sys.executable,
+        "-m",
+        "launcher.cli.main",
+        "selftest",
+        "recipe=fsdp",
+        "shrink=true",
+        "data.sequence_length=128",
+    ]
+    result = run(
+        [*command, f"ranks={ranks}", f"strategy.mixed_precision={precision}"], timeout=300
+    ).check()
     print(result.output)
     assert torch.cuda.get_device_name(0) in result.output
 
@@ -89,14 +107,20 @@ def test_offload_takes_less_memory_of_the_gpu(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
 def test_deterministic_runs_are_bit_identical(recipe, tmp_path):
-    first, second = (train(recipe, tmp_path / name, "run.deterministic=true")[0] for name in ("a", "b"))
-    assert [(r["loss"], r["grad_norm"]) for r in first] == [(r["loss"], r["grad_norm"]) for r in second]
+    first, second = (
+        train(recipe, tmp_path / name, "run.deterministic=true")[0] for name in ("a", "b")
+    )
+    assert [(r["loss"], r["grad_norm"]) for r in first] == [
+        (r["loss"], r["grad_norm"]) for r in second
+    ]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_compiled_blocks_train_alike(kind, tmp_path):
     plain = train("fsdp", tmp_path / "plain", f"strategy.kind={kind}")[0]
-    compiled = train("fsdp", tmp_path / "compiled", f"strategy.kind={kind}", "model.compile=true")[0]
+    compiled = train("fsdp", tmp_path / "compiled", f"strategy.kind={kind}", "model.compile=true")[
+        0
+    ]
     for a, b in zip(plain, compiled, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=5e-3)
 
@@ -114,35 +138,58 @@ def test_variable_length_attention(model_type):
 
     from launcher.models.attention import VARLEN, isolate_documents
 
-    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     window = {"sliding_window": 64} if model_type == "mistral" else {}
-    settings = AutoConfig.for_model(model_type, **sizes, **window, num_key_value_heads=2, max_position_embeddings=512)
+    settings = AutoConfig.for_model(
+        model_type, **sizes, **window, num_key_value_heads=2, max_position_embeddings=512
+    )
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    isolation = isolate_documents(shape, sequence_length=256, device=torch.device("cuda"), compute_dtype=torch.bfloat16)
+    isolation = isolate_documents(
+        shape, sequence_length=256, device=torch.device("cuda"), compute_dtype=torch.bfloat16
+    )
     assert isolation == "varlen", "the kernel is there and used"
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16, attn_implementation="eager").cuda()
+    model = AutoModelForCausalLM.from_config(
+        settings, dtype=torch.bfloat16, attn_implementation="eager"
+    ).cuda()
     ids = torch.randint(512, (2, 256), device="cuda")
     documents = [[100, 156], [7, 200, 49]]
     alone = torch.empty(2, 256, 512, device="cuda")
     for row, lengths in enumerate(documents):
         end = 0
         for length in lengths:
-            alone[row, end : end + length] = model(input_ids=ids[row : row + 1, end : end + length], use_cache=False).logits.float()
+            alone[row, end : end + length] = model(
+                input_ids=ids[row : row + 1, end : end + length], use_cache=False
+            ).logits.float()
             end += length
     alone.square().mean().backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     model.set_attn_implementation(VARLEN)
     bounds = torch.tensor([0, 100, 256, 263, 463, 512], dtype=torch.int32, device="cuda")
-    places = torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in documents]).cuda()
-    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 256, "max_length_k": 256}
+    places = torch.stack(
+        [torch.cat([torch.arange(length) for length in lengths]) for lengths in documents]
+    ).cuda()
+    lengths = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": 256,
+        "max_length_k": 256,
+    }
     packed = model(input_ids=ids, position_ids=places, use_cache=False, **lengths).logits.float()
     assert float((packed - alone).detach().abs().max() / alone.detach().abs().max()) < 3e-2
     packed.square().mean().backward()
     for name, gradient in expected.items():
-        difference = (model.get_parameter(name).grad - gradient).float().norm() / gradient.float().norm()
+        difference = (
+            model.get_parameter(name).grad - gradient
+        ).float().norm() / gradient.float().norm()
         assert float(difference) < 5e-2, name
 
 
@@ -152,7 +199,13 @@ def checkpoint(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(0)
-    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
     config = LlamaConfig(**sizes, num_key_value_heads=4, max_position_embeddings=512)
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size="8MB")
     return folder
@@ -161,17 +214,35 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp", "fsdp_offload"])
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapters, tmp_path):
-    more = ["model.config=null", f"model.path={checkpoint}", "checkpoint.export=at_end", *(["lora={rank: 8}"] if adapters else [])]
-    overrides = [override for override in MODEL if not override.startswith(("model.config.", "checkpoint."))]
+    more = [
+        "model.config=null",
+        f"model.path={checkpoint}",
+        "checkpoint.export=at_end",
+        *(["lora={rank: 8}"] if adapters else []),
+    ]
+    overrides = [
+        override for override in MODEL if not override.startswith(("model.config.", "checkpoint."))
+    ]
     overrides += [f"batch.global_batch_size={8 * GPUS}", "batch.micro_batch_size=4"]
     run_dir = tmp_path / "run"
-    command = [f"recipe={recipe}", *overrides, "run.max_steps=4", f"run.dir={run_dir}", *more, "optimizer.learning_rate=1e-3"]
+    command = [
+        f"recipe={recipe}",
+        *overrides,
+        "run.max_steps=4",
+        f"run.dir={run_dir}",
+        *more,
+        "optimizer.learning_rate=1e-3",
+    ]
     output = torchrun(TRAIN, *command, ranks=GPUS, timeout=300, device=DEVICE).check().output
     records = read(run_dir)
     assert records[-1]["loss"] < records[0]["loss"]
     assert "kept apart by variable-length attention" in output
     written = {file.name for file in (run_dir / "hf").iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= written if adapters else "config.json" in written
+    assert (
+        {"adapter_config.json", "adapter_model.safetensors"} <= written
+        if adapters
+        else "config.json" in written
+    )
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
@@ -188,9 +259,15 @@ def test_a_resumed_run_is_bit_identical(recipe, asynchronous, undisturbed, tmp_p
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
 def test_a_killed_rank_changes_no_loss(recipe, undisturbed, tmp_path):
     """SIGKILL in step 8; the restart resumes from step 6. Where the rank has peers, they report it."""
-    settings = [*DETERMINISTIC, "checkpoint.asynchronous=false"]  # step 6 is saved before step 7 starts
+    settings = [
+        *DETERMINISTIC,
+        "checkpoint.asynchronous=false",
+    ]  # step 6 is saved before step 7 starts
     run_dir, last = tmp_path / "run", GPUS - 1
-    fault = {"FAULT": f"kill:{last}:15", "ONCE": str(tmp_path / "killed")}  # two micro-batches a step
+    fault = {
+        "FAULT": f"kill:{last}:15",
+        "ONCE": str(tmp_path / "killed"),
+    }  # two micro-batches a step
     options = {"script": FAULTY_TRAIN, "ranks": GPUS, **fault}
     if GPUS > 1:
         start(recipe, run_dir, *settings, **options).check(1)
@@ -248,7 +325,11 @@ def test_memory_that_runs_out_is_told_in_words(tmp_path):
 
 
 def test_auto_trains(tmp_path):
-    overrides = ["strategy.kind=auto", "batch.micro_batch_size=auto", f"batch.global_batch_size={16 * GPUS}"]
+    overrides = [
+        "strategy.kind=auto",
+        "batch.micro_batch_size=auto",
+        f"batch.global_batch_size={16 * GPUS}",
+    ]
     records, output = train("fsdp", tmp_path / "run", *overrides, ranks=GPUS)
     print(output)
     assert "The fastest that fits: by plan" in output
@@ -258,7 +339,17 @@ def test_auto_trains(tmp_path):
 def test_the_plan_is_what_the_allocator_sees(tmp_path):
     """`benchmarks/memory.py` judges: at most 5 % over, 2 % under, reserved below the plan and its margin."""
     table = tmp_path / "table.md"
-    command = [sys.executable, REPOSITORY / "benchmarks/memory.py", "--sizes", "0.1b", "1b", "--output", table, "--ranks", GPUS]
+    command = [
+        sys.executable,
+        REPOSITORY / "benchmarks/memory.py",
+        "--sizes",
+        "0.1b",
+        "1b",
+        "--output",
+        table,
+        "--ranks",
+        GPUS,
+    ]
     result = run(command, timeout=600)
     print(table.read_text())
     result.check()

@@ -9,7 +9,9 @@ from pathlib import Path
 
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 SITE = Path(sysconfig.get_path("purelib"))
-LIBRARY = re.compile(r"(__cuda|cuda[A-Z]|cu[A-Z]|cublas|cudnn|cufft|cusolver|cusparse|nccl|nvml)\w*")
+LIBRARY = re.compile(
+    r"(__cuda|cuda[A-Z]|cu[A-Z]|cublas|cudnn|cufft|cusolver|cusparse|nccl|nvml)\w*"
+)
 
 
 def build(folder: Path) -> Path:
@@ -30,10 +32,18 @@ def build(folder: Path) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     (target / "nv").mkdir(exist_ok=True)
     (target / "nv/target").touch()  # cuda_fp16.h includes it, and uses it in C++ only
-    options = ["-O1", "-fPIC", "-Wall", "-Werror", *(f"-I{path}" for path in [*_include_folders(), target])]
+    options = [
+        "-O1",
+        "-fPIC",
+        "-Wall",
+        "-Werror",
+        *(f"-I{path}" for path in [*_include_folders(), target]),
+    ]
     objects = [_compile(source, target, options) for source in SOURCES if source.suffix == ".c"]
     stubs = target / "stubs.c"
-    stubs.write_text(_stubs(needed=_needed_functions(), defined=_symbols("--defined-only", *objects)))
+    stubs.write_text(
+        _stubs(needed=_needed_functions(), defined=_symbols("--defined-only", *objects))
+    )
     objects.append(_compile(stubs, target, ["-O1", "-fPIC", "-fno-builtin"]))
     shared = ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", f"{library}.part", *objects]
     _run(*shared)
@@ -65,14 +75,20 @@ def _needed_functions() -> set[str]:
 def _symbols(which: str, *files: Path) -> set[str]:
     dynamic = ["-D"] if files[0].suffix == ".so" else []
     lines = _run("nm", *dynamic, which, *files).splitlines()
-    return {line.split()[-1].partition("@")[0] for line in lines if line.split() and not line.endswith(":")}
+    return {
+        line.split()[-1].partition("@")[0]
+        for line in lines
+        if line.split() and not line.endswith(":")
+    }
 
 
 def _stubs(*, needed: set[str], defined: set[str]) -> str:
     """Functions that do nothing and return success, and say in the log that they were called."""
     declaration = "void log_event(const char *format, ...);\n"
     body = '{ static int seen; if (!seen++) log_event("stub %s"); return 0; }'
-    return declaration + "".join(f"long {name}(void) {body % name}\n" for name in sorted(needed - defined))
+    return declaration + "".join(
+        f"long {name}(void) {body % name}\n" for name in sorted(needed - defined)
+    )
 
 
 def _compile(source: Path, target: Path, options: list[str]) -> Path:
@@ -82,7 +98,9 @@ def _compile(source: Path, target: Path, options: list[str]) -> Path:
 
 
 def _run(*command: str | Path) -> str:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=120
+    )
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed:\n{done.stderr[-4000:]}")
     return done.stdout

@@ -90,7 +90,9 @@ class NullGpus:
             file.unlink()
 
 
-def null_gpus(folder: Path, *, build_folder: Path, count: int = 8, gib: float = 79.6, capability: int = 80) -> NullGpus:
+def null_gpus(
+    folder: Path, *, build_folder: Path, count: int = 8, gib: float = 79.6, capability: int = 80
+) -> NullGpus:
     """`count` devices of `gib` GiB and of this compute capability (80: A100, 90: H100)."""
     library = build(build_folder)
     log = folder / "nullgpu_log"

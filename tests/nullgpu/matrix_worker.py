@@ -62,7 +62,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        words = [self.strategy, self.checkpointing, self.precision, "packed" if self.packed else "padded"]
+        words = [
+            self.strategy,
+            self.checkpointing,
+            self.precision,
+            "packed" if self.packed else "padded",
+        ]
         return "-".join([*words, "lora" if self.lora else "whole", str(self.ranks)])
 
     def overrides(self) -> list[str]:
@@ -117,17 +122,28 @@ def run_case(case, folder, ranks):
     def places(tensors):
         """Devices and dtypes that tensors have, and whether they are pinned."""
         tensors = [local(tensor) for tensor in tensors]
-        return sorted({f"{t.device} {str(t.dtype).removeprefix('torch.')}{' pinned' * (t.is_pinned() and t.numel() > 0)}" for t in tensors})
+        return sorted(
+            {
+                f"{t.device} {str(t.dtype).removeprefix('torch.')}{' pinned' * (t.is_pinned() and t.numel() > 0)}"
+                for t in tensors
+            }
+        )
 
     library = preloaded()
-    recipe = load_recipe([f"recipe={folder}/recipe.yaml", *case.overrides()], ranks=case.ranks).recipe
+    recipe = load_recipe(
+        [f"recipe={folder}/recipe.yaml", *case.overrides()], ranks=case.ranks
+    ).recipe
     seen = {"computed": [], "gradients": [], "peaks": []}
 
     def beat(phase):
         if phase == "optimizer":
-            seen["gradients"] = places(p.grad for p in training.wrapped.module.parameters() if p.grad is not None)
+            seen["gradients"] = places(
+                p.grad for p in training.wrapped.module.parameters() if p.grad is not None
+            )
 
-    training = assemble(recipe, ranks=ranks, build_data=ranks.rank == 0, hooks=Hooks(heartbeat=beat))
+    training = assemble(
+        recipe, ranks=ranks, build_data=ranks.rank == 0, hooks=Hooks(heartbeat=beat)
+    )
     module = training.wrapped.module
     parameters = dict(module.named_parameters())
     trained = [p for p in parameters.values() if p.requires_grad]
@@ -136,7 +152,9 @@ def run_case(case, folder, ranks):
     def note_dtype(layer, inputs, output):
         seen["computed"] = [str(output.dtype).removeprefix("torch.")]
 
-    next(m for name, m in module.named_modules() if clean_name(name).endswith("q_proj")).register_forward_hook(note_dtype)
+    next(
+        m for name, m in module.named_modules() if clean_name(name).endswith("q_proj")
+    ).register_forward_hook(note_dtype)
     seen |= {
         "trained": places(trained),
         "frozen": places(frozen),
@@ -157,8 +175,15 @@ def run_case(case, folder, ranks):
         seen["peaks"].append(torch.cuda.max_memory_allocated())
     assert step.number == STEPS
     assert next(steps, None) is None
-    state = [v for values in training.optimizer.state.values() for k, v in values.items() if k != "step"]
-    seen |= {"optimizer": places(state), "states": len(state), "skipped": places([step.skipped]), "loss": places([step.loss])}
+    state = [
+        v for values in training.optimizer.state.values() for k, v in values.items() if k != "step"
+    ]
+    seen |= {
+        "optimizer": places(state),
+        "states": len(state),
+        "skipped": places([step.skipped]),
+        "loss": places([step.loss]),
+    }
     return seen | {"attention": dict(ATTENTION)}
 
 
@@ -211,7 +236,9 @@ def main(folder):
             dist.barrier(group=waiting)
             if world.rank >= case.ranks:
                 continue
-            ranks = DataParallel(rank=world.rank, size=case.ranks, group=groups[case.ranks], device=world.device)
+            ranks = DataParallel(
+                rank=world.rank, size=case.ranks, group=groups[case.ranks], device=world.device
+            )
             started = time.monotonic()
             try:
                 results[case.name] = run_case(case, folder, ranks)

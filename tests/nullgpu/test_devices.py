@@ -94,7 +94,9 @@ def test_one_process(null_gpus, tmp_path):
     (log,) = (log for log in gpus.logs() if log.of_kind("mark"))
     assert log.contexts == {0, 1}
     assert sum(int(event.arguments[0]) for event in log.of_kind("pin")) >= 5000
-    taken = [int(event.arguments[1]) for event in log.of_kind("allocate") if event.arguments[0] == "1"]
+    taken = [
+        int(event.arguments[1]) for event in log.of_kind("allocate") if event.arguments[0] == "1"
+    ]
     assert sum(taken) == 2**30
     assert log.of_kind("refuse")
 

@@ -22,7 +22,9 @@ def train(gpus, folder, *overrides, ranks=2, restarts=0, **variables):
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder))
     started = [f"--max-restarts={restarts}", TRAIN, f"recipe={recipe}", *overrides]
-    return torchrun(*started, ranks=ranks, timeout=150, device="cuda", **gpus.variables, **variables)
+    return torchrun(
+        *started, ranks=ranks, timeout=150, device="cuda", **gpus.variables, **variables
+    )
 
 
 def test_a_killed_rank_is_reported_and_the_run_restarts(null_gpus, tmp_path):
@@ -33,8 +35,13 @@ def test_a_killed_rank_is_reported_and_the_run_restarts(null_gpus, tmp_path):
     (failed,) = (event for event in events if event["event"] == "failed")
     assert failed["reason"] == "rank_lost"
     assert "rank 1 of 2" in result.output
-    assert any(log.rank == 0 and log.of_kind("stuck") for log in gpus.logs()), "rank 0 waited for a collective of rank 1"
+    assert any(log.rank == 0 and log.of_kind("stuck") for log in gpus.logs()), (
+        "rank 0 waited for a collective of rank 1"
+    )
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["state"], status["step"]) == ("finished", 8)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == list(range(1, 9))

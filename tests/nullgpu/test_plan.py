@@ -1,4 +1,4 @@
-"""The traced plan against PyTorch's real caching allocator, at the shapes of real models, in every step from the first.
+"""The traced plan against PyTorch's caching allocator, at the shapes of real models.
 
 LAUNCHER_MEMORY_TABLE=FILE has the long test's table written, in Markdown, for benchmarks/README.md.
 """
@@ -17,7 +17,9 @@ OVER, UNDER = 0.05, 0.02
 """Of the measured peak, that the plan may be off by."""
 
 LLAMA = "model_type: llama, tie_word_embeddings: false, bos_token_id: null, eos_token_id: 1, max_position_embeddings: 8192"
-WIDTHS_1B = "hidden_size: 2048, intermediate_size: 8192, num_attention_heads: 32, num_key_value_heads: 8"
+WIDTHS_1B = (
+    "hidden_size: 2048, intermediate_size: 8192, num_attention_heads: 32, num_key_value_heads: 8"
+)
 SHAPES = {
     "4 blocks of 1B": f"{WIDTHS_1B}, vocab_size: 32000, num_hidden_layers: 4",
     # Small where the optimizer runs on the host, which costs real time and memory
@@ -29,14 +31,20 @@ SHAPES = {
     "70B": "hidden_size: 8192, intermediate_size: 28672, num_attention_heads: 64, num_key_value_heads: 8,"
     " vocab_size: 128256, num_hidden_layers: 80",
 }
-BF16, FP16 = "strategy.mixed_precision.param_dtype=bfloat16", "strategy.mixed_precision.param_dtype=float16"
+BF16, FP16 = (
+    "strategy.mixed_precision.param_dtype=bfloat16",
+    "strategy.mixed_precision.param_dtype=float16",
+)
 FP32 = "strategy.mixed_precision=null"
 DDP, HYBRID = "strategy.kind=ddp", "strategy.replicate=2"
 OFFLOAD = "strategy.cpu_offload.pin_memory=true"
 FULL, SELECTIVE = "activation_checkpointing.mode=full", "activation_checkpointing.mode=selective"
 TO_HOST = "activation_checkpointing={mode: full, offload_to_cpu: true}"
 PADDED, LORA = "data.packing=false", "lora.rank=16"
-HELD_BACK, GATHERED = "strategy.sync_every_micro_batch=false", "strategy.reshard_after_backward=false"
+HELD_BACK, GATHERED = (
+    "strategy.sync_every_micro_batch=false",
+    "strategy.reshard_after_backward=false",
+)
 
 SMALL, NARROW = "4 blocks of 1B", "2 narrow blocks"
 FEW = [
@@ -74,7 +82,11 @@ GRID = {
         (NARROW, 1, [FP32, OFFLOAD, SELECTIVE]),
         (NARROW, 1, [BF16, OFFLOAD, LORA, TO_HOST]),
     ],
-    (1, 80): [(SMALL, 1, [DDP, BF16]), (SMALL, 1, [BF16, FULL]), (NARROW, 2, [BF16, OFFLOAD, FULL])],
+    (1, 80): [
+        (SMALL, 1, [DDP, BF16]),
+        (SMALL, 1, [BF16, FULL]),
+        (NARROW, 2, [BF16, OFFLOAD, FULL]),
+    ],
     (4, 90): [
         ("1B", 1, [HYBRID, BF16, FULL]),
         ("1B", 2, [HYBRID, BF16, SELECTIVE]),
@@ -101,12 +113,20 @@ def folder(tmp_path):
 def compared(folder, cases, *, ranks, timeout):
     """(case, planned, measured) of each, all measured in one launch."""
     arguments = [
-        [f"recipe={folder / name.replace(' ', '_')}.yaml", f"batch.global_batch_size={accumulated * ranks}", *overrides]
+        [
+            f"recipe={folder / name.replace(' ', '_')}.yaml",
+            f"batch.global_batch_size={accumulated * ranks}",
+            *overrides,
+        ]
         for name, accumulated, overrides in cases
     ]
-    for case, own, measured in zip(cases, arguments, measure(arguments, ranks=ranks, timeout=timeout), strict=True):
+    for case, own, measured in zip(
+        cases, arguments, measure(arguments, ranks=ranks, timeout=timeout), strict=True
+    ):
         recipe = load_recipe(own, ranks=ranks, files=False).recipe
-        step = trace_step(recipe, ranks=ranks, device="cuda", micro_batches=micro_batches_of(recipe, ranks=ranks))
+        step = trace_step(
+            recipe, ranks=ranks, device="cuda", micro_batches=micro_batches_of(recipe, ranks=ranks)
+        )
         yield case, step.peak.components.total, measured
 
 
@@ -131,7 +151,9 @@ def test_the_plan_is_what_the_caching_allocator_sees(null_gpus, folder, monkeypa
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "capability"), GRID)
-def test_the_plan_is_what_the_caching_allocator_sees_in_all_combinations(null_gpus, folder, monkeypatch, ranks, capability):
+def test_the_plan_is_what_the_caching_allocator_sees_in_all_combinations(
+    null_gpus, folder, monkeypatch, ranks, capability
+):
     for name, value in null_gpus(count=ranks, capability=capability).variables.items():
         monkeypatch.setenv(name, value)
     results = list(compared(folder, GRID[ranks, capability], ranks=ranks, timeout=1800))
@@ -139,7 +161,10 @@ def test_the_plan_is_what_the_caching_allocator_sees_in_all_combinations(null_gp
         with Path(file).open("a") as table:
             for (name, accumulated, overrides), planned, measured in results:
                 settings = ", ".join(
-                    override.removeprefix("strategy.").replace("activation_checkpointing", "checkpointing") for override in overrides
+                    override.removeprefix("strategy.").replace(
+                        "activation_checkpointing", "checkpointing"
+                    )
+                    for override in overrides
                 )
                 table.write(
                     f"| {name} | {ranks} | {capability} | {accumulated} | {settings} | {measured.peak / 2**30:.2f} | {planned / 2**30:.2f} "

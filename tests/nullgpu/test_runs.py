@@ -27,13 +27,21 @@ schedule: {kind: constant, warmup_steps: 0}
 @pytest.fixture
 def folder(tmp_path):
     documents = [{"text": "null devices compute nothing " * (1 + i % 7)} for i in range(200)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps(document) + "\n" for document in documents)
+    )
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(tmp_path)))
     return tmp_path
 
 
 def train(folder, gpus, *overrides, ranks=1, restarts=0, timeout=240, **variables):
-    words = [TRAIN, f"recipe={folder}/recipe.yaml", "run.device=cuda", f"run.dir={folder}/run", *overrides]
+    words = [
+        TRAIN,
+        f"recipe={folder}/recipe.yaml",
+        "run.device=cuda",
+        f"run.dir={folder}/run",
+        *overrides,
+    ]
     variables = gpus.variables | variables
     if ranks == 1 and not restarts:
         return run([sys.executable, *words], timeout=timeout, **variables)
@@ -61,7 +69,9 @@ def test_evaluated_saved_resumed_on_other_ranks_and_exported(folder, null_gpus):
     output = train(folder, gpus, "run.max_steps=8", "checkpoint.export=at_end").check().output
     assert "step_00000006, step 6" in output
     assert steps(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [record["ranks"] for record in records(folder, "events") if record["event"] == "saved"] == [2, 2, 2, 1]
+    assert [
+        record["ranks"] for record in records(folder, "events") if record["event"] == "saved"
+    ] == [2, 2, 2, 1]
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "run/hf")
@@ -75,7 +85,11 @@ def test_evaluated_saved_resumed_on_other_ranks_and_exported(folder, null_gpus):
 @pytest.mark.long
 def test_a_gpu_that_is_too_small(folder, null_gpus):
     """The caching allocator itself runs out of memory."""
-    large = ["model.config.hidden_size=1024", "model.config.intermediate_size=4096", "model.config.num_hidden_layers=8"]
+    large = [
+        "model.config.hidden_size=1024",
+        "model.config.intermediate_size=4096",
+        "model.config.num_hidden_layers=8",
+    ]
     result = train(folder, null_gpus(count=1, gib=1), *large)
     assert result.status == 1
     outcome = status(folder)
@@ -83,17 +97,24 @@ def test_a_gpu_that_is_too_small(folder, null_gpus):
     assert "ran out of GPU memory" in outcome["error"]
     assert "optimizer state" in outcome["error"]
     # A plan that takes more than a minute, on a slow machine, is not waited for
-    assert re.search("what fits by plan, the fastest first, as overrides:|planning took more than", outcome["error"])
+    assert re.search(
+        "what fits by plan, the fastest first, as overrides:|planning took more than",
+        outcome["error"],
+    )
     assert "Traceback" not in outcome["error"]
 
 
 def test_auto_takes_a_smaller_micro_batch_after_it_ran_out_of_memory(folder, null_gpus):
     auto = ["strategy.kind=auto", "batch.micro_batch_size=auto"]
-    result = train(folder, null_gpus(count=2), *auto, ranks=2, restarts=1, FAULT="out_of_memory:1:2").check()
+    result = train(
+        folder, null_gpus(count=2), *auto, ranks=2, restarts=1, FAULT="out_of_memory:1:2"
+    ).check()
     assert status(folder)["state"] == "finished"
     (failed,) = [event for event in records(folder, "events") if event["event"] == "failed"]
     assert (failed["reason"], failed["micro_batch_size"]) == ("out_of_memory", 8)
-    assert yaml.safe_load((folder / "run/recipe.yaml").read_text())["batch"]["micro_batch_size"] in (1, 2, 4)
+    assert yaml.safe_load((folder / "run/recipe.yaml").read_text())["batch"][
+        "micro_batch_size"
+    ] in (1, 2, 4)
     assert steps(folder) == [1, 2, 3, 4]
     assert "The fastest that fits: by plan" in result.output
 
@@ -133,21 +154,43 @@ def test_eight_ranks(folder, null_gpus):
     for log in gpus.ranks():
         assert log.contexts == {log.rank}
         calls = [event.arguments for event in log.steps()[2] if event.kind == "nccl"]
-        large = {(name, ranks) for name, _, ranks, size in calls if int(size.removeprefix("bytes=")) > 1024}
-        assert large == {("all_gather", "ranks=4"), ("reduce_scatter", "ranks=4"), ("all_reduce", "ranks=2")}
+        large = {
+            (name, ranks)
+            for name, _, ranks, size in calls
+            if int(size.removeprefix("bytes=")) > 1024
+        }
+        assert large == {
+            ("all_gather", "ranks=4"),
+            ("reduce_scatter", "ranks=4"),
+            ("all_reduce", "ranks=2"),
+        }
 
 
 @pytest.mark.long
 def test_compiled_blocks(folder, null_gpus):
     """Inductor and Triton compile for the device, and its driver loads and launches what they made."""
-    caches = {"TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    train(folder, null_gpus(count=1), "model.compile=true", "data.validation=null", timeout=400, **caches).check()
+    caches = {
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+    }
+    train(
+        folder,
+        null_gpus(count=1),
+        "model.compile=true",
+        "data.validation=null",
+        timeout=400,
+        **caches,
+    ).check()
     assert steps(folder) == [1, 2, 3, 4]
     assert list((folder / "triton").glob("*/*.cubin"))
 
 
 @pytest.mark.long
 def test_doctor(null_gpus):
-    result = run([sys.executable, "-m", "launcher.cli.main", "doctor"], timeout=200, **null_gpus(count=2).variables)
+    result = run(
+        [sys.executable, "-m", "launcher.cli.main", "doctor"],
+        timeout=200,
+        **null_gpus(count=2).variables,
+    )
     assert "A100" in result.output
     assert "Traceback" not in result.output

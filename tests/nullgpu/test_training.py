@@ -13,7 +13,15 @@ import pytest
 
 from tests.distributed.launching import REPOSITORY, run, torchrun
 from tests.nullgpu import devices
-from tests.nullgpu.matrix_worker import LAYERS, MICRO_BATCHES, STEPS, Case, all_cases, pairwise_cases, write_cases
+from tests.nullgpu.matrix_worker import (
+    LAYERS,
+    MICRO_BATCHES,
+    STEPS,
+    Case,
+    all_cases,
+    pairwise_cases,
+    write_cases,
+)
 
 WORKER = Path(__file__).with_name("matrix_worker.py")
 WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -25,14 +33,20 @@ ORDERED = [
     replace(PLAIN, ranks=1),
 ]
 CASES = pairwise_cases(given=ORDERED)
-HOPPER = [replace(PLAIN, ranks=1), replace(PLAIN, packed=False, ranks=1), replace(PLAIN, packed=False, ranks=1, strategy="ddp")]
+HOPPER = [
+    replace(PLAIN, ranks=1),
+    replace(PLAIN, packed=False, ranks=1),
+    replace(PLAIN, packed=False, ranks=1, strategy="ddp"),
+]
 
 
 class Results:
     """Of one launch: what each rank saw, and the collectives of each of its steps."""
 
     def __init__(self, folder, gpus):
-        self.seen = {file.stem: json.loads(file.read_text()) for file in folder.glob("results_*.json")}
+        self.seen = {
+            file.stem: json.loads(file.read_text()) for file in folder.glob("results_*.json")
+        }
         self.collectives = {}
         for log in gpus.logs():
             if not log.of_kind("mark"):
@@ -57,12 +71,18 @@ class Results:
     def moved(self, case, rank, step):
         """Bytes of each kind of collective in a step, but for counts, norms and the order of DDP's buckets."""
         found = self.collectives[rank, case.name, step]
-        return {name: sum(size for size in sizes if size > 1024) for name, sizes in found.items() if max(sizes) > 1024}
+        return {
+            name: sum(size for size in sizes if size > 1024)
+            for name, sizes in found.items()
+            if max(sizes) > 1024
+        }
 
 
 def launch(folder, cases, *, ranks, timeout=400, **options):
     write_cases(folder, cases)
-    gpus = devices.null_gpus(folder, build_folder=REPOSITORY / "build/nullgpu", count=ranks, **options)
+    gpus = devices.null_gpus(
+        folder, build_folder=REPOSITORY / "build/nullgpu", count=ranks, **options
+    )
     if ranks == 1:
         run([sys.executable, WORKER, folder], timeout=timeout, **gpus.variables).check()
     else:
@@ -120,7 +140,9 @@ def expected_traffic(case, seen):
     if case.strategy == "hybrid":  # two ranks: each has a copy of the whole model
         return {"all_reduce": MICRO_BATCHES * gradients}
     blocks = seen["block_numbers"]
-    gathered = seen["trained_numbers"] + seen["frozen_numbers"] + blocks  # blocks again for the backward pass
+    gathered = (
+        seen["trained_numbers"] + seen["frozen_numbers"] + blocks
+    )  # blocks again for the backward pass
     return {
         "all_gather": MICRO_BATCHES * WIDTH[case.precision] * gathered,
         "reduce_scatter": MICRO_BATCHES * gradients,
@@ -133,7 +155,9 @@ def check(results, case):
         check_places(case, seen, rank)
         check_attention(case, seen)
         for step in range(1, STEPS + 1):
-            assert results.moved(case, rank, step) == expected_traffic(case, seen), f"rank {rank}, step {step}"
+            assert results.moved(case, rank, step) == expected_traffic(case, seen), (
+                f"rank {rank}, step {step}"
+            )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -147,7 +171,12 @@ def check_order(results, case):
     def peak(**changes):
         return results.of(replace(case, **changes))["peaks"][-1]
 
-    assert peak(checkpointing="offloaded") < peak(checkpointing="full") < peak(checkpointing="selective") < peak(checkpointing="none")
+    assert (
+        peak(checkpointing="offloaded")
+        < peak(checkpointing="full")
+        < peak(checkpointing="selective")
+        < peak(checkpointing="none")
+    )
     assert peak(strategy="offload") < peak(strategy="fsdp") < peak(strategy="ddp")
 
 
@@ -165,7 +194,10 @@ def test_attention_of_capability_90(tmp_path):
 
 @pytest.mark.long
 def test_the_whole_product(tmp_path):
-    cases = [*all_cases(ranks=2), *(case for case in all_cases(ranks=1) if case.strategy != "hybrid")]
+    cases = [
+        *all_cases(ranks=2),
+        *(case for case in all_cases(ranks=1) if case.strategy != "hybrid"),
+    ]
     results = launch(tmp_path, cases, ranks=2, timeout=3000)
     for case in cases:
         check(results, case)

@@ -55,10 +55,13 @@ def started(folder, gpus, trainings, *, ranks):
     recipe["data"]["train"] = ["packed.jsonl"]
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     all_arguments = {
-        name: ["recipe=recipe.yaml", f"run.dir={folder}/{name.partition('-')[0]}", *arguments] for name, arguments in trainings.items()
+        name: ["recipe=recipe.yaml", f"run.dir={folder}/{name.partition('-')[0]}", *arguments]
+        for name, arguments in trainings.items()
     }
     script = Path(__file__).parent / "trainings.py"
-    torchrun(script, json.dumps(all_arguments), ranks=ranks, timeout=300, cwd=folder, **gpus.variables).check()
+    torchrun(
+        script, json.dumps(all_arguments), ranks=ranks, timeout=300, cwd=folder, **gpus.variables
+    ).check()
     found = []
     for log in gpus.ranks():
         parts = {}
@@ -86,7 +89,11 @@ def unexpected(log, *, every_steps=5, first=STEADY, each_step=None, pageable=Fal
         waits = Counter(each_step or {}) + Counter({"event": 1} if logged else {})
         if log.waits(step) != waits:
             found.append(f"step {step} waits for {dict(log.waits(step))}, not {dict(waits)}")
-        taken = [event.kind for event in steps[step] if event.kind in ("allocate", "free", "pin", "unpin", "refuse")]
+        taken = [
+            event.kind
+            for event in steps[step]
+            if event.kind in ("allocate", "free", "pin", "unpin", "refuse")
+        ]
         taken += [event.kind for event in steps[step] if event.kind == "pageable" and not pageable]
         if taken:
             found.append(f"step {step}: {dict(Counter(taken))}")
@@ -144,7 +151,9 @@ def test_two_ranks(null_gpus, tmp_path):
         assert max(timed) <= 9, f"DDP times itself by {timed} waits"
         assert list(parts["everything-resumed"].steps()) == [5, 6, 7]
         log = parts["everything"]
-        assert any(event.thread != log.main_thread for event in log.of_kind("wait")), "no thread of its own copies what is saved"
+        assert any(event.thread != log.main_thread for event in log.of_kind("wait")), (
+            "no thread of its own copies what is saved"
+        )
 
 
 def check_contexts(gpus):
@@ -156,7 +165,12 @@ def check_contexts(gpus):
 
 @pytest.mark.long
 def test_one_rank(null_gpus, tmp_path):
-    trainings = {"fsdp": PADDED, "ddp": DDP, "offload": OFFLOAD, "offload_padded": [*OFFLOAD, *HELD, *PADDED]}
+    trainings = {
+        "fsdp": PADDED,
+        "ddp": DDP,
+        "offload": OFFLOAD,
+        "offload_padded": [*OFFLOAD, *HELD, *PADDED],
+    }
     found = started(tmp_path, null_gpus(count=1), trainings, ranks=1)
     offload = {"pageable": True}
     check(

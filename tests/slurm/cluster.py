@@ -99,12 +99,20 @@ def unavailable():
         timeout=10,
         check=False,
     )
-    return f"namespaces cannot be made here, which takes root and CAP_SYS_ADMIN: {probe.stderr.strip()}" if probe.returncode else None
+    return (
+        f"namespaces cannot be made here, which takes root and CAP_SYS_ADMIN: {probe.stderr.strip()}"
+        if probe.returncode
+        else None
+    )
 
 
 class Cluster:
     def __init__(self, bed, nodes, gpus):
-        self.bed, self.nodes, self._gpus = Path(bed), [f"n{number}" for number in range(1, nodes + 1)], gpus
+        self.bed, self.nodes, self._gpus = (
+            Path(bed),
+            [f"n{number}" for number in range(1, nodes + 1)],
+            gpus,
+        )
         self.environment = dict(os.environ, PATH=_PATH, SLURM_CONF=str(self.bed / "slurm.conf"))
         self.proctrack = "cgroup" if os.access(FREEZER, os.W_OK) else "linuxproc"
         self._processes = {}
@@ -113,10 +121,19 @@ class Cluster:
         try:
             self._configure()
             munge = f"munged -F --key-file={self.bed}/key --socket={self.bed}/munge.socket --pid-file={self.bed}/munge.pid"
-            self._start("munged", [*munge.split(), f"--log-file={self.bed}/munge.log", f"--seed-file={self.bed}/seed"])
+            self._start(
+                "munged",
+                [
+                    *munge.split(),
+                    f"--log-file={self.bed}/munge.log",
+                    f"--seed-file={self.bed}/seed",
+                ],
+            )
             self.wait_for(lambda: (self.bed / "munge.socket").exists(), 10, "munged")
             self._start("slurmctld", ["slurmctld", "-D", "-c"])
-            self.wait_for(lambda: self.run("scontrol", "ping", check=False).returncode == 0, 15, "slurmctld")
+            self.wait_for(
+                lambda: self.run("scontrol", "ping", check=False).returncode == 0, 15, "slurmctld"
+            )
             for node in self.nodes:
                 self.boot(node)
             self.wait_for(lambda: self.idle() == len(self.nodes), 20, "the nodes")
@@ -131,7 +148,9 @@ class Cluster:
             process.wait(timeout=20)
         left = [self._cgroup(node) for node in self.nodes if self.proctrack == "cgroup"]
         deadline = time.monotonic() + 10
-        while left and time.monotonic() < deadline:  # a killed process is in its group until it has been reaped
+        while (
+            left and time.monotonic() < deadline
+        ):  # a killed process is in its group until it has been reaped
             for cgroup in left:
                 for folder, _, _ in os.walk(cgroup, topdown=False):
                     with contextlib.suppress(OSError):
@@ -145,7 +164,12 @@ class Cluster:
     def _start(self, name, command, **variables):
         with (self.bed / f"{name}.out").open("ab") as output:
             self._processes[name] = subprocess.Popen(
-                command, env=self.environment | variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                command,
+                env=self.environment | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
 
     def _configure(self):
@@ -154,7 +178,9 @@ class Cluster:
         names, devices = "127.0.0.1 localhost\n", []
         port = _free_ports(len(self.nodes) + 1)
         host = socket.gethostname().split(".")[0]
-        lines = _CONFIGURATION.format(host=host, port=port, bed=self.bed, proctrack=self.proctrack, nodes=len(self.nodes))
+        lines = _CONFIGURATION.format(
+            host=host, port=port, bed=self.bed, proctrack=self.proctrack, nodes=len(self.nodes)
+        )
         for number, node in enumerate(self.nodes, 1):
             (self.bed / "spool" / node).mkdir(parents=True)
             names += f"127.0.1.{number} {node}\n"
@@ -164,18 +190,37 @@ class Cluster:
             os.mknod(self.bed / f"gpu{number}", 0o020666, os.makedev(1, 3))
             devices.append(str(self.bed / f"gpu{number}"))
         (self.bed / "slurm.conf").write_text(lines)
-        gres = f"NodeName=n[1-{len(self.nodes)}] Name=gpu File={','.join(devices)}\n" if devices else ""
+        gres = (
+            f"NodeName=n[1-{len(self.nodes)}] Name=gpu File={','.join(devices)}\n"
+            if devices
+            else ""
+        )
         (self.bed / "gres.conf").write_text("AutoDetect=off\n" + gres)
-        (self.bed / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n" if self.proctrack == "cgroup" else "")
+        (self.bed / "cgroup.conf").write_text(
+            "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n" if self.proctrack == "cgroup" else ""
+        )
         (self.bed / "hosts").write_text(names)
-        (self.bed / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+        (self.bed / "resolv.conf").write_text(
+            "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
+        )
         key = self.bed / "key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(256))
 
     def boot(self, node):
         """Starts a node, or starts it again."""
-        unshare = ["unshare", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _NODE]
+        unshare = [
+            "unshare",
+            "--pid",
+            "--mount",
+            "--uts",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            _NODE,
+        ]
         cgroup = str(self._cgroup(node)) if self.proctrack == "cgroup" else ""
         self._start(node, unshare, NODE=node, BED=str(self.bed), CGROUP=cgroup)
 
@@ -186,24 +231,41 @@ class Cluster:
 
     def kill_daemon(self, node):
         """Ends a node's slurmd alone: Slurm gives the node up, and what runs there goes on."""
-        first = Path(f"/proc/{self._processes[node].pid}/task/{self._processes[node].pid}/children").read_text().split()[0]
+        first = (
+            Path(f"/proc/{self._processes[node].pid}/task/{self._processes[node].pid}/children")
+            .read_text()
+            .split()[0]
+        )
         space = os.readlink(f"/proc/{first}/ns/pid")
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if os.readlink(folder / "ns/pid") == space and (folder / "comm").read_text().startswith("slurmd\n"):
+                if os.readlink(folder / "ns/pid") == space and (
+                    folder / "comm"
+                ).read_text().startswith("slurmd\n"):
                     os.kill(int(folder.name), signal.SIGKILL)
 
     def run(self, *command, check=True, **variables):
         """A command that knows the cluster."""
         done = subprocess.run(
-            [str(word) for word in command], env=self.environment | variables, capture_output=True, text=True, timeout=120, check=False
+            [str(word) for word in command],
+            env=self.environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
-        assert not check or done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
+        assert not check or done.returncode == 0, (
+            f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
+        )
         return done
 
     def idle(self):
         """Number of nodes that have nothing to do."""
-        return self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%T", check=False).stdout.split().count("idle")
+        return (
+            self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%T", check=False)
+            .stdout.split()
+            .count("idle")
+        )
 
     def job(self, job):
         """What Slurm says of a job, key by key; empty where it does not know it."""
@@ -216,15 +278,28 @@ class Cluster:
     def wait_for(self, condition, seconds, what):
         deadline = time.monotonic() + seconds
         while not (result := condition()):
-            assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{self.diagnosis()}"
+            assert time.monotonic() < deadline, (
+                f"{what}: not within {seconds} s\n{self.diagnosis()}"
+            )
             time.sleep(0.2)
         return result
 
     def diagnosis(self):
         """For who looks into a failed test."""
-        told = [self.run("squeue", check=False).stdout, self.run("sinfo", "-N", "-l", check=False).stdout]
-        logs = [log for log in (*self.bed.glob("*.out"), self.bed / "slurmctld.log") if log.exists()]
-        return "\n".join(told + [f"{log.name}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:]) for log in logs])
+        told = [
+            self.run("squeue", check=False).stdout,
+            self.run("sinfo", "-N", "-l", check=False).stdout,
+        ]
+        logs = [
+            log for log in (*self.bed.glob("*.out"), self.bed / "slurmctld.log") if log.exists()
+        ]
+        return "\n".join(
+            told
+            + [
+                f"{log.name}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+                for log in logs
+            ]
+        )
 
 
 def _free_ports(count):

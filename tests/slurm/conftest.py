@@ -16,10 +16,14 @@ def cluster():
         message = f"no Slurm to test with: {why}"
         assert os.environ.get("CI_REQUIRES_SLURM") != "1", message
         pytest.skip(message)
-    bed = tempfile.mkdtemp(prefix="slurm-")  # munge wants a folder that all may enter, which those of pytest are not
+    bed = tempfile.mkdtemp(
+        prefix="slurm-"
+    )  # munge wants a folder that all may enter, which those of pytest are not
     try:
         with Cluster(bed, nodes=4, gpus=2) as cluster:
-            assert f"proctrack/{cluster.proctrack}" in cluster.run("scontrol", "show", "config").stdout
+            assert (
+                f"proctrack/{cluster.proctrack}" in cluster.run("scontrol", "show", "config").stdout
+            )
             yield cluster
     finally:
         shutil.rmtree(bed, ignore_errors=True)

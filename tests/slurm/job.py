@@ -22,7 +22,10 @@ class Net(nn.Module):
 
 
 def model():
-    print(f"devices: {os.environ.get('CUDA_VISIBLE_DEVICES')}; threads: {os.environ.get('OMP_NUM_THREADS')}", flush=True)
+    print(
+        f"devices: {os.environ.get('CUDA_VISIBLE_DEVICES')}; threads: {os.environ.get('OMP_NUM_THREADS')}",
+        flush=True,
+    )
     return Net()
 
 

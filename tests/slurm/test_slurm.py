@@ -54,14 +54,26 @@ class Jobs:
             timeout=timeout,
             check=False,
         )
-        assert done.returncode == status, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}\n{self.cluster.diagnosis()}"
+        assert done.returncode == status, (
+            f"{words}: {done.returncode}\n{done.stdout}{done.stderr}\n{self.cluster.diagnosis()}"
+        )
         return done.stdout + done.stderr
 
     def begin(self, *words):
         """Starts a command that goes on; `communicate` ends it."""
-        environment = self.cluster.environment | {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
+        environment = self.cluster.environment | {
+            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONUNBUFFERED": "1",
+        }
         command = [sys.executable, "-m", "launcher.cli.main", *words]
-        return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def submit(self, name, *words):
         """Returns the job's id."""
@@ -85,18 +97,28 @@ class Jobs:
 
     def submission(self, name):
         """What is kept of the job that was submitted first."""
-        return json.loads((self.run_dir(name) / "slurm/submissions.jsonl").read_text().splitlines()[0])
+        return json.loads(
+            (self.run_dir(name) / "slurm/submissions.jsonl").read_text().splitlines()[0]
+        )
 
     def successors(self, name):
         """Ids of the jobs that go on where another one was ended, by Slurm's state of each."""
-        lines = map(json.loads, (self.run_dir(name) / "slurm/submissions.jsonl").read_text().splitlines())
+        lines = map(
+            json.loads, (self.run_dir(name) / "slurm/submissions.jsonl").read_text().splitlines()
+        )
         return {line["job"]: self.cluster.state(line["job"]) for line in lines if "after" in line}
 
     def starts(self, name):
-        return len(self.events(name, "started")) if (self.run_dir(name) / "events.jsonl").exists() else 0
+        return (
+            len(self.events(name, "started"))
+            if (self.run_dir(name) / "events.jsonl").exists()
+            else 0
+        )
 
     def log(self, name):
-        return "".join(log.read_text() for log in sorted((self.run_dir(name) / "slurm").glob("job_*.log")))
+        return "".join(
+            log.read_text() for log in sorted((self.run_dir(name) / "slurm").glob("job_*.log"))
+        )
 
     def all_logs(self, name):
         files = sorted((self.run_dir(name) / "slurm").rglob("*.log"))
@@ -116,7 +138,9 @@ class Jobs:
     def ends(self, name, job, seconds=120):
         """Waits until the job has left the queue; returns its state."""
         over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
-        self._wait(lambda: self.cluster.state(job) in over, name, seconds, f"the end of job {job} ({name})")
+        self._wait(
+            lambda: self.cluster.state(job) in over, name, seconds, f"the end of job {job} ({name})"
+        )
         return self.cluster.state(job)
 
     def _wait(self, condition, name, seconds, what):
@@ -128,19 +152,31 @@ class Jobs:
 
 def final_state(run_dir):
     newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
-    return {f"{file.name}/{name}": tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        f"{file.name}/{name}": tensor
+        for file in newest.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def same_as(jobs, name, other):
     """Each step once, the same losses, and the same bits in the end."""
     mine, whole = jobs.records(name), jobs.records(other)
-    assert [line["step"] for line in mine] == [line["step"] for line in whole] == list(range(1, len(whole) + 1))
-    assert [(line["loss"], line["grad_norm"]) for line in mine] == [(line["loss"], line["grad_norm"]) for line in whole]
+    assert (
+        [line["step"] for line in mine]
+        == [line["step"] for line in whole]
+        == list(range(1, len(whole) + 1))
+    )
+    assert [(line["loss"], line["grad_norm"]) for line in mine] == [
+        (line["loss"], line["grad_norm"]) for line in whole
+    ]
     state, expected = final_state(jobs.run_dir(name)), final_state(jobs.run_dir(other))
     assert state.keys() == expected.keys()
     assert len(state) > 8
     for key, tensor in state.items():
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected[key].reshape(-1).view(torch.uint8)), key
+        assert torch.equal(
+            tensor.reshape(-1).view(torch.uint8), expected[key].reshape(-1).view(torch.uint8)
+        ), key
     return True
 
 
@@ -149,18 +185,46 @@ def jobs(cluster, folder):
     """All jobs of the first part, submitted."""
     jobs = Jobs(cluster, folder)
     (folder / "fail").touch()
-    jobs.disturbed = jobs.submit("disturbed", "nodes=2", "cpus=2", "sbatch_extra=--nodelist=n1,n2", f"data.arguments.fail={folder}/no")
-    whole = ["run.name=whole", "nodes=2", "gpus_per_node=1", "cpus=1", OTHERS, f"data.arguments.fail={folder}/no"]
+    jobs.disturbed = jobs.submit(
+        "disturbed",
+        "nodes=2",
+        "cpus=2",
+        "sbatch_extra=--nodelist=n1,n2",
+        f"data.arguments.fail={folder}/no",
+    )
+    whole = [
+        "run.name=whole",
+        "nodes=2",
+        "gpus_per_node=1",
+        "cpus=1",
+        OTHERS,
+        f"data.arguments.fail={folder}/no",
+    ]
     jobs.whole = jobs.begin("submit", "recipe=job.yaml", *whole, "--follow")
-    cluster.wait_for(lambda: (jobs.run_dir("whole") / "slurm/submissions.jsonl").exists(), 60, "the submission")
-    jobs.cancelled = jobs.submit(CANCELLED, "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", "run.max_steps=5000")
+    cluster.wait_for(
+        lambda: (jobs.run_dir("whole") / "slurm/submissions.jsonl").exists(), 60, "the submission"
+    )
+    jobs.cancelled = jobs.submit(
+        CANCELLED, "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", "run.max_steps=5000"
+    )
     kill = "[ $# -gt 0 ] || { until [ -s runs/killed/metrics.jsonl ]; do sleep 0.2; done; kill -KILL $$; } &"
-    jobs.killed = jobs.submit("killed", "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", f"setup={kill}")
+    jobs.killed = jobs.submit(
+        "killed", "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", f"setup={kill}"
+    )
     jobs.failing = jobs.submit("failing", "cpus=1", OTHERS)
-    sweep = ["sweep.optimizer.learning_rate=1e-3,2e-3,3e-3,4e-3", "throttle=2", "run.max_steps=2", "cpus=1"]
+    sweep = [
+        "sweep.optimizer.learning_rate=1e-3,2e-3,3e-3,4e-3",
+        "throttle=2",
+        "run.max_steps=2",
+        "cpus=1",
+    ]
     jobs.sweep = jobs.submit("sweep", *sweep, OTHERS, f"data.arguments.fail={folder}/no")
     jobs.refused = jobs.submit(
-        "refused", "cpus=1", "sbatch_extra=--hold", "sbatch_extra=--exclude=n1,n2", f"data.arguments.fail={folder}/no"
+        "refused",
+        "cpus=1",
+        "sbatch_extra=--hold",
+        "sbatch_extra=--exclude=n1,n2",
+        f"data.arguments.fail={folder}/no",
     )
     (recipe,) = (jobs.run_dir("refused") / "slurm").glob("recipe_*.yaml")
     recipe.write_text(recipe.read_text().replace("seed:", "sed:"))
@@ -174,7 +238,13 @@ def test_a_second_submission_of_a_run_folder_is_refused(jobs):
     said = jobs.launcher("submit", "recipe=job.yaml", "run.name=disturbed", status=2)
     assert f"runs/disturbed has job {jobs.disturbed} already" in said
     assert f"scancel {jobs.disturbed}" in said
-    assert jobs.launcher("submit", "recipe=job.yaml", "run.name=sweep", "sweep.optimizer.learning_rate=5e-3,4e-3", status=2)
+    assert jobs.launcher(
+        "submit",
+        "recipe=job.yaml",
+        "run.name=sweep",
+        "sweep.optimizer.learning_rate=5e-3,4e-3",
+        status=2,
+    )
     assert not (jobs.run_dir("sweep") / "learning_rate=5e-3/slurm/submissions.jsonl").exists()
 
 
@@ -188,7 +258,17 @@ def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
         jobs.trains(name, start=2)
         cluster.run("scontrol", "requeue", job)
         jobs.trains(name, start=3)
-        high = cluster.run("sbatch", "--parsable", "-p", "high", "-N2", "--nodelist=n1,n2", "--exclusive", "--output=/dev/null", "--wrap=:")
+        high = cluster.run(
+            "sbatch",
+            "--parsable",
+            "-p",
+            "high",
+            "-N2",
+            "--nodelist=n1,n2",
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap=:",
+        )
         assert jobs.ends(name, job) == "COMPLETED"
         assert cluster.state(high.stdout.strip()) == "COMPLETED"
     finally:
@@ -196,13 +276,17 @@ def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
     assert jobs.status(name)["state"] == "finished"
     reasons = [event["reason"] for event in jobs.events(name, "stopped")]
     assert len(reasons) == 3
-    assert set(reasons) <= ({"SIGUSR1"} if cluster.proctrack == "cgroup" else {"SIGUSR1", "SIGTERM"})
+    assert set(reasons) <= (
+        {"SIGUSR1"} if cluster.proctrack == "cgroup" else {"SIGUSR1", "SIGTERM"}
+    )
     log = jobs.log(name)
     assert log.count("warned by Slurm, and saved: goes on in another allocation") == 1, log
     assert log.count("preempted and saved: goes on in another allocation") == 1, log
     assert log.count("Slurm has requeued the job itself") == 1, log
     ends = [event["step"] for event in jobs.events(name, "stopped")]
-    assert ends == [event["step"] for event in jobs.events(name, "resumed")], "nothing was trained twice"
+    assert ends == [event["step"] for event in jobs.events(name, "resumed")], (
+        "nothing was trained twice"
+    )
     assert jobs.starts(name) == 4
     logs = jobs.run_dir(name) / f"slurm/job_{job}"
     assert {str(file.relative_to(logs)) for file in logs.rglob("node_*")} == {
@@ -222,7 +306,9 @@ def test_a_job_that_is_killed_without_a_warning_is_gone_on_with(jobs):
     assert jobs.starts(name) == 2
     assert [line["step"] for line in jobs.records(name)] == list(range(1, 61))
     for run in (name, "whole"):
-        assert all(state != "PENDING" for state in jobs.successors(run).values()), "removed when the run is finished"
+        assert all(state != "PENDING" for state in jobs.successors(run).values()), (
+            "removed when the run is finished"
+        )
 
 
 def test_a_cancelled_job_has_saved_and_does_not_rise_again(jobs):
@@ -233,7 +319,10 @@ def test_a_cancelled_job_has_saved_and_does_not_rise_again(jobs):
     assert status["state"] == "stopped"
     assert (jobs.run_dir(CANCELLED) / f"checkpoints/step_{status['step']:08}/commit.json").exists()
     assert [event["step"] for event in jobs.events(CANCELLED, "saved")][-1] == status["step"]
-    assert jobs.cluster.run("squeue", "-h", "-t", "all", "-j", jobs.cancelled, "-o", "%j").stdout == f"{CANCELLED}\n"
+    assert (
+        jobs.cluster.run("squeue", "-h", "-t", "all", "-j", jobs.cancelled, "-o", "%j").stdout
+        == f"{CANCELLED}\n"
+    )
     assert "terminated and saved: not requeued" in jobs.log(CANCELLED)
     assert set(jobs.successors(CANCELLED).values()) == {"CANCELLED"}
     assert not list(jobs.folder.rglob("HACKED"))
@@ -252,7 +341,9 @@ def test_who_follows_sees_the_run_and_how_it_ends(jobs):
         "finished after 60 of 60 steps in ...",
         "runs/whole: finished after step 60",
     ):
-        assert any(says(line, printed) or says(f"{line}...", printed) for printed in said.splitlines()), f"{line}\n{said}"
+        assert any(
+            says(line, printed) or says(f"{line}...", printed) for printed in said.splitlines()
+        ), f"{line}\n{said}"
     assert len(snapshot["commit"]) == 40
 
 
@@ -260,7 +351,9 @@ def test_the_job_sees_what_it_asked_for(jobs):
     assert jobs.whole.wait(timeout=90) == 0
     assert jobs.starts("whole") == 1
     for rank in range(2):
-        assert "devices: 0; threads: 1" in (jobs.run_dir("whole") / f"log/rank_{rank}.log").read_text()
+        assert (
+            "devices: 0; threads: 1" in (jobs.run_dir("whole") / f"log/rank_{rank}.log").read_text()
+        )
     job = jobs.cluster.job(jobs.submission("whole")["job"])
     assert job["NumNodes"] == "2"
     assert job["TresPerNode"] == "gres:gpu:1"
@@ -288,13 +381,17 @@ def test_a_run_that_fails_three_times_without_a_checkpoint_is_given_up(jobs):
 def test_a_sweep_is_an_array_with_a_run_folder_each(jobs):
     rates = ["1e-3", "2e-3", "3e-3", "4e-3"]
     for task in range(4):
-        assert jobs.ends(f"sweep/learning_rate={rates[task]}", f"{jobs.sweep}_{task}") == "COMPLETED"
+        assert (
+            jobs.ends(f"sweep/learning_rate={rates[task]}", f"{jobs.sweep}_{task}") == "COMPLETED"
+        )
     for rate in rates:
         line = jobs.records(f"sweep/learning_rate={rate}")[-1]
         assert (line["step"], line["learning_rate"]) == (2, float(rate))
     assert jobs.cluster.job(f"{jobs.sweep}_0")["ArrayTaskThrottle"] == "2"
     table = jobs.launcher("status", "runs/sweep").splitlines()
-    assert [line.split()[:2] for line in table if "learning_rate" in line] == [[f"learning_rate={rate}", "finished"] for rate in rates]
+    assert [line.split()[:2] for line in table if "learning_rate" in line] == [
+        [f"learning_rate={rate}", "finished"] for rate in rates
+    ]
 
 
 # What takes minutes
@@ -304,9 +401,19 @@ def test_a_sweep_is_an_array_with_a_run_folder_each(jobs):
 def alone(cluster, tmp_path_factory):
     """A folder of its own, with a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("alone")
-    (folder / "job.yaml").write_text(RECIPE.replace("FOLDER", str(folder)).replace("every_steps: 30", "every_steps: 5"))
+    (folder / "job.yaml").write_text(
+        RECIPE.replace("FOLDER", str(folder)).replace("every_steps: 30", "every_steps: 5")
+    )
     jobs = Jobs(cluster, folder)
-    jobs.launcher("submit", "recipe=job.yaml", "run.name=whole", "nodes=2", "cpus=2", "data.arguments.seconds=0", "--wait")
+    jobs.launcher(
+        "submit",
+        "recipe=job.yaml",
+        "run.name=whole",
+        "nodes=2",
+        "cpus=2",
+        "data.arguments.seconds=0",
+        "--wait",
+    )
     yield jobs
     cluster.run("scancel", "--user=root")
 
@@ -316,7 +423,9 @@ def whole_cluster(alone):
     yield alone.cluster
     for node in alone.cluster.nodes:
         alone.cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
-    alone.cluster.wait_for(lambda: alone.cluster.idle() == len(alone.cluster.nodes), 90, "all nodes")
+    alone.cluster.wait_for(
+        lambda: alone.cluster.idle() == len(alone.cluster.nodes), 90, "all nodes"
+    )
 
 
 @pytest.mark.long
@@ -340,8 +449,17 @@ def test_a_node_is_lost(alone, whole_cluster, node):
 def test_a_node_is_given_up_on_which_the_run_goes_on(alone, whole_cluster):
     """Two copies of one run: the old one ends without writing. (Of several nodes the others would end it: Slurm reaches them.)"""
     cluster, name = alone.cluster, "twice"
-    alone.launcher("submit", "recipe=job.yaml", "run.name=whole-1", "cpus=2", "data.arguments.seconds=0", "--wait")
-    job = alone.submit(name, "cpus=2", "data.arguments.seconds=0.15", "sbatch_extra=--exclude=n3,n4")
+    alone.launcher(
+        "submit",
+        "recipe=job.yaml",
+        "run.name=whole-1",
+        "cpus=2",
+        "data.arguments.seconds=0",
+        "--wait",
+    )
+    job = alone.submit(
+        name, "cpus=2", "data.arguments.seconds=0.15", "sbatch_extra=--exclude=n3,n4"
+    )
     alone.trains(name, start=1, steps=6)
     node = cluster.job(job)["NodeList"]
     cluster.kill_daemon(node)
@@ -350,7 +468,9 @@ def test_a_node_is_given_up_on_which_the_run_goes_on(alone, whole_cluster):
         assert alone.starts(name) == 2
         assert same_as(alone, name, "whole-1")
         log = alone.run_dir(name) / f"slurm/job_{job}/restart_0/node_{node}.log"
-        cluster.wait_for(lambda: "this run ends, and writes nothing more" in log.read_text(), 60, log.read_text())
+        cluster.wait_for(
+            lambda: "this run ends, and writes nothing more" in log.read_text(), 60, log.read_text()
+        )
     finally:
         cluster.crash(node)
         cluster.boot(node)
@@ -368,7 +488,9 @@ def test_the_time_limit_itself(alone, whole_cluster):
     assert "s to save, more than Slurm was told: told to in" in log
     starts, stops = alone.events(name, "started"), alone.events(name, "stopped")
     assert all(event["reason"] == "SIGUSR1" for event in stops)
-    assert 40 < stops[1]["time"] - starts[1]["time"] < 75, "60 s before the end of two minutes, which begin before the run does"
+    assert 40 < stops[1]["time"] - starts[1]["time"] < 75, (
+        "60 s before the end of two minutes, which begin before the run does"
+    )
     assert same_as(alone, name, "whole")
 
 
@@ -387,9 +509,19 @@ def test_a_save_that_does_not_end_before_the_time_limit(alone, whole_cluster):
         "        return original(path, *args, **more)\n"
         "    pathlib.Path.mkdir = mkdir\n"
     )
-    python.write_text(f'#!/bin/sh\nexport PYTHONPATH="{slow}:$PYTHONPATH"\nexec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\nexport PYTHONPATH="{slow}:$PYTHONPATH"\nexec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
-    job = alone.submit(name, "nodes=2", "cpus=2", "time=2", "lead=20", f"python={python}", "data.arguments.seconds=0.9")
+    job = alone.submit(
+        name,
+        "nodes=2",
+        "cpus=2",
+        "time=2",
+        "lead=20",
+        f"python={python}",
+        "data.arguments.seconds=0.9",
+    )
     assert alone.ends(name, job, 300) == "TIMEOUT"
     successor = next(iter(alone.successors(name)))
     whole_cluster.run("scontrol", "update", f"JobId={successor}", "TimeLimit=10")
@@ -425,9 +557,13 @@ def test_preempted_where_only_a_term_comes(alone, whole_cluster):
     configuration.write_text(text.replace("SlurmctldParameters=preempt_send_user_signal\n", ""))
     cluster.run("scontrol", "reconfigure")
     try:
-        job = alone.submit(name, "nodes=4", "cpus=2", "run.max_steps=30", "batch.micro_batch_size=1")
+        job = alone.submit(
+            name, "nodes=4", "cpus=2", "run.max_steps=30", "batch.micro_batch_size=1"
+        )
         alone.trains(name, start=1)
-        cluster.run("sbatch", "-p", "high", "-N1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+        cluster.run(
+            "sbatch", "-p", "high", "-N1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+        )
         assert alone.ends(name, job) == "COMPLETED"
         assert "preempted and saved: goes on in another allocation" in alone.log(name)
         assert alone.starts(name) == 2
@@ -445,12 +581,23 @@ def test_a_node_that_is_not_fit_is_excluded(alone, whole_cluster):
     )
     python.chmod(0o755)
     name = "unfit"
-    job = alone.submit(name, "nodes=2", "cpus=2", "preflight=true", f"python={python}", "exclude=n4", "run.max_steps=6")
+    job = alone.submit(
+        name,
+        "nodes=2",
+        "cpus=2",
+        "preflight=true",
+        f"python={python}",
+        "exclude=n4",
+        "run.max_steps=6",
+    )
     assert alone.ends(name, job) == "COMPLETED"
     log = alone.log(name)
     assert "not fit to train: n2" in log
     assert "GPU 3 is gone" in log
-    assert "n3: n3 fit: " in (alone.run_dir(name) / f"slurm/job_{job}/restart_1/preflight_nodes.log").read_text()
+    assert (
+        "n3: n3 fit: "
+        in (alone.run_dir(name) / f"slurm/job_{job}/restart_1/preflight_nodes.log").read_text()
+    )
     assert alone.cluster.job(job)["ExcNodeList"] == "n4,n2"
     assert alone.cluster.job(job)["NodeList"] == "n[1,3]"
     assert alone.starts(name) == 1
@@ -464,10 +611,14 @@ def test_a_node_that_is_not_fit_beside_the_others_is_excluded(alone, whole_clust
     shifted = "import os, time\nif 'RANK' in os.environ:\n    read = time.time\n    time.time = lambda: read() + 40\n"
     (clock / "sitecustomize.py").write_text(shifted)
     path = f'[ "$(hostname)" = n2 ] && export PYTHONPATH="{clock}:$PYTHONPATH"'
-    python.write_text(f'#!/bin/sh\ncase "$*" in *quick=true*) {path};; esac\nexec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *quick=true*) {path};; esac\nexec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
     name = "beside"
-    job = alone.submit(name, "nodes=3", "cpus=2", "preflight=true", f"python={python}", "run.max_steps=6")
+    job = alone.submit(
+        name, "nodes=3", "cpus=2", "preflight=true", f"python={python}", "run.max_steps=6"
+    )
     assert alone.ends(name, job, 240) == "COMPLETED"
     log, logs = alone.log(name), alone.run_dir(name) / f"slurm/job_{job}"
     assert "preflight: not fit to train: n2; more is in" in log
@@ -485,7 +636,9 @@ def test_a_node_that_is_not_fit_beside_the_others_is_excluded(alone, whole_clust
 @pytest.mark.long
 def test_a_run_of_a_sweep_is_requeued_alone(alone, whole_cluster):
     """The last task's job has the array's own id: by that, all would be requeued."""
-    array = alone.submit("array", "sweep.optimizer.learning_rate=1e-3,2e-3", "cpus=2", "data.arguments.seconds=0.1")
+    array = alone.submit(
+        "array", "sweep.optimizer.learning_rate=1e-3,2e-3", "cpus=2", "data.arguments.seconds=0.1"
+    )
     names = [f"array/learning_rate={rate}" for rate in ("1e-3", "2e-3")]
     for task, name in enumerate(names):
         alone.trains(name, start=1)

@@ -1,12 +1,21 @@
-"""Plans and ladders made by hand: what the command and the page print is held against them, not what a trace finds."""
+"""Plans and ladders made by hand, for tests of what is printed."""
 
 import dataclasses
-from types import SimpleNamespace
 
-from launcher.planner.components import Components, HostMemory, Moment, StepMemory
 from launcher.planner.machine import Machine, Rates
-from launcher.planner.plan import Plan
-from launcher.recipe.schema import ActivationCheckpointing, Batch, CpuOffload, Data, Model, Recipe, Run, Strategy
+from launcher.planner.memory import Components, HostMemory, Moment, Plan, StepMemory
+from launcher.planner.search import Configuration, Ladder
+from launcher.planner.speed import StepTime
+from launcher.recipe.schema import (
+    ActivationCheckpointing,
+    Batch,
+    CpuOffload,
+    Data,
+    Model,
+    Recipe,
+    Run,
+    Strategy,
+)
 
 GIB = 1024**3
 
@@ -23,7 +32,14 @@ RATES = Rates(
 
 RECIPE = Recipe(
     run=Run(name="llama_3_1_8b", max_steps=10),
-    model=Model(config={"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 128256}),
+    model=Model(
+        config={
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "vocab_size": 128256,
+        }
+    ),
     data=Data(train=("a.txt",), sequence_length=4096),
     batch=Batch(global_batch_size=64, micro_batch_size=4),
     strategy=Strategy(kind="fsdp"),
@@ -31,7 +47,15 @@ RECIPE = Recipe(
 
 
 def machine(*, memory=80 * GIB, host_memory=None):
-    return Machine(name="H100", device="cuda", nodes=1, gpus_per_node=8, memory=memory, host_memory=host_memory, rates=RATES)
+    return Machine(
+        name="H100",
+        device="cuda",
+        nodes=1,
+        gpus_per_node=8,
+        memory=memory,
+        host_memory=host_memory,
+        rates=RATES,
+    )
 
 
 def components(scale=1.0, **changes):
@@ -49,35 +73,66 @@ def components(scale=1.0, **changes):
     return Components(**{name: int(gib * scale * GIB) for name, gib in (sizes | changes).items()})
 
 
-def made_plan(scale=1.0, *, memory=80 * GIB, host_memory=None, host=12, arithmetic=1.02, notes=(), **changes):
-    held = components(scale, gathered=0, activations=0, logits=0, communication=0, temporary=0, **changes)
+def made_plan(
+    scale=1.0, *, memory=80 * GIB, host_memory=None, host=12, arithmetic=1.02, notes=(), **changes
+):
+    held = components(
+        scale, gathered=0, activations=0, logits=0, communication=0, temporary=0, **changes
+    )
     timeline = []
     for number in range(2):
         for layer in range(32):
             activations = 18.0 * (layer + 1) / 32
             timeline.append(
-                ("forward", number, f"model.layers.{layer}", components(scale, activations=activations, logits=0, gradients=3.74 * number))
+                (
+                    "forward",
+                    number,
+                    f"model.layers.{layer}",
+                    components(scale, activations=activations, logits=0, gradients=3.74 * number),
+                )
             )
         timeline.append(("forward", number, "lm_head", components(scale, logits=5.0)))
         for layer in reversed(range(32)):
             activations = 18.0 * (layer + 1) / 32
             logits = 7.8 if layer == 31 else 0
-            timeline.append(("backward", number, f"model.layers.{layer}", components(scale, activations=activations, logits=logits)))
-    timeline.append(("optimizer", 1, "", components(scale, activations=0, logits=0, gathered=0, temporary=1.9)))
-    moments = tuple(Moment(phase=p, micro_batch=m, where=w, components=dataclasses.replace(c)) for p, m, w, c in timeline)
+            timeline.append(
+                (
+                    "backward",
+                    number,
+                    f"model.layers.{layer}",
+                    components(scale, activations=activations, logits=logits),
+                )
+            )
+    timeline.append(
+        ("optimizer", 1, "", components(scale, activations=0, logits=0, gathered=0, temporary=1.9))
+    )
+    moments = tuple(
+        Moment(phase=p, micro_batch=m, where=w, components=dataclasses.replace(c))
+        for p, m, w, c in timeline
+    )
     phases = {
         name: max((m for m in moments if m.phase == name), key=lambda m: m.components.total)
         for name in ("forward", "backward", "optimizer")
     }
-    peak = dataclasses.replace(phases["backward"], micro_batch=1, components=components(scale, **changes))
+    peak = dataclasses.replace(
+        phases["backward"], micro_batch=1, components=components(scale, **changes)
+    )
     step = StepMemory(
-        method="traced", peak=peak, phases=phases, held=held, after_forward=components(scale, gradients=0), timeline=moments, host=0
+        method="traced",
+        peak=peak,
+        phases=phases,
+        held=held,
+        after_forward=components(scale, gradients=0),
+        timeline=moments,
+        host=0,
     )
     formula = components(scale * arithmetic, **changes)
     return Plan(
         machine=machine(memory=memory, host_memory=host_memory),
         step=step,
-        arithmetic=dataclasses.replace(step, method="arithmetic", peak=dataclasses.replace(peak, components=formula)),
+        arithmetic=dataclasses.replace(
+            step, method="arithmetic", peak=dataclasses.replace(peak, components=formula)
+        ),
         context=int(1.2 * GIB),
         margin=int(2.1 * GIB),
         host=HostMemory(processes=host * GIB, offload=0, workers=2 * GIB, staging=90 * GIB),
@@ -87,54 +142,60 @@ def made_plan(scale=1.0, *, memory=80 * GIB, host_memory=None, host=12, arithmet
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Seconds:
-    forward: float
-    backward: float
-    recomputation: float = 0.0
-    gather: float = 0.0
-    reduce: float = 0.0
-    transfers: float = 0.0
-    optimizer: float = 0.01
-    total: float = 0.0
-
-
-def rung(overrides, plan, tokens_per_second, *, micro=4, **changes):
-    recipe = dataclasses.replace(RECIPE, batch=Batch(global_batch_size=64, micro_batch_size=micro), **changes)
+def configuration(overrides, plan, tokens_per_second, *, micro=4, **changes):
+    recipe = dataclasses.replace(
+        RECIPE, batch=Batch(global_batch_size=64, micro_batch_size=micro), **changes
+    )
     total = 64 * 4096 / tokens_per_second
-    return SimpleNamespace(
+    seconds = StepTime(
+        forward=total * 0.3,
+        backward=total * 0.6,
+        recomputation=0.0,
+        gather=total * 0.1,
+        reduce=0.0,
+        offload=0.0,
+        optimizer=0.0,
+    )
+    return Configuration(
         overrides=tuple(overrides),
         recipe=recipe,
         plan=plan,
-        seconds=Seconds(total * 0.3, total * 0.6, gather=total * 0.2, reduce=0.1 * total, total=total),
+        seconds=seconds,
         tokens_per_second=tokens_per_second,
     )
 
 
 def made_ladder(*, memory=80 * GIB, fits=True):
-    """Three rungs; with fits=False none of them does, on a GPU of 8 GiB."""
+    """Three configurations; with fits=False none of them does, on a GPU of 8 GiB."""
     memory = memory if fits else 8 * GIB
-    asked = rung((), made_plan(memory=memory), 74_000)
-    one = rung(("strategy.reshard_after_forward=false", "batch.micro_batch_size=8"), made_plan(1.9, memory=memory), 91_000, micro=8,
-               strategy=Strategy(kind="fsdp", reshard_after_forward=False))  # fmt: skip
-    two = rung(
+    asked = configuration((), made_plan(memory=memory), 74_000)
+    one = configuration(
+        ("strategy.reshard_after_forward=false", "batch.micro_batch_size=8"),
+        made_plan(1.9, memory=memory),
+        91_000,
+        micro=8,
+        strategy=Strategy(kind="fsdp", reshard_after_forward=False),
+    )
+    two = configuration(
         ("batch.micro_batch_size=8", "activation_checkpointing={mode: selective}"),
         made_plan(1.3, memory=memory),
         85_000,
         micro=8,
         activation_checkpointing=ActivationCheckpointing(mode="selective"),
     )
-    last = rung(
+    last = configuration(
         ("strategy.cpu_offload={pin_memory: true}", "activation_checkpointing={mode: full}"),
         made_plan(0.4, memory=memory),
         31_000,
         strategy=Strategy(kind="fsdp", cpu_offload=CpuOffload()),
         activation_checkpointing=ActivationCheckpointing(),
     )
-    return SimpleNamespace(
+    return Ladder(
         asked=asked,
-        rungs=(one, two, last),
+        configurations=(one, two, last),
         best=two if fits else None,
-        considered=96,
-        remedies=() if fits else ("16 GPUs instead of 8: gpus_per_node=8 nodes=2", "LoRA: lora={rank: 16}"),
+        evaluated=96,
+        suggestions=()
+        if fits
+        else ("16 GPUs instead of 8: gpus_per_node=8 nodes=2", "LoRA: lora={rank: 16}"),
     )

@@ -21,4 +21,7 @@ batch:
 
 def says(expected, line):
     """Whether a message is what is expected, `...` standing for anything."""
-    return re.fullmatch(".*".join(re.escape(part) for part in expected.split("...")), line, re.DOTALL) is not None
+    return (
+        re.fullmatch(".*".join(re.escape(part) for part in expected.split("...")), line, re.DOTALL)
+        is not None
+    )

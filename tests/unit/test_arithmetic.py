@@ -61,12 +61,22 @@ class KnowsEven:
 def test_accuracy_counts_exact_answers(arithmetic, tmp_path, monkeypatch, capsys):
     arithmetic.generate(tmp_path / "data")
     hugging_face_byte_tokenizer().save_pretrained(tmp_path / "hf")
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: KnowsEven())
-    rows = [json.loads(line)["messages"][0]["content"] for line in (tmp_path / "data/test.jsonl").read_text().splitlines()]
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: KnowsEven()
+    )
+    rows = [
+        json.loads(line)["messages"][0]["content"]
+        for line in (tmp_path / "data/test.jsonl").read_text().splitlines()
+    ]
     even = sum(int(row.split()[0]) % 2 == 0 for row in rows)
     assert 0 < even < len(rows)
-    assert arithmetic.accuracy(tmp_path / "hf", tmp_path / "data", batch_size=30) == even / len(rows)
-    assert f"accuracy of {tmp_path}/hf: {even / len(rows):.1%} of 81 questions" in capsys.readouterr().out
+    assert arithmetic.accuracy(tmp_path / "hf", tmp_path / "data", batch_size=30) == even / len(
+        rows
+    )
+    assert (
+        f"accuracy of {tmp_path}/hf: {even / len(rows):.1%} of 81 questions"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_it_cannot_do_it_says(arithmetic, capsys):

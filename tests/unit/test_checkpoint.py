@@ -29,7 +29,15 @@ FIELDS = {
 IDS = torch.arange(24).view(2, 12)
 
 
-def save(folder, *, model_type="llama", auto="AutoModelForCausalLM", seed=1, dtype=torch.float32, **fields):
+def save(
+    folder,
+    *,
+    model_type="llama",
+    auto="AutoModelForCausalLM",
+    seed=1,
+    dtype=torch.float32,
+    **fields,
+):
     import transformers
 
     torch.manual_seed(seed)
@@ -99,19 +107,31 @@ def test_logits_are_from_pretraineds(saved, monkeypatch, piece):
 
 
 def test_all_mistakes_are_told_at_once(copy):
-    change(copy, model__norm__weight=None, model__layers__0__mlp__up_proj__weight=torch.zeros(5, 32), model__layers__7__new=torch.zeros(1))
+    change(
+        copy,
+        model__norm__weight=None,
+        model__layers__0__mlp__up_proj__weight=torch.zeros(5, 32),
+        model__layers__7__new=torch.zeros(1),
+    )
     change(copy, lm_head__weight=None)
     told = refusal(copy)
     assert "is not the checkpoint of a LlamaForCausalLM" in told
     assert "model.norm.weight: missing in the checkpoint" in told
     assert "lm_head.weight: missing in the checkpoint" in told
-    assert "model.layers.0.mlp.up_proj.weight: is [5, 32] in the checkpoint, and [48, 32] in the model" in told
+    assert (
+        "model.layers.0.mlp.up_proj.weight: is [5, 32] in the checkpoint, and [48, 32] in the model"
+        in told
+    )
     assert "model.layers.7.new: in the checkpoint, and nowhere in the model" in told
     assert len(told.splitlines()) == 5
 
 
 def test_what_another_task_left_behind_is_said(copy, messages):
-    change(copy, score__weight=torch.zeros(2, 32), model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4))
+    change(
+        copy,
+        score__weight=torch.zeros(2, 32),
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4),
+    )
     model = load(copy)
     assert messages() == ["note: in the checkpoint and not in this model, left out: score.weight"]
     assert torch.equal(logits(model), reference(copy))
@@ -132,7 +152,9 @@ def test_a_layer_more_in_a_base_models_checkpoint_is_not_taken_for_a_head(tmp_pa
     save(tmp_path, auto="AutoModel", tie_word_embeddings=True, num_hidden_layers=3)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    assert "layers.2.mlp.up_proj.weight: in the checkpoint, and nowhere in the model" in refusal(tmp_path)
+    assert "layers.2.mlp.up_proj.weight: in the checkpoint, and nowhere in the model" in refusal(
+        tmp_path
+    )
 
 
 def test_a_tied_head_that_is_stored_all_the_same(tmp_path):
@@ -169,7 +191,13 @@ def test_bfloat16_becomes_float32(tmp_path):
     assert torch.equal(logits(model), reference(tmp_path))
 
 
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
 
 
 @pytest.mark.parametrize(
@@ -179,10 +207,24 @@ LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_h
         (
             "deepseek_v3",
             LATENT
-            | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+            | {
+                "n_routed_experts": 4,
+                "n_group": 2,
+                "topk_group": 1,
+                "moe_intermediate_size": 16,
+                "first_k_dense_replace": 1,
+            }
             | {"num_experts_per_tok": 2},
         ),
-        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "num_key_value_heads": 2}),
+        (
+            "gpt_oss",
+            {
+                "num_local_experts": 2,
+                "num_experts_per_tok": 1,
+                "head_dim": 8,
+                "num_key_value_heads": 2,
+            },
+        ),
         ("phi3", {"pad_token_id": 0}),
         ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     ],
@@ -193,7 +235,9 @@ def test_what_is_made_of_several_tensors(tmp_path, model_type, fields):
     model = load(tmp_path, attention=attention)
     import transformers
 
-    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation=attention).eval()
+    other = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation=attention
+    ).eval()
     assert torch.equal(logits(model), logits(other))
 
 
@@ -245,7 +289,9 @@ def test_a_file_that_the_index_names_is_not_there(tmp_path):
 
 def test_quantized_weights_are_refused(copy):
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    (copy / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    )
     assert "quantized weights cannot be trained" in refusal(copy)
 
 
@@ -287,13 +333,25 @@ def test_code_of_a_checkpoint_is_run_where_it_is_trusted_and_goes_along(tmp_path
     monkeypatch.setattr("sys.path", list(sys.path))
     base = tmp_path / "mine"
     base.mkdir()
-    config = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Mine"}}
+    config = {
+        "model_type": "mine",
+        "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Mine"},
+    }
     (base / "config.json").write_text(json.dumps(config))
     (base / "mine.py").write_text(MINE)
-    state = {"embedding.weight": torch.randn(64, 8), "head.weight": torch.randn(64, 8), "head.bias": torch.randn(64)}
+    state = {
+        "embedding.weight": torch.randn(64, 8),
+        "head.weight": torch.randn(64, 8),
+        "head.bias": torch.randn(64),
+    }
     save_file(state, base / "model.safetensors", metadata={"format": "pt"})
     model = load(base, trust_remote_code=True, attention="eager")
-    assert torch.equal(logits(model), nn.functional.linear(state["embedding.weight"][IDS], state["head.weight"], state["head.bias"]))
+    assert torch.equal(
+        logits(model),
+        nn.functional.linear(
+            state["embedding.weight"][IDS], state["head.weight"], state["head.bias"]
+        ),
+    )
     export_hugging_face(model, tmp_path / "out", rank=0, device=CPU)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert torch.equal(logits(again), logits(model))
@@ -307,7 +365,9 @@ def test_an_encoder_predicts_no_next_token(tmp_path):
 def test_a_model_type_without_such_a_task(tmp_path):
     from transformers import T5Config
 
-    T5Config(vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    T5Config(vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2).save_pretrained(
+        tmp_path
+    )
     assert "t5 has no causal lm model in transformers" in refusal(tmp_path)
 
 
@@ -317,7 +377,10 @@ def test_a_config_that_cannot_be_read(copy):
 
 
 def test_longer_than_the_positions(saved):
-    with pytest.raises(RecipeError, match=r"data.sequence_length: 65 is more than the 64 positions of the model; shorten it$"):
+    with pytest.raises(
+        RecipeError,
+        match=r"data.sequence_length: 65 is more than the 64 positions of the model; shorten it$",
+    ):
         build_model(Model(path=str(saved)), sequence_length=65)
 
 
@@ -325,7 +388,9 @@ def test_a_classifiers_head_is_new_drawn_from_the_seed_and_knows_its_labels(save
     section = Model(path=str(saved), task="sequence_classification")
 
     def loaded(seed):
-        model = build_model(section, sequence_length=16, labels=["bad", "good", "other"], pad_token_id=5)
+        model = build_model(
+            section, sequence_length=16, labels=["bad", "good", "other"], pad_token_id=5
+        )
         found = open_checkpoint(saved, model)
         pretrained_weights(model, CPU, CPU, checkpoint=found, seed=seed)
         return model
@@ -342,7 +407,10 @@ def test_a_classifiers_head_is_new_drawn_from_the_seed_and_knows_its_labels(save
 
 def test_another_number_of_classes_than_the_checkpoints(tmp_path):
     save(tmp_path, auto="AutoModelForSequenceClassification", num_labels=3, pad_token_id=0)
-    assert torch.equal(logits(load(tmp_path, task="sequence_classification")), reference(tmp_path, "AutoModelForSequenceClassification"))
+    assert torch.equal(
+        logits(load(tmp_path, task="sequence_classification")),
+        reference(tmp_path, "AutoModelForSequenceClassification"),
+    )
     assert "score.weight: is [3, 32] in the checkpoint, and [4, 32] in the model" in refusal(
         tmp_path, task="sequence_classification", num_labels=4
     )

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 
 from launcher.checkpoint import files, writer
-from launcher.checkpoint.files import DamagedCheckpointError, NoneLeftError, list_checkpoints, newest_valid, prune, verify
+from launcher.checkpoint.files import (
+    DamagedCheckpointError,
+    NoneLeftError,
+    list_checkpoints,
+    newest_valid,
+    prune,
+    verify,
+)
 from launcher.errors import RecipeError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -23,7 +30,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def write(folder, step, data=b"0123456789" * 100):
     scratch = files.scratch_folder(folder, step)
-    stored = {name: files.write_file(scratch / name, data) for name in (files.rank_file(0), files.INDEX, files.STATE)}
+    stored = {
+        name: files.write_file(scratch / name, data)
+        for name in (files.rank_file(0), files.INDEX, files.STATE)
+    }
     return files.commit(scratch, step=step, ranks=1, files=stored)
 
 
@@ -56,20 +66,56 @@ def edit_marker(change):
 
 
 DAMAGE = {
-    "flipped bit": (lambda path: flip(path / "rank_00000.safetensors"), "rank_00000.safetensors has changed since it was written"),
-    "truncated": (lambda path: os.truncate(path / "index.json", 10), "index.json has 10 bytes instead of 1,000: it is truncated"),
-    "longer": (lambda path: os.truncate(path / "index.json", 2000), "index.json has 2,000 bytes instead of 1,000"),
+    "flipped bit": (
+        lambda path: flip(path / "rank_00000.safetensors"),
+        "rank_00000.safetensors has changed since it was written",
+    ),
+    "truncated": (
+        lambda path: os.truncate(path / "index.json", 10),
+        "index.json has 10 bytes instead of 1,000: it is truncated",
+    ),
+    "longer": (
+        lambda path: os.truncate(path / "index.json", 2000),
+        "index.json has 2,000 bytes instead of 1,000",
+    ),
     "missing file": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
-    "no marker": (lambda path: (path / "commit.json").unlink(), "no commit.json: it was not written to its end"),
-    "empty folder": (lambda path: [file.unlink() for file in path.iterdir()], "the folder is empty"),
-    "marker not JSON": (lambda path: (path / "commit.json").write_bytes(b"\x80\x04"), "commit.json cannot be read"),
-    "marker truncated": (lambda path: os.truncate(path / "commit.json", 40), "commit.json cannot be read"),
-    "marker a list": (lambda path: (path / "commit.json").write_text("[]"), "commit.json cannot be read"),
-    "other format": (edit_marker(lambda m: m.update(format=2)), "commit.json has format 2; this version reads 1"),
+    "no marker": (
+        lambda path: (path / "commit.json").unlink(),
+        "no commit.json: it was not written to its end",
+    ),
+    "empty folder": (
+        lambda path: [file.unlink() for file in path.iterdir()],
+        "the folder is empty",
+    ),
+    "marker not JSON": (
+        lambda path: (path / "commit.json").write_bytes(b"\x80\x04"),
+        "commit.json cannot be read",
+    ),
+    "marker truncated": (
+        lambda path: os.truncate(path / "commit.json", 40),
+        "commit.json cannot be read",
+    ),
+    "marker a list": (
+        lambda path: (path / "commit.json").write_text("[]"),
+        "commit.json cannot be read",
+    ),
+    "other format": (
+        edit_marker(lambda m: m.update(format=2)),
+        "commit.json has format 2; this version reads 1",
+    ),
     "other step": (edit_marker(lambda m: m.update(step=7)), "commit.json is that of step 7"),
-    "file outside": (edit_marker(lambda m: m["files"].update({"../x": m["files"]["index.json"]})), "names '../x'"),
-    "rank not listed": (edit_marker(lambda m: m["files"].pop("rank_00000.safetensors")), "does not name rank_00000.safetensors"),
-    "checksums left out": (edit_marker(lambda m: m["files"]["index.json"].update(checksums=[])), "has 0 checksums for index.json"),
+    "file outside": (
+        edit_marker(lambda m: m["files"].update({"../x": m["files"]["index.json"]})),
+        "names '../x'",
+    ),
+    "rank not listed": (
+        edit_marker(lambda m: m["files"].pop("rank_00000.safetensors")),
+        "does not name rank_00000.safetensors",
+    ),
+    "checksums left out": (
+        edit_marker(lambda m: m["files"]["index.json"].update(checksums=[])),
+        "has 0 checksums for index.json",
+    ),
 }
 
 
@@ -90,7 +136,10 @@ def test_none_left_stops_and_none_at_all_does_not(tmp_path):
     assert newest_valid(tmp_path / "absent") is None
     for step in (1, 2):
         (write(tmp_path, step) / "index.json").unlink()
-    with pytest.raises(NoneLeftError, match=r"none of the 2 checkpoints.*\n.*step_00000002.*\n.*step_00000001.*index.json is missing"):
+    with pytest.raises(
+        NoneLeftError,
+        match=r"none of the 2 checkpoints.*\n.*step_00000002.*\n.*step_00000001.*index.json is missing",
+    ):
         newest_valid(tmp_path)
 
 
@@ -126,17 +175,23 @@ def test_killed_at_any_moment_it_is_not_valid(tmp_path):
     )
     older, statuses = write(tmp_path, 4), []
     for moment in range(20):
-        status = subprocess.run([sys.executable, "-c", code, tmp_path, str(moment)], cwd=REPOSITORY, timeout=60).returncode
+        status = subprocess.run(
+            [sys.executable, "-c", code, tmp_path, str(moment)], cwd=REPOSITORY, timeout=60
+        ).returncode
         statuses.append(status)
         if status == 0:
             break
         found = newest_valid(tmp_path)
-        assert found == older or (found == tmp_path / "step_00000005" and moment >= 8), f"moment {moment}"
+        assert found == older or (found == tmp_path / "step_00000005" and moment >= 8), (
+            f"moment {moment}"
+        )
     assert statuses == [9] * (len(statuses) - 1) + [0]
     assert len(statuses) >= 8
     assert verify(tmp_path / "step_00000005") is None
     prune(tmp_path, keep_last=5)
-    assert sorted(os.listdir(tmp_path)) == ["step_00000004", "step_00000005"], "scratch folders are left"
+    assert sorted(os.listdir(tmp_path)) == ["step_00000004", "step_00000005"], (
+        "scratch folders are left"
+    )
 
 
 def test_same_step_is_replaced(tmp_path):
@@ -180,7 +235,9 @@ def test_who_goes_back_discards_what_is_newer(tmp_path):
 
 def test_space_is_checked(tmp_path):
     files.check_space(tmp_path / "checkpoints", 1000)
-    with pytest.raises(RecipeError, match=r"one checkpoint takes 1,048,576.00 GiB, and .* has [\d,.]+ GiB free"):
+    with pytest.raises(
+        RecipeError, match=r"one checkpoint takes 1,048,576.00 GiB, and .* has [\d,.]+ GiB free"
+    ):
         files.check_space(tmp_path, 2**50)
     (tmp_path / "file").write_text("")
     with pytest.raises(RecipeError, match="cannot be written to: Not a directory"):
@@ -213,7 +270,9 @@ def test_a_file_system_without_direct_writing(tmp_path, monkeypatch, number):
         return open_(path, flags, *more)
 
     def written(name):
-        chunks = (memoryview(padded.numpy())[start : start + 8192] for start in range(0, 28672, 8192))
+        chunks = (
+            memoryview(padded.numpy())[start : start + 8192] for start in range(0, 28672, 8192)
+        )
         assert writer.write_chunks(tmp_path / name, chunks, size=len(data)) == expected
         assert (tmp_path / name).read_bytes() == data
 
@@ -247,9 +306,17 @@ def saved(folder, group, *, step=1, asynchronous=False):
     module(torch.randn(5, 4)).square().sum().backward()
     optimizer.step()
     checkpointer = writer.Checkpointer(
-        folder, group=group, device=torch.device("cpu"), optimizer=optimizer, asynchronous=asynchronous, keep_last=2
+        folder,
+        group=group,
+        device=torch.device("cpu"),
+        optimizer=optimizer,
+        asynchronous=asynchronous,
+        keep_last=2,
     )
-    tensors, local = state.model_and_optimizer(module, optimizer), state.rank_state(module, torch.device("cpu"))
+    tensors, local = (
+        state.model_and_optimizer(module, optimizer),
+        state.rank_state(module, torch.device("cpu")),
+    )
     checkpointer.save(step, tensors, state={"step": step, "recipe": "run: {}\n"}, local=local)
     (outcome,) = checkpointer.finish()
     assert outcome.error is None
@@ -268,7 +335,11 @@ def test_one_process_saves_and_loads(tmp_path, group):
     tensors = state.model_and_optimizer(other, fresh)
     reader.load(path, tensors, group=group)
     expected = state.model_and_optimizer(module, optimizer)
-    assert tensors.keys() == expected.keys() >= {"model.0.weight", "optimizer.0.weight.exp_avg_sq", "buffer.1.running_mean"}
+    assert (
+        tensors.keys()
+        == expected.keys()
+        >= {"model.0.weight", "optimizer.0.weight.exp_avg_sq", "buffer.1.running_mean"}
+    )
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert tensors["optimizer.0.bias.step"] == 1
 
@@ -280,7 +351,13 @@ def test_random_generators_go_on(tmp_path, group):
     path, module, _ = saved(tmp_path, group)
 
     def draw():
-        return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()
+        return (
+            torch.rand(3).tolist(),
+            random.random(),
+            random.gauss(0, 1),
+            np.random.rand(),
+            np.random.randn(),
+        )
 
     expected, buffer = draw(), module[1].running_mean.clone()
     draw()
@@ -294,14 +371,21 @@ def test_of_another_model_it_is_refused(tmp_path, group):
     from launcher.checkpoint import reader, state
 
     path, _, _ = saved(tmp_path, group)
-    module = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Identity(), torch.nn.Linear(2, 2, bias=False))
+    module = torch.nn.Sequential(
+        torch.nn.Linear(4, 2), torch.nn.Identity(), torch.nn.Linear(2, 2, bias=False)
+    )
     tensors = state.model_and_optimizer(module, torch.optim.AdamW(module.parameters(), fused=True))
-    with pytest.raises(RecipeError, match=r"is of another model: .*holds buffer.1.running_mean, which the model does not have.*more"):
+    with pytest.raises(
+        RecipeError,
+        match=r"is of another model: .*holds buffer.1.running_mean, which the model does not have.*more",
+    ):
         reader.load(path, tensors, group=group)
 
 
 @pytest.mark.parametrize("made_valid", [False, True])
-@pytest.mark.parametrize("name", ["rank_00000.safetensors", "index.json", "state.json", "commit.json", ".metadata"])
+@pytest.mark.parametrize(
+    "name", ["rank_00000.safetensors", "index.json", "state.json", "commit.json", ".metadata"]
+)
 def test_a_pickle_in_the_place_of_a_file_is_not_executed(tmp_path, group, name, made_valid):
     from launcher.checkpoint import reader, state
 
@@ -315,7 +399,10 @@ def test_a_pickle_in_the_place_of_a_file_is_not_executed(tmp_path, group, name, 
         marker = json.loads((path / "commit.json").read_text())
         checksums = files.Checksums()
         checksums.update(memoryview(bomb))
-        marker["files"][name] = {"bytes": checksums.file().bytes, "checksums": checksums.file().checksums}
+        marker["files"][name] = {
+            "bytes": checksums.file().bytes,
+            "checksums": checksums.file().checksums,
+        }
         (path / "commit.json").write_text(json.dumps(marker))
         assert verify(path) is None
     elif name != ".metadata":

@@ -28,7 +28,9 @@ def test_help_describes_every_option_and_has_an_example(name, capsys):
             assert option.help, option.name
             assert f"--{option.name.replace('_', '-')}" in printed
             if option.default is None and option.type_descriptor.annotation is not str:
-                assert "Default: " in option.help or not option.show_default or option.metavar, option.name
+                assert "Default: " in option.help or not option.show_default or option.metavar, (
+                    option.name
+                )
 
 
 def test_help_of_submit_has_the_keys_of_slurm(capsys):
@@ -99,7 +101,9 @@ def test_the_shell_completes_commands_options_and_keys():
             "COMP_WORDS": line,
             "COMP_CWORD": str(len(words)),
         }
-        done = subprocess.run(LAUNCHER, env=variables, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            LAUNCHER, env=variables, capture_output=True, text=True, timeout=60, check=False
+        )
         return done.stdout.split()
 
     assert completed("sel") == ["selftest"]
@@ -110,7 +114,9 @@ def test_the_shell_completes_commands_options_and_keys():
 
 def test_train_becomes_torchrun(folder, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(os, "execve", lambda program, words, environment: started.append(words) or 0)
+    monkeypatch.setattr(
+        os, "execve", lambda program, words, environment: started.append(words) or 0
+    )
     monkeypatch.setattr(train, "_visible_gpus", lambda device: 4)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     main(["train", "recipe=x.yaml", "--gpus", "2", "run.seed=3", "max_restarts=1"])

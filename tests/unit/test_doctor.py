@@ -110,7 +110,9 @@ def test_an_unfit_gpu_is_named(nvml, index, changes, text):
 
 
 def test_questions_that_a_gpu_does_not_support_are_not_held_against_it(nvml):
-    nvml.gpus = [{key: gpu[key] for key in ("uuid", "name", "memory")} | {"old": True} for gpu in nvml.gpus]
+    nvml.gpus = [
+        {key: gpu[key] for key in ("uuid", "name", "memory")} | {"old": True} for gpu in nvml.gpus
+    ]
     assert bad(nvml.findings()) == []
     assert visible_gpus(nvml.query(), None)[0].power_brake is None
 
@@ -133,7 +135,9 @@ def test_without_nvml_torch_is_believed(nvml):
     assert (found.state, "is not known" in found.text) == ("note", True)
     (found,) = nvml.findings(expected=1, gpus=["AMD Instinct MI300X"], rocm="6.4")
     assert found.state == "note"
-    assert found.text.startswith("1 x AMD Instinct MI300X, ROCm 6.4; AMD GPUs are not examined; amd-smi ")
+    assert found.text.startswith(
+        "1 x AMD Instinct MI300X, ROCm 6.4; AMD GPUs are not examined; amd-smi "
+    )
     assert bad(nvml.findings(gpus=["H100"] * 7)) == ["GPUs: 7 of 8 are there"]
     nvml.node["error"] = 18
     assert bad(nvml.findings()) == ["GPUs: RM has detected an NVML/RM version mismatch."]
@@ -144,8 +148,12 @@ def test_a_driver_that_hangs_does_not_hang_the_doctor(monkeypatch, tmp_path):
     path = os.pathsep.join([str(STAND_INS), str(Path(__file__).parents[2])])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("FAKE_NVML", json.dumps({"driver": "570", "gpus": [gpu(0)]}))
-    findings, versions = node_checks.examine(expected_gpus=None, ranks=2, runs=tmp_path, shared=tmp_path, port=0, visible=None)
-    assert {"torch", "GPUs", "host memory", "cores", "network"} <= {finding.name for finding in findings}
+    findings, versions = node_checks.examine(
+        expected_gpus=None, ranks=2, runs=tmp_path, shared=tmp_path, port=0, visible=None
+    )
+    assert {"torch", "GPUs", "host memory", "cores", "network"} <= {
+        finding.name for finding in findings
+    }
     assert versions["driver"] == "570"
     assert versions["torch"].startswith("2.")
     monkeypatch.setenv("FAKE_NVML", json.dumps({"hang": True}))
@@ -165,9 +173,13 @@ def test_software(nvml):
     (finding,) = torch_findings(sees, eight)
     assert finding.state == "good"
     assert finding.text == "2.13.0, CUDA 13.0, NCCL 2.28.9, Python 3.12.1"
-    assert bad(torch_findings(sees | {"gpus": ["H100"] * 7}, eight))[0].startswith("torch: 2.13.0 computes on 7 of 8 GPUs")
+    assert bad(torch_findings(sees | {"gpus": ["H100"] * 7}, eight))[0].startswith(
+        "torch: 2.13.0 computes on 7 of 8 GPUs"
+    )
     assert "built without CUDA" in bad(torch_findings(sees | {"gpus": [], "cuda": None}, eight))[0]
-    assert bad(torch_findings(sees | {"error": "torch cannot be imported: x"}, [])) == ["torch: torch cannot be imported: x"]
+    assert bad(torch_findings(sees | {"error": "torch cannot be imported: x"}, [])) == [
+        "torch: torch cannot be imported: x"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +238,9 @@ def test_a_taken_port_is_seen():
 
 
 def test_nodes_with_other_versions_are_named():
-    hosts = {f"n{i}": {"torch": "2.13.0", "driver": "570"} for i in range(3)} | {"n3": {"torch": "2.13.0", "driver": "550"}}
+    hosts = {f"n{i}": {"torch": "2.13.0", "driver": "570"} for i in range(3)} | {
+        "n3": {"torch": "2.13.0", "driver": "550"}
+    }
     (finding,) = group_checks.compare_versions(hosts)
     assert (finding.host, finding.text) == ("n3", "driver 550, but 570 on 3 of 4 nodes")
     (finding,) = group_checks.compare_versions({name: hosts[name] for name in ("n2", "n3")})
@@ -246,7 +260,9 @@ def test_nodes_are_called_as_slurm_calls_them(monkeypatch):
         Finding(name="z", state="warning", text="z", host="gpu-8"),
         Finding(name="u", state="bad", text="u", host="gpu-3"),
     ]
-    assert Report(findings=findings, device="CPU", nodes=3, ranks_per_node=1, versions={}).bad_nodes == ["gpu-3", "gpu-7"]
+    assert Report(
+        findings=findings, device="CPU", nodes=3, ranks_per_node=1, versions={}
+    ).bad_nodes == ["gpu-3", "gpu-7"]
     monkeypatch.delenv("SLURMD_NODENAME")
     assert report.host_name() == report.socket.gethostname()
 
@@ -342,7 +358,11 @@ def results(**changes):
     ],
 )
 def test_an_unusual_node_is_named(changes, host, said):
-    found = [finding for finding in group_checks.judge(results(**changes), cpu=False) if finding.state == "bad"]
+    found = [
+        finding
+        for finding in group_checks.judge(results(**changes), cpu=False)
+        if finding.state == "bad"
+    ]
     assert [finding.host for finding in found] == [host]
     assert found[0].text.startswith(said)
 
@@ -376,11 +396,21 @@ def test_a_slow_link_is_told_from_its_neighbours(nodes):
     """What each node measures where one is slow: the better of its links."""
     for slow in range(nodes):
         links = [pair for pairs in measurements.link_rounds(nodes) for pair in pairs]
-        best = [max(1e9 if slow in pair else 4e10 for pair in links if node in pair) for node in range(nodes)]
-        ranks = [results()[0] | {"host": f"n{node}", "node": node, "seen": list(range(nodes))} for node in range(nodes)]
+        best = [
+            max(1e9 if slow in pair else 4e10 for pair in links if node in pair)
+            for node in range(nodes)
+        ]
+        ranks = [
+            results()[0] | {"host": f"n{node}", "node": node, "seen": list(range(nodes))}
+            for node in range(nodes)
+        ]
         for node, one in enumerate(ranks):
             one["rates"] = one["rates"] | {"link": best[node]}
-        assert [finding.host for finding in group_checks.judge(ranks, cpu=False) if finding.state == "bad"] == [f"n{slow}"]
+        assert [
+            finding.host
+            for finding in group_checks.judge(ranks, cpu=False)
+            if finding.state == "bad"
+        ] == [f"n{slow}"]
 
 
 def test_rates_are_held_against_the_plan():
@@ -388,7 +418,12 @@ def test_rates_are_held_against_the_plan():
     rates = group_checks.slowest_rates(results(), source="here") | {"host_adamw": 5e9}
 
     def against(device, **changes):
-        return [(f.state, f.text) for f in group_checks.compare_with_plan(rates | changes, device=device, nodes=4, ranks_per_node=2)]
+        return [
+            (f.state, f.text)
+            for f in group_checks.compare_with_plan(
+                rates | changes, device=device, nodes=4, ranks_per_node=2
+            )
+        ]
 
     assert against(device) == against(device, float32_flops=None, host_adamw=None) == []
     text = "2% of the 80 GB/s that the plan assumes"
@@ -399,7 +434,9 @@ def test_rates_are_held_against_the_plan():
 
 def test_ranks_that_are_alike_are_fit():
     assert [finding.state for finding in group_checks.judge(results(), cpu=False)] == ["good"]
-    assert [f.state for f in group_checks.judge(results(rank4={"offset": 1.0}), cpu=False)] == ["warning"]
+    assert [f.state for f in group_checks.judge(results(rank4={"offset": 1.0}), cpu=False)] == [
+        "warning"
+    ]
     slow_core = results(rank5={"rates": {"half_flops": 1e12}})
     assert {f.state for f in group_checks.judge(slow_core, cpu=True)} == {"warning", "good"}
 
@@ -428,13 +465,17 @@ def test_a_shared_folder_that_is_not_shared_is_seen(monkeypatch, tmp_path):
     assert group_checks.check_shared(tmp_path, ranks, node=0, first=True) == (None, [0, 1])
     assert group_checks.check_shared(tmp_path, ranks, node=0, first=False) == (None, None)
     told_others["wrote"] = [None, 1, None]
-    problem, seen = group_checks.check_shared(tmp_path / "none", ranks, node=0, first=True, seconds=0.1)
+    problem, seen = group_checks.check_shared(
+        tmp_path / "none", ranks, node=0, first=True, seconds=0.1
+    )
     assert problem == f"{tmp_path}/none cannot be written to: No such file or directory"
     assert seen == []
 
 
 def test_rates_are_those_of_the_slowest_rank():
-    rates = group_checks.slowest_rates(results(rank5={"rates": {"half_flops": 500e12}}), source="here")
+    rates = group_checks.slowest_rates(
+        results(rank5={"rates": {"half_flops": 500e12}}), source="here"
+    )
     assert rates["half_flops"] == 500e12
     assert rates["intra_node_bandwidth"] == 2.8e11
     assert rates["inter_node_bandwidth"] == 4e10
@@ -453,11 +494,16 @@ def faked(monkeypatch, tmp_path):
     """`launcher doctor` on a machine whose findings are in the list."""
     findings = [finding("good", name="torch")]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(node_checks, "examine", lambda **node: (findings, {"torch": "2.13.0", "gpus": 0}))
+    monkeypatch.setattr(
+        node_checks, "examine", lambda **node: (findings, {"torch": "2.13.0", "gpus": 0})
+    )
 
     def measured(ranks, report):
         rates = group_checks.slowest_rates(results(), source="here")
-        return Report(**vars(report) | {"rates": rates, "within_node": {"all_gather": 3e11, "all_reduce": 2.8e11}})
+        return Report(
+            **vars(report)
+            | {"rates": rates, "within_node": {"all_gather": 3e11, "all_reduce": 2.8e11}}
+        )
 
     monkeypatch.setattr(command, "measured", measured)
     return findings
@@ -488,7 +534,10 @@ def test_the_whole_examination(faked, capsys):
     assert main.main(["doctor", "json=no/folder/d.json"]) == 2
     assert main.main(["doctor", "quick=true"]) == 2
     assert main.main(["doctor", "recipe=fsdp"]) == 2
-    assert "recipe=fsdp: no option of launcher doctor; there are ranks, json" in capsys.readouterr().err
+    assert (
+        "recipe=fsdp: no option of launcher doctor; there are ranks, json"
+        in capsys.readouterr().err
+    )
 
 
 def test_ranks_that_fail_or_hang_are_a_finding(monkeypatch):
@@ -500,7 +549,9 @@ def test_ranks_that_fail_or_hang_are_a_finding(monkeypatch):
         ("import sys; print('Killed'); sys.exit(1)", "Killed"),
     ):
         monkeypatch.setattr(spawn, "TORCHRUN", [sys.executable, "-c", program])
-        assert bad(command.measured(2, doctor_report).findings) == [f"measuring: the ranks failed: {text}"]
+        assert bad(command.measured(2, doctor_report).findings) == [
+            f"measuring: the ranks failed: {text}"
+        ]
     monkeypatch.setattr(spawn, "TORCHRUN", [sys.executable, "-c", "import time; time.sleep(60)"])
     monkeypatch.setattr(command, "MEASURING_SECONDS", 0.3)
     assert "one of them hangs" in bad(command.measured(2, doctor_report).findings)[0]
@@ -509,7 +560,9 @@ def test_ranks_that_fail_or_hang_are_a_finding(monkeypatch):
 def test_equal_findings_are_merged(capsys):
     findings = [finding("good", "2.13", name="torch", host=f"n{i}") for i in range(4)]
     findings += [finding("good", f"{i}0 GiB", name="disk", host=f"n{i}") for i in range(4)]
-    findings += [finding("warning", "slow", host=f"n{i}") for i in range(2)] + [finding("bad", f"{i} in use", host=f"n{i}") for i in (2, 3)]
+    findings += [finding("warning", "slow", host=f"n{i}") for i in range(2)] + [
+        finding("bad", f"{i} in use", host=f"n{i}") for i in (2, 3)
+    ]
     report.print_findings(findings, hosts=True)
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["ok", "all", "nodes", "torch", "2.13"],

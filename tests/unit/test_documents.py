@@ -17,9 +17,8 @@ import pytest
 import typer.main
 
 from launcher.cli.main import app
-from launcher.planner.planning import make_plan
-from launcher.planner.rates import known_machine
-from launcher.planner.rough import rough_bytes
+from launcher.planner.machine import known_machine
+from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe, Slurm
 from tests.distributed.launching import torchrun
@@ -33,7 +32,11 @@ def commands(text):
     """Commands of a text: the lines that start one, with their continuations, comment signs and prompts taken off."""
     lines = [re.sub(r"^\s*(#|\$)?\s*", "", line) for line in text.splitlines()]
     joined = "\n".join(lines).replace("\\\n", " ")
-    return [line for line in joined.splitlines() if re.match(r"(torchrun|launcher|python launcher|make) ", line)]
+    return [
+        line
+        for line in joined.splitlines()
+        if re.match(r"(torchrun|launcher|python launcher|make) ", line)
+    ]
 
 
 def arguments(command):
@@ -45,9 +48,15 @@ def arguments(command):
     return words[recipe:], ranks
 
 
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "recipe", sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.yaml"))
+)
 def test_what_a_recipe_says_to_type_is_a_good_recipe(recipe):
-    found = [c for c in commands((REPOSITORY / f"recipes/{recipe}.yaml").read_text()) if c.startswith("torchrun")]
+    found = [
+        c
+        for c in commands((REPOSITORY / f"recipes/{recipe}.yaml").read_text())
+        if c.startswith("torchrun")
+    ]
     assert found
     for command in found:
         words, ranks = arguments(command)
@@ -70,27 +79,69 @@ def test_a_real_model_says_what_it_needs(path, command):
     words, ranks = arguments(command)
     small = load_recipe(words, ranks=ranks).recipe
     assert small.model.config["hidden_size"] <= 64
-    for section in ("batch", "strategy", "activation_checkpointing", "lora", "optimizer", "schedule", "checkpoint"):
+    for section in (
+        "batch",
+        "strategy",
+        "activation_checkpointing",
+        "lora",
+        "optimizer",
+        "schedule",
+        "checkpoint",
+    ):
         assert getattr(small, section) == getattr(whole, section)
     header = path.read_text().partition("\nrun:")[0]
     assert "not measured on" in header
     said = re.search(r"12 bytes a trained parameter \([^)]*\), ([\d.]+) GB", header)
-    trained = re.search(r"([\d.]+) million of rank", header) if whole.lora else re.search(r"([\d.]+) billion parameters", header)
-    assert float(said[1]) == pytest.approx(12 * float(trained[1]) / (1000 if whole.lora else 1), abs=0.05)
+    trained = (
+        re.search(r"([\d.]+) million of rank", header)
+        if whole.lora
+        else re.search(r"([\d.]+) billion parameters", header)
+    )
+    assert float(said[1]) == pytest.approx(
+        12 * float(trained[1]) / (1000 if whole.lora else 1), abs=0.05
+    )
     assert whole.checkpoint.every_steps is not None
     # A copy to write from would not fit beside what is offloaded
     assert whole.checkpoint.asynchronous == (whole.strategy.cpu_offload is None)
 
 
-LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-LLAMA_8B = LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+LLAMA_8B = LLAMA | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
 CONFIGS = {
     "llama_3_2_1b": LLAMA
-    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "tie_word_embeddings": True},
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
     "qwen3_8b": LLAMA_8B
-    | {"model_type": "qwen3", "vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128},
+    | {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "head_dim": 128,
+    },
     "llama_3_1_8b_one_gpu": LLAMA_8B,
-    "llama_3_1_70b": LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "llama_3_1_70b": LLAMA
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
     "lora_llama_3_1_8b": LLAMA_8B,
 }
 """The shapes that their model cards give."""
@@ -98,26 +149,38 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_real_model_needs_what_its_recipe_says(name, tmp_path):
-    """By the closed formulas, which other tests hold against the trace."""
+    """By the trace; the estimate is within 10 %."""
     header = (REPOSITORY / f"recipes/{name}.yaml").read_text().partition("\nrun:")[0]
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     words = shlex.split(re.search(r"`launcher plan (recipe=[^`]*)`", header)[1])
     options = dict(word.split("=") for word in words)
     nodes, per_node = int(options.get("nodes", 1)), int(options["gpus_per_node"])
-    recipe = load_recipe([words[0], f"model.path={tmp_path}"], ranks=nodes * per_node, files=False).recipe
-    machine = known_machine(options["gpu"], nodes=nodes, gpus_per_node=per_node, memory=None, host_memory=None, overrides=None)
-    plan = make_plan(recipe, machine, method="arithmetic")
+    recipe = load_recipe(
+        [words[0], f"model.path={tmp_path}"], ranks=nodes * per_node, files=False
+    ).recipe
+    machine = known_machine(
+        options["gpu"],
+        nodes=nodes,
+        gpus_per_node=per_node,
+        memory=None,
+        host_memory=None,
+        overrides=None,
+    )
+    plan = make_plan(recipe, machine)
     said = re.search(r"with driver and margin (\d+) GiB", header)
     assert float(said[1]) == pytest.approx(plan.needed / 2**30, rel=0.02)
-    # Without torch, by heart: what hybrid offload keeps until the backward pass has ended is not in it
-    assert rough_bytes(recipe, ranks=nodes * per_node) == pytest.approx(plan.needed, rel=0.5 if name == "llama_3_1_70b" else 0.15)
+    assert plan.arithmetic.peak.components.total == pytest.approx(
+        plan.step.peak.components.total, rel=0.1
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("path", "command"), list(small_commands()))
 def test_a_real_model_made_small_trains(path, command, tmp_path):
     words, ranks = arguments(command)
-    torchrun("launcher/train.py", *words, f"run.dir={tmp_path}/run", ranks=ranks, OMP_NUM_THREADS="1").check()
+    torchrun(
+        "launcher/train.py", *words, f"run.dir={tmp_path}/run", ranks=ranks, OMP_NUM_THREADS="1"
+    ).check()
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
@@ -138,18 +201,28 @@ def test_what_the_readme_says_to_type():
             command = command.replace("my/data/*.jsonl", str(REPOSITORY / "README.md"))
             words = shlex.split(command, comments=True)
             words = words[2 : words.index(">")] if ">" in words else words[2:]
-            context = subcommand.make_context(subcommand.name, [word for word in words if word != "..."])
+            context = subcommand.make_context(
+                subcommand.name, [word for word in words if word != "..."]
+            )
             overrides = context.params.get("overrides")
             if overrides and "fast" not in command:
                 own = (*Slurm.__dataclass_fields__, "sweep.")
-                load_recipe([word for word in overrides if not word.startswith(own)], ranks=None, files=False)
+                load_recipe(
+                    [word for word in overrides if not word.startswith(own)],
+                    ranks=None,
+                    files=False,
+                )
         elif "my/data" not in command and "fast" not in command:
             words, ranks = arguments(command)
             load_recipe(words, ranks=ranks)
 
 
 def test_the_readme_names_keys_that_there_are():
-    keys = {".".join((*path, field.name)) for path, kind in sections() for field in dataclasses.fields(kind)}
+    keys = {
+        ".".join((*path, field.name))
+        for path, kind in sections()
+        for field in dataclasses.fields(kind)
+    }
     readme = (REPOSITORY / "README.md").read_text()
     first = "|".join(field.name for field in dataclasses.fields(Recipe))
     modules = {file.name for file in REPOSITORY.glob("launcher/*.py")}
@@ -161,32 +234,67 @@ def test_the_readme_names_keys_that_there_are():
 @pytest.mark.long
 def test_a_wheel_trains_in_an_empty_environment(tmp_path):
     """The dependencies are those of this environment; what pyproject.toml asks for is in the test below."""
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, REPOSITORY], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, REPOSITORY],
+        check=True,
+        timeout=120,
+    )
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert any(name.endswith("/LICENSE") for name in archive.namelist())
     environment, work = tmp_path / "environment", tmp_path / "work"
     work.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60
+    )
     python = environment / "bin/python"
-    pip = [sys.executable, "-m", "pip", "--quiet", "--python", python, "install", "--no-deps", "--no-index", wheel]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--quiet",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+    ]
     subprocess.run(pip, check=True, timeout=60)
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def launcher(*words):
-        done = subprocess.run([environment / "bin/launcher", *words], env=variables, cwd=work, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            [environment / "bin/launcher", *words],
+            env=variables,
+            cwd=work,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     where = subprocess.run(
-        [python, "-c", "import launcher; print(launcher.__file__)"], env=variables, cwd=work, capture_output=True, text=True
+        [python, "-c", "import launcher; print(launcher.__file__)"],
+        env=variables,
+        cwd=work,
+        capture_output=True,
+        text=True,
     )
     assert where.stdout.startswith(str(site))
     assert "_recipes/quickstart.yaml:" in launcher("show", "recipe=quickstart")
     assert "#SBATCH" in launcher("submit", "recipe=quickstart", "cpus=1", "--dry-run")
-    launcher("train", "recipe=quickstart", "run.device=cpu", "gpus=2", "run.max_steps=2", "evaluation.max_batches=1")
+    launcher(
+        "train",
+        "recipe=quickstart",
+        "run.device=cpu",
+        "gpus=2",
+        "run.max_steps=2",
+        "evaluation.max_batches=1",
+    )
     assert "state       finished" in launcher("status", "runs/quickstart")
     assert list((work / "runs/quickstart/hf").glob("*.safetensors"))
 
@@ -201,5 +309,12 @@ def test_every_package_that_is_imported_is_a_dependency():
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported.add(node.module.partition(".")[0])
-    provided = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml", "huggingface_hub": "transformers", "tokenizers": "transformers"}
-    assert {provided.get(name, name) for name in imported - sys.stdlib_module_names} - names == set()
+    provided = {
+        "pynvml": "nvidia-ml-py",
+        "yaml": "pyyaml",
+        "huggingface_hub": "transformers",
+        "tokenizers": "transformers",
+    }
+    assert {
+        provided.get(name, name) for name in imported - sys.stdlib_module_names
+    } - names == set()

@@ -31,7 +31,15 @@ TORCHRUN = {
 def test_torchrun():
     read = read_environment(TORCHRUN)
     met = {"run_id": "none", "meeting_point": "node1:29500", "parent": os.getppid()}
-    assert read == Environment(rank=5, world_size=8, local_rank=1, local_world_size=4, torchrun=True, restart_count=2, **met)
+    assert read == Environment(
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=4,
+        torchrun=True,
+        restart_count=2,
+        **met,
+    )
     assert not read.main
     assert read_environment(TORCHRUN | {"RANK": "0"}).main
 
@@ -39,7 +47,9 @@ def test_torchrun():
 def test_objects_on_a_gpu_travel_over_the_cpu(monkeypatch):
     """Without a GPU an object that went to the device would fail."""
     assert process_group.BACKENDS["cuda"] == "cpu:gloo,cuda:nccl"
-    alone = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0)
+    alone = Environment(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0
+    )
 
     def exchange(backends):
         monkeypatch.setitem(process_group.BACKENDS, "cpu", backends)
@@ -51,7 +61,11 @@ def test_objects_on_a_gpu_travel_over_the_cpu(monkeypatch):
             dist.gather_object("yours", found, group=ranks.group, group_dst=0)
             return found + received + shared
 
-    assert exchange(process_group.BACKENDS["cuda"].replace("nccl", "gloo")) == ["yours", "mine", {"a": 1}]
+    assert exchange(process_group.BACKENDS["cuda"].replace("nccl", "gloo")) == [
+        "yours",
+        "mine",
+        {"a": 1},
+    ]
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError)):
             exchange("cuda:gloo")
@@ -61,7 +75,15 @@ def test_objects_on_a_gpu_travel_over_the_cpu(monkeypatch):
 def test_one_process_alone():
     read = read_environment({"HOME": "/root", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"})
     job = {"job": "7", "job_restart_count": 3, "parent": os.getppid()}
-    assert read == Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0, **job)
+    assert read == Environment(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        torchrun=False,
+        restart_count=0,
+        **job,
+    )
     assert read.main
 
 
@@ -73,22 +95,50 @@ def test_a_job_that_goes_on_with_anothers_work_counts_as_that_one():
 def test_another_launcher_with_torchruns_variables():
     read = read_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **RENDEZVOUS})
     met = {"meeting_point": "node1:29500", "parent": os.getppid()}
-    assert read == Environment(rank=1, world_size=2, local_rank=1, local_world_size=2, torchrun=False, restart_count=0, **met)
+    assert read == Environment(
+        rank=1,
+        world_size=2,
+        local_rank=1,
+        local_world_size=2,
+        torchrun=False,
+        restart_count=0,
+        **met,
+    )
 
 
 @pytest.mark.parametrize("tasks", [None, "", "1"])
 def test_one_slurm_task_trains_alone(tasks):
-    variables = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16"} | ({} if tasks is None else {"SLURM_STEP_NUM_TASKS": tasks})
+    variables = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16"} | (
+        {} if tasks is None else {"SLURM_STEP_NUM_TASKS": tasks}
+    )
     assert read_environment(variables).world_size == 1
 
 
 REFUSED = [
-    ({"RANK": "0"}, "RANK set, but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: start through torchrun, or unset them"),
-    ({"WORLD_SIZE": "2", **RENDEZVOUS}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT set, but not RANK, LOCAL_RANK: start through torchrun, ..."),
-    (TORCHRUN | {"MASTER_ADDR": ""}, "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT set, but not MASTER_ADDR: start through torchrun, ..."),
-    (TORCHRUN | {"RANK": "one"}, "RANK=one: must be an integer; start through torchrun, or unset it"),
-    (TORCHRUN | {"WORLD_SIZE": "8.0"}, "WORLD_SIZE=8.0: must be an integer; start through torchrun, or unset it"),
-    (TORCHRUN | {"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE=x: must be an integer; start through torchrun, or unset it"),
+    (
+        {"RANK": "0"},
+        "RANK set, but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: start through torchrun, or unset them",
+    ),
+    (
+        {"WORLD_SIZE": "2", **RENDEZVOUS},
+        "WORLD_SIZE, MASTER_ADDR, MASTER_PORT set, but not RANK, LOCAL_RANK: start through torchrun, ...",
+    ),
+    (
+        TORCHRUN | {"MASTER_ADDR": ""},
+        "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT set, but not MASTER_ADDR: start through torchrun, ...",
+    ),
+    (
+        TORCHRUN | {"RANK": "one"},
+        "RANK=one: must be an integer; start through torchrun, or unset it",
+    ),
+    (
+        TORCHRUN | {"WORLD_SIZE": "8.0"},
+        "WORLD_SIZE=8.0: must be an integer; start through torchrun, or unset it",
+    ),
+    (
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "x"},
+        "LOCAL_WORLD_SIZE=x: must be an integer; start through torchrun, or unset it",
+    ),
     (
         {"SLURM_STEP_NUM_TASKS": "8"},
         "srun started 8 tasks, but not through torchrun: each would train alone. Start one torchrun a node: ...",
@@ -111,14 +161,21 @@ def test_srun_starts_torchrun_on_each_node():
 
 def test_the_agent_is_told_why(tmp_path):
     file = tmp_path / "error.json"
-    read_environment(TORCHRUN | {"TORCHELASTIC_ERROR_FILE": str(file)}).tell_agent("the recipe is wrong")
+    read_environment(TORCHRUN | {"TORCHELASTIC_ERROR_FILE": str(file)}).tell_agent(
+        "the recipe is wrong"
+    )
     assert json.loads(file.read_text())["message"] == "the recipe is wrong"
-    read_environment(TORCHRUN | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "gone" / "error.json")}).tell_agent("nobody listens")
+    read_environment(
+        TORCHRUN | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "gone" / "error.json")}
+    ).tell_agent("nobody listens")
     read_environment(TORCHRUN).tell_agent("nobody asked")
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
 
-EXPANDABLE, WORKSPACE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+EXPANDABLE, WORKSPACE = (
+    {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+    {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +185,11 @@ EXPANDABLE, WORKSPACE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {"CU
         ({}, True, EXPANDABLE | WORKSPACE),
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, False, {"PYTORCH_ALLOC_CONF": "backend:native"}),
         ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, True, {"PYTORCH_CUDA_ALLOC_CONF": "x:1"} | WORKSPACE),
-        ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, True, EXPANDABLE | {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}),
+        (
+            {"CUBLAS_WORKSPACE_CONFIG": ":16:8"},
+            True,
+            EXPANDABLE | {"CUBLAS_WORKSPACE_CONFIG": ":16:8"},
+        ),
     ],
 )
 def test_cuda_settings_of_the_user_are_kept(before, deterministic, after):

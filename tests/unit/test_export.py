@@ -20,10 +20,16 @@ from tests.unit.test_checkpoint import CPU, logits, reference, save
 
 def adapted(folder, *, lora=None, seed=3, dtype=torch.float32, task="causal_lm", trained=True):
     """A model with adapters that do something."""
-    model = build_model(Model(path=str(folder), task=task), sequence_length=16, labels=["a", "b", "c"] if task != "causal_lm" else None)
+    model = build_model(
+        Model(path=str(folder), task=task),
+        sequence_length=16,
+        labels=["a", "b", "c"] if task != "causal_lm" else None,
+    )
     blocks = find_blocks(model)
     found = open_checkpoint(folder, model)
-    add_adapters(model, lora or Lora(rank=4, alpha=6.0), blocks=blocks, base_dtype=dtype, base=str(folder))
+    add_adapters(
+        model, lora or Lora(rank=4, alpha=6.0), blocks=blocks, base_dtype=dtype, base=str(folder)
+    )
     pretrained_weights(model, CPU, CPU, checkpoint=found, seed=seed)
     if trained:
         torch.manual_seed(5)
@@ -55,7 +61,12 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("mixtral"), model_type="mixtral", num_local_experts=3, num_experts_per_tok=2)
+    return save(
+        tmp_path_factory.mktemp("mixtral"),
+        model_type="mixtral",
+        num_local_experts=3,
+        num_experts_per_tok=2,
+    )
 
 
 def test_every_linear_layer_in_the_blocks_is_adapted_by_default(llama):
@@ -63,7 +74,9 @@ def test_every_linear_layer_in_the_blocks_is_adapted_by_default(llama):
     adapters = [name for name, _ in model.named_parameters() if ".lora_A." in name]
     assert len(adapters) == 2 * 7
     assert not any("lm_head" in name for name in adapters)
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {n for n, _ in model.named_parameters() if "lora_" in n}
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        n for n, _ in model.named_parameters() if "lora_" in n
+    }
 
 
 def test_a_name_that_also_stands_outside_the_blocks_is_not_adapted_there(tmp_path):
@@ -73,7 +86,9 @@ def test_a_name_that_also_stands_outside_the_blocks_is_not_adapted_there(tmp_pat
     with torch.device("meta"):
         model.model.fc1 = torch.nn.Linear(32, 32)
     add_adapters(model, Lora(rank=2), blocks=find_blocks(model), base_dtype=torch.float32)
-    adapters = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    adapters = {
+        name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name
+    }
     assert "model.decoder.layers.1.fc1" in adapters
     assert "model.fc1" not in adapters
 
@@ -104,7 +119,9 @@ def test_adapters_start_as_nothing_by_the_seed_and_the_base_is_held_in_fewer_bit
 def test_experts_get_no_adapters_and_that_is_said(mixtral, messages):
     adapted(mixtral)
     (message,) = messages()
-    assert message.startswith("note: experts are no linear layers and get no adapters: 4 tensors such as")
+    assert message.startswith(
+        "note: experts are no linear layers and get no adapters: 4 tensors such as"
+    )
     assert message.endswith("model.layers.0.mlp.experts.gate_up_proj")
 
 
@@ -115,14 +132,20 @@ def test_gpt2s_projections_start_as_nothing_too(tmp_path):
     assert all(p.abs().max() == 0 for name, p in model.named_parameters() if ".lora_B." in name)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16)]
+)
 def test_dtype_of_an_export(llama, tmp_path, dtype, expected):
     model = build_model(Model(path=str(llama)), sequence_length=16)
     found = open_checkpoint(llama, model)
     pretrained_weights(model, CPU, CPU, checkpoint=found, seed=1)
     exported(model, tmp_path / "out", dtype=dtype)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "out/model.safetensors").values()} == {expected}
-    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out/model.safetensors").values()} == {
+        expected
+    }
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == str(
+        expected
+    ).removeprefix("torch.")
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == expected
@@ -130,7 +153,9 @@ def test_dtype_of_an_export(llama, tmp_path, dtype, expected):
 
 def test_tokenizer_and_generation_config_go_along(tmp_path):
     base = save(tmp_path / "base")
-    (base / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "top_p": 0.7, "eos_token_id": [2, 5]}))
+    (base / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.3, "top_p": 0.7, "eos_token_id": [2, 5]})
+    )
     model = build_model(Model(path=str(base)), sequence_length=16)
     found = open_checkpoint(base, model)
     pretrained_weights(model, CPU, CPU, checkpoint=found, seed=1)
@@ -150,10 +175,18 @@ def test_an_export_takes_the_place_of_an_older_one_whole(llama, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("")
     out = exported(model, tmp_path / "out")
-    assert sorted(file.name for file in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(file.name for file in out.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     config = json.loads((out / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["task_type"], config["base_model_name_or_path"]) == (4, 6, "CAUSAL_LM", str(llama))
+    assert (
+        config["r"],
+        config["lora_alpha"],
+        config["task_type"],
+        config["base_model_name_or_path"],
+    ) == (4, 6, "CAUSAL_LM", str(llama))
 
 
 def test_the_written_file_is_what_safetensors_reads(tmp_path):
@@ -165,7 +198,10 @@ def test_the_written_file_is_what_safetensors_reads(tmp_path):
         "view": torch.arange(12).view(3, 4).T,
         "flags": torch.tensor([True, False]),
     }
-    writer = Writer(tmp_path / "model.safetensors", {name: Shape(tuple(t.shape), t.dtype) for name, t in tensors.items()})
+    writer = Writer(
+        tmp_path / "model.safetensors",
+        {name: Shape(tuple(t.shape), t.dtype) for name, t in tensors.items()},
+    )
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     writer.close()
@@ -215,7 +251,9 @@ def test_export_of_an_adapter(tmp_path, request, architecture):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "adapter").eval()
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "adapter"
+    ).eval()
     assert (logits(model) - expected).abs().max() < 5e-3
 
 
@@ -224,7 +262,11 @@ def test_export_of_a_classifiers_adapter(tmp_path, llama):
     assert main(["export", str(run), str(tmp_path / "merged"), "merged=true"]) == 0
     merged = reference(tmp_path / "merged", "AutoModelForSequenceClassification")
     assert (merged - logits(adapted(llama, task="sequence_classification"))).abs().max() < 2e-6
-    assert json.loads((tmp_path / "merged/config.json").read_text())["id2label"] == {"0": "a", "1": "b", "2": "c"}
+    assert json.loads((tmp_path / "merged/config.json").read_text())["id2label"] == {
+        "0": "a",
+        "1": "b",
+        "2": "c",
+    }
 
 
 def test_export_refused(tmp_path, llama, capsys):

@@ -22,7 +22,9 @@ from launcher.reliability.run_directory import RunFolder
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # SystemExit, of what ends a process
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # SystemExit, of what ends a process
 
 
 class Flaky:
@@ -56,12 +58,16 @@ class Rank0:
         self.ended, self.end = [], threading.Event()
         monkeypatch.setattr(watchdog, "_ROUND_SECONDS", 0.02)
         monkeypatch.setattr(watchdog, "_GRACE_SECONDS", 0.1)
-        monkeypatch.setattr(FailureWatch, "_connect", lambda failures: Flaky(self.store.clone(), failing))
+        monkeypatch.setattr(
+            FailureWatch, "_connect", lambda failures: Flaky(self.store.clone(), failing)
+        )
         monkeypatch.setattr(FailureWatch, "end", lambda watch, status: self._end(status))
         self.run = RunFolder(folder)
         self.run.log.mkdir()
         self.run.write_status("running", step=4)
-        environment = Environment(rank=0, world_size=2, local_rank=0, local_world_size=2, torchrun=False, restart_count=0)
+        environment = Environment(
+            rank=0, world_size=2, local_rank=0, local_world_size=2, torchrun=False, restart_count=0
+        )
         progress = Progress()
         progress.step = 4
         self.failures = FailureWatch(
@@ -81,7 +87,9 @@ class Rank0:
 
     def meet(self, process):
         """Rank 1 says which process it is; returns once the watch knows."""
-        self.store.set("failed/process_1", f"{this_machine()} {process.pid} {process_start(process.pid)}")
+        self.store.set(
+            "failed/process_1", f"{this_machine()} {process.pid} {process_start(process.pid)}"
+        )
         for _ in range(500):
             if self.failures.neighbours.known or self.end.wait(0.02):
                 return
@@ -101,7 +109,9 @@ def start(tmp_path, monkeypatch):
         rank.watch.close()
 
 
-@pytest.mark.parametrize("failing", [(), (1, 3, 4, 12, 13)], ids=["store answers", "store fails now and then"])
+@pytest.mark.parametrize(
+    "failing", [(), (1, 3, 4, 12, 13)], ids=["store answers", "store fails now and then"]
+)
 def test_a_killed_neighbour_is_reported(start, neighbour, failing):
     rank = start(failing)
     rank.meet(neighbour)
@@ -147,7 +157,9 @@ def test_a_neighbour_that_ends_in_order_is_not_lost(start, neighbour, key):
     assert rank.run.read_status()["state"] == "running"
 
 
-def test_a_request_to_stop_that_follows_a_loss_before_training_is_no_stop(start, neighbour, monkeypatch):
+def test_a_request_to_stop_that_follows_a_loss_before_training_is_no_stop(
+    start, neighbour, monkeypatch
+):
     """torchrun sends SIGTERM to the others at once when a rank has died."""
     rank = start()
     rank.meet(neighbour)
@@ -219,7 +231,10 @@ def test_an_exception_that_hides_nothing_stays_what_it_is():
 
 def recorded(*entries, state="started"):
     """A flight recorder of collectives, each (number, name, whether it is finished) of group `shard`."""
-    keys = [{"collective_seq_id": n, "profiling_name": name, "state": "completed" if done else state} for n, name, done in entries]
+    keys = [
+        {"collective_seq_id": n, "profiling_name": name, "state": "completed" if done else state}
+        for n, name, done in entries
+    ]
     common = {
         "process_group": ["1", "shard"],
         "input_sizes": [[8]],
@@ -238,7 +253,9 @@ def test_the_oldest_unfinished_collective_is_compared_over_ranks():
             (8, "nccl:reduce_scatter", False),
         ),
         1: recorded((6, "nccl:all_gather", True), (7, "nccl:broadcast", False)),
-        2: recorded((7, "nccl:all_reduce", False), (8, "nccl:reduce_scatter", False), state="scheduled"),
+        2: recorded(
+            (7, "nccl:all_reduce", False), (8, "nccl:reduce_scatter", False), state="scheduled"
+        ),
         3: recorded((6, "nccl:all_gather", True)),
         4: recorded((7, "nccl:all_reduce", True)),
         5: None,

@@ -1,4 +1,4 @@
-"""What a run says of its plan once steps were measured."""
+"""A run's plan, compared with what its steps took."""
 
 import time
 
@@ -14,13 +14,21 @@ ANSWER = {"peak": 100 * MiB, "where": "in the backward pass of lm_head"}
 @pytest.mark.parametrize(
     ("measured", "resident", "expected"),
     [
-        (100 * MiB, None, "memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; measured are 100.0 MiB, the same"),
-        (95 * MiB, None, "memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; measured are 95.0 MiB, 5% less"),
+        (
+            100 * MiB,
+            None,
+            "memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; measured are 100.0 MiB, the same",
+        ),
+        (
+            95 * MiB,
+            None,
+            "memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; measured are 95.0 MiB, 5% less",
+        ),
         (
             120 * MiB,
             None,
             "warning: memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; measured are 120.0 MiB, 20% more; "
-            "which component it is says `launcher plan ... --verify`",
+            "`launcher plan ... --verify` shows which component it is",
         ),
         (
             1600 * MiB,
@@ -46,7 +54,7 @@ class OnGpu:
     device = "cuda"
 
 
-def test_a_plan_that_is_late_is_waited_for_only_when_told_to(monkeypatch):
+def test_a_late_plan_is_waited_for_only_when_asked_to(monkeypatch):
     def slow(task, recipe, machine, *, seconds):
         time.sleep(0.3)
         return [ANSWER], ""
@@ -57,6 +65,13 @@ def test_a_plan_that_is_late_is_waited_for_only_when_told_to(monkeypatch):
     assert asked.compare(100 * MiB, seconds=5).endswith("the same")
 
 
-def test_a_plan_that_fails_is_told_and_harms_nothing(monkeypatch):
-    monkeypatch.setattr(comparison, "ask", lambda *_, **__: ([], "planning ended with status 1:\nTraceback\nValueError: what"))
-    assert Forecast(None, OnGpu()).compare(1, seconds=5) == "memory: there is no plan to hold the peak against: ValueError: what"
+def test_a_plan_that_fails_is_reported_and_harms_nothing(monkeypatch):
+    monkeypatch.setattr(
+        comparison,
+        "ask",
+        lambda *_, **__: ([], "planning ended with status 1:\nTraceback\nValueError: what"),
+    )
+    assert (
+        Forecast(None, OnGpu()).compare(1, seconds=5)
+        == "memory: there is no plan to compare with the peak: ValueError: what"
+    )

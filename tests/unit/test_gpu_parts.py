@@ -40,7 +40,9 @@ def test_every_test_is_in_the_figures(gpu):
 
 
 def test_tables(gpu):
-    rows = gpu.tables("noise\n| a | b |\n|---|---:|\n| 1 | x, y |\n| 2 |  |\n\n| c |\n|---|\n| 3 |\n")
+    rows = gpu.tables(
+        "noise\n| a | b |\n|---|---:|\n| 1 | x, y |\n| 2 |  |\n\n| c |\n|---|\n| 3 |\n"
+    )
     assert rows == [{"a": "1", "b": "x, y"}, {"a": "2", "b": ""}, {"c": "3"}]
 
 
@@ -50,11 +52,15 @@ def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monk
     scripts = {
         "doctor": {"one": table.format(1), "two": "import sys; sys.exit(7)"},
         "tests": {"slow": "import time\n" + table.format(2) + interrupted, "late": "print('late')"},
-        "plan": {"good": table.format(4) + "; print('\\n| mode | loss |\\n|---|---|\\n| ddp | 0.5 |')"},
+        "plan": {
+            "good": table.format(4) + "; print('\\n| mode | loss |\\n|---|---|\\n| ddp | 0.5 |')"
+        },
     }
 
     def commands(part, **_):
-        return [gpu.Command(name, ["-c", script], gpu.tables) for name, script in scripts[part].items()]
+        return [
+            gpu.Command(name, ["-c", script], gpu.tables) for name, script in scripts[part].items()
+        ]
 
     machine = {"gpu": "NVIDIA H200", "gpus": 2, "torch": "2.11.0", "commit": "abc"}
     monkeypatch.setattr(gpu, "commands", commands)
@@ -66,9 +72,17 @@ def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monk
         monkeypatch.setenv(name, "")
 
     def main(*parts, limit=30):
-        monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path), "--limit", str(limit), "--parts", *parts])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["gpu.py", "--results", str(tmp_path), "--limit", str(limit), "--parts", *parts],
+        )
         status = gpu.main()
-        return status, json.loads((tmp_path / "gpu.json").read_text())["parts"], capsys.readouterr().out
+        return (
+            status,
+            json.loads((tmp_path / "gpu.json").read_text())["parts"],
+            capsys.readouterr().out,
+        )
 
     status, parts, printed = main("doctor", "plan")
     assert status == 1
@@ -79,7 +93,10 @@ def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monk
     assert status == 1
     assert list(parts) == ["doctor", "plan", "tests"], "other parts' results stay"
     slow, late = parts["tests"]["commands"]
-    assert (slow["status"], slow["figures"]) == ("not done in 3 s", [{"steps": "2"}, {"steps": "3"}])
+    assert (slow["status"], slow["figures"]) == (
+        "not done in 3 s",
+        [{"steps": "2"}, {"steps": "3"}],
+    )
     assert late["status"] == "not started: the part's time was up"
     status, parts, _ = main("plan")
     assert status == 0
@@ -91,7 +108,13 @@ def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monk
 
 def test_an_interrupted_comparison_reports_what_it_measured(gpu, tmp_path, monkeypatch):
     compare = importlib.import_module("compare")
-    step = {"step_seconds": 0.5, "cpu_seconds": 1.0, "data_seconds": 0.1, "peak_memory_bytes": 2**20, "loss": 3.0}
+    step = {
+        "step_seconds": 0.5,
+        "cpu_seconds": 1.0,
+        "data_seconds": 0.1,
+        "peak_memory_bytes": 2**20,
+        "loss": 3.0,
+    }
     run = compare.Measured([step] * 3, 9.0)
 
     def measure(name, result, **_):
@@ -103,7 +126,17 @@ def test_an_interrupted_comparison_reports_what_it_measured(gpu, tmp_path, monke
     monkeypatch.setattr(compare.Bench, "prepare", lambda self: None)
     monkeypatch.setattr(compare.Bench, "initial_weights", lambda self, mode: tmp_path)
     monkeypatch.setattr(compare.signal, "signal", lambda *unused: None)
-    words = ["--steps", "3", "--skip", "1", "--modes", "ddp-bf16", "fsdp-bf16", "--output", str(tmp_path / "table.md")]
+    words = [
+        "--steps",
+        "3",
+        "--skip",
+        "1",
+        "--modes",
+        "ddp-bf16",
+        "fsdp-bf16",
+        "--output",
+        str(tmp_path / "table.md"),
+    ]
     monkeypatch.setattr(sys, "argv", ["compare.py", *words])
     assert compare.main() == 1
     text = (tmp_path / "table.md").read_text()
@@ -113,7 +146,10 @@ def test_an_interrupted_comparison_reports_what_it_measured(gpu, tmp_path, monke
 
 def test_a_loss_of_zero_or_a_skipped_step_is_infinitely_off(gpu):
     compare = importlib.import_module("compare")
-    raw, launcher = (compare.Measured([{"loss": loss} for loss in losses], 0.0) for losses in ((2.0, 2.0, 0.0), (1.0, None, 1.0)))
+    raw, launcher = (
+        compare.Measured([{"loss": loss} for loss in losses], 0.0)
+        for losses in ((2.0, 2.0, 0.0), (1.0, None, 1.0))
+    )
     result = compare.Result(pairs=[(raw, launcher)], same_weights=raw)
     assert result.loss_differences() == [0.5, float("inf"), float("inf")]
 
@@ -124,7 +160,9 @@ def test_processes_of_a_run_inside_another_one_end_with_it(gpu, tmp_path, monkey
     inner = f"import os; os.environ['{compare.MARK}'] += 'inner'; {sleeper}"
     marks = []
     original = compare.marked_processes
-    monkeypatch.setattr(compare, "marked_processes", lambda mark: marks.append(mark) or original(mark))
+    monkeypatch.setattr(
+        compare, "marked_processes", lambda mark: marks.append(mark) or original(mark)
+    )
     assert compare.exit_status([sys.executable, "-c", inner], log=tmp_path / "log", limit=60) == 0
     assert original(marks[0]) == []
     assert len(marks) > 1, "one process was left, and was ended"

@@ -17,11 +17,21 @@ def write(root, files):
 def test_what_is_left_is_the_least_of_node_and_limits(tmp_path):
     write(
         tmp_path,
-        {"proc/meminfo": f"MemTotal: {9 * GIB // 1024} kB\nMemAvailable:   {8 * GIB // 1024} kB\n", "proc/self/cgroup": "0::/job/step\n"},
+        {
+            "proc/meminfo": f"MemTotal: {9 * GIB // 1024} kB\nMemAvailable:   {8 * GIB // 1024} kB\n",
+            "proc/self/cgroup": "0::/job/step\n",
+        },
     )
     assert (host_memory.available(tmp_path), host_memory.allowed(tmp_path)) == (8 * GIB, 9 * GIB)
     group = "sys/fs/cgroup/job"
-    write(tmp_path, {f"{group}/step/memory.max": "max\n", f"{group}/memory.max": f"{4 * GIB}\n", f"{group}/memory.current": f"{GIB}\n"})
+    write(
+        tmp_path,
+        {
+            f"{group}/step/memory.max": "max\n",
+            f"{group}/memory.max": f"{4 * GIB}\n",
+            f"{group}/memory.current": f"{GIB}\n",
+        },
+    )
     assert host_memory.available(tmp_path) == 3 * GIB, "the limit of a group above counts too"
     assert host_memory.allowed(tmp_path) == 4 * GIB
 
@@ -29,9 +39,14 @@ def test_what_is_left_is_the_least_of_node_and_limits(tmp_path):
 def test_version_one_of_control_groups(tmp_path):
     write(tmp_path, {"proc/self/cgroup": "9:cpu:/a\n4:memory:/slurm/job_7\n"})
     group = "sys/fs/cgroup/memory/slurm/job_7"
-    write(tmp_path, {f"{group}/memory.limit_in_bytes": "1000\n", f"{group}/memory.usage_in_bytes": "400\n"})
+    write(
+        tmp_path,
+        {f"{group}/memory.limit_in_bytes": "1000\n", f"{group}/memory.usage_in_bytes": "400\n"},
+    )
     assert host_memory.available(tmp_path) == 600
-    write(tmp_path, {f"{group}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"})
+    write(
+        tmp_path, {f"{group}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}
+    )
     assert set(host_memory.killed(tmp_path).values()) == {2}
 
 

@@ -21,16 +21,65 @@ MAY_IMPORT = {
     "strategies": {"distributed", "recipe"},
     "data": {"distributed", "errors", "recipe", "reliability", "training"},
     "metrics": {"distributed", "recipe", "training"},
-    "checkpoint": {"data", "distributed", "errors", "metrics", "models", "recipe", "reliability", "training"},
-    "planner": {"data", "distributed", "errors", "metrics", "models", "recipe", "reliability", "strategies", "training"},
+    "checkpoint": {
+        "data",
+        "distributed",
+        "errors",
+        "metrics",
+        "models",
+        "recipe",
+        "reliability",
+        "training",
+    },
+    "planner": {
+        "data",
+        "distributed",
+        "errors",
+        "metrics",
+        "models",
+        "recipe",
+        "reliability",
+        "strategies",
+        "training",
+    },
     "training": {
-        *("checkpoint", "data", "distributed", "errors", "metrics", "models", "planner", "recipe", "reliability", "strategies"),
+        *(
+            "checkpoint",
+            "data",
+            "distributed",
+            "errors",
+            "metrics",
+            "models",
+            "planner",
+            "recipe",
+            "reliability",
+            "strategies",
+        ),
     },
     "train": {"checkpoint", "distributed", "errors", "recipe", "reliability", "training"},
-    "diagnostics": {"distributed", "errors", "metrics", "planner", "recipe", "reliability", "training"},
+    "diagnostics": {
+        "distributed",
+        "errors",
+        "metrics",
+        "planner",
+        "recipe",
+        "reliability",
+        "training",
+    },
     "slurm": {"__version__", "checkpoint", "errors", "metrics", "recipe", "reliability"},
     "cli": {
-        *("__version__", "checkpoint", "data", "diagnostics", "distributed", "errors", "metrics", "models", "planner", "recipe"),
+        *(
+            "__version__",
+            "checkpoint",
+            "data",
+            "diagnostics",
+            "distributed",
+            "errors",
+            "metrics",
+            "models",
+            "planner",
+            "recipe",
+        ),
         *("reliability", "slurm"),
     },
 }
@@ -50,7 +99,11 @@ def module_name(file):
 def imports(file):
     """Names below `launcher`: `recipe.load`, or `recipe` where a package gives the name."""
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and package_of(node.module) == "launcher":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and package_of(node.module) == "launcher"
+        ):
             inside = node.module.partition(".")[2]
             for name in node.names:
                 full = f"{inside}.{name.name}".strip(".")
@@ -61,7 +114,9 @@ def imports(file):
                     yield name.name.partition(".")[2]
 
 
-FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py" or file.parent != PACKAGE)
+FILES = sorted(
+    file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py" or file.parent != PACKAGE
+)
 MODULES = {module_name(file) for file in FILES}
 
 
@@ -81,13 +136,18 @@ def test_only_reading_a_recipe_imports_omegaconf():
     users = [
         file.name
         for file in FILES
-        if any(line.lstrip().startswith(("import omegaconf", "from omegaconf")) for line in file.read_text().splitlines())
+        if any(
+            line.lstrip().startswith(("import omegaconf", "from omegaconf"))
+            for line in file.read_text().splitlines()
+        )
     ]
     assert users == ["load.py", "parse.py"]
 
 
 def test_no_module_shadows_the_standard_library_where_torchrun_could_see_it():
-    names = {file.stem for file in PACKAGE.glob("*.py")} | {folder.name for folder in PACKAGE.iterdir() if folder.is_dir()}
+    names = {file.stem for file in PACKAGE.glob("*.py")} | {
+        folder.name for folder in PACKAGE.iterdir() if folder.is_dir()
+    }
     assert not names & set(sys.stdlib_module_names)
 
 
@@ -98,7 +158,14 @@ def test_what_checks_a_recipe_imports_nothing_heavy():
         "launcher.cli.submit, launcher.slurm.job, launcher.slurm.agent;"
         "print(json.dumps([m for m in ('torch', 'transformers', 'numpy', 'wandb', 'rich') if m in sys.modules]))"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=60).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=REPOSITORY,
+        timeout=60,
+    ).stdout
     assert json.loads(printed) == []
 
 
@@ -113,5 +180,9 @@ def test_schema_needs_pydantic_only():
 
 
 def test_the_environment_is_read_in_one_place():
-    readers = [str(f.relative_to(PACKAGE)) for f in FILES if '"RANK"' in f.read_text() or '"WORLD_SIZE"' in f.read_text()]
+    readers = [
+        str(f.relative_to(PACKAGE))
+        for f in FILES
+        if '"RANK"' in f.read_text() or '"WORLD_SIZE"' in f.read_text()
+    ]
     assert readers == ["distributed/environment.py"]

@@ -37,17 +37,32 @@ def chat_rows(turns):
     tokenizer = hugging_face_byte_tokenizer()
     for asked, said in turns:
         messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-        rendered = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        labels = [token if mark else IGNORED for token, mark in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True)]
+        rendered = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        labels = [
+            token if mark else IGNORED
+            for token, mark in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True)
+        ]
         yield {"input_ids": rendered["input_ids"], "labels": labels}
 
 
 @pytest.fixture
 def chat(folder):
-    rows = chat_rows([("What is 1 + 2?\n", "It is 3 🙂"), ("A\tB\x1b[31m", "C"), ("x" * 100, "y" * 50)])
+    rows = chat_rows(
+        [("What is 1 + 2?\n", "It is 3 🙂"), ("A\tB\x1b[31m", "C"), ("x" * 100, "y" * 50)]
+    )
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "x.yaml").write_text(SMALL.replace("data.txt", "rows.jsonl") + "evaluation: {every_steps: null}\n")
-    return ["recipe=x.yaml", "data.kind=tokens", "data.sequence_length=64", "data.shuffle=false", "data.packing=true"]
+    (folder / "x.yaml").write_text(
+        SMALL.replace("data.txt", "rows.jsonl") + "evaluation: {every_steps: null}\n"
+    )
+    return [
+        "recipe=x.yaml",
+        "data.kind=tokens",
+        "data.sequence_length=64",
+        "data.shuffle=false",
+        "data.packing=true",
+    ]
 
 
 def printed(capsys, *arguments):
@@ -59,10 +74,19 @@ def test_what_carries_loss_stands_in_brackets_where_there_are_no_colours(chat, c
     """The documents have 31, 13 and 154 tokens; best fit puts the third one's last 26 behind the first."""
     lines = printed(capsys, *chat, "samples=2")
     first = next(index for index, line in enumerate(lines) if line.startswith("sample 1 "))
-    assert lines[first].rstrip(" ━") == "sample 1 · 57 tokens · 38 with loss (67%) · 2 documents · 7 padding"
-    assert lines[first + 1 : first + 3] == ["<|user|>What is 1 + 2?↵", "<|end|><|assistant|>⟦It is 3 🙂<|end|>⟧"]
+    assert (
+        lines[first].rstrip(" ━")
+        == "sample 1 · 57 tokens · 38 with loss (67%) · 2 documents · 7 padding"
+    )
+    assert lines[first + 1 : first + 3] == [
+        "<|user|>What is 1 + 2?↵",
+        "<|end|><|assistant|>⟦It is 3 🙂<|end|>⟧",
+    ]
     assert lines[first + 3].rstrip(" ┈") == "next document, 26 tokens"
-    assert lines[first + 4 : first + 6] == ["… 128 tokens of it stand in another sequence", f"⟦{'y' * 25}<|end|>⟧"]
+    assert lines[first + 4 : first + 6] == [
+        "… 128 tokens of it stand in another sequence",
+        f"⟦{'y' * 25}<|end|>⟧",
+    ]
     second = next(index for index, line in enumerate(lines) if line.startswith("sample 2 "))
     assert lines[second].rstrip(" ━") == "sample 2 · 13 tokens · 2 with loss (15%) · 51 padding"
     assert lines[second + 1] == "<|user|>A→   B␛[31m<|end|><|assistant|>⟦C<|end|>⟧"
@@ -72,7 +96,9 @@ def test_what_carries_loss_stands_in_brackets_where_there_are_no_colours(chat, c
 def test_a_sequence_in_the_middle_of_a_document_and_tokens_left_out(chat, capsys):
     lines = printed(capsys, *chat, "samples=4")
     fourth = next(index for index, line in enumerate(lines) if line.startswith("sample 4 "))
-    assert lines[fourth].rstrip(" ━") == "sample 4 · 64 tokens · 26 with loss (41%)"  # one of them is the next sequence's first
+    assert (
+        lines[fourth].rstrip(" ━") == "sample 4 · 64 tokens · 26 with loss (41%)"
+    )  # one of them is the next sequence's first
     assert lines[fourth + 1 : fourth + 4] == [
         "… 64 tokens of it stand in another sequence",
         f"{'x' * 37}<|end|><|assistant|>⟦{'y' * 25}⟧",
@@ -80,12 +106,18 @@ def test_a_sequence_in_the_middle_of_a_document_and_tokens_left_out(chat, capsys
     ]
     lines = printed(capsys, *chat, "samples=4", "tokens=10")
     third = next(index for index, line in enumerate(lines) if line.startswith("sample 3 "))
-    assert lines[third + 1 : third + 4] == [f"<|user|>{'x' * 9}", "… 54 more tokens (tokens=64 shows them)", ""]
+    assert lines[third + 1 : third + 4] == [
+        f"<|user|>{'x' * 9}",
+        "… 54 more tokens (tokens=64 shows them)",
+        "",
+    ]
 
 
 def test_totals_and_histogram(chat, capsys):
     lines = printed(capsys, *chat, "samples=1")
-    table = {match[1]: match[2] for line in lines if (match := re.fullmatch(r"(\S.*?)  +(\S.*)", line))}
+    table = {
+        match[1]: match[2] for line in lines if (match := re.fullmatch(r"(\S.*?)  +(\S.*)", line))
+    }
     assert table["documents"] == "3"
     assert table["tokens of a document"] == "median 31, 90 % up to 154, longest 154"
     assert table["sequences of up to 64"] == "4"
@@ -96,21 +128,36 @@ def test_totals_and_histogram(chat, capsys):
     assert "documents that lose their end" not in table
     marker = next(index for index, line in enumerate(lines) if "data.sequence_length 64" in line)
     drawn = [re.sub(r" *█+ *", " # ", line).strip() for line in lines]
-    assert drawn[marker - 3 : marker] == ["8 –  15 # 1", "16 –  31 # 1", "32 –  64                                              0"]
-    assert [" ".join(line.split()) for line in drawn[marker + 1 : marker + 3]] == ["65 – 127 0", "128 – 255 # 1"]
+    assert drawn[marker - 3 : marker] == [
+        "8 –  15 # 1",
+        "16 –  31 # 1",
+        "32 –  64                                              0",
+    ]
+    assert [" ".join(line.split()) for line in drawn[marker + 1 : marker + 3]] == [
+        "65 – 127 0",
+        "128 – 255 # 1",
+    ]
 
 
 def test_sets_by_name(chat, capsys, folder):
     mixture = "data.train={web: {files: rows.jsonl}, talk: {files: rows.jsonl, weight: 3}}"
     sets = "data.validation={near: rows.jsonl, far: rows.jsonl}"
     lines = printed(capsys, *chat, "data.train=null", mixture, sets, "samples=4")
-    shown = [line.partition(" tokens")[0].rpartition(" · ")[0].partition(" · ")[2] for line in lines if line.startswith("sample ")]
+    shown = [
+        line.partition(" tokens")[0].rpartition(" · ")[0].partition(" · ")[2]
+        for line in lines
+        if line.startswith("sample ")
+    ]
     assert sorted(shown) == ["talk", "talk", "talk", "web"]
     assert any(re.fullmatch(r" *share of the sequences +25.0% +75.0%", line) for line in lines)
-    assert [line.rstrip(" ━") for line in lines if "by tokens" in line] == ["web: documents by tokens", "talk: documents by tokens"]
+    assert [line.rstrip(" ━") for line in lines if "by tokens" in line] == [
+        "web: documents by tokens",
+        "talk: documents by tokens",
+    ]
     assert any("small · near" in line for line in printed(capsys, *chat, sets, "set=near"))
     with pytest.raises(
-        RecipeError, match=r"set=nera: no set of that name; did you mean near\?; there are train, validation, web, talk, near, far"
+        RecipeError,
+        match=r"set=nera: no set of that name; did you mean near\?; there are train, validation, web, talk, near, far",
     ):
         run(["inspect", *chat, "data.train=null", mixture, sets, "set=nera"])
     with pytest.raises(RecipeError, match=r"set=validation: no set of that name; there are train$"):
@@ -120,15 +167,22 @@ def test_sets_by_name(chat, capsys, folder):
 def test_spans_do_not_break_characters():
     """A special token, half a character at a change of loss, an id that no tokenizer knows."""
     smile = list("🙂".encode())
-    ids, labels = [258, *b"a", *smile, *b"b", 300], [IGNORED, IGNORED, IGNORED, IGNORED, *smile[2:], *b"b", 300]
+    ids, labels = (
+        [258, *b"a", *smile, *b"b", 300],
+        [IGNORED, IGNORED, IGNORED, IGNORED, *smile[2:], *b"b", 300],
+    )
     dataset = dataset_of([ids], [labels], stream, 16)
-    spans = pieces(dataset.store, dataset.sequences, 0, dataset[0], load_decoder("bytes"), most=99)[0].spans
+    spans = pieces(dataset.store, dataset.sequences, 0, dataset[0], load_decoder("bytes"), most=99)[
+        0
+    ].spans
     assert [(span.text, span.loss, span.special) for span in spans] == [
         ("<|user|>", False, True),
         ("a", False, False),
         ("🙂b<300>", True, False),
     ]
-    numbers = pieces(dataset.store, dataset.sequences, 0, dataset[0], load_decoder(None), most=2)[0].spans
+    numbers = pieces(dataset.store, dataset.sequences, 0, dataset[0], load_decoder(None), most=2)[
+        0
+    ].spans
     assert [span.text for span in numbers] == ["258 97 "]
 
 
@@ -142,28 +196,51 @@ def dataset_of(documents, labels, packing, length):
 def test_statistics_are_those_of_the_rows(packing, labelled):
     chance = random.Random(5)
     documents = [[chance.randrange(250) for _ in range(chance.randrange(1, 60))] for _ in range(80)]
-    labels = [[chance.choice([IGNORED, token]) for token in document] for document in documents] if labelled else None
+    labels = (
+        [[chance.choice([IGNORED, token]) for token in document] for document in documents]
+        if labelled
+        else None
+    )
     dataset = dataset_of(documents, labels, packing, 16)
     found = statistics(dataset.store, dataset.sequences)
     rows = [dataset[index] for index in range(len(dataset))]
     assert found.lengths.tolist() == [len(document) for document in documents]
-    assert (found.sequences, found.tokens) == (len(rows), sum(len(row["input_ids"]) for row in rows))
+    assert (found.sequences, found.tokens) == (
+        len(rows),
+        sum(len(row["input_ids"]) for row in rows),
+    )
     assert found.loss_tokens == sum(int((row["targets"] != IGNORED).sum()) for row in rows)
 
 
-@pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 2, 3, 900], [100, 120, 180], [64, 65], [63, 64], [1000, 100_000], [1, 64, 128]])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [1],
+        [5, 5, 5],
+        [1, 2, 3, 900],
+        [100, 120, 180],
+        [64, 65],
+        [63, 64],
+        [1000, 100_000],
+        [1, 64, 128],
+    ],
+)
 @pytest.mark.parametrize("mark", [1, 64, 150, 10**6])
 def test_every_length_has_its_bin(lengths, mark):
     edges, counts = bins(np.array(lengths), mark=mark)
     assert edges == sorted(set(edges))
     assert len(counts) == len(edges) - 1 <= 20
     assert sum(counts) == len(lengths)
-    assert not any(low <= mark < high - 1 and max(lengths) > mark for low, high in itertools.pairwise(edges))
+    assert not any(
+        low <= mark < high - 1 and max(lengths) > mark for low, high in itertools.pairwise(edges)
+    )
 
 
 def test_padding_without_packing_and_a_stream(chat, capsys):
     lines = printed(capsys, *chat, "data.packing=false", "samples=1")
-    assert any(re.fullmatch(r"padding +38.[12]%", line.rstrip()) for line in lines)  # rows of 31, 13, 64, 64, 26 to 64
+    assert any(
+        re.fullmatch(r"padding +38.[12]%", line.rstrip()) for line in lines
+    )  # rows of 31, 13, 64, 64, 26 to 64
     lines = printed(capsys, *chat, "data.streaming=true", "samples=1")
     assert "small · train   the first 1,000 rows" in lines
     assert any(re.fullmatch(r"tokens with loss +66  \(33.3%\)", line.rstrip()) for line in lines)
@@ -171,20 +248,43 @@ def test_padding_without_packing_and_a_stream(chat, capsys):
 
 def test_chats_that_lose_their_end_and_rows_that_are_skipped(folder, capsys):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "hello " * 20}]
-    rows = [{"messages": talk}, {"messages": talk[:1]}, {"messages": [talk[0], {"role": "assistant", "content": "yes"}]}]
+    rows = [
+        {"messages": talk},
+        {"messages": talk[:1]},
+        {"messages": [talk[0], {"role": "assistant", "content": "yes"}]},
+    ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chats = ["data.kind=chat", "data.train=data.jsonl", "data.sequence_length=32", "data.on_error=skip", "data.shuffle=false"]
+    chats = [
+        "data.kind=chat",
+        "data.train=data.jsonl",
+        "data.sequence_length=32",
+        "data.on_error=skip",
+        "data.shuffle=false",
+    ]
     lines = printed(capsys, "recipe=x.yaml", *chats)
     assert f"<|user|>Hi<|end|><|assistant|>⟦{('hello ' * 20)[:27]}⟧" in lines
     assert "… 94 tokens are cut off and lost" in lines
     assert "<|user|>Hi<|end|><|assistant|>⟦yes<|end|>⟧" in lines
-    assert any(re.fullmatch(r"documents that lose their end +1  \(94 tokens\)", line.rstrip()) for line in lines)
-    assert any(line.startswith(("skipped: data.jsonl:2: ", f"skipped: {folder}/data.jsonl:2: ")) for line in lines)
+    assert any(
+        re.fullmatch(r"documents that lose their end +1  \(94 tokens\)", line.rstrip())
+        for line in lines
+    )
+    assert any(
+        line.startswith(("skipped: data.jsonl:2: ", f"skipped: {folder}/data.jsonl:2: "))
+        for line in lines
+    )
 
 
 def test_classes_are_named(folder, capsys):
-    (folder / "data.jsonl").write_text('{"text": "good", "label": "fine"}\n{"text": "bad", "label": "poor"}\n')
-    classes = ["data.kind=classification", "data.labels=[poor,fine]", "model.task=sequence_classification", "data.shuffle=false"]
+    (folder / "data.jsonl").write_text(
+        '{"text": "good", "label": "fine"}\n{"text": "bad", "label": "poor"}\n'
+    )
+    classes = [
+        "data.kind=classification",
+        "data.labels=[poor,fine]",
+        "model.task=sequence_classification",
+        "data.shuffle=false",
+    ]
     lines = printed(capsys, "recipe=x.yaml", *classes, "data.train=data.jsonl")
     first = next(index for index, line in enumerate(lines) if line.startswith("sample 1 "))
     assert re.fullmatch(r"sample 1 · \d tokens · class 1, fine ━+", lines[first])

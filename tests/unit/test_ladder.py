@@ -1,4 +1,4 @@
-"""Rates, seconds and the ladder: the same global batch everywhere, overrides that load, nothing shown that another rung beats."""
+"""Rates, step time, and the search for the fastest configuration that fits."""
 
 import dataclasses
 import json
@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import RecipeError
-from launcher.planner.footprint import profile_model
+from launcher.planner.candidates import candidates, overrides_between
 from launcher.planner.hardware import GPUS, find_gpu
-from launcher.planner.machine import Rates
-from launcher.planner.planning import make_plan
-from launcher.planner.rates import known_machine, read_rates
-from launcher.planner.search import fastest_that_fits, make_ladder, overrides_between
+from launcher.planner.machine import Rates, known_machine, read_rates
+from launcher.planner.plan import make_plan
+from launcher.planner.profile import profile_model
+from launcher.planner.search import fastest_that_fits, make_ladder
 from launcher.planner.speed import step_seconds, tokens_per_step
 from launcher.recipe.load import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 GIB = 2**30
-by_arithmetic = partial(make_plan, method="arithmetic")
+by_estimate = partial(make_plan, method="arithmetic")
 
 SMALL = """\
 run: {name: small, max_steps: 10}
@@ -37,7 +37,10 @@ def load(tmp_path):
     (tmp_path / "train.txt").write_text("text")
 
     def loaded(*overrides, ranks=8):
-        return load_recipe([f"recipe={tmp_path}/small.yaml", f"data.train=[{tmp_path}/train.txt]", *overrides], ranks=ranks).recipe
+        return load_recipe(
+            [f"recipe={tmp_path}/small.yaml", f"data.train=[{tmp_path}/train.txt]", *overrides],
+            ranks=ranks,
+        ).recipe
 
     return loaded
 
@@ -102,7 +105,7 @@ def machine(memory=80 * GIB, nodes=1, gpus=8, **settings):
         ("NVIDIA GeForce RTX 2080", None),
     ],
 )
-def test_a_gpu_is_found_as_people_and_cuda_call_it(spoken, name):
+def test_a_gpu_is_found_by_the_names_of_users_and_cuda(spoken, name):
     found = find_gpu(spoken)
     assert (found.name if found else None) == name
 
@@ -113,7 +116,10 @@ def test_each_gpu_is_found_by_its_own_name_and_memory_decides_where_that_does_no
 
 
 def test_an_unknown_gpu_names_all_that_are_known():
-    with pytest.raises(RecipeError, match=r"gpu=h1000: is not known; give one of .*h100-pcie.*rtx-3090.*mi355x, cpu"):
+    with pytest.raises(
+        RecipeError,
+        match=r"gpu=h1000: is not known; give one of .*h100-pcie.*rtx-3090.*mi355x, cpu",
+    ):
         known_machine("h1000", nodes=1, gpus_per_node=8)
 
 
@@ -125,17 +131,28 @@ def test_a_gpu_of_some_memory_has_the_rates_of_the_nearest():
 
 def test_rates_are_read_from_what_doctor_writes(tmp_path):
     file = tmp_path / "rates.json"
-    file.write_text(json.dumps({"fit": True, "rates": {"half_flops": 5e14, "inter_node_bandwidth": None, "source": "measured"}}))
+    file.write_text(
+        json.dumps(
+            {
+                "fit": True,
+                "rates": {"half_flops": 5e14, "inter_node_bandwidth": None, "source": "measured"},
+            }
+        )
+    )
     rates = machine(overrides=read_rates(file)).rates
     assert (rates.half_flops, rates.source) == (5e14, "measured")
     assert rates.inter_node_bandwidth == machine().rates.inter_node_bandwidth
-    for content, message in (("{}", "holds no rates"), ("[", "not JSON"), ('{"half_flops": "fast"}', "must be a number above 0")):
+    for content, message in (
+        ("{}", "holds no rates"),
+        ("[", "not JSON"),
+        ('{"half_flops": "fast"}', "must be a number above 0"),
+    ):
         file.write_text(content)
         with pytest.raises(RecipeError, match=message):
             read_rates(file)
     with pytest.raises(RecipeError, match="No such file"):
         read_rates(tmp_path / "none.json")
-    with pytest.raises(RecipeError, match="speed is no rate; there are half_flops"):
+    with pytest.raises(RecipeError, match="unknown: speed; there are half_flops"):
         machine(overrides={"speed": 1.0})
 
 
@@ -156,9 +173,13 @@ def test_products_take_their_operations_over_the_rate(load):
     profile = profile_model(recipe, device="cuda")
     seconds = step_seconds(profile, recipe, unhindered())
     matrices = 8 * (2 * 4096**2 + 2 * 4096 * 512 + 3 * 4096 * 8192) + 4096 * 8000
-    attention = 8 * 2 * 2 * 2048 * 4096 / 2  # scores and values of 8 blocks, the causal half; at half the rate
+    attention = (
+        8 * 2 * 2 * 2048 * 4096 / 2
+    )  # scores and values of 8 blocks, the causal half; at half the rate
     tokens = 64 * 2048 / 8
-    assert seconds.forward == pytest.approx(tokens * (2 * matrices + 2 * attention) / 1e15, rel=0.02)
+    assert seconds.forward == pytest.approx(
+        tokens * (2 * matrices + 2 * attention) / 1e15, rel=0.02
+    )
     assert seconds.backward == pytest.approx(2 * seconds.forward, rel=0.05)
     assert seconds.recomputation == 0
     again = step_seconds(profile, dataclasses.replace(recipe, activation_checkpointing=load("activation_checkpointing.mode=full")
@@ -173,73 +194,100 @@ def test_slow_links_are_seen_where_they_are_used(load):
     seconds = step_seconds(profile, recipe, slow)
     moved = profile.parameters * 7 / 8 / 1e9 * 8  # bytes of one a parameter, eight micro-batches
     total = 2 * 2 * moved + 4 * moved  # gathered twice, reduced in float32
-    assert seconds.gather + seconds.reduce == pytest.approx(total - seconds.forward - seconds.backward, rel=0.02)
+    assert seconds.gather + seconds.reduce == pytest.approx(
+        total - seconds.forward - seconds.backward, rel=0.02
+    )
 
     def on_slow(*overrides):
         return step_seconds(profile, load("batch.micro_batch_size=1", *overrides), slow).total
 
     kept = on_slow("strategy.reshard_after_backward=false")
     assert kept < on_slow("strategy.reshard_after_forward=false") < seconds.total
-    assert on_slow("strategy.reshard_after_backward=false", "strategy.sync_every_micro_batch=false") < kept
+    assert (
+        on_slow("strategy.reshard_after_backward=false", "strategy.sync_every_micro_batch=false")
+        < kept
+    )
     assert on_slow("strategy.kind=ddp") < seconds.total
 
 
 def test_offload_waits_for_the_bus_and_the_hosts_adamw(load):
     recipe = load("strategy.cpu_offload.pin_memory=true")
     profile = profile_model(recipe, device="cuda")
-    assert step_seconds(profile, recipe, unhindered(host_adamw=1e6)).optimizer == pytest.approx(profile.parameters / 8 / 1e6, rel=0.01)
+    assert step_seconds(profile, recipe, unhindered(host_adamw=1e6)).optimizer == pytest.approx(
+        profile.parameters / 8 / 1e6, rel=0.01
+    )
     assert step_seconds(profile, recipe, unhindered(host_bandwidth=1e6)).offload > 100
     assert step_seconds(profile, recipe, unhindered()).offload == pytest.approx(0, abs=1e-12)
 
 
 def test_offload_reduces_once_a_step_where_whole_gradients_fit(load):
-    """From the second reduction of a step on the backward pass waits for the copy to host memory, and for the addition there."""
+    """From the second reduction of a step on the backward pass waits for copy and addition."""
     rows = ["batch.micro_batch_size=2", "strategy.cpu_offload.pin_memory=true"]
     profile = profile_model(load(*rows), device="cuda")
 
     def offload(*overrides, **rates):
         return step_seconds(profile, load(*rows, *overrides), unhindered(**rates)).offload
 
-    assert offload(host_bandwidth=1e9) - offload("strategy.sync_every_micro_batch=false", host_bandwidth=1e9) > 0
+    assert (
+        offload(host_bandwidth=1e9)
+        - offload("strategy.sync_every_micro_batch=false", host_bandwidth=1e9)
+        > 0
+    )
     exposed = 3 * 12 / 28 * profile.parameters / 8 / 1e6
     assert offload(host_adamw=1e6) == pytest.approx(exposed, rel=0.01)
     assert offload("strategy.sync_every_micro_batch=false", host_adamw=1e6) == 0
-    asked = load("batch.micro_batch_size=auto", "strategy.cpu_offload.pin_memory=true", "batch.global_batch_size=512")
-    found = fastest_that_fits(asked, machine(), plan_of=by_arithmetic, limit_micro_batch=1)
+    asked = load(
+        "batch.micro_batch_size=auto",
+        "strategy.cpu_offload.pin_memory=true",
+        "batch.global_batch_size=512",
+    )
+    found = fastest_that_fits(asked, machine(), plan_of=by_estimate, limit_micro_batch=1)
     assert found.recipe.strategy.sync_every_micro_batch is False
     tight = machine(memory=found.plan.needed - 2**20)
-    found = fastest_that_fits(asked, tight, plan_of=by_arithmetic, limit_micro_batch=1)
+    found = fastest_that_fits(asked, tight, plan_of=by_estimate, limit_micro_batch=1)
     assert found.recipe.strategy.sync_every_micro_batch == "auto"
 
 
 def test_on_one_gpu_nothing_hides_the_uploads_of_offload(load):
-    recipe = load("strategy.cpu_offload.pin_memory=true", "batch.global_batch_size=8", "batch.micro_batch_size=8", ranks=1)
+    recipe = load(
+        "strategy.cpu_offload.pin_memory=true",
+        "batch.global_batch_size=8",
+        "batch.micro_batch_size=8",
+        ranks=1,
+    )
     profile = profile_model(recipe, device="cuda")
     one = dataclasses.replace(unhindered(host_bandwidth=1e12), gpus_per_node=1)
-    uploads = 2 * 4 * profile.parameters / 1e12  # float32 masters, for the forward pass and for the backward pass
+    uploads = (
+        2 * 4 * profile.parameters / 1e12
+    )  # float32 masters, for the forward pass and for the backward pass
     assert step_seconds(profile, recipe, one).offload == pytest.approx(uploads, rel=0.01)
 
 
-# The ladder
+# The search
 
 
-def test_the_ladder_goes_down_in_memory_and_speed_and_its_best_is_the_fastest_that_fits(load):
+def test_configurations_go_down_in_memory_and_speed_and_the_best_is_the_fastest_that_fits(load):
     asked = load()
-    ladder = make_ladder(asked, machine(), plan_of=by_arithmetic)
-    assert ladder.considered > 100
+    ladder = make_ladder(asked, machine(), plan_of=by_estimate)
+    assert ladder.evaluated > 100
     assert ladder.best is not None
     assert ladder.best.plan.fits
     assert ladder.asked.recipe == asked
     assert ladder.asked.overrides == ()
-    assert 2 <= len(ladder.rungs) <= 8
-    assert ladder.best in ladder.rungs
-    assert ladder.remedies == ()
-    for rung in ladder.rungs:
-        assert rung.tokens_per_second == tokens_per_step(asked) / rung.seconds.total
-        for other in ladder.rungs:
-            device, host = other.plan.needed < rung.plan.needed, other.plan.host.offload <= rung.plan.host.offload
-            assert not (device and host and other.seconds.total < rung.seconds.total), "no rung is beaten by another"
-    speeds = [rung.tokens_per_second for rung in ladder.rungs]
+    assert 2 <= len(ladder.configurations) <= 8
+    assert ladder.best in ladder.configurations
+    assert ladder.suggestions == ()
+    for one in ladder.configurations:
+        assert one.tokens_per_second == tokens_per_step(asked) / one.seconds.total
+        for other in ladder.configurations:
+            device, host = (
+                other.plan.needed < one.plan.needed,
+                other.plan.host.offload <= one.plan.host.offload,
+            )
+            assert not (device and host and other.seconds.total < one.seconds.total), (
+                "none is beaten by another"
+            )
+    speeds = [one.tokens_per_second for one in ladder.configurations]
     assert speeds == sorted(speeds, reverse=True)
 
 
@@ -247,12 +295,16 @@ def test_cpu_offload_is_the_last_resort(load):
     asked = load(ranks=1)
     profile = profile_model(asked, device="cuda")
     states = 16 * profile.parameters
-    roomy = make_ladder(asked, machine(gpus=1), plan_of=by_arithmetic)
+    roomy = make_ladder(asked, machine(gpus=1), plan_of=by_estimate)
     assert roomy.best.recipe.strategy.cpu_offload is None
-    tight = make_ladder(asked, machine(gpus=1, memory=states + 600 * 2**20), plan_of=by_arithmetic)
+    tight = make_ladder(asked, machine(gpus=1, memory=states + 600 * 2**20), plan_of=by_estimate)
     assert tight.best.recipe.strategy.cpu_offload is not None
     assert tight.best.plan.fits
-    no_host = make_ladder(asked, machine(gpus=1, memory=states + 600 * 2**20, host_memory=4 * GIB), plan_of=by_arithmetic)
+    no_host = make_ladder(
+        asked,
+        machine(gpus=1, memory=states + 600 * 2**20, host_memory=4 * GIB),
+        plan_of=by_estimate,
+    )
     assert no_host.best is None
 
 
@@ -269,14 +321,12 @@ def test_cpu_offload_is_the_last_resort(load):
     ids=str,
 )  # fmt: skip
 def test_all_overrides_of_shipped_recipes_load_and_mean_what_they_say(name, overrides):
-    from launcher.planner import search
-
     base = [f"recipe={RECIPES / name}.yaml", *overrides]
     written = load_recipe(base, ranks=4).recipe
     profile = profile_model(written, device="cuda")
-    ways = list(search._ways(profile, written, machine(nodes=2, gpus=2), strategies=True, micro_batches=True, precisions=True))
-    pasted = {overrides_between(written, way.recipe): way.recipe for way in ways}
-    assert len(pasted) == len(ways)
+    found = candidates(profile, written, machine(nodes=2, gpus=2))
+    pasted = {overrides_between(written, one.recipe): one.recipe for one in found}
+    assert len(pasted) == len(found)
     kinds = {(r.strategy.kind, r.strategy.cpu_offload is None) for r in pasted.values()}
     assert kinds == {("ddp", True), ("fsdp", True), ("fsdp", False)}
     assert {r.batch.global_batch_size for r in pasted.values()} == {written.batch.global_batch_size}
@@ -285,23 +335,25 @@ def test_all_overrides_of_shipped_recipes_load_and_mean_what_they_say(name, over
         assert load_recipe([*base, *pairs], ranks=4).recipe == recipe, pairs
 
 
-def test_float32_is_offered_mixed_precision_and_told_that_it_changes_numbers(load):
-    ladder = make_ladder(load("strategy.mixed_precision=null"), machine(), plan_of=by_arithmetic)
-    marked = [rung for rung in ladder.rungs if rung.changes_numerics]
-    assert marked
-    assert all("strategy.mixed_precision.param_dtype=bfloat16" in rung.overrides for rung in marked)
-    assert not ladder.asked.changes_numerics
+def test_float32_is_offered_mixed_precision(load):
+    ladder = make_ladder(load("strategy.mixed_precision=null"), machine(), plan_of=by_estimate)
+    changed = "strategy.mixed_precision.param_dtype=bfloat16"
+    assert any(changed in one.overrides for one in ladder.configurations)
+    assert ladder.asked.recipe.strategy.mixed_precision is None
 
 
-def test_a_trace_that_says_no_is_believed(load):
+def test_a_trace_overrules_the_estimate(load):
     asked, refused = load(), []
 
     def plan_of(recipe, on):
         plan = make_plan(recipe, on, method="arithmetic")
-        if recipe.activation_checkpointing is None:  # the trace finds more than the arithmetic
+        if recipe.activation_checkpointing is None:  # the trace finds more than the estimate
             refused.append(recipe)
             parts = plan.step.peak.components
-            peak = dataclasses.replace(plan.step.peak, components=dataclasses.replace(parts, temporary=parts.temporary + 100 * GIB))
+            peak = dataclasses.replace(
+                plan.step.peak,
+                components=dataclasses.replace(parts, temporary=parts.temporary + 100 * GIB),
+            )
             return dataclasses.replace(plan, step=dataclasses.replace(plan.step, peak=peak))
         return plan
 
@@ -311,19 +363,32 @@ def test_a_trace_that_says_no_is_believed(load):
     assert ladder.best.recipe.activation_checkpointing is not None
 
 
-def test_where_nothing_fits_it_says_what_would(load):
-    wide = ("model.config.hidden_size=4096", "model.config.intermediate_size=14336", "model.config.num_attention_heads=32")
-    few = make_ladder(load(*wide, ranks=2), machine(gpus=2, memory=4 * GIB, host_memory=20 * GIB), plan_of=by_arithmetic)
+def test_where_nothing_fits_there_are_suggestions(load):
+    wide = (
+        "model.config.hidden_size=4096",
+        "model.config.intermediate_size=14336",
+        "model.config.num_attention_heads=32",
+    )
+    few = make_ladder(
+        load(*wide, ranks=2),
+        machine(gpus=2, memory=4 * GIB, host_memory=20 * GIB),
+        plan_of=by_estimate,
+    )
     assert few.best is None
-    assert few.rungs
-    assert few.rungs[0].plan.fits is False
-    assert any(remedy.startswith("more GPUs: ") and "nodes=" in remedy for remedy in few.remedies)
-    assert any("lora.rank=16" in remedy for remedy in few.remedies)
-    long = load("model.config.vocab_size=200000", "data.sequence_length=8192", "model.config.max_position_embeddings=8192", ranks=2)
-    large = make_ladder(long, machine(gpus=2, memory=8 * GIB), plan_of=by_arithmetic)
-    assert any("tensor parallelism" in remedy and "logits" in remedy for remedy in large.remedies)
-    assert not any(remedy.startswith("more GPUs") for remedy in large.remedies)
-    assert any("data.sequence_length=" in remedy for remedy in large.remedies)
+    assert few.configurations
+    assert few.configurations[0].plan.fits is False
+    assert any(text.startswith("more GPUs: ") and "nodes=" in text for text in few.suggestions)
+    assert any("lora.rank=16" in text for text in few.suggestions)
+    long = load(
+        "model.config.vocab_size=200000",
+        "data.sequence_length=8192",
+        "model.config.max_position_embeddings=8192",
+        ranks=2,
+    )
+    large = make_ladder(long, machine(gpus=2, memory=8 * GIB), plan_of=by_estimate)
+    assert any("tensor parallelism" in text and "logits" in text for text in large.suggestions)
+    assert not any(text.startswith("more GPUs") for text in large.suggestions)
+    assert any("data.sequence_length=" in text for text in large.suggestions)
 
 
 def as_auto(recipe, *, kind="auto", micro="auto"):
@@ -334,17 +399,23 @@ def as_auto(recipe, *, kind="auto", micro="auto"):
     )
 
 
-def test_auto_varies_what_is_auto_alone(load):
+def test_auto_varies_only_what_is_auto(load):
     written = load("activation_checkpointing.mode=full")
-    micro = fastest_that_fits(as_auto(written, kind="fsdp"), machine(), plan_of=by_arithmetic)
+    micro = fastest_that_fits(as_auto(written, kind="fsdp"), machine(), plan_of=by_estimate)
     assert micro.recipe.strategy == written.strategy
     assert micro.recipe.activation_checkpointing == written.activation_checkpointing
-    assert [override.partition("=")[0] for override in micro.overrides] == ["batch.micro_batch_size"]
+    assert [override.partition("=")[0] for override in micro.overrides] == [
+        "batch.micro_batch_size"
+    ]
     assert micro.plan.fits
-    limited = fastest_that_fits(as_auto(written, kind="fsdp"), machine(), plan_of=by_arithmetic, limit_micro_batch=2)
+    limited = fastest_that_fits(
+        as_auto(written, kind="fsdp"), machine(), plan_of=by_estimate, limit_micro_batch=2
+    )
     assert limited.recipe.batch.micro_batch_size <= 2
-    kind = fastest_that_fits(as_auto(written, micro=4), machine(), plan_of=by_arithmetic)
+    kind = fastest_that_fits(as_auto(written, micro=4), machine(), plan_of=by_estimate)
     assert kind.recipe.batch == written.batch
     assert kind.recipe.strategy.kind in ("ddp", "fsdp")
     assert kind.recipe.strategy.mixed_precision == written.strategy.mixed_precision
-    assert fastest_that_fits(as_auto(written), machine(memory=GIB // 2), plan_of=by_arithmetic) is None
+    assert (
+        fastest_that_fits(as_auto(written), machine(memory=GIB // 2), plan_of=by_estimate) is None
+    )

@@ -40,13 +40,23 @@ def tiny(kind, **more):
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def assert_same(mine, expected):
     assert mine.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            mine[name],
+            gradient,
+            rtol=1e-4,
+            atol=1e-6,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @pytest.mark.parametrize("lengths", [(12, 12, 12), (12, 5, 8)], ids=["full", "padded"])
@@ -62,12 +72,16 @@ def test_one_micro_batch_has_the_gradient_of_transformers_own_loss(kind, lengths
     expected = gradients(model, own.loss)
     count = int((targets != IGNORED).sum())
     summed = summed_loss(model, {"input_ids": ids, "targets": targets})
-    assert summed.item() / count == pytest.approx((own.loss - 0.3 * own.aux_loss).item(), rel=1e-5), "the value is the cross-entropy"
+    assert summed.item() / count == pytest.approx(
+        (own.loss - 0.3 * own.aux_loss).item(), rel=1e-5
+    ), "the value is the cross-entropy"
     assert_same(gradients(model, summed / count), expected)
     model.config.output_router_logits = False
     without = gradients(model, summed_loss(model, {"input_ids": ids, "targets": targets}) / count)
     router = next(name for name in without if "router" in name or ".gate.weight" in name)
-    assert not torch.allclose(without[router], expected[router], rtol=1e-2), "the auxiliary loss decides the router's gradient here"
+    assert not torch.allclose(without[router], expected[router], rtol=1e-2), (
+        "the auxiliary loss decides the router's gradient here"
+    )
 
 
 def test_micro_batches_weigh_by_their_targets_and_one_without_any_weighs_nothing():
@@ -85,7 +99,9 @@ def test_micro_batches_weigh_by_their_targets_and_one_without_any_weighs_nothing
         count = int((part["targets"] != IGNORED).sum())
         real = torch.arange(12) <= part["targets"].ne(IGNORED).sum(1, keepdim=True)
         labels = torch.cat([torch.full((2, 1), IGNORED), part["targets"][:, :-1]], dim=1)
-        own = model(input_ids=part["input_ids"], attention_mask=real.long(), labels=labels, use_cache=False)
+        own = model(
+            input_ids=part["input_ids"], attention_mask=real.long(), labels=labels, use_cache=False
+        )
         expected = expected + own.loss * count / total
     assert_same(mine, gradients(model, expected))
 
@@ -94,10 +110,14 @@ class NoCoefficient(torch.nn.Module):
     config = SimpleNamespace()
 
     def forward(self, input_ids, use_cache):
-        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 8, requires_grad=True), aux_loss=torch.ones(()))
+        return SimpleNamespace(
+            logits=torch.zeros(*input_ids.shape, 8, requires_grad=True), aux_loss=torch.ones(())
+        )
 
 
 def test_an_auxiliary_loss_without_a_coefficient_is_an_error():
     ids = torch.ones(1, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="NoCoefficient returns an auxiliary loss and has no router_aux_loss_coef"):
+    with pytest.raises(
+        ValueError, match="NoCoefficient returns an auxiliary loss and has no router_aux_loss_coef"
+    ):
         summed_loss(NoCoefficient(), {"input_ids": ids, "targets": ids})

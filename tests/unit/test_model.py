@@ -33,7 +33,9 @@ def filled(config, seed=1):
 
 def test_models_are_built_on_meta():
     model = build_model(Model(config=LLAMA), sequence_length=16)
-    assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert all(
+        parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters()
+    )
     assert list(find_blocks(model)) == ["model.layers.0", "model.layers.1"]
     assert vocabulary_size(model) == 64
 
@@ -41,9 +43,17 @@ def test_models_are_built_on_meta():
 @pytest.mark.parametrize(
     ("change", "length", "message"),
     [
-        ({"num_attention_heads": 3}, 16, "model.config: transformers refuses it: .*number of attention heads"),
+        (
+            {"num_attention_heads": 3},
+            16,
+            "model.config: transformers refuses it: .*number of attention heads",
+        ),
         ({"hidden_act": "nonsense"}, 16, "model.config: transformers refuses it"),
-        ({}, 65, "data.sequence_length: 65 is more than the 64 positions of the model; .*max_position_embeddings=65"),
+        (
+            {},
+            65,
+            "data.sequence_length: 65 is more than the 64 positions of the model; .*max_position_embeddings=65",
+        ),
     ],
 )
 def test_refused(change, length, message):
@@ -58,19 +68,27 @@ def test_unknown_attention_is_refused():
 
 def test_weights_are_drawn_as_the_class_says():
     state = filled(LLAMA | {"initializer_range": 0.5}).state_dict()
-    assert state["model.layers.0.self_attn.q_proj.weight"].std().item() == pytest.approx(0.5, rel=0.1)
+    assert state["model.layers.0.self_attn.q_proj.weight"].std().item() == pytest.approx(
+        0.5, rel=0.1
+    )
     assert state["model.embed_tokens.weight"].std().item() == pytest.approx(0.5, rel=0.1)
     assert torch.equal(state["model.norm.weight"], torch.ones(32))
 
 
 def test_weights_depend_on_seed_and_name_alone():
-    first, again, other = filled(LLAMA).state_dict(), filled(LLAMA).state_dict(), filled(LLAMA, seed=2).state_dict()
+    first, again, other = (
+        filled(LLAMA).state_dict(),
+        filled(LLAMA).state_dict(),
+        filled(LLAMA, seed=2).state_dict(),
+    )
     deeper = filled(LLAMA | {"num_hidden_layers": 3}).state_dict()
     for name, tensor in first.items():
         assert torch.equal(tensor, again[name])
         assert torch.equal(tensor, deeper[name]), "another block changes nothing for the others"
         assert "norm" in name or not torch.equal(tensor, other[name])
-    assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
+    assert not torch.equal(
+        first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"]
+    )
 
 
 def odd(seed=1, dtype=None):
@@ -89,7 +107,10 @@ def test_first_values_of_every_kind():
         assert torch.equal(tensor, odd()[name]), name
         assert name == "scalar" or not torch.equal(tensor, odd(seed=2)[name]), name
     assert (state["uniform"].min() >= -3, state["uniform"].max() <= -1) == (True, True)
-    assert (state["cut"].std().item(), state["cut"].abs().max() < 0.1) == (pytest.approx(0.02, rel=0.05), True)
+    assert (state["cut"].std().item(), state["cut"].abs().max() < 0.1) == (
+        pytest.approx(0.02, rel=0.05),
+        True,
+    )
     padded = state["padded"]
     assert (padded[3] == 0).all()
     assert (padded[-1] == 7).all()
@@ -106,14 +127,21 @@ def test_what_is_drawn_at_once_changes_nothing(monkeypatch):
     asked = []
     draw = philox.normal
     monkeypatch.setattr(philox, "numbers_at_once", lambda device: 37)
-    monkeypatch.setattr(philox, "normal", lambda key, first, count, device: asked.append(count) or draw(key, first, count, device))
+    monkeypatch.setattr(
+        philox,
+        "normal",
+        lambda key, first, count, device: asked.append(count) or draw(key, first, count, device),
+    )
     assert all(torch.equal(tensor, whole[name]) for name, tensor in odd().items())
     assert max(asked) == 37
 
 
 def test_weights_in_fewer_bits_are_the_same_draw_rounded():
     whole = odd()
-    assert all(torch.equal(tensor, whole[name].bfloat16()) for name, tensor in odd(dtype=torch.bfloat16).items())
+    assert all(
+        torch.equal(tensor, whole[name].bfloat16())
+        for name, tensor in odd(dtype=torch.bfloat16).items()
+    )
 
 
 def test_what_is_loaded_is_not_drawn():
@@ -125,7 +153,11 @@ def test_what_is_loaded_is_not_drawn():
     initialize(model, seed=1, loaded={"normal", "cut", "padded", "scalar"})
     drawn = odd()
     for name, tensor in model.named_parameters():
-        expected = torch.full_like(tensor, 5) if name in ("normal", "cut", "padded", "scalar") else drawn[name]
+        expected = (
+            torch.full_like(tensor, 5)
+            if name in ("normal", "cut", "padded", "scalar")
+            else drawn[name]
+        )
         assert torch.equal(tensor, expected), name
 
 
@@ -142,14 +174,19 @@ class Half(nn.Module):
 def test_a_parameter_without_a_value_is_refused():
     with torch.device("meta"):
         model = Half()
-    with pytest.raises(RecipeError, match=r"model: Half leaves the parameter shift without a value: .*compute it in reset_parameters"):
+    with pytest.raises(
+        RecipeError,
+        match=r"model: Half leaves the parameter shift without a value: .*compute it in reset_parameters",
+    ):
         random_weights(model, CPU, CPU, seed=1)
 
 
 def test_a_shared_parameter_is_drawn_once():
     """As after tie_weights of transformers: the first module's values, not those of the last."""
     with torch.device("meta"):
-        model = nn.ModuleDict({"first": nn.Embedding(6, 4, padding_idx=2), "second": nn.Linear(4, 6, bias=False)})
+        model = nn.ModuleDict(
+            {"first": nn.Embedding(6, 4, padding_idx=2), "second": nn.Linear(4, 6, bias=False)}
+        )
     model["second"].weight = model["first"].weight
     random_weights(model, CPU, CPU, seed=1)
     assert model["first"].weight is model["second"].weight
@@ -172,9 +209,18 @@ def test_tied_embeddings_stay_tied_and_rotary_buffers_are_those_of_from_config()
 
 def test_gpt2_residual_projections_have_their_own_scale():
     """Its class draws them again, in the parent of the layer: drawing layer by layer would miss it."""
-    config = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64}
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 64,
+        "n_embd": 64,
+        "n_layer": 8,
+        "n_head": 4,
+        "n_positions": 64,
+    }
     state = filled(config).state_dict()
-    assert state["transformer.h.3.mlp.c_proj.weight"].std().item() == pytest.approx(0.02 / (2 * 8) ** 0.5, rel=0.1)
+    assert state["transformer.h.3.mlp.c_proj.weight"].std().item() == pytest.approx(
+        0.02 / (2 * 8) ** 0.5, rel=0.1
+    )
     assert state["transformer.h.3.mlp.c_fc.weight"].std().item() == pytest.approx(0.02, rel=0.1)
 
 
@@ -185,11 +231,21 @@ def test_flops():
 
 
 def test_a_bert_from_a_config_is_refused_unless_it_is_a_decoder():
-    bert = {"model_type": "bert", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    with pytest.raises(RecipeError, match=r"model.config: bert is an encoder .*set model.config.is_decoder=true"):
+    bert = {
+        "model_type": "bert",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+    }
+    with pytest.raises(
+        RecipeError, match=r"model.config: bert is an encoder .*set model.config.is_decoder=true"
+    ):
         build_model(Model(config=bert), sequence_length=16)
     assert find_blocks(build_model(Model(config=bert | {"is_decoder": True}), sequence_length=16))
-    classifier = build_model(Model(config=bert, task="sequence_classification"), sequence_length=16, num_labels=5)
+    classifier = build_model(
+        Model(config=bert, task="sequence_classification"), sequence_length=16, num_labels=5
+    )
     assert classifier.config.num_labels == 5
 
 
@@ -197,24 +253,37 @@ def test_an_attention_that_the_model_has_not(monkeypatch):
     from transformers import LlamaForCausalLM
 
     monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
-    with pytest.raises(RecipeError, match=r"model.attention: transformers refuses it for this model; .*eager"):
+    with pytest.raises(
+        RecipeError, match=r"model.attention: transformers refuses it for this model; .*eager"
+    ):
         build_model(Model(config=LLAMA), sequence_length=16)
 
 
 def test_freeze():
-    model = build_model(Model(config=LLAMA, freeze=("model.embed_tokens.*", "*.layers.0.*")), sequence_length=16)
+    model = build_model(
+        Model(config=LLAMA, freeze=("model.embed_tokens.*", "*.layers.0.*")), sequence_length=16
+    )
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert not any("embed_tokens" in name or "layers.0." in name for name in trained)
     assert {"lm_head.weight", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"} <= trained
-    tied = build_model(Model(config=LLAMA | {"tie_word_embeddings": True}, freeze=("lm_head.weight",)), sequence_length=16)
+    tied = build_model(
+        Model(config=LLAMA | {"tie_word_embeddings": True}, freeze=("lm_head.weight",)),
+        sequence_length=16,
+    )
     assert not tied.model.embed_tokens.weight.requires_grad
 
 
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        (("model.embed_token.weight",), "model.freeze: model.embed_token.weight matches no parameter; the nearest names are model.embed_t"),
-        (("model.layers.0",), r"model.freeze: model.layers.0 matches no parameter; did you mean model.layers.0.\*\?"),
+        (
+            ("model.embed_token.weight",),
+            "model.freeze: model.embed_token.weight matches no parameter; the nearest names are model.embed_t",
+        ),
+        (
+            ("model.layers.0",),
+            r"model.freeze: model.layers.0 matches no parameter; did you mean model.layers.0.\*\?",
+        ),
         (("*",), r"model.freeze: \* leaves no parameter to train, of 21"),
     ],
 )
@@ -224,14 +293,24 @@ def test_freeze_refused(patterns, message):
 
 
 def test_flops_of_frozen_and_of_experts():
-    sparse = LLAMA | {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2}
+    sparse = LLAMA | {
+        "model_type": "mixtral",
+        "num_key_value_heads": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
     model = build_model(Model(config=sparse), sequence_length=16)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     others = sum(p.numel() for p in model.parameters()) - experts - 64 * 32
-    assert flops_per_token(model, sequence_length=16) == 6 * (others + experts / 4) + 12 * 2 * 32 * 16
+    assert (
+        flops_per_token(model, sequence_length=16) == 6 * (others + experts / 4) + 12 * 2 * 32 * 16
+    )
     frozen = build_model(Model(config=LLAMA, freeze=("lm_head.*",)), sequence_length=16)
     whole = build_model(Model(config=LLAMA), sequence_length=16)
-    assert flops_per_token(whole, sequence_length=16) - flops_per_token(frozen, sequence_length=16) == 2 * 64 * 32
+    assert (
+        flops_per_token(whole, sequence_length=16) - flops_per_token(frozen, sequence_length=16)
+        == 2 * 64 * 32
+    )
 
 
 VISION = """
@@ -293,14 +372,20 @@ def vision(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("vision")
 def test_a_builder_of_ones_own():
-    model = build_model(Model(builder="own_vision:vision", arguments={"width": 8}), sequence_length=16)
+    model = build_model(
+        Model(builder="own_vision:vision", arguments={"width": 8}), sequence_length=16
+    )
     blocks = find_blocks(model)
     assert list(blocks) == ["blocks.0", "blocks.1"]
-    assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert all(
+        parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters()
+    )
     assert vocabulary_size(model) is None
     assert flops_per_token(model, sequence_length=16) == 0.0
     random_weights(model, CPU, CPU, seed=1)
-    assert model.blocks[0].linear.weight.abs().max().item() == pytest.approx(8**-0.5, rel=0.2)  # as torch initializes it
+    assert model.blocks[0].linear.weight.abs().max().item() == pytest.approx(
+        8**-0.5, rel=0.2
+    )  # as torch initializes it
     assert torch.equal(model.blocks[1].norm.running_var, torch.ones(8))
     assert torch.equal(model.blocks[1].norm.weight, torch.ones(8))
 
@@ -309,9 +394,21 @@ def test_a_builder_of_ones_own():
 @pytest.mark.parametrize(
     ("builder", "arguments", "message"),
     [
-        ("own_vison:vision", {}, "model.builder: there is no module own_vison; it must lie in the current folder"),
-        ("own_vision:vison", {}, r"model.builder: own_vision \(.*\) has no function vison; it has .*vision"),
-        ("own_vision:vision", {"widht": 3}, r"model.arguments: own_vision:vision\(width, depth=2\) cannot be called with them: .*width"),
+        (
+            "own_vison:vision",
+            {},
+            "model.builder: there is no module own_vison; it must lie in the current folder",
+        ),
+        (
+            "own_vision:vison",
+            {},
+            r"model.builder: own_vision \(.*\) has no function vison; it has .*vision",
+        ),
+        (
+            "own_vision:vision",
+            {"widht": 3},
+            r"model.arguments: own_vision:vision\(width, depth=2\) cannot be called with them: .*width",
+        ),
         ("own_vision:nothing", {}, "must return a torch.nn.Module; it returned int"),
         ("own_vision:on_cpu", {}, "makes weight on a device of its own choice"),
     ],
@@ -326,7 +423,10 @@ def test_builder_refused(builder, arguments, message):
     ("builder", "message"),
     [
         ("own_vision:bare", r"the model \(Bare\) has parameters and no reset_parameters\(\)"),
-        ("own_vision:table", "leaves the buffer table without a value: models are built on the meta device"),
+        (
+            "own_vision:table",
+            "leaves the buffer table without a value: models are built on the meta device",
+        ),
     ],
 )
 def test_what_a_builder_leaves_without_a_value(builder, message):

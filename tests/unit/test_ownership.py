@@ -18,7 +18,9 @@ from launcher.reliability.lock import Ownership, current_owner, succeeds
 from launcher.reliability.run_directory import RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ALONE = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0)
+ALONE = Environment(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0
+)
 RACE = """
 import sys, time
 from pathlib import Path
@@ -74,7 +76,14 @@ def test_of_processes_that_race_one_gets_it_and_the_others_change_nothing(tmp_pa
     start = str(time.time() + 1.0)
     command = [sys.executable, "-c", RACE, str(tmp_path / "run"), start]
     racers = [
-        subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         for _ in range(4)
     ]
     try:
@@ -82,15 +91,21 @@ def test_of_processes_that_race_one_gets_it_and_the_others_change_nothing(tmp_pa
         assert sorted(line == "mine" for line in lines) == [False, False, False, True], lines
         winner = racers[lines.index("mine")]
         for line in lines:
-            assert line == "mine" or f"belongs to a run that goes on: process {winner.pid} on " in line
+            assert (
+                line == "mine" or f"belongs to a run that goes on: process {winner.pid} on " in line
+            )
         before = everything(tmp_path)
         assert [Path(name).name for name in before] == ["00000001.json"]
-        with pytest.raises(RecipeError, match=f"process {winner.pid} on .*nothing was changed there"):
+        with pytest.raises(
+            RecipeError, match=f"process {winner.pid} on .*nothing was changed there"
+        ):
             Ownership.take(tmp_path / "run", ALONE)
         assert everything(tmp_path) == before
         winner.kill()
         winner.wait(10)
-        after = Ownership.take(tmp_path / "run", ALONE)  # killed: it released nothing, but is not there
+        after = Ownership.take(
+            tmp_path / "run", ALONE
+        )  # killed: it released nothing, but is not there
         assert after.name == "00000002.json"
         after.release()
     finally:
@@ -132,7 +147,9 @@ def test_one_that_has_long_been_silent_is_not_watched(take, tmp_path, caplog):
     assert "watching" not in caplog.text
 
 
-def test_the_same_job_with_a_higher_restart_count_takes_over_and_the_old_owner_writes_nothing(take, tmp_path, caplog):
+def test_the_same_job_with_a_higher_restart_count_takes_over_and_the_old_owner_writes_nothing(
+    take, tmp_path, caplog
+):
     job = dataclasses.replace(ALONE, job="17")
     folder = RunFolder(tmp_path / "run")
     folder.ownership = take(job)
@@ -143,7 +160,9 @@ def test_the_same_job_with_a_higher_restart_count_takes_over_and_the_old_owner_w
     follower.check()
     with pytest.raises(RecipeError, match="Slurm job 17"):
         take(job)
-    rewrite(tmp_path / "run", machine="another", host="node7")  # alive, on a node that Slurm has lost
+    rewrite(
+        tmp_path / "run", machine="another", host="node7"
+    )  # alive, on a node that Slurm has lost
     take(dataclasses.replace(job, job_restart_count=1))
     assert "watching" not in caplog.text
     before = everything(tmp_path)
@@ -163,7 +182,14 @@ def test_the_same_job_with_a_higher_restart_count_takes_over_and_the_old_owner_w
 
 def test_who_is_a_later_start_of_whom():
     def owner(**changes):
-        base = {"job": None, "run_id": None, "restart_count": 0, "agent": None, "meeting_point": None, "job_restart_count": 0}
+        base = {
+            "job": None,
+            "run_id": None,
+            "restart_count": 0,
+            "agent": None,
+            "meeting_point": None,
+            "job_restart_count": 0,
+        }
         rest = {"token": "", "host": "", "machine": "", "pid": 1, "started": 1, "time": 0.0}
         return lock.Owner(**base | rest | changes)
 
@@ -179,7 +205,9 @@ def test_who_is_a_later_start_of_whom():
     node = {"run_id": "x", "meeting_point": "node1:29500"}
     assert over(node | {"restart_count": 1}, node)
     assert over(node, node), "an agent that restarts because another node does counts no restart"
-    assert not over(node | {"restart_count": 1}, node | {"meeting_point": "node2:29500"}), "another torchrun of the same id"
+    assert not over(node | {"restart_count": 1}, node | {"meeting_point": "node2:29500"}), (
+        "another torchrun of the same id"
+    )
     local = {"run_id": "none", "meeting_point": "127.0.0.1:29500"}
     assert not over(local | {"restart_count": 1}, local), "every machine has a localhost"
 
@@ -223,7 +251,11 @@ def test_events_count_attempts_and_survive_a_torn_line(tmp_path):
     other = RunFolder(tmp_path)
     other.note("started", ranks=1)
     other.note("resumed", step=5)
-    lines = [json.loads(line) for line in folder.events.read_text().splitlines() if not line.endswith("sav")]
+    lines = [
+        json.loads(line)
+        for line in folder.events.read_text().splitlines()
+        if not line.endswith("sav")
+    ]
     assert [(line["event"], line["attempt"], line["ranks"]) for line in lines] == [
         ("started", 1, 2),
         ("started", 2, 1),

@@ -25,7 +25,15 @@ BASE = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 1}
+GPT2 = {
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -46,7 +54,13 @@ MODELS = {
     "minicpm3": BASE | LATENT,
     "deepseek_v3": BASE
     | LATENT
-    | {"first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+    | {
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+    }
     | {"num_experts_per_tok": 2},
 }
 DOCUMENTS = [[5, 9, 2], [16]]
@@ -59,9 +73,13 @@ def config(model_type):
 
 def isolate(model_type, attention=None, settings=None, *, sequence_length=16, device=CPU):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings or config(model_type), dtype=torch.float32, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            settings or config(model_type), dtype=torch.float32, attn_implementation=attention
+        )
     dtype = torch.float32 if device == CPU else torch.bfloat16
-    isolation = isolate_documents(model, sequence_length=sequence_length, device=device, compute_dtype=dtype)
+    isolation = isolate_documents(
+        model, sequence_length=sequence_length, device=device, compute_dtype=dtype
+    )
     return isolation, model.config._attn_implementation
 
 
@@ -82,37 +100,60 @@ def test_packed_documents_are_as_alone(model_type, attention):
     isolation, name = isolate(model_type, attention)
     assert (isolation, name) == (("varlen", VARLEN) if attention == "sdpa" else ("mask", "eager"))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(model_type), dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        config(model_type), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     ids = torch.randint(64, (2, 16))
     weight = torch.randn(2, 16, 64)
     alone = torch.zeros(2, 16, 64)
     for row, sizes in enumerate(DOCUMENTS):
         for end, size in zip(torch.tensor(sizes).cumsum(0).tolist(), sizes, strict=True):
-            alone[row, end - size : end] = model(input_ids=ids[row : row + 1, end - size : end], use_cache=False).logits
+            alone[row, end - size : end] = model(
+                input_ids=ids[row : row + 1, end - size : end], use_cache=False
+            ).logits
     (alone * weight).sum().backward()
-    expected = {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
+    expected = {
+        key: parameter.grad.clone()
+        for key, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     model.zero_grad()
     model.set_attn_implementation(name)
-    inputs = {"position_ids": torch.stack([torch.cat([torch.arange(size) for size in sizes]) for sizes in DOCUMENTS])}
+    inputs = {
+        "position_ids": torch.stack(
+            [torch.cat([torch.arange(size) for size in sizes]) for sizes in DOCUMENTS]
+        )
+    }
     if isolation == "varlen":
         bounds = torch.tensor([0, 5, 14, 16, 32], dtype=torch.int32)
-        inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 16, "max_length_k": 16}
+        inputs |= {
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": 16,
+            "max_length_k": 16,
+        }
     packed = model(input_ids=ids, use_cache=False, **inputs).logits
     torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
     (packed * weight).sum().backward()
     for key, gradient in expected.items():
-        torch.testing.assert_close(model.get_parameter(key).grad, gradient, rtol=1e-4, atol=1e-4, msg=key)
+        torch.testing.assert_close(
+            model.get_parameter(key).grad, gradient, rtol=1e-4, atol=1e-4, msg=key
+        )
 
 
 def test_a_whole_row_needs_no_bounds():
     """A micro-batch in which no row is packed is attended densely, a sliding window included."""
     isolate("mistral", "sdpa")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config("mistral"), dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        config("mistral"), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     ids = torch.randint(64, (2, 16))
     expected = model(input_ids=ids, use_cache=False).logits
     model.set_attn_implementation(VARLEN)
-    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        model(input_ids=ids, use_cache=False).logits, expected, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -120,12 +161,16 @@ def test_padded_rows_need_no_mask(model_type, monkeypatch):
     """transformers is not asked for a mask, and where a token has a target nothing changes, padded or not, bit for bit."""
     attention = None if model_type == "gemma2" else "sdpa"  # gemma2 has eager attention alone
     with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(config(model_type), dtype=torch.float32, attn_implementation=attention)
+        shape = AutoModelForCausalLM.from_config(
+            config(model_type), dtype=torch.float32, attn_implementation=attention
+        )
     drop_causal_mask(shape)
     name = shape.config._attn_implementation
     assert name == (VARLEN if attention else "eager")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(model_type), dtype=torch.float32, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(
+        config(model_type), dtype=torch.float32, attn_implementation=attention
+    )
     ids = torch.randint(3, 64, (2, 16))
     ids[1, 9:] = 0  # padding
     weight = torch.randn(2, 16, 64)
@@ -135,13 +180,21 @@ def test_padded_rows_need_no_mask(model_type, monkeypatch):
         model.zero_grad()
         logits = model(input_ids=ids, use_cache=False, **mask).logits
         (logits * weight).sum().backward()
-        return [logits[0], logits[1, :9], *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+        return [
+            logits[0],
+            logits[1, :9],
+            *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+        ]
 
     expected = logits_and_gradients()
-    masked = logits_and_gradients(attention_mask=(torch.arange(16) < torch.tensor([[16], [9]])).long())
+    masked = logits_and_gradients(
+        attention_mask=(torch.arange(16) < torch.tensor([[16], [9]])).long()
+    )
     model.set_attn_implementation(name)
     if attention:
-        monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)  # called, it would raise
+        monkeypatch.setattr(
+            masking_utils, "find_packed_sequence_indices", None
+        )  # called, it would raise
     for found, same, near in zip(logits_and_gradients(), expected, masked, strict=True):
         assert torch.equal(found, same)
         torch.testing.assert_close(found, near, rtol=1e-4, atol=1e-4)
@@ -149,7 +202,12 @@ def test_padded_rows_need_no_mask(model_type, monkeypatch):
 
 def test_models_with_another_mask_keep_it():
     """Alibi, which is part of the mask; layers that see chunks; no attention of transformers' interface; not causal."""
-    for model_type, more in (("bloom", {}), ("llama4_text", {"attention_chunk_size": 4}), ("mamba", {}), ("llama", {"is_causal": False})):
+    for model_type, more in (
+        ("bloom", {}),
+        ("llama4_text", {"attention_chunk_size": 4}),
+        ("mamba", {}),
+        ("llama", {"is_causal": False}),
+    ):
         settings = AutoConfig.for_model(model_type, **BASE | more)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
@@ -158,7 +216,9 @@ def test_models_with_another_mask_keep_it():
         assert model.config._attn_implementation == before, model_type
 
 
-@pytest.mark.parametrize(("model_type", "crosses"), [("llama", False), ("bloom", True), ("falcon", True)])
+@pytest.mark.parametrize(
+    ("model_type", "crosses"), [("llama", False), ("bloom", True), ("falcon", True)]
+)
 def test_models_that_do_not_keep_documents_apart_are_found(model_type, crosses):
     """Alibi counts distance over the whole row: position_ids do not reach it."""
     settings = AutoConfig.for_model(model_type, **BASE)
@@ -168,7 +228,9 @@ def test_models_that_do_not_keep_documents_apart_are_found(model_type, crosses):
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
     model.train()
     if crosses:
-        with pytest.raises(RecipeError, match=r"data\.packing: in .* a packed document sees the one before it"):
+        with pytest.raises(
+            RecipeError, match=r"data\.packing: in .* a packed document sees the one before it"
+        ):
             check_isolation(model, name=model_type, vocabulary=64, device=CPU)
     else:
         check_isolation(model, name=model_type, vocabulary=64, device=CPU)
@@ -191,8 +253,15 @@ def test_rounding_of_the_dtype_is_no_crossing(dtype):
 
 
 def test_layers_that_carry_a_state_are_refused():
-    with pytest.raises(RecipeError, match=r"data\.packing: MambaForCausalLM has layers .* use packing: false"):
-        isolate("mamba", settings=AutoConfig.for_model("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2))
+    with pytest.raises(
+        RecipeError, match=r"data\.packing: MambaForCausalLM has layers .* use packing: false"
+    ):
+        isolate(
+            "mamba",
+            settings=AutoConfig.for_model(
+                "mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2
+            ),
+        )
 
 
 CUDA = torch.device("cuda")
@@ -209,14 +278,24 @@ CUDA = torch.device("cuda")
         ("doge", {"num_hidden_layers": 2}, "mask"),
     ],
 )
-def test_a_gpu_gets_variable_length_attention_where_its_kernel_can_compute_it(model_type, settings, expected):
-    assert isolate(model_type, settings=AutoConfig.for_model(model_type, **settings), device=CUDA)[0] == expected
+def test_a_gpu_gets_variable_length_attention_where_its_kernel_can_compute_it(
+    model_type, settings, expected
+):
+    assert (
+        isolate(model_type, settings=AutoConfig.for_model(model_type, **settings), device=CUDA)[0]
+        == expected
+    )
 
 
 def test_attention_in_chunks_is_refused_where_a_row_has_several():
-    settings = AutoConfig.for_model("llama4_text", **BASE, attention_chunk_size=16, num_local_experts=2, head_dim=8)
+    settings = AutoConfig.for_model(
+        "llama4_text", **BASE, attention_chunk_size=16, num_local_experts=2, head_dim=8
+    )
     assert isolate("llama4_text", settings=settings, sequence_length=16)[0] == "varlen"
-    with pytest.raises(RecipeError, match=r"data\.packing: Llama4ForCausalLM attends within chunks of 16 tokens.*at most 16"):
+    with pytest.raises(
+        RecipeError,
+        match=r"data\.packing: Llama4ForCausalLM attends within chunks of 16 tokens.*at most 16",
+    ):
         isolate("llama4_text", settings=settings, sequence_length=17)
 
 

@@ -1,4 +1,4 @@
-"""Memory ran out: what is counted, and what is told."""
+"""The out-of-memory report: what is counted, and what it says."""
 
 import dataclasses
 import io
@@ -19,8 +19,14 @@ from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, read_lines
 from tests.unit.made_plan import GIB, RECIPE, machine, made_plan
 
-CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.00 GiB is free."
-CPU_TEXT = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+CUDA_TEXT = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of "
+    "which 1.00 GiB is free."
+)
+CPU_TEXT = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+    "tried to allocate 4096 bytes."
+)
 
 
 @pytest.mark.parametrize(
@@ -31,18 +37,29 @@ CPU_TEXT = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: c
         (MemoryError("Unable to allocate 1.5 MiB for an array with shape (3,)"), 3 * 2**19),
         (MemoryError(), None),
         (RuntimeError("CUDA error: out of memory"), None),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), None),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            None,
+        ),
     ],
 )
-def test_errors_that_mean_it(error, size):
+def test_errors_of_memory(error, size):
     assert ran_out_of_memory(error)
     assert asked_for(error) == size
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("out of memory"), TrainingError("out of memory"), RuntimeError("shape mismatch"), OSError(28)]
+    "error",
+    [
+        ValueError("out of memory"),
+        TrainingError("out of memory"),
+        RuntimeError("shape mismatch"),
+        OSError(28),
+    ],
 )
-def test_errors_that_do_not(error):
+def test_other_errors(error):
     assert not ran_out_of_memory(error)
 
 
@@ -77,9 +94,14 @@ def test_what_is_there_is_counted_once():
     found = take_inventory(model, optimizer, torch.device("cpu"), buckets=False)
     assert found.parameters == 4 * (8 * 8 + 8 * 32)
     assert found.gradients == 4 * 8 * 8
-    assert 2 * found.gradients <= found.optimizer <= 2 * found.gradients + 64, "the two moments, and a count"
+    assert 2 * found.gradients <= found.optimizer <= 2 * found.gradients + 64, (
+        "the two moments, and a count"
+    )
     assert found.used > 2**24
-    assert take_inventory(model, optimizer, torch.device("cpu"), buckets=True).gradients == found.parameters
+    assert (
+        take_inventory(model, optimizer, torch.device("cpu"), buckets=True).gradients
+        == found.parameters
+    )
 
 
 def raised(model, micro_batch):
@@ -89,14 +111,30 @@ def raised(model, micro_batch):
         return error
 
 
-def examined(tmp_path, *, restarts_smaller=False, restarts_left=0, phase="forward", on=None, recipe=RECIPE):
+def examined(
+    tmp_path, *, restarts_smaller=False, restarts_left=0, phase="forward", on=None, recipe=RECIPE
+):
     environment = Environment(
-        rank=1, world_size=8, local_rank=1, local_world_size=8, torchrun=True, restart_count=0, restarts_left=restarts_left
+        rank=1,
+        world_size=8,
+        local_rank=1,
+        local_world_size=8,
+        torchrun=True,
+        restart_count=0,
+        restarts_left=restarts_left,
     )
-    died = PostMortem(recipe, on or machine(), environment=environment, run=RunFolder(tmp_path), restarts_smaller=restarts_smaller)
+    died = PostMortem(
+        recipe,
+        on or machine(),
+        environment=environment,
+        run=RunFolder(tmp_path),
+        restarts_smaller=restarts_smaller,
+    )
     model, optimizer = trained()
     died.training = Trained(model, optimizer, torch.device("cpu"))
-    return died.examine(raised(model, {"input_ids": torch.ones(4, 8)}), step=2, phase=phase, micro_batch=2)
+    return died.examine(
+        raised(model, {"input_ids": torch.ones(4, 8)}), step=2, phase=phase, micro_batch=2
+    )
 
 
 def test_where_it_ran_out(tmp_path):
@@ -105,14 +143,31 @@ def test_where_it_ran_out(tmp_path):
         "rank 1 of 8 ran out of GPU memory in step 3: in the forward pass of micro-batch 2 of 2 (input_ids 4 x 8), in 1",
         "it asked for 2.5 GiB",
     ]
-    assert account.noted.items() >= {"micro_batch_size": 4, "device": "H100", "sequence_length": 4096}.items()
-    assert examined(tmp_path, phase="checkpoint").noted == {}, "a smaller micro-batch would not help there"
+    assert (
+        account.noted.items()
+        >= {"micro_batch_size": 4, "device": "H100", "sequence_length": 4096}.items()
+    )
+    assert examined(tmp_path, phase="checkpoint").noted == {}, (
+        "a smaller micro-batch would not help there"
+    )
 
 
-def answers(plan, *rungs):
-    planned = {"components": dataclasses.asdict(plan.step.peak.components), "context": plan.context, "margin": plan.margin}
-    planned |= {"needed": plan.needed, "host": dataclasses.asdict(plan.host)}
-    return [planned, {"remedies": [dict(zip(("overrides", "needed", "tokens_per_second"), one, strict=True)) for one in rungs]}]
+def answers(plan, *found):
+    planned = {
+        "components": dataclasses.asdict(plan.step.peak.components),
+        "context": plan.context,
+        "margin": plan.margin,
+    }
+    planned |= {"needed": plan.needed, "host": plan.host.total}
+    return [
+        planned,
+        {
+            "suggestions": [
+                dict(zip(("overrides", "needed", "tokens_per_second"), one, strict=True))
+                for one in found
+            ]
+        },
+    ]
 
 
 def concluded(monkeypatch, account, found, trouble=""):
@@ -127,20 +182,27 @@ def concluded(monkeypatch, account, found, trouble=""):
 
 
 def with_inventory(account, **sizes):
-    account._inventory = Inventory(**({"gradients": 0, "on_host": 0, "total": 80 * GIB} | {k: round(v * GIB) for k, v in sizes.items()}))
+    account.inventory = Inventory(
+        **(
+            {"gradients": 0, "on_host": 0, "total": 80 * GIB}
+            | {k: round(v * GIB) for k, v in sizes.items()}
+        )
+    )
     return account
 
 
 HELD = {"parameters": 3.74, "optimizer": 7.48, "gradients": 3.74}
 
 
-def test_what_grew_stands_beside_the_plan_and_remedies_below(tmp_path, monkeypatch):
+def test_what_grew_stands_beside_the_plan_and_suggestions_below(tmp_path, monkeypatch):
     account = with_inventory(examined(tmp_path), **HELD, allocated=62, reserved=70, used=71)
     text, asked = concluded(
         monkeypatch,
         account,
         answers(
-            made_plan(), (["batch.micro_batch_size=2"], 40 * GIB, 1000.0), (["activation_checkpointing={mode: full}"], 30 * GIB, 750.0)
+            made_plan(),
+            (["batch.micro_batch_size=2"], 40 * GIB, 1000.0),
+            (["activation_checkpointing={mode: full}"], 30 * GIB, 750.0),
         ),
     )
     assert asked == {
@@ -171,11 +233,15 @@ def test_other_processes_and_plans_that_do_not_fit_are_named(tmp_path, monkeypat
     assert "other processes hold memory on this GPU: nvidia-smi names them" in text
     assert "nothing that the plan knows needs less on these devices" in text
     small = examined(tmp_path, on=machine(memory=40 * GIB))
-    text, _ = concluded(monkeypatch, with_inventory(small, **HELD, allocated=39, reserved=39, used=40), answers(made_plan()))
+    text, _ = concluded(
+        monkeypatch,
+        with_inventory(small, **HELD, allocated=39, reserved=39, used=40),
+        answers(made_plan()),
+    )
     assert "it does not fit, as `launcher plan` would have said" in text
 
 
-def test_without_an_answer_the_inventory_is_told_all_the_same(tmp_path, monkeypatch):
+def test_without_an_answer_the_inventory_is_reported_all_the_same(tmp_path, monkeypatch):
     text, _ = concluded(monkeypatch, examined(tmp_path), [], "planning took more than 60 s")
     assert "parameters" in text
     assert "by plan" not in text
@@ -183,10 +249,16 @@ def test_without_an_answer_the_inventory_is_told_all_the_same(tmp_path, monkeypa
 
 
 def test_where_a_restart_takes_a_smaller_one_at_once_nothing_is_asked(tmp_path, monkeypatch):
-    text, asked = concluded(monkeypatch, examined(tmp_path, restarts_smaller=True, restarts_left=1), [])
+    text, asked = concluded(
+        monkeypatch, examined(tmp_path, restarts_smaller=True, restarts_left=1), []
+    )
     assert asked == {}
-    assert text.endswith("batch.micro_batch_size is auto: the next start takes a smaller one, and goes on from the last checkpoint")
-    _, asked = concluded(monkeypatch, examined(tmp_path, restarts_smaller=True), answers(made_plan()))
+    assert text.endswith(
+        "batch.micro_batch_size is auto: the next start takes a smaller one, and resumes from the last checkpoint"
+    )
+    _, asked = concluded(
+        monkeypatch, examined(tmp_path, restarts_smaller=True), answers(made_plan())
+    )
     assert asked, "the last start: a person will read it"
     _, asked = concluded(monkeypatch, examined(tmp_path, restarts_left=1), answers(made_plan()))
     assert asked, "a restart runs out again: here nothing changes by itself"
@@ -199,14 +271,27 @@ def test_where_a_restart_takes_a_smaller_one_at_once_nothing_is_asked(tmp_path, 
 
 
 def test_a_kill_by_the_kernel(tmp_path, monkeypatch):
-    environment = Environment(rank=0, world_size=8, local_rank=0, local_world_size=8, torchrun=True, restart_count=0)
+    environment = Environment(
+        rank=0, world_size=8, local_rank=0, local_world_size=8, torchrun=True, restart_count=0
+    )
     recipe = dataclasses.replace(RECIPE, batch=Batch(global_batch_size=64, micro_batch_size=4))
-    died = PostMortem(recipe, machine(host_memory=512 * GIB), environment=environment, run=RunFolder(tmp_path), restarts_smaller=True)
+    died = PostMortem(
+        recipe,
+        machine(host_memory=512 * GIB),
+        environment=environment,
+        run=RunFolder(tmp_path),
+        restarts_smaller=True,
+    )
     account = died.killed("rank 3 of 8", 6)
-    assert account.told.startswith("rank 3 of 8 was ended in step 7 by the kernel, whose out-of-memory killer acts where")
+    assert account.told.startswith(
+        "rank 3 of 8 was ended in step 7 by the kernel, whose out-of-memory killer acts where"
+    )
     assert account.noted == {}, "the GPUs' micro-batch is not what host memory runs out of"
     text, _ = concluded(monkeypatch, account, answers(made_plan()))
-    assert "the plan gives a node 104.0 GiB of host memory, and 512.0 GiB were free at the start" in text
+    assert (
+        "the plan gives a node 104.0 GiB of host memory, and 512.0 GiB were free at the start"
+        in text
+    )
 
 
 class Told:
@@ -225,21 +310,30 @@ class Told:
 @pytest.mark.parametrize(
     ("error", "who"),
     [
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "a loader process of rank 0"),
+        (
+            RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
+            "a loader process of rank 0",
+        ),
         (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4"), "rank 1 of 2"),
     ],
 )
 def test_the_killer_is_named_where_its_counter_rose(tmp_path, monkeypatch, error, who):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = Environment(rank=0, world_size=2, local_rank=0, local_world_size=2, torchrun=True, restart_count=0)
+    environment = Environment(
+        rank=0, world_size=2, local_rank=0, local_world_size=2, torchrun=True, restart_count=0
+    )
     run = RunFolder(tmp_path)
     run.log.mkdir()
     console = io.StringIO()
     monkeypatch.setattr(host_memory, "killed", lambda: {"memory.events": 3})
-    watch = FailureWatch(store, environment=environment, run=run, console=console, progress=Progress())
+    watch = FailureWatch(
+        store, environment=environment, run=run, console=console, progress=Progress()
+    )
     try:
         watch.post_mortem = Told()
-        monkeypatch.setattr(host_memory, "killed_since", lambda before: before == {"memory.events": 3})
+        monkeypatch.setattr(
+            host_memory, "killed_since", lambda before: before == {"memory.events": 3}
+        )
         assert watch.report(error) == 1
     finally:
         watch.close()

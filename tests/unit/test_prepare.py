@@ -44,16 +44,29 @@ def recipe(tmp_path, monkeypatch):
 def test_every_set_is_tokenized_and_found_again(recipe, capsys, monkeypatch, messages):
     assert main(["prepare", recipe]) == 0
     printed = capsys.readouterr().out
-    for line in ("data.train.prose: 2 documents, 5 tokens: cache/", "data.train.ids: 1 documents, 2 tokens: cache/"):
+    for line in (
+        "data.train.prose: 2 documents, 5 tokens: cache/",
+        "data.train.ids: 1 documents, 2 tokens: cache/",
+    ):
         assert line in printed
-    for line in ("data.validation.near: 1 documents, 5 tokens: cache/", "data.validation.far: 1 documents, 4 tokens: cache/"):
+    for line in (
+        "data.validation.near: 1 documents, 5 tokens: cache/",
+        "data.validation.far: 1 documents, 4 tokens: cache/",
+    ):
         assert line in printed
-    assert printed.endswith("ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none\n")
+    assert printed.endswith(
+        "ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none\n"
+    )
     data = load_recipe([recipe], ranks=None).recipe.data
     for module in ("datasets", "transformers", "launcher.data.tokenization"):
         monkeypatch.setitem(sys.modules, module, None)
     before = len(messages())
-    for kind, files in (("text", ("prose.jsonl",)), ("tokens", ("ids.jsonl",)), ("text", ("near.txt",)), ("text", ("far.csv",))):
+    for kind, files in (
+        ("text", ("prose.jsonl",)),
+        ("tokens", ("ids.jsonl",)),
+        ("text", ("near.txt",)),
+        ("text", ("far.csv",)),
+    ):
         store = open_store(kind=kind, patterns=files, data=data, tokenizer="bytes", build=True)
         assert str(store.folder) in printed
     assert len(messages()) == before
@@ -71,7 +84,10 @@ def test_what_is_streamed_is_not_fetched(recipe, capsys):
     streamed = ["data.train=[prose.jsonl, me/large]", "data.streaming=true"]
     assert main(["prepare", recipe, *streamed]) == 0
     printed = capsys.readouterr().out
-    assert "data.train: read while training (data.streaming), me/large through the network\n" in printed
+    assert (
+        "data.train: read while training (data.streaming), me/large through the network\n"
+        in printed
+    )
     assert "data.validation.near: 1 documents" in printed
     assert printed.endswith("\nready\n")
 
@@ -79,7 +95,10 @@ def test_what_is_streamed_is_not_fetched(recipe, capsys):
 def test_ids_beyond_the_model_are_told(recipe, capsys):
     Path("ids.jsonl").write_text('{"input_ids": [1, 2]}\n{"input_ids": [300]}\n')
     assert main(["prepare", recipe]) == 2
-    assert capsys.readouterr().err == "ids.jsonl:2: token id 300 is beyond the model's vocabulary of 300 (model.config.vocab_size)\n"
+    assert (
+        capsys.readouterr().err
+        == "ids.jsonl:2: token id 300 is beyond the model's vocabulary of 300 (model.config.vocab_size)\n"
+    )
 
 
 def test_a_model_in_the_cache_of_the_hub(recipe, tmp_path):
@@ -101,13 +120,23 @@ def test_a_model_in_the_cache_of_the_hub(recipe, tmp_path):
         "run: {name: small, max_steps: 10}\nmodel: {path: me/model}\ndata: {kind: chat, train: chat.jsonl, cache: cache}\n"
         "batch: {global_batch_size: 8, micro_batch_size: 8}\n"
     )
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | {
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(REPOSITORY),
+    }
     command = [sys.executable, "-m", "launcher.cli.main", "prepare", "recipe=hub.yaml"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"model      me/model: {snapshot} (1." in done.stdout
     assert "data.train: 1 documents, " in done.stdout
-    gone = subprocess.run([*command, "model.path=me/gone"], env=environment, capture_output=True, text=True, timeout=120)
+    gone = subprocess.run(
+        [*command, "model.path=me/gone"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert gone.returncode == 2
     assert "model.path: me/gone is not in the hub's cache and could not be fetched: " in gone.stderr
     assert "Traceback" not in gone.stderr

@@ -16,7 +16,9 @@ from launcher.training.profiling import profiled
 )
 def test_start_step_is_a_step_of_the_run(first_step, expected, tmp_path):
     profile = schema.Profile(start_step=5, steps=2)
-    with profiled(profile, folder=tmp_path, rank=0, device=torch.device("cpu"), first_step=first_step) as step_done:
+    with profiled(
+        profile, folder=tmp_path, rank=0, device=torch.device("cpu"), first_step=first_step
+    ) as step_done:
         for step in range(first_step + 1, 9):
             with torch.profiler.record_function(f"train {step}"):
                 torch.ones(2).sum()

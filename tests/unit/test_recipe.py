@@ -43,7 +43,12 @@ COMPLETE = [REPOSITORY / "recipes" / f"{name}.yaml" for name in ("ddp", "fsdp", 
 
 YOURS = [f"data.train={REPOSITORY}/README.md"]
 """In the place of data that a user brings, in the recipes for real models."""
-MADE = [*YOURS, "data.validation=null", "data.tokenizer=bytes", "model={path: null, config: {model_type: llama}}"]
+MADE = [
+    *YOURS,
+    "data.validation=null",
+    "data.tokenizer=bytes",
+    "model={path: null, config: {model_type: llama}}",
+]
 """In the place of what `make finetune` makes."""
 
 
@@ -113,30 +118,57 @@ OVERRIDES = [
     ("data.validation=['*.txt']", "data.validation", ("*.txt",)),
     ("data.pin_memory=false", "data.pin_memory", False),
     ("strategy={kind: ddp, mixed_precision: null}", "strategy.mixed_precision", None),
-    ("strategy.mixed_precision.param_dtype=float16", "strategy.mixed_precision", MixedPrecision(param_dtype="float16")),
+    (
+        "strategy.mixed_precision.param_dtype=float16",
+        "strategy.mixed_precision",
+        MixedPrecision(param_dtype="float16"),
+    ),
     ("strategy.cpu_offload={}", "strategy.cpu_offload", CpuOffload()),
     ("strategy.cpu_offload.pin_memory=false", "strategy.cpu_offload", CpuOffload(pin_memory=False)),
     ("strategy.sync_every_micro_batch=auto", "strategy.sync_every_micro_batch", "auto"),
     ("strategy.sync_every_micro_batch=false", "strategy.sync_every_micro_batch", False),
-    ("activation_checkpointing={mode: selective}", "activation_checkpointing", ActivationCheckpointing(mode="selective")),
+    (
+        "activation_checkpointing={mode: selective}",
+        "activation_checkpointing",
+        ActivationCheckpointing(mode="selective"),
+    ),
     ("profile={start_step: 3, steps: 2}", "profile", Profile(start_step=3, steps=2)),
-    ("logging.wandb={project: p, mode: offline}", "logging.wandb", Wandb(project="p", mode="offline")),
+    (
+        "logging.wandb={project: p, mode: offline}",
+        "logging.wandb",
+        Wandb(project="p", mode="offline"),
+    ),
     ("checkpoint.export=at_end", "checkpoint.export", "at_end"),
     ("schedule={kind: wsd, decay_steps: 3}", "schedule.decay_steps", 3),
-    ("model.config.hidden_size=64", "model.config", {"model_type": "llama", "vocab_size": 300, "hidden_size": 64}),
-    ("model.config.rope_parameters={rope_type: default}", "model.config.rope_parameters", {"rope_type": "default"}),
+    (
+        "model.config.hidden_size=64",
+        "model.config",
+        {"model_type": "llama", "vocab_size": 300, "hidden_size": 64},
+    ),
+    (
+        "model.config.rope_parameters={rope_type: default}",
+        "model.config.rope_parameters",
+        {"rope_type": "default"},
+    ),
     ("model.config.vocab_size=257", "model.config.vocab_size", 257),
     ("run.seed=${run.max_steps}", "run.seed", 10),
     ("model={config: null, path: owner/name}", "model.path", "owner/name"),
     ("model.freeze=model.embed_tokens.*", "model.freeze", ("model.embed_tokens.*",)),
-    ("lora={rank: 8, target_modules: [q_proj, v_proj]}", "lora", Lora(rank=8, target_modules=("q_proj", "v_proj"))),
+    (
+        "lora={rank: 8, target_modules: [q_proj, v_proj]}",
+        "lora",
+        Lora(rank=8, target_modules=("q_proj", "v_proj")),
+    ),
     ("lora.dropout=0.1", "lora", Lora(dropout=0.1)),
     ("data.train=owner/name:train", "data.train", ("owner/name:train",)),
     ("data.train={web: {files: data.txt}}", "data.train", {"web": Source(files=("data.txt",))}),
     (
         "data.train={web: {files: [data.txt], weight: 2}, talk: {files: ./data.txt, kind: chat}}",
         "data.train",
-        {"web": Source(files=("data.txt",), weight=2.0), "talk": Source(files=("./data.txt",), kind="chat")},
+        {
+            "web": Source(files=("data.txt",), weight=2.0),
+            "talk": Source(files=("./data.txt",), kind="chat"),
+        },
     ),
     (
         "data.validation={near: data.txt, far: [data.txt, ./data.txt]}",
@@ -157,7 +189,9 @@ OVERRIDES = [
 ]
 
 
-@pytest.mark.parametrize(("override", "key", "value"), OVERRIDES, ids=[override for override, _, _ in OVERRIDES])
+@pytest.mark.parametrize(
+    ("override", "key", "value"), OVERRIDES, ids=[override for override, _, _ in OVERRIDES]
+)
 def test_an_override_sets_its_key_and_no_other(folder, override, key, value):
     plain, changed = load(), load(override)
     got = value_at(changed, key.split("."))
@@ -176,19 +210,30 @@ def test_ranks_that_do_not_divide_the_batch_may_go_on_with_a_run(folder):
     checkpoint = folder / "runs/small/checkpoints/step_00000005"
     checkpoint.mkdir(parents=True)
     assert load(ranks=3) == load()
-    assert load("checkpoint.resume=" + str(checkpoint), "run.dir=elsewhere", ranks=3).run.dir == "elsewhere"
+    assert (
+        load("checkpoint.resume=" + str(checkpoint), "run.dir=elsewhere", ranks=3).run.dir
+        == "elsewhere"
+    )
     with pytest.raises(RecipeError, match="60 is not a multiple of 8"):
         load("batch.global_batch_size=60", ranks=3)
 
 
 def test_the_best_checkpoint_goes_by_a_validation_of_any_kind(folder):
-    assert load("checkpoint.keep_best=eval_loss", "data.validation=[data.txt]").checkpoint.keep_best == "eval_loss"
-    own = ["model={config: null, builder: a.b:c}", "data={builder: a.b:c, train: null, tokenizer: null}"]
+    assert (
+        load("checkpoint.keep_best=eval_loss", "data.validation=[data.txt]").checkpoint.keep_best
+        == "eval_loss"
+    )
+    own = [
+        "model={config: null, builder: a.b:c}",
+        "data={builder: a.b:c, train: null, tokenizer: null}",
+    ]
     assert load("checkpoint.keep_best=eval_loss", *own).checkpoint.keep_best == "eval_loss"
 
 
 def test_the_last_of_several_overrides_holds(folder):
-    assert load("run.seed=1", "strategy.cpu_offload={}", "run.seed=2", "strategy.cpu_offload=null") == load("run.seed=2")
+    assert load(
+        "run.seed=1", "strategy.cpu_offload={}", "run.seed=2", "strategy.cpu_offload=null"
+    ) == load("run.seed=2")
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -201,30 +246,53 @@ def test_either_kind_runs_the_complete_recipe_of_the_other(kind):
 def test_interpolation(folder, monkeypatch):
     monkeypatch.setenv("DATA_FOLDER", str(folder))
     (folder / "x.yaml").write_text(
-        SMALL.replace("  max_steps: 10", "  max_steps: 10\n  dir: out/${run.name}-${run.seed}-${.max_steps}").replace(
-            "[data.txt]", '["${oc.env:DATA_FOLDER}/data.txt", "${stdlib:}/json/*.py", "${oc.env:UNSET,data.txt}"]'
+        SMALL.replace(
+            "  max_steps: 10", "  max_steps: 10\n  dir: out/${run.name}-${run.seed}-${.max_steps}"
+        ).replace(
+            "[data.txt]",
+            '["${oc.env:DATA_FOLDER}/data.txt", "${stdlib:}/json/*.py", "${oc.env:UNSET,data.txt}"]',
         )
     )
     recipe = load()
     assert recipe.run.dir == "out/small-1234-10"  # the seed is a default
-    assert recipe.data.train == (f"{folder}/data.txt", f"{sysconfig.get_path('stdlib')}/json/*.py", "data.txt")
+    assert recipe.data.train == (
+        f"{folder}/data.txt",
+        f"{sysconfig.get_path('stdlib')}/json/*.py",
+        "data.txt",
+    )
     assert load("run.name=b", "run.seed=5").run.dir == "out/b-5-10"
 
 
 def test_a_section_can_be_interpolated_or_merged(folder):
-    (folder / "x.yaml").write_text(SMALL + "evaluation: &often\n  every_steps: 3\nlogging:\n  tensorboard: true\n  <<: *often\n")
+    (folder / "x.yaml").write_text(
+        SMALL
+        + "evaluation: &often\n  every_steps: 3\nlogging:\n  tensorboard: true\n  <<: *often\n"
+    )
     loaded = load_recipe(["recipe=x.yaml"], ranks=None)
     assert loaded.recipe.logging == schema.Logging(every_steps=3, tensorboard=True)
     assert loaded.origins.of(("logging", "every_steps")) == "x.yaml:15"
     assert loaded.origins.of(("logging", "tensorboard")) == "x.yaml:17"
-    (folder / "x.yaml").write_text(SMALL + "evaluation: &often\n  every_steps: 3\nlogging:\n  every_steps: 9\n  <<: *often\n")
+    (folder / "x.yaml").write_text(
+        SMALL + "evaluation: &often\n  every_steps: 3\nlogging:\n  every_steps: 9\n  <<: *often\n"
+    )
     loaded = load_recipe(["recipe=x.yaml"], ranks=None)
-    assert (loaded.recipe.logging.every_steps, loaded.origins.of(("logging", "every_steps"))) == (9, "x.yaml:17")
+    assert (loaded.recipe.logging.every_steps, loaded.origins.of(("logging", "every_steps"))) == (
+        9,
+        "x.yaml:17",
+    )
 
 
 def test_origins(folder):
     loaded = load_recipe(
-        ["recipe=x.yaml", "run.seed=3", "strategy={kind: ddp}", "data.train=[data.txt]", "profile.steps=2", "profile.start_step=1"], ranks=1
+        [
+            "recipe=x.yaml",
+            "run.seed=3",
+            "strategy={kind: ddp}",
+            "data.train=[data.txt]",
+            "profile.steps=2",
+            "profile.start_step=1",
+        ],
+        ranks=1,
     )
     origins = {
         "run.name": "x.yaml:2",
@@ -243,11 +311,21 @@ def test_origins(folder):
 
 
 def test_what_turns_out_later_names_its_origin(folder):
-    loaded = load_recipe(["recipe=x.yaml", "strategy.mixed_precision={param_dtype: bfloat16}"], ranks=1)
-    assert str(loaded.refuse(("run", "max_steps"), "is no good")) == "x.yaml:3: run.max_steps: is no good"
+    loaded = load_recipe(
+        ["recipe=x.yaml", "strategy.mixed_precision={param_dtype: bfloat16}"], ranks=1
+    )
+    assert (
+        str(loaded.refuse(("run", "max_steps"), "is no good"))
+        == "x.yaml:3: run.max_steps: is no good"
+    )
     precision = ("strategy", "mixed_precision", "param_dtype")
-    assert str(loaded.refuse(precision, "no such GPU")) == "command line: strategy.mixed_precision.param_dtype: no such GPU"
-    assert str(loaded.refuse(("optimizer", "eps"), "too small")) == "x.yaml: optimizer.eps: too small"
+    assert (
+        str(loaded.refuse(precision, "no such GPU"))
+        == "command line: strategy.mixed_precision.param_dtype: no such GPU"
+    )
+    assert (
+        str(loaded.refuse(("optimizer", "eps"), "too small")) == "x.yaml: optimizer.eps: too small"
+    )
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
@@ -283,9 +361,18 @@ def test_a_mixture_survives_being_written_and_overridden(folder):
     assert load(recipe="y.yaml") == recipe
     assert to_yaml(load(recipe="y.yaml")) == (folder / "y.yaml").read_text()
 
-    assert load("data.train.web.weight=4").data.train == {"web": dataclasses.replace(web, weight=4.0), "talk": talk}
-    assert load("data.train.web.files=./data.txt").data.train["web"] == Source(files=("./data.txt",), weight=3.0)
-    assert load("data.train.code={files: data.txt}").data.train == {"web": web, "talk": talk, "code": Source(files=("data.txt",))}
+    assert load("data.train.web.weight=4").data.train == {
+        "web": dataclasses.replace(web, weight=4.0),
+        "talk": talk,
+    }
+    assert load("data.train.web.files=./data.txt").data.train["web"] == Source(
+        files=("./data.txt",), weight=3.0
+    )
+    assert load("data.train.code={files: data.txt}").data.train == {
+        "web": web,
+        "talk": talk,
+        "code": Source(files=("data.txt",)),
+    }
     assert load("data.train=[data.txt]").data.train == ("data.txt",)
     assert load("data.validation.near=./data.txt").data.validation["near"] == ("./data.txt",)
     assert load("data.validation=null").data.validation is None
@@ -325,10 +412,16 @@ TEXTS = [
 # fmt: on
 
 
-@pytest.mark.parametrize("texts", list(zip(TEXTS[::3], TEXTS[1::3], TEXTS[2::3], strict=True)), ids=repr)
+@pytest.mark.parametrize(
+    "texts", list(zip(TEXTS[::3], TEXTS[1::3], TEXTS[2::3], strict=True)), ids=repr
+)
 def test_text_survives_being_written(folder, texts):
     column, project, entity = texts
-    keys = {"data.text_column": column, "logging.wandb.project": project, "logging.wandb.entity": entity}
+    keys = {
+        "data.text_column": column,
+        "logging.wandb.project": project,
+        "logging.wandb.entity": entity,
+    }
     plain = load()
     recipe = dataclasses.replace(
         plain,
@@ -350,7 +443,12 @@ def test_numbers_survive_being_written(folder, number):
 
 def test_nothing_can_be_changed(folder):
     recipe = load(
-        *("strategy.cpu_offload={}", "activation_checkpointing={}", "logging.wandb={project: p}", "profile={start_step: 1, steps: 1}"),
+        *(
+            "strategy.cpu_offload={}",
+            "activation_checkpointing={}",
+            "logging.wandb={project: p}",
+            "profile={start_step: 1, steps: 1}",
+        ),
         *("lora={}", "data.train={a: {files: data.txt}}", "slurm={}"),
     )
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -370,7 +468,11 @@ def test_every_key_of_the_schema_has_a_docstring():
         assert ast.get_docstring(classes[kind.__name__]), kind
         for statement, after in zip(body, [*body[1:], None], strict=True):
             if isinstance(statement, ast.AnnAssign):
-                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+                documented = (
+                    isinstance(after, ast.Expr)
+                    and isinstance(after.value, ast.Constant)
+                    and isinstance(after.value.value, str)
+                )
                 if not (documented and after.value.value.strip()):
                     undocumented.append(f"{kind.__name__}.{statement.target.id}")
     assert undocumented == []
@@ -383,12 +485,25 @@ def test_the_json_schema_describes_every_key(capsys):
         section = printed if kind is Recipe else printed["$defs"][kind.__name__]
         assert list(section["properties"]) == [field.name for field in dataclasses.fields(kind)]
         assert section["description"].strip()
-        for key in section["properties"].values():  # a key described like its section has no description of its own
+        for key in section[
+            "properties"
+        ].values():  # a key described like its section has no description of its own
             assert key.get("description", key.get("$ref"))
         assert section["additionalProperties"] is False
     data, optimizer = printed["$defs"]["Data"], printed["$defs"]["Optimizer"]
-    assert [kind["type"] for kind in data["properties"]["train"]["anyOf"]] == ["string", "array", "object", "null"]
-    assert data["properties"]["kind"]["enum"] == ["text", "tokens", "chat", "instruct", "classification"]
+    assert [kind["type"] for kind in data["properties"]["train"]["anyOf"]] == [
+        "string",
+        "array",
+        "object",
+        "null",
+    ]
+    assert data["properties"]["kind"]["enum"] == [
+        "text",
+        "tokens",
+        "chat",
+        "instruct",
+        "classification",
+    ]
     rate = optimizer["properties"]["learning_rate"]
     assert (rate["type"], rate["minimum"], rate["default"]) == ("number", 0, 2e-5)
     assert printed["required"] == ["run", "model", "data", "batch"]
@@ -396,7 +511,12 @@ def test_the_json_schema_describes_every_key(capsys):
 
 def test_a_recipe_with_wrong_keys_decodes_to_the_sound_ones():
     """A checkpoint may hold a recipe with keys that this version does not know."""
-    plain = {"run": {"nam": "a", "seed": 3}, "data": {"train": [3]}, "profile": {"steps": "x"}, "gone": {}}
+    plain = {
+        "run": {"nam": "a", "seed": 3},
+        "data": {"train": [3]},
+        "profile": {"steps": "x"},
+        "gone": {},
+    }
     recipe, problems, unsound = decode(plain)
     assert (recipe.run.seed, recipe.data.train, recipe.profile) == (3, None, None)
     assert {dotted(path) for path in unsound} == {
@@ -418,7 +538,12 @@ def test_complete_recipes_show_every_key(file):
             if section is not None:
                 shown = (*path, field.name) in loaded.origins.lines
             else:
-                shown = re.search(rf"\b{field.name}\b", text[loaded.origins.lines[path] - 1].partition("#")[2]) is not None
+                shown = (
+                    re.search(
+                        rf"\b{field.name}\b", text[loaded.origins.lines[path] - 1].partition("#")[2]
+                    )
+                    is not None
+                )
             if not shown:
                 hidden.append(dotted((*path, field.name)))
     assert hidden == []
@@ -459,7 +584,14 @@ def test_a_recipe_is_checked_without_torch():
         "print(f'checked after {time.process_time():.2f} s of CPU time', file=sys.stderr)\n"
         "print(sorted(heavy))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     print(done.stderr)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
@@ -469,4 +601,6 @@ def test_a_config_key_that_only_the_model_reads_is_known():
     """The config class of qwen3_moe does not declare head_dim; its attention reads it."""
     config = {"model_type": "qwen3_moe", "head_dim": 32}
     assert list(config_problems(config, task="causal_lm")) == []
-    assert [key for key, _ in config_problems(config | {"head_dims": 32}, task="causal_lm")] == ["head_dims"]
+    assert [key for key, _ in config_problems(config | {"head_dims": 32}, task="causal_lm")] == [
+        "head_dims"
+    ]

@@ -21,7 +21,9 @@ ALONE = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
 
 
 def step(number, *, tokens=100, loss=1.0, skipped=0.0, waited=0.5):
-    batch = GlobalBatch(number, [], Counts([tokens - 1, tokens, 0, 0], ALONE, None), 8 * number, waited)
+    batch = GlobalBatch(
+        number, [], Counts([tokens - 1, tokens, 0, 0], ALONE, None), 8 * number, waited
+    )
     return Step(number, torch.tensor(loss), torch.tensor(2.0), torch.tensor(skipped), 1e-3, batch)
 
 
@@ -69,7 +71,9 @@ def test_the_peak_is_that_since_the_last_record(monkeypatch):
 def test_the_peak_of_a_gpu_is_reset_once_it_was_read(monkeypatch):
     peak = [700]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 200))
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 200)
+    )
     assert [recorder._peak_memory(torch.device("cuda")) for _ in range(2)] == [700, 200]
 
 
@@ -82,7 +86,9 @@ def reporter(folder):
 
 
 def lines(folder):
-    return [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_line_is_written_after_the_next_step_or_before_a_pause(reporter, folder):

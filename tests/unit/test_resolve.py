@@ -1,4 +1,4 @@
-"""`auto`: what is chosen, what is told, what failed before; the ladder stands in."""
+"""`auto`: what is chosen and why, what failed before. The search is replaced."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -6,45 +6,50 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.errors import RecipeError
-from launcher.planner import detect, resolve, separate_process, suggestions
+from launcher.planner import answers, detect, separate_process
 from launcher.recipe.schema import ActivationCheckpointing, Batch, CpuOffload, Lora, Strategy
 from launcher.recipe.validate import leaves_open
-from tests.unit.made_plan import GIB, RECIPE, machine, made_ladder, made_plan, rung
+from tests.unit.made_plan import GIB, RECIPE, configuration, machine, made_ladder, made_plan
 
-OPEN = dataclasses.replace(RECIPE, strategy=Strategy(kind="auto"), batch=Batch(global_batch_size=64, micro_batch_size="auto"))
+OPEN = dataclasses.replace(
+    RECIPE,
+    strategy=Strategy(kind="auto"),
+    batch=Batch(global_batch_size=64, micro_batch_size="auto"),
+)
 
 
-def test_nothing_is_asked_where_nothing_is_open(monkeypatch):
-    monkeypatch.setattr(resolve, "fastest_that_fits", None)
-    assert resolve.resolve(RECIPE, machine()).recipe is RECIPE
+def test_nothing_is_asked_where_nothing_is_open():
+    assert detect.resolve_auto(RECIPE, machine(), ranks=None, run=None, say=None) is RECIPE
     assert not leaves_open(RECIPE)
     assert leaves_open(dataclasses.replace(RECIPE, batch=OPEN.batch))
     assert leaves_open(dataclasses.replace(RECIPE, strategy=OPEN.strategy))
 
 
-def test_the_fastest_that_fits_is_taken_and_told(monkeypatch):
+def test_the_fastest_that_fits_is_chosen(monkeypatch):
     asked = []
 
     def fastest(recipe, machine, *, plan_of, limit_micro_batch):
         asked.append(limit_micro_batch)
-        return rung(("strategy.kind=fsdp", "batch.micro_batch_size=2"), made_plan(), 74_000, micro=2)
+        return configuration(
+            ("strategy.kind=fsdp", "batch.micro_batch_size=2"), made_plan(), 74_000, micro=2
+        )
 
-    monkeypatch.setattr(resolve, "fastest_that_fits", fastest)
-    found = resolve.resolve(OPEN, machine(), limit_micro_batch=3)
+    monkeypatch.setattr(answers, "fastest_that_fits", fastest)
+    found = answers.choose(OPEN, machine(), limit_micro_batch=3)
     assert asked == [3]
-    assert found.recipe.batch.micro_batch_size == 2
-    assert found.overrides == ("strategy.kind=fsdp", "batch.micro_batch_size=2")
-    assert found.why == (
+    assert "micro_batch_size: 2" in found["recipe"]
+    assert found["overrides"] == ["strategy.kind=fsdp", "batch.micro_batch_size=2"]
+    assert found["why"] == (
         "fsdp, bf16; 2 sequences of 4,096 tokens x 4 micro-batches x 8 ranks = 64 a step. "
         "The fastest that fits: by plan 46.9 GiB of 80.0 GiB a rank, 74,000 tokens/s"
     )
 
 
-def test_where_nothing_fits_what_would_is_told(monkeypatch):
-    monkeypatch.setattr(resolve, "fastest_that_fits", lambda *_, **__: None)
-    monkeypatch.setattr(resolve, "make_ladder", lambda *_, **__: made_ladder(fits=False))
+def test_where_nothing_fits_the_error_has_suggestions(monkeypatch):
+    monkeypatch.setattr(answers, "fastest_that_fits", lambda *_, **__: None)
+    monkeypatch.setattr(answers, "make_ladder", lambda *_, **__: made_ladder(fits=False))
     with pytest.raises(RecipeError) as caught:
-        resolve.resolve(OPEN, machine(memory=8 * GIB))
+        answers.choose(OPEN, machine(memory=8 * GIB), limit_micro_batch=None)
     assert caught.value.problems == [
         "strategy.kind: auto: nothing that the plan knows fits 8 x H100 with 8.0 GiB each",
         "  16 GPUs instead of 8: gpus_per_node=8 nodes=2",
@@ -52,51 +57,80 @@ def test_where_nothing_fits_what_would_is_told(monkeypatch):
     ]
 
 
-def test_after_the_smallest_micro_batch_failed_it_is_refused_with_remedies(monkeypatch):
-    monkeypatch.setattr(resolve, "fastest_that_fits", lambda *_, **__: rung((), made_plan(), 70_000, micro=1))
-    monkeypatch.setattr(resolve, "make_plan", lambda *_, **__: made_plan())
-    monkeypatch.setattr(suggestions, "make_ladder", lambda *_, **__: made_ladder())
+def test_after_the_smallest_micro_batch_failed_the_error_has_suggestions(monkeypatch):
+    monkeypatch.setattr(
+        answers,
+        "fastest_that_fits",
+        lambda *_, **__: configuration((), made_plan(), 70_000, micro=1),
+    )
+    monkeypatch.setattr(answers, "make_plan", lambda *_, **__: made_plan())
+    monkeypatch.setattr(answers, "make_ladder", lambda *_, **__: made_ladder())
     with pytest.raises(RecipeError) as caught:
-        resolve.resolve(OPEN, machine(), limit_micro_batch=0)
+        answers.choose(OPEN, machine(), limit_micro_batch=0)
     first, *rest = caught.value.problems
     assert "a micro-batch of 1 ran out of memory already" in first
     assert "  strategy.cpu_offload={pin_memory: true} activation_checkpointing={mode: full}" in rest
 
 
 def failed(**changes):
-    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | detect.noted_of(RECIPE, machine())
+    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | detect.noted_of(
+        RECIPE, machine()
+    )
     return event | changes
 
 
 def test_only_what_ran_out_here_counts():
     others = [
-        *(failed(**{name: value}) for name, value in (("ranks", 4), ("device", "A100"), ("sequence_length", 512), ("reason", "hang"))),
+        *(
+            failed(**{name: value})
+            for name, value in (
+                ("ranks", 4),
+                ("device", "A100"),
+                ("sequence_length", 512),
+                ("reason", "hang"),
+            )
+        ),
         *({"event": "failed", "reason": "out_of_memory", "ranks": 8}, {"event": "started"}),
         failed(micro_batch_size=None),
     ]
     assert detect.failed_micro_batches(others, machine=machine(), recipe=OPEN) == []
-    assert detect.failed_micro_batches([*others, failed(), failed(micro_batch_size=2)], machine=machine(), recipe=OPEN) == [4, 2]
+    assert detect.failed_micro_batches(
+        [*others, failed(), failed(micro_batch_size=2)], machine=machine(), recipe=OPEN
+    ) == [4, 2]
 
 
 def test_what_is_noted_is_what_is_looked_for():
-    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | detect.noted_of(RECIPE, machine())
+    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | detect.noted_of(
+        RECIPE, machine()
+    )
     assert detect.failed_micro_batches([event], machine=machine(), recipe=OPEN) == [4]
 
 
-def test_who_takes_a_remedy_is_not_held_to_what_failed_before_it():
-    written = dataclasses.replace(RECIPE, batch=dataclasses.replace(RECIPE.batch, micro_batch_size="auto"))
-    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | detect.noted_of(RECIPE, machine())
+def test_a_failure_before_a_suggestion_was_taken_does_not_count():
+    written = dataclasses.replace(
+        RECIPE, batch=dataclasses.replace(RECIPE.batch, micro_batch_size="auto")
+    )
+    event = {"event": "failed", "reason": "out_of_memory", "ranks": 8} | detect.noted_of(
+        RECIPE, machine()
+    )
     assert detect.failed_micro_batches([event], machine=machine(), recipe=written) == [4]
-    for remedy in (
+    for change in (
         {"activation_checkpointing": ActivationCheckpointing(mode="full")},
         {"strategy": dataclasses.replace(RECIPE.strategy, cpu_offload=CpuOffload())},
         {"lora": Lora()},
     ):
-        assert detect.failed_micro_batches([event], machine=machine(), recipe=dataclasses.replace(written, **remedy)) == []
+        assert (
+            detect.failed_micro_batches(
+                [event], machine=machine(), recipe=dataclasses.replace(written, **change)
+            )
+            == []
+        )
 
 
 def test_a_machine_comes_through_json():
-    assert separate_process.machine_from(dataclasses.asdict(machine(host_memory=GIB))) == machine(host_memory=GIB)
+    assert separate_process.machine_from(dataclasses.asdict(machine(host_memory=GIB))) == machine(
+        host_memory=GIB
+    )
 
 
 def limits_of(monkeypatch, plan, **measured):
@@ -104,32 +138,42 @@ def limits_of(monkeypatch, plan, **measured):
 
     def ladder(recipe, machine, **_):
         seen.append(machine.memory)
-        return SimpleNamespace(rungs=())
+        return SimpleNamespace(configurations=())
 
-    monkeypatch.setattr(suggestions, "make_ladder", ladder)
-    assert suggestions.what_fits(RECIPE, plan.machine, plan, **measured) == []
+    monkeypatch.setattr(answers, "make_ladder", ladder)
+    assert answers.what_fits(RECIPE, plan.machine, plan, **measured) == []
     return seen[0]
 
 
-def test_remedies_need_less_than_what_failed(monkeypatch):
+def test_suggestions_need_less_than_what_failed(monkeypatch):
     plan = made_plan()
     tensors = plan.step.peak.components.total
-    assert limits_of(monkeypatch, plan) == pytest.approx(plan.needed - 0.03 * tensors, abs=2), "it failed, whatever the plan says"
+    assert limits_of(monkeypatch, plan) == pytest.approx(plan.needed - 0.03 * tensors, abs=2), (
+        "it failed, whatever the plan says"
+    )
     large = made_plan(3.0)
     tensors, context = large.step.peak.components.total, large.context
     assert limits_of(monkeypatch, large, measured=tensors) == 80 * GIB
-    assert limits_of(monkeypatch, large, measured=2 * tensors) == pytest.approx(context + (80 * GIB - context) / 2, abs=2), "half of it"
-    assert limits_of(monkeypatch, large, outside=context + 30 * GIB) == 50 * GIB, "another process has taken it"
-
-
-def test_remedies_are_the_fastest_few_that_fit(monkeypatch):
-    ladder = made_ladder()
-    not_fitting = rung(("batch.micro_batch_size=32",), made_plan(5.0), 99_000)
-    monkeypatch.setattr(
-        suggestions, "make_ladder", lambda *_, **__: SimpleNamespace(rungs=(not_fitting, *reversed(ladder.rungs), ladder.asked))
+    assert limits_of(monkeypatch, large, measured=2 * tensors) == pytest.approx(
+        context + (80 * GIB - context) / 2, abs=2
+    ), "half of it"
+    assert limits_of(monkeypatch, large, outside=context + 30 * GIB) == 50 * GIB, (
+        "another process has taken it"
     )
-    fitting = suggestions.what_fits(RECIPE, machine(), made_plan())
+
+
+def test_suggestions_are_the_fastest_few_that_fit(monkeypatch):
+    ladder = made_ladder()
+    not_fitting = configuration(("batch.micro_batch_size=32",), made_plan(5.0), 99_000)
+    monkeypatch.setattr(
+        answers,
+        "make_ladder",
+        lambda *_, **__: SimpleNamespace(
+            configurations=(not_fitting, *reversed(ladder.configurations), ladder.asked)
+        ),
+    )
+    fitting = answers.what_fits(RECIPE, machine(), made_plan())
     assert [one.tokens_per_second for one in fitting] == sorted(
-        (one.tokens_per_second for one in ladder.rungs if one.plan.fits), reverse=True
+        (one.tokens_per_second for one in ladder.configurations if one.plan.fits), reverse=True
     )
     assert all(one.overrides for one in fitting)

@@ -8,7 +8,13 @@ import pytest
 import torch
 import yaml
 
-from launcher.checkpoint.resume import check_changes, check_data, check_stream, choose_resume, data_changes
+from launcher.checkpoint.resume import (
+    check_changes,
+    check_data,
+    check_stream,
+    choose_resume,
+    data_changes,
+)
 from launcher.data.setup import open_run_data
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel
@@ -53,17 +59,35 @@ def test_what_may_change(changes):
 )
 def test_what_alters_the_training_is_refused(change, line):
     with pytest.raises(RecipeError) as refused:
-        check_changes(recipe(), recipe(change, "run.max_steps=7"), allow=False, checkpoint=Path("run/checkpoints/step_00000005"))
+        check_changes(
+            recipe(),
+            recipe(change, "run.max_steps=7"),
+            allow=False,
+            checkpoint=Path("run/checkpoints/step_00000005"),
+        )
     first, *middle, last = refused.value.problems
-    assert first.startswith("run/checkpoints/step_00000005 was written by a run with another recipe")
+    assert first.startswith(
+        "run/checkpoints/step_00000005 was written by a run with another recipe"
+    )
     assert len(middle) == 1
     assert middle[0].startswith(f"  {line}"), "and not the number of steps, which may change"
     assert "checkpoint.allow_changes=true" in last
-    assert any(line in told for told in check_changes(recipe(), recipe(change), allow=True, checkpoint=Path("c")))
+    assert any(
+        line in told
+        for told in check_changes(recipe(), recipe(change), allow=True, checkpoint=Path("c"))
+    )
 
 
 def test_nothing_changed():
-    assert check_changes(recipe(), recipe("run.dir=elsewhere", "checkpoint.resume=never"), allow=False, checkpoint=Path("c")) == []
+    assert (
+        check_changes(
+            recipe(),
+            recipe("run.dir=elsewhere", "checkpoint.resume=never"),
+            allow=False,
+            checkpoint=Path("c"),
+        )
+        == []
+    )
 
 
 # Changed data
@@ -77,7 +101,13 @@ def fingerprint(tmp_path):
         file.write_text("".join(json.dumps({"text": f"{row}{number}"}) + "\n" for row in range(4)))
 
     def found(*, streaming=False, train=(str(tmp_path / "?.jsonl"),), ranks=1):
-        data = schema.Data(train=train, tokenizer="bytes", sequence_length=8, cache=str(tmp_path / "cache"), streaming=streaming)
+        data = schema.Data(
+            train=train,
+            tokenizer="bytes",
+            sequence_length=8,
+            cache=str(tmp_path / "cache"),
+            streaming=streaming,
+        )
         recipe = schema.Recipe(
             run=schema.Run(name="resumed", max_steps=2),
             model=schema.Model(config={}),
@@ -103,14 +133,19 @@ def fingerprint(tmp_path):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_rows_that_were_appended_are_noticed_and_the_file_is_named(fingerprint, streaming):
     before = fingerprint(streaming=streaming)
-    assert check_data(before, fingerprint(streaming=streaming), allow=False, checkpoint=Path("c")) == []
+    assert (
+        check_data(before, fingerprint(streaming=streaming), allow=False, checkpoint=Path("c"))
+        == []
+    )
     fingerprint.b.write_text(fingerprint.b.read_text() + '{"text": "x"}\n')
     now = fingerprint(streaming=streaming)
     with pytest.raises(RecipeError) as refused:
         check_data(before, now, allow=False, checkpoint=Path("run/checkpoints/step_00000005"))
     first, *lines, last = refused.value.problems
     assert first.startswith("run/checkpoints/step_00000005 was written by a run on other data")
-    assert lines == [f"  {fingerprint.b}: size 60 -> 74"] + (["  documents: 8 -> 9", "  tokens: 24 -> 26"] if not streaming else [])
+    assert lines == [f"  {fingerprint.b}: size 60 -> 74"] + (
+        ["  documents: 8 -> 9", "  tokens: 24 -> 26"] if not streaming else []
+    )
     assert "checkpoint.allow_changes=true" in last
     assert len(check_data(before, now, allow=True, checkpoint=Path("c"))) == len(lines)
 
@@ -118,10 +153,15 @@ def test_rows_that_were_appended_are_noticed_and_the_file_is_named(fingerprint, 
 def test_files_that_came_went_or_were_edited_are_named(fingerprint):
     before = fingerprint()
     fingerprint.a.write_text(fingerprint.a.read_text().replace("30", "31"))
-    assert list(data_changes(before, fingerprint())) == [f"{fingerprint.a}, {fingerprint.b}: other content in as many bytes"]
+    assert list(data_changes(before, fingerprint())) == [
+        f"{fingerprint.a}, {fingerprint.b}: other content in as many bytes"
+    ]
     fingerprint.b.rename(fingerprint.b.with_name("c.jsonl"))
     lines = list(data_changes(before, fingerprint()))
-    assert lines == [f"{fingerprint.b}: is gone", f"{fingerprint.b.with_name('c.jsonl')}: was not there"]
+    assert lines == [
+        f"{fingerprint.b}: is gone",
+        f"{fingerprint.b.with_name('c.jsonl')}: was not there",
+    ]
 
 
 def test_the_same_content_is_no_change_whatever_else_is(fingerprint):
@@ -130,11 +170,16 @@ def test_the_same_content_is_no_change_whatever_else_is(fingerprint):
     fingerprint.b.write_text(fingerprint.b.read_text() + "\n\n")
     now = fingerprint()
     assert list(data_changes(before, now)) == []
-    assert list(data_changes(before | {"content": None}, now)) == [f"{fingerprint.b}: size 60 -> 62"]
+    assert list(data_changes(before | {"content": None}, now)) == [
+        f"{fingerprint.b}: size 60 -> 62"
+    ]
 
 
 def test_a_mixture_is_compared_part_by_part(fingerprint):
-    train = {name: schema.Source(files=(str(file),)) for name, file in (("one", fingerprint.a), ("two", fingerprint.b))}
+    train = {
+        name: schema.Source(files=(str(file),))
+        for name, file in (("one", fingerprint.a), ("two", fingerprint.b))
+    }
     before = fingerprint(train=train)
     fingerprint.b.write_text(fingerprint.b.read_text() + '{"text": "x"}\n')
     assert next(data_changes(before, fingerprint(train=train))) == f"{fingerprint.b}: size 60 -> 74"
@@ -143,7 +188,10 @@ def test_a_mixture_is_compared_part_by_part(fingerprint):
 def test_another_tokenizer_or_template_is_a_change_of_a_stream():
     before = {"files": {"a": 1}, "tokenizer": "x", "chat_template": None}
     lines = list(data_changes(before, before | {"tokenizer": "y", "chat_template": "z"}))
-    assert lines == ["data.tokenizer: its content has changed", "data.chat_template: its content has changed"]
+    assert lines == [
+        "data.tokenizer: its content has changed",
+        "data.chat_template: its content has changed",
+    ]
     assert list(data_changes({"samples": 1000}, {"samples": 1100})) == ["samples: 1,000 -> 1,100"]
 
 
@@ -161,7 +209,15 @@ def test_the_record_ends_with_the_checkpoint(tmp_path):
 
 
 def environment(**more):
-    standard = {"rank": 0, "world_size": 2, "local_rank": 0, "local_world_size": 2, "torchrun": True, "restart_count": 0, "parent": 77}
+    standard = {
+        "rank": 0,
+        "world_size": 2,
+        "local_rank": 0,
+        "local_world_size": 2,
+        "torchrun": True,
+        "restart_count": 0,
+        "parent": 77,
+    }
     return Environment(**standard | more)
 
 
@@ -192,21 +248,34 @@ def test_a_restart_that_was_refused_before_is_refused_again(tmp_path):
     run.metrics.write_text('{"step": 1, "loss": 2.0}\n')
     again = RunFolder(tmp_path)
     with pytest.raises(RecipeError, match=r"holds a run already"):
-        choose_resume(again, loaded.recipe, to_yaml(loaded.recipe), restarted=again.was_begun_by(environment(restart_count=1)))
+        choose_resume(
+            again,
+            loaded.recipe,
+            to_yaml(loaded.recipe),
+            restarted=again.was_begun_by(environment(restart_count=1)),
+        )
     assert run.metrics.read_text()
     restarted = again.was_begun_by(environment(restart_count=1, parent=5))
-    assert choose_resume(again, loaded.recipe, to_yaml(loaded.recipe), restarted=restarted) == "never"
+    assert (
+        choose_resume(again, loaded.recipe, to_yaml(loaded.recipe), restarted=restarted) == "never"
+    )
 
 
 def choose(folder, resume, *, restarted=False):
-    loaded = load_recipe(["recipe=fsdp", f"run.dir={folder}", f"checkpoint.resume={resume}"], ranks=None)
-    return choose_resume(RunFolder(folder), loaded.recipe, to_yaml(loaded.recipe), restarted=restarted)
+    loaded = load_recipe(
+        ["recipe=fsdp", f"run.dir={folder}", f"checkpoint.resume={resume}"], ranks=None
+    )
+    return choose_resume(
+        RunFolder(folder), loaded.recipe, to_yaml(loaded.recipe), restarted=restarted
+    )
 
 
 def checkpoint(folder, step):
     path = folder / f"checkpoints/step_{step:08}"
     path.mkdir(parents=True)
-    (path / "state.json").write_text(json.dumps({"recipe": to_yaml(load_recipe(["recipe=fsdp"], ranks=None).recipe)}))
+    (path / "state.json").write_text(
+        json.dumps({"recipe": to_yaml(load_recipe(["recipe=fsdp"], ranks=None).recipe)})
+    )
     return path
 
 
@@ -228,12 +297,17 @@ def test_a_folder_started_from_a_path_continues_from_its_own_newest_checkpoint(t
 def test_a_path_into_a_folder_with_another_history_is_refused(tmp_path):
     source, run = checkpoint(tmp_path / "source", 8), RunFolder(tmp_path / "run")
     own = [checkpoint(run.path, step) for step in (4, 16)]
-    with pytest.raises(RecipeError, match=r"holds a run already, and it was not started from .*source/.*=auto continues it; give another"):
+    with pytest.raises(
+        RecipeError,
+        match=r"holds a run already, and it was not started from .*source/.*=auto continues it; give another",
+    ):
         choose(run.path, source)
     with pytest.raises(RecipeError, match=r"holds a run already, and checkpoint.resume is never"):
         choose(run.path, "never")
     run.note("resumed", step=4)
-    assert choose(run.path, own[0]) == str(own[0]), "back to a checkpoint of its own: an explicit rewind"
+    assert choose(run.path, own[0]) == str(own[0]), (
+        "back to a checkpoint of its own: an explicit rewind"
+    )
     run.note("resumed", step=4, origin=str(own[0]))
     assert choose(run.path, own[0]) == "auto", "which a restart does not repeat"
 
@@ -242,8 +316,14 @@ def test_a_stream_does_not_go_on_in_another_order_unless_it_may():
     saved = {"version": 2, "order": "a", "samples": 8, "places": [[0, 0, 0, 0]]}
     check_stream(saved, "a", allow=False, checkpoint=Path("c"))
     check_stream(None, None, allow=False, checkpoint=Path("c"))
-    with pytest.raises(RecipeError, match=r"^c cannot be resumed with data\.streaming: the files, or what decides the order"):
+    with pytest.raises(
+        RecipeError,
+        match=r"^c cannot be resumed with data\.streaming: the files, or what decides the order",
+    ):
         check_stream(saved, "b", allow=False, checkpoint=Path("c"))
-    with pytest.raises(RecipeError, match=r"written by a version of the launcher whose streaming order was another.*allow_changes=true"):
+    with pytest.raises(
+        RecipeError,
+        match=r"written by a version of the launcher whose streaming order was another.*allow_changes=true",
+    ):
         check_stream(None, "b", allow=False, checkpoint=Path("c"))
     check_stream(None, "b", allow=True, checkpoint=Path("c"))

@@ -25,7 +25,10 @@ RATES = [
     ("constant", 0, None, {1: 1.0, 10: 1.0}),
     ("wsd", 0, 2, {1: 1.0, 8: 1.0, 9: 0.55, 10: 0.1}),
     ("cosine", 10, None, {1: 0.1, 5: 0.5, 10: 1.0}),  # warm-up to the end
-    *((kind, 100, None, {1: 0.01, 5: 0.05, 10: 0.1}) for kind in ("cosine", "linear", "constant", "wsd")),  # and beyond
+    *(
+        (kind, 100, None, {1: 0.01, 5: 0.05, 10: 0.1})
+        for kind in ("cosine", "linear", "constant", "wsd")
+    ),  # and beyond
 ]
 
 
@@ -34,13 +37,17 @@ def test_learning_rate(kind, warmup, decay, rates):
     schedule = schema.Schedule(kind=kind, warmup_steps=warmup, min_ratio=0.1, decay_steps=decay)
     for peak in (1.0, 3e-4):
         at = learning_rate(schedule, peak=peak, steps=10)
-        assert {step: at(step) for step in rates} == pytest.approx({step: peak * rate for step, rate in rates.items()})
+        assert {step: at(step) for step in rates} == pytest.approx(
+            {step: peak * rate for step, rate in rates.items()}
+        )
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize(("min_ratio", "last"), [(0.0, 0.0), (0.1, 0.2), (1.0, 2.0)])
 def test_the_last_step_has_the_least(kind, min_ratio, last):
-    at = learning_rate(schema.Schedule(kind=kind, warmup_steps=3, min_ratio=min_ratio), peak=2.0, steps=57)
+    at = learning_rate(
+        schema.Schedule(kind=kind, warmup_steps=3, min_ratio=min_ratio), peak=2.0, steps=57
+    )
     rates = [at(step) for step in range(1, 58)]
     assert rates[-1] == pytest.approx(last)
     assert rates[:3] == sorted(rates[:3])
@@ -48,9 +55,13 @@ def test_the_last_step_has_the_least(kind, min_ratio, last):
     assert max(rates) == rates[2] == 2.0
 
 
-@pytest.mark.parametrize(("kind", "rate"), [("cosine", 0.1), ("linear", 0.1), ("wsd", 0.1), ("constant", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "rate"), [("cosine", 0.1), ("linear", 0.1), ("wsd", 0.1), ("constant", 1.0)]
+)
 def test_a_run_of_one_step(kind, rate):
-    assert learning_rate(schema.Schedule(kind=kind, warmup_steps=0), peak=1.0, steps=1)(1) == pytest.approx(rate)
+    assert learning_rate(schema.Schedule(kind=kind, warmup_steps=0), peak=1.0, steps=1)(
+        1
+    ) == pytest.approx(rate)
 
 
 BAD, GOOD = torch.tensor(1.0), torch.tensor(0.0)
@@ -76,7 +87,9 @@ def test_the_loss_scale_doubles_after_2000_good_steps():
     assert scale_after(scale, (GOOD, 1)) == 131072.0
     assert scale_after(scale, (GOOD, 1000)) == 131072.0
     assert scale_after(scale, (BAD, 1)) == 65536.0
-    assert scale_after(scale, (GOOD, 1999)) == 65536.0, "the good steps before the skipped one do not count"
+    assert scale_after(scale, (GOOD, 1999)) == 65536.0, (
+        "the good steps before the skipped one do not count"
+    )
     assert scale_after(scale, (GOOD, 1)) == 131072.0
 
 
@@ -88,7 +101,9 @@ def test_the_loss_scale_is_one_outside_float16():
 
 def small_model():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3), nn.Linear(3, 3, bias=False))
+    model = nn.Sequential(
+        nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3), nn.Linear(3, 3, bias=False)
+    )
     model[3].weight.requires_grad_(False)
     return model
 
@@ -98,11 +113,23 @@ def test_optimizer_takes_its_section():
     model = small_model()
     optimizer = make_optimizer(model, section)
     matrices, vectors = optimizer.param_groups
-    assert [id(parameter) for parameter in matrices["params"]] == [id(model[0].weight), id(model[2].weight)]
-    assert [id(parameter) for parameter in vectors["params"]] == [id(model[1].weight), id(model[1].bias), id(model[2].bias)]
+    assert [id(parameter) for parameter in matrices["params"]] == [
+        id(model[0].weight),
+        id(model[2].weight),
+    ]
+    assert [id(parameter) for parameter in vectors["params"]] == [
+        id(model[1].weight),
+        id(model[1].bias),
+        id(model[2].bias),
+    ]
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
     for group in (matrices, vectors):
-        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (0.1, (0.8, 0.9), 1e-6, True)
+        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (
+            0.1,
+            (0.8, 0.9),
+            1e-6,
+            True,
+        )
 
 
 def test_weight_decay_shrinks_matrices_only():
@@ -114,10 +141,14 @@ def test_weight_decay_shrinks_matrices_only():
     optimizer.step()
     shrunk = {"0.weight", "2.weight"}
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, before[name] * (1 - 0.1 * 0.5 if name in shrunk else 1))
+        torch.testing.assert_close(
+            parameter, before[name] * (1 - 0.1 * 0.5 if name in shrunk else 1)
+        )
 
 
-@pytest.mark.parametrize("model", [nn.Linear(2, 2, bias=False), nn.LayerNorm(2)], ids=["matrices", "vectors"])
+@pytest.mark.parametrize(
+    "model", [nn.Linear(2, 2, bias=False), nn.LayerNorm(2)], ids=["matrices", "vectors"]
+)
 def test_a_model_of_one_sort(model):
     (group,) = make_optimizer(model, schema.Optimizer()).param_groups
     assert len(group["params"]) == len(list(model.parameters()))

@@ -16,8 +16,8 @@ import pytest
 
 from launcher.cli import submit as command
 from launcher.cli.main import run as launcher
-from launcher.cli.plan import as_json
 from launcher.errors import RecipeError
+from launcher.planner.formatting import as_json
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Slurm
 from launcher.reliability.run_directory import RunFolder
@@ -37,13 +37,27 @@ def job(run_dir="/runs/a", *, runs=1, **more):
     asked = {field.name for field in dataclasses.fields(Slurm)} - {"lead", "python"}
     slurm = {key: more.pop(key) for key in list(more) if key in asked}
     folders = [Path(run_dir) if runs == 1 else Path(run_dir, str(number)) for number in range(runs)]
-    settings = {"name": "a", "lead": 300, "log": Path("/runs/a/slurm/job_%j.log"), "directory": Path("/home/me"), "python": Path("/py")}
-    return JobScript(slurm=Slurm(**slurm), runs=tuple((folder, folder / "slurm/recipe_1.yaml") for folder in folders), **(settings | more))
+    settings = {
+        "name": "a",
+        "lead": 300,
+        "log": Path("/runs/a/slurm/job_%j.log"),
+        "directory": Path("/home/me"),
+        "python": Path("/py"),
+    }
+    return JobScript(
+        slurm=Slurm(**slurm),
+        runs=tuple((folder, folder / "slurm/recipe_1.yaml") for folder in folders),
+        **(settings | more),
+    )
 
 
 def options(text):
     """Of the #SBATCH lines, read as a shell would, which is how sbatch does."""
-    return [shlex.split(line)[1] for line in text.replace("#SBATCH", "SBATCH").splitlines() if line.startswith("SBATCH ")]
+    return [
+        shlex.split(line)[1]
+        for line in text.replace("#SBATCH", "SBATCH").splitlines()
+        if line.startswith("SBATCH ")
+    ]
 
 
 # The script
@@ -77,21 +91,57 @@ def test_the_script_has_all_options():
     )
     assert options(text) == [
         *("--job-name=a", "--nodes=2-4", "--gpus-per-node=8", "--cpus-per-task=64", "--mem=500G"),
-        *("--time=1-12:00:00", "--partition=gpu", "--account=me", "--qos=low", "--constraint=h100", "--exclude=n[1-3]"),
-        *("--reservation=r", "--mail-user=me@here", "--mail-type=END,FAIL,REQUEUE", "--array=0-2%2", "--dependency=afterok:7"),
-        *("--signal=B:USR1@300", "--chdir=/home/me", "--output=/runs/a/slurm/job_%j.log", "--requeue", "--open-mode=append"),
+        *(
+            "--time=1-12:00:00",
+            "--partition=gpu",
+            "--account=me",
+            "--qos=low",
+            "--constraint=h100",
+            "--exclude=n[1-3]",
+        ),
+        *(
+            "--reservation=r",
+            "--mail-user=me@here",
+            "--mail-type=END,FAIL,REQUEUE",
+            "--array=0-2%2",
+            "--dependency=afterok:7",
+        ),
+        *(
+            "--signal=B:USR1@300",
+            "--chdir=/home/me",
+            "--output=/runs/a/slurm/job_%j.log",
+            "--requeue",
+            "--open-mode=append",
+        ),
         "--exclusive",
     ]
-    order = ["trap 'warned=1", "module load cuda", "NCCL_DEBUG=", "NCCL_SOCKET_IFNAME=ib0", "export NCCL_IB_HCA=mlx5", "exec /py"]
+    order = [
+        "trap 'warned=1",
+        "module load cuda",
+        "NCCL_DEBUG=",
+        "NCCL_SOCKET_IFNAME=ib0",
+        "export NCCL_IB_HCA=mlx5",
+        "exec /py",
+    ]
     assert sorted(order, key=text.index) == order
     told = job_options(text, "7", "9")
     assert [run for run, _ in told.run] == ["/runs/a/0", "/runs/a/1", "/runs/a/2"]
     assert (told.ranks_per_node, told.max_restarts, told.max_failures, told.lead) == (8, 5, 3, 300)
-    assert (told.srun_extra, told.interface, told.preflight) == (["--container-image=i"], "ib0", False)
+    assert (told.srun_extra, told.interface, told.preflight) == (
+        ["--container-image=i"],
+        "ib0",
+        False,
+    )
     assert (told.script, told.chain) == ("/spool/script", ["7", "9"])
     plain = render(job(preflight=True, nodes=2, ranks_per_node=3))
     told = job_options(plain)
-    assert (told.ranks_per_node, told.preflight, told.interface, told.srun_extra, told.chain) == (3, True, None, [], [])
+    assert (told.ranks_per_node, told.preflight, told.interface, told.srun_extra, told.chain) == (
+        3,
+        True,
+        None,
+        [],
+        [],
+    )
     assert "--gpus-per-node" not in plain, "a node of CPUs"
     assert len(plain.splitlines()) < 40, "read at a glance"
 
@@ -106,18 +156,30 @@ def job_options(text, *arguments):
     return read_options([*words[words.index("launcher.slurm.job") + 1 :], *arguments])
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (Debian: apt-get install shellcheck)")
+@pytest.mark.skipif(
+    shutil.which("shellcheck") is None,
+    reason="shellcheck is not installed (Debian: apt-get install shellcheck)",
+)
 @pytest.mark.parametrize(
     "settings",
     [
         {},
         {"preflight": True},
-        {"runs": 3, "preflight": True, "interface": "ib0", "setup": (":",), "environment": {"A": "b c"}, "srun_extra": ("-v",)},
+        {
+            "runs": 3,
+            "preflight": True,
+            "interface": "ib0",
+            "setup": (":",),
+            "environment": {"A": "b c"},
+            "srun_extra": ("-v",),
+        },
     ],
 )
 def test_shellcheck_finds_nothing(settings, tmp_path):
     (tmp_path / "script").write_text(render(job(**settings)))
-    done = subprocess.run(["shellcheck", tmp_path / "script"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["shellcheck", tmp_path / "script"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -127,11 +189,21 @@ HOSTILE = "we ird'\"; $(touch HACKED) `touch HACKED` #\\ %j &"
 def test_names_are_quoted(tmp_path):
     """The script is run, with another program for the job: it gets the folder that was named."""
     run_dir = tmp_path / HOSTILE
-    text = render(job(str(run_dir), name=HOSTILE, partition=HOSTILE, environment={"VALUE": HOSTILE + "\nmore"}, python=tmp_path / "python"))
+    text = render(
+        job(
+            str(run_dir),
+            name=HOSTILE,
+            partition=HOSTILE,
+            environment={"VALUE": HOSTILE + "\nmore"},
+            python=tmp_path / "python",
+        )
+    )
     asked = options(text)
     assert len(asked) == len(options(render(job(partition="p"))))
     assert {f"--job-name={HOSTILE}", f"--partition={HOSTILE}"} <= set(asked)
-    (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\0" "$@" > arguments; printf %s "$VALUE" > value\n')
+    (tmp_path / "python").write_text(
+        '#!/bin/bash\nprintf "%s\\0" "$@" > arguments; printf %s "$VALUE" > value\n'
+    )
     (tmp_path / "python").chmod(0o755)
     subprocess.run(["bash", "-c", text], cwd=tmp_path, check=True, timeout=20, capture_output=True)
     told = read_options((tmp_path / "arguments").read_text().split("\0")[2:-1])
@@ -151,7 +223,10 @@ def test_line_breaks_are_refused(text):
 def test_nodes_and_ranks():
     assert list(node_counts(Slurm(nodes="2-4"))) == [2, 3, 4]
     assert list(node_counts(Slurm(nodes=2))) == [2]
-    assert [ranks_per_node(slurm) for slurm in (Slurm(), Slurm(gpus_per_node=8), Slurm(gpus_per_node=8, ranks_per_node=2))] == [1, 8, 2]
+    assert [
+        ranks_per_node(slurm)
+        for slurm in (Slurm(), Slurm(gpus_per_node=8), Slurm(gpus_per_node=8, ranks_per_node=2))
+    ] == [1, 8, 2]
 
 
 # The arguments
@@ -166,9 +241,24 @@ def test_arguments_stay_text_and_win_over_the_recipe(folder, capsys):
     with (folder / "x.yaml").open("a") as recipe:
         recipe.write('slurm: {time: "9:00:00", partition: slow, account: "0123", nodes: 2}\n')
     asked = options(
-        submit_dry("time=1:30:00", "partition=0x10", "gpus_per_node=4", "sbatch_extra=--nice=5", "sbatch_extra=-H", capsys=capsys)
+        submit_dry(
+            "time=1:30:00",
+            "partition=0x10",
+            "gpus_per_node=4",
+            "sbatch_extra=--nice=5",
+            "sbatch_extra=-H",
+            capsys=capsys,
+        )
     )
-    for option in ("--time=1:30:00", "--partition=0x10", "--account=0123", "--nodes=2", "--gpus-per-node=4", "--nice=5", "-H"):
+    for option in (
+        "--time=1:30:00",
+        "--partition=0x10",
+        "--account=0123",
+        "--nodes=2",
+        "--gpus-per-node=4",
+        "--nice=5",
+        "-H",
+    ):
         assert option in asked
     assert f"--chdir={folder}" in asked
     assert f"--output={folder}/runs/small/slurm/job_%j.log" in asked
@@ -178,22 +268,40 @@ def test_arguments_stay_text_and_win_over_the_recipe(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["time=soon"], "...slurm.time=\"soon\": must be minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS; got 'soon'"),
+        (
+            ["time=soon"],
+            "...slurm.time=\"soon\": must be minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS; got 'soon'",
+        ),
         (["nodes=4-2"], "...must be a number, or a range such as 2-4; got '4-2'"),
         (["nodes=0"], "...slurm.nodes=0: must be at least 1; got 0"),
         (["host_memory=much"], "...must be a number with K, M, G or T, such as 500G; got 'much'"),
-        (["account=a\nb"], "...slurm.account=...holds a character that cannot stand in a job script..."),
+        (
+            ["account=a\nb"],
+            "...slurm.account=...holds a character that cannot stand in a job script...",
+        ),
         (["sbatch_extra=rm"], "...must be options, --name or --name=value; got 'rm'"),
-        (["sbatch_extra=--exclusive --account=x"], "...must be options, --name or --name=value; got..."),
+        (
+            ["sbatch_extra=--exclusive --account=x"],
+            "...must be options, --name or --name=value; got...",
+        ),
         (["slurm.environment={A B: x}"], "...'A B' is no name of an environment variable"),
-        (["--wiat"], "command line: --wiat: no option of launcher submit; did you mean wait?; there are gpu, ..."),
+        (
+            ["--wiat"],
+            "command line: --wiat: no option of launcher submit; did you mean wait?; there are gpu, ...",
+        ),
         (["throttle=2"], "command line: throttle: of a sweep only..."),
         (
             ["nodes=2-4"],
             "on 3 of 2-4 nodes: x.yaml:12: batch.global_batch_size: 64 is not a multiple of 8 (micro-batch) x 3 (ranks) = 24...",
         ),
-        (["sweep.optimizer.learning_rate=1e-3,1e-3"], "command line: sweep: two runs would have the same name..."),
-        (["sweep.optimizer.learning_rate=1e-3,fast"], "command line: optimizer.learning_rate=fast: must be a number; got 'fast'"),
+        (
+            ["sweep.optimizer.learning_rate=1e-3,1e-3"],
+            "command line: sweep: two runs would have the same name...",
+        ),
+        (
+            ["sweep.optimizer.learning_rate=1e-3,fast"],
+            "command line: optimizer.learning_rate=fast: must be a number; got 'fast'",
+        ),
     ],
 )
 def test_mistakes_are_reported_before_submission(folder, words, problem):
@@ -204,15 +312,33 @@ def test_mistakes_are_reported_before_submission(folder, words, problem):
 
 
 def test_a_sweep_has_a_folder_and_a_recipe_for_each_combination(folder, capsys):
-    text = submit_dry("sweep.optimizer.learning_rate=1e-3,2e-3", "sweep.optimizer.betas=[0.9,0.95],[0.8,0.9]", "throttle=3", capsys=capsys)
+    text = submit_dry(
+        "sweep.optimizer.learning_rate=1e-3,2e-3",
+        "sweep.optimizer.betas=[0.9,0.95],[0.8,0.9]",
+        "throttle=3",
+        capsys=capsys,
+    )
     assert "--array=0-3%3" in options(text)
     assert "--job-name=small" in options(text)
     found = re.findall(r"runs/small/(\S+?)/slurm/recipe_", text)
-    assert found == [f"learning_rate={rate},betas=_{betas}_" for rate in ("1e-3", "2e-3") for betas in ("0.9_0.95", "0.8_0.9")]
+    assert found == [
+        f"learning_rate={rate},betas=_{betas}_"
+        for rate in ("1e-3", "2e-3")
+        for betas in ("0.9_0.95", "0.8_0.9")
+    ]
 
 
 @pytest.mark.parametrize(
-    ("limit", "lead"), [(None, 300), ("1:00:00", 300), ("4", 120), ("4:00", 120), ("1-0", 300), ("0:2:30", 75), ("UNLIMITED", 300)]
+    ("limit", "lead"),
+    [
+        (None, 300),
+        ("1:00:00", 300),
+        ("4", 120),
+        ("4:00", 120),
+        ("1-0", 300),
+        ("0:2:30", 75),
+        ("UNLIMITED", 300),
+    ],
 )
 def test_a_run_is_not_warned_in_the_first_half_of_its_time(folder, capsys, limit, lead):
     text = submit_dry(*([f"time={limit}"] if limit else []), capsys=capsys)
@@ -254,8 +380,12 @@ def test_the_plan_is_asked_in_a_process_of_its_own(folder, memory, status, fits,
     if memory != "":
         recipe = load_recipe(["recipe=x.yaml"], ranks=None).recipe
         text = json.dumps(as_json(recipe, made_plan(memory=memory), None))
-    (folder / "plan.py").write_text(f"import sys; print({text!r}); print('it broke', sys.argv[1:], file=sys.stderr); sys.exit({status})")
-    checked = submit.check_plan(["recipe=x", "nodes=2"], command=[sys.executable, folder / "plan.py"])
+    (folder / "plan.py").write_text(
+        f"import sys; print({text!r}); print('it broke', sys.argv[1:], file=sys.stderr); sys.exit({status})"
+    )
+    checked = submit.check_plan(
+        ["recipe=x", "nodes=2"], command=[sys.executable, folder / "plan.py"]
+    )
     assert checked.fits is fits
     assert says(said, checked.said), checked.said
 
@@ -273,17 +403,44 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
     words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500G"]
     assert launcher(["submit", *words]) == 3
     overrides = ["slurm.nodes=2", "slurm.gpus_per_node=4", 'slurm.host_memory="500G"']
-    assert asked == [["recipe=x.yaml", *overrides, "nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500GiB"]]
+    assert asked == [
+        [
+            "recipe=x.yaml",
+            *overrides,
+            "nodes=2",
+            "gpus_per_node=4",
+            "gpu=h100",
+            "host_memory=500GiB",
+        ]
+    ]
     assert "needs 90 GiB of 80 GiB\nnot submitted" in capsys.readouterr().err
     assert not (folder / "runs").exists()
     assert launcher(["submit", "recipe=x.yaml", "gpus_per_node=4", "run.name=unplanned"]) == 0
-    assert "note: whether it fits was not checked: say for which GPU, such as gpu=h100" in capsys.readouterr().out
+    assert (
+        "note: whether it fits was not checked: say for which GPU, such as gpu=h100"
+        in capsys.readouterr().out
+    )
     assert len(asked) == 1
     assert launcher(["submit", *words, "--force"]) == 0
     assert "submitted job 7: small, 2 nodes x 4 GPUs" in capsys.readouterr().out
-    assert launcher(["submit", *words, "sweep.batch.micro_batch_size=1,2", "sweep.optimizer.learning_rate=1e-4,2e-4"]) == 3
-    assert "batch.micro_batch_size=1 optimizer.learning_rate=1e-4: needs 90 GiB of 80 GiB\nnot submitted" in capsys.readouterr().err
-    assert command._of_different_memory([("batch.micro_batch_size", ["1", "2"]), ("optimizer.learning_rate", ["1e-4", "2e-4"])]) == [
+    assert (
+        launcher(
+            [
+                "submit",
+                *words,
+                "sweep.batch.micro_batch_size=1,2",
+                "sweep.optimizer.learning_rate=1e-4,2e-4",
+            ]
+        )
+        == 3
+    )
+    assert (
+        "batch.micro_batch_size=1 optimizer.learning_rate=1e-4: needs 90 GiB of 80 GiB\nnot submitted"
+        in capsys.readouterr().err
+    )
+    assert command._of_different_memory(
+        [("batch.micro_batch_size", ["1", "2"]), ("optimizer.learning_rate", ["1e-4", "2e-4"])]
+    ) == [
         ["batch.micro_batch_size=1", "optimizer.learning_rate=1e-4"],
         ["batch.micro_batch_size=2", "optimizer.learning_rate=1e-4"],
     ]
@@ -291,7 +448,9 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
     assert "nodes: 2" in snapshot.read_text()
     assert json.loads((folder / "runs/small/slurm/submissions.jsonl").read_text())["job"] == "7"
     monkeypatch.setattr(scheduler, "active_jobs", lambda: {"7": "PENDING"})
-    with pytest.raises(RecipeError, match=r"has job 7 already \(pending\); wait for it, end it \(scancel 7\)"):
+    with pytest.raises(
+        RecipeError, match=r"has job 7 already \(pending\); wait for it, end it \(scancel 7\)"
+    ):
         launcher(["submit", *words, "--force"])
 
 
@@ -299,24 +458,48 @@ def test_without_torch_there_is_no_plan(folder, monkeypatch, capsys):
     monkeypatch.setattr(command, "can_plan", lambda: False)
     monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
     assert launcher(["submit", "recipe=x.yaml", "gpus_per_node=2", "gpu=h100"]) == 0
-    assert "note: whether it fits was not checked: there is no torch here to plan with\n" in capsys.readouterr().out
+    assert (
+        "note: whether it fits was not checked: the plan needs torch, which is not here\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_without_slurm_it_says_so(folder, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
-    with pytest.raises(RecipeError, match="sbatch: no such command; submit on a machine where Slurm is"):
+    with pytest.raises(
+        RecipeError, match="sbatch: no such command; submit on a machine where Slurm is"
+    ):
         launcher(["submit", "recipe=x.yaml"])
 
 
 @pytest.mark.parametrize(
     ("left", "status", "told"),
     [
-        ({"status.json": {"state": "finished", "step": 9}}, 0, "runs/small: finished after step 9\n"),
-        ({"status.json": {"state": "stopped", "step": 9, "reason": "SIGTERM"}}, 75, "runs/small: stopped after step 9\n  SIGTERM\n"),
-        ({"status.json": {"state": "failed", "step": 9, "error": "why"}}, 1, "runs/small: failed after step 9\n  why\n"),
-        ({}, 1, "runs/small: ended before training began\n  see the logs in .../runs/small/slurm\n"),
         (
-            {"status.json": {"state": "finished", "step": 9}, "slurm/job_7/restart_0/refused": "x.yaml: wrong"},
+            {"status.json": {"state": "finished", "step": 9}},
+            0,
+            "runs/small: finished after step 9\n",
+        ),
+        (
+            {"status.json": {"state": "stopped", "step": 9, "reason": "SIGTERM"}},
+            75,
+            "runs/small: stopped after step 9\n  SIGTERM\n",
+        ),
+        (
+            {"status.json": {"state": "failed", "step": 9, "error": "why"}},
+            1,
+            "runs/small: failed after step 9\n  why\n",
+        ),
+        (
+            {},
+            1,
+            "runs/small: ended before training began\n  see the logs in .../runs/small/slurm\n",
+        ),
+        (
+            {
+                "status.json": {"state": "finished", "step": 9},
+                "slurm/job_7/restart_0/refused": "x.yaml: wrong",
+            },
             *(2, 'runs/small: refused\n  "x.yaml: wrong"\n'),
         ),
     ],
@@ -360,20 +543,56 @@ PLAIN = Ended(
         ({"state": "finished", "reason": None}, "end", 0, 0),
         ({"state": "finished", "reason": None, "warned": True}, "end", 0, 0),
         ({"state": "stopped", "warned": True, "new_checkpoint": True}, "requeue", 0, 0),
-        ({"state": "stopped", "warned": True, "new_checkpoint": True, "failures": 2}, "requeue", 0, 0),
-        ({"state": "stopped", "warned": True}, "requeue", 1, 1),  # warned before it had done anything, again and again
+        (
+            {"state": "stopped", "warned": True, "new_checkpoint": True, "failures": 2},
+            "requeue",
+            0,
+            0,
+        ),
+        (
+            {"state": "stopped", "warned": True},
+            "requeue",
+            1,
+            1,
+        ),  # warned before it had done anything, again and again
         ({"state": "stopped", "warned": True, "failures": 2}, "end", 1, 3),
         ({"state": "stopped", "warned": True, "preempted": True, "failures": 2}, "requeue", 0, 2),
-        ({"state": "stopped", "warned": True, "terminated": True, "new_checkpoint": True}, "end", 75, 0),
+        (
+            {"state": "stopped", "warned": True, "terminated": True, "new_checkpoint": True},
+            "end",
+            75,
+            0,
+        ),
         ({"state": "stopped", "terminated": True, "new_checkpoint": True}, "end", 75, 0),
         ({"state": "stopped", "terminated": True, "preempted": True}, "requeue", 0, 0),
         ({"state": "stopped", "preempted": True}, "requeue", 0, 0),  # only the ranks were told
         ({"state": "finished", "preempted": True}, "end", 0, 0),
         ({"state": "stopped", "reason": "the file stop"}, "end", 75, 0),
-        ({"state": "stopped", "reason": "the file stop", "warned": True, "new_checkpoint": True}, "end", 75, 0),
+        (
+            {"state": "stopped", "reason": "the file stop", "warned": True, "new_checkpoint": True},
+            "end",
+            75,
+            0,
+        ),
         ({"terminated": True}, "end", 75, 0),
-        ({"state": "running", "warned": True, "terminated": True, "timed_out": True, "new_checkpoint": True}, "requeue", 1, 0),
-        ({"state": "running", "terminated": True, "timed_out": True, "failures": 1}, "requeue", 1, 2),
+        (
+            {
+                "state": "running",
+                "warned": True,
+                "terminated": True,
+                "timed_out": True,
+                "new_checkpoint": True,
+            },
+            "requeue",
+            1,
+            0,
+        ),
+        (
+            {"state": "running", "terminated": True, "timed_out": True, "failures": 1},
+            "requeue",
+            1,
+            2,
+        ),
         ({"state": "running", "terminated": True, "timed_out": True, "failures": 2}, "end", 1, 3),
         ({}, "requeue", 1, 1),
         ({"failures": 1}, "requeue", 1, 2),
@@ -388,7 +607,9 @@ PLAIN = Ended(
 )
 def test_decide(how, action, status, failures):
     decision = decide(dataclasses.replace(PLAIN, **how), max_failures=3)
-    assert (decision.action, decision.status, decision.failures) == (action, status, failures), decision.why
+    assert (decision.action, decision.status, decision.failures) == (action, status, failures), (
+        decision.why
+    )
 
 
 @pytest.fixture
@@ -436,7 +657,9 @@ def test_a_new_checkpoint_resets_the_count_of_failures(run):
         if step is not None:
             checkpoint(run, step)
         run.write_status("failed", step=number, reason="error")
-        ended = dataclasses.replace(PLAIN, new_checkpoint=step is not None, failures=Record.read(run.path, "7").failures)
+        ended = dataclasses.replace(
+            PLAIN, new_checkpoint=step is not None, failures=Record.read(run.path, "7").failures
+        )
         assert attempts.end(run.path, "7", ended, max_failures=3).action == "requeue"
     begin(run)
     run.write_status("failed", step=9, reason="error", error="it broke")
@@ -458,7 +681,10 @@ def test_a_new_checkpoint_resets_the_count_of_failures(run):
             "JobId=7 JobState=RUNNING Restarts=2 StartTime=2026-11-21T10:00:00 PreemptTime=2026-11-21T10:05:00 ExcNodeList=n4",
             (*("RUNNING", 2), True, "n4"),
         ),
-        ("JobId=7 JobState=RUNNING Restarts=2 StartTime=2026-11-21T10:00:00 PreemptTime=2026-11-21T09:05:00", ("RUNNING", 2, False, "")),
+        (
+            "JobId=7 JobState=RUNNING Restarts=2 StartTime=2026-11-21T10:00:00 PreemptTime=2026-11-21T09:05:00",
+            ("RUNNING", 2, False, ""),
+        ),
         ("slurm_load_jobs error", None),
         (None, None),
     ],
@@ -473,7 +699,12 @@ def test_job_info(monkeypatch, said, job):
 
 def test_lead_time_is_twice_a_step_and_a_save_as_measured(run):
     assert attempts.measured_lead(run.path) is None
-    run.metrics.write_text("".join(json.dumps({"step": n, "loss": 1, "step_seconds": s}) + "\n" for n, s in enumerate((30, 40.5, 20), 1)))
+    run.metrics.write_text(
+        "".join(
+            json.dumps({"step": n, "loss": 1, "step_seconds": s}) + "\n"
+            for n, s in enumerate((30, 40.5, 20), 1)
+        )
+    )
     assert attempts.measured_lead(run.path) is None
     run.note("saved", ranks=2, step=3, bytes=1, seconds=200.0)
     assert attempts.measured_lead(run.path) == 481
@@ -488,16 +719,23 @@ def test_lead_time_is_twice_a_step_and_a_save_as_measured(run):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "bad", "excluded"), [(3, ("n2",), "n9,n2"), (3, ("n1", "n2", "n3"), None), (1, ("n1",), "n9,n1"), (2, (), None)]
+    ("nodes", "bad", "excluded"),
+    [(3, ("n2",), "n9,n2"), (3, ("n1", "n2", "n3"), None), (1, ("n1",), "n9,n1"), (2, (), None)],
 )
 def test_a_bad_node_is_excluded(started, nodes, bad, excluded):
-    job, commands = started({"SLURM_JOB_NUM_NODES": str(nodes)}, "JobState=RUNNING Restarts=0 ExcNodeList=n9")
+    job, commands = started(
+        {"SLURM_JOB_NUM_NODES": str(nodes)}, "JobState=RUNNING Restarts=0 ExcNodeList=n9"
+    )
     assert job.requeue(bad) == 0
     updates = [words for words in commands if words[0] == "update"]
-    assert updates == ([] if excluded is None else [("update", "JobId=7", f"ExcNodeList={excluded}")])
+    assert updates == (
+        [] if excluded is None else [("update", "JobId=7", f"ExcNodeList={excluded}")]
+    )
 
 
-@pytest.mark.parametrize("said", ["JobState=CANCELLED Restarts=0", "JobState=RUNNING Restarts=1", ""])
+@pytest.mark.parametrize(
+    "said", ["JobState=CANCELLED Restarts=0", "JobState=RUNNING Restarts=1", ""]
+)
 def test_a_job_that_slurm_has_ended_is_left_to_its_successor(started, said):
     job, commands = started({}, said)
     assert job.requeue([]) == 1
@@ -510,7 +748,12 @@ def test_a_job_that_slurm_has_ended_is_left_to_its_successor(started, said):
     [
         ("JobState=RUNNING EndTime=2100-01-01T00:00:00", 300, (False, False), False),
         ("JobState=CANCELLED", 300, (False, True), False),
-        ("JobState=RUNNING StartTime=2026-11-21T10:00:00 PreemptTime=2026-11-21T10:05:00", 300, (True, False), False),
+        (
+            "JobState=RUNNING StartTime=2026-11-21T10:00:00 PreemptTime=2026-11-21T10:05:00",
+            300,
+            (True, False),
+            False,
+        ),
         ("JobState=RUNNING EndTime=2026-11-21T10:00:00", 300, (True, False), False),
         ("JobState=RUNNING EndTime=2100-01-01T00:00:00", 300, (False, False), True),
     ],
@@ -522,7 +765,9 @@ def test_a_signal_before_the_program_listened_is_found(started, said, lead, aske
         (job.run_dir / "events.jsonl").write_text('{"event": "saved", "seconds": 50.0}\n')
     job._read_limits(JobInfo.read("7"))
     assert (job.requests.warned, job.requests.terminated) == asked
-    assert (job.lead, job.requests.warn_at is not None) == ((500, True) if warns_itself else (300, False))
+    assert (job.lead, job.requests.warn_at is not None) == (
+        (500, True) if warns_itself else (300, False)
+    )
 
 
 def slurm_job(state="RUNNING", reason="None"):
@@ -542,12 +787,21 @@ def test_a_successor_is_queued_once_and_removed_when_nothing_is_left(run, monkey
     successors.submit_successor(run.path, "7", "7", "/spool/script", "")
     options = ("--dependency=afternotok:7", "--kill-on-invalid-dep=yes", "--exclude=n9")
     assert said == [("sbatch", "--parsable", *options, "/spool/script", "7", "7")]
-    assert submit.Submission(run.path, "").jobs() == ["8"], "no other job of this folder is submitted meanwhile"
+    assert submit.Submission(run.path, "").jobs() == ["8"], (
+        "no other job of this folder is submitted meanwhile"
+    )
     successors.remove_successor(run.path, "7")
     assert said[1:] == [("scancel", "8")]
     begin(run, job="7_2")
     successors.submit_successor(run.path, "7_2", "9_2", "/spool/script", "")
-    assert said[2][2:] == ("--dependency=afternotok:9_2", "--kill-on-invalid-dep=yes", "--array=2", "/spool/script", "7_2", "9_2")
+    assert said[2][2:] == (
+        "--dependency=afternotok:9_2",
+        "--kill-on-invalid-dep=yes",
+        "--array=2",
+        "/spool/script",
+        "7_2",
+        "9_2",
+    )
     assert submit.Submission(run.path, "").jobs() == ["8", "8_2"]
 
 
@@ -566,7 +820,9 @@ def test_when_a_successor_resumes_the_run(run, monkeypatch, cluster, why):
 def test_a_killed_run_gets_a_failed_status(run):
     begin(run)
     run.write_status("running", step=4)
-    ended = dataclasses.replace(PLAIN, state="running", reason=None, timed_out=True, terminated=True)
+    ended = dataclasses.replace(
+        PLAIN, state="running", reason=None, timed_out=True, terminated=True
+    )
     attempts.end(run.path, "7", ended, max_failures=3)
     status = run.read_status()
     assert (status["state"], status["reason"], status["step"]) == ("failed", "killed", 4)
@@ -575,7 +831,12 @@ def test_a_killed_run_gets_a_failed_status(run):
 
 @pytest.mark.parametrize(
     ("state", "reason", "cancelled"),
-    [("COMPLETING", "None", True), ("CANCELLED", "None", True), ("COMPLETING", "TimeLimit", False), ("RUNNING", "None", False)],
+    [
+        ("COMPLETING", "None", True),
+        ("CANCELLED", "None", True),
+        ("COMPLETING", "TimeLimit", False),
+        ("RUNNING", "None", False),
+    ],
 )
 def test_only_scancel_cancels(state, reason, cancelled):
     assert slurm_job(state, reason).cancelled == cancelled
@@ -599,7 +860,12 @@ def started(tmp_path, monkeypatch):
     (tmp_path / "bin/srun").write_text(SRUN)
     (tmp_path / "bin/srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "4"}
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_CPUS_ON_NODE": "4",
+    }
     before, environment = signal.pthread_sigmask(signal.SIG_BLOCK, []), dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
 
@@ -614,8 +880,25 @@ def started(tmp_path, monkeypatch):
             monkeypatch.setattr(module, "scontrol", scontrol)
         for name, value in (slurm | variables).items():
             monkeypatch.setenv(name, value)
-        words = ["--run", str(tmp_path / "run"), "recipe.yaml", "--script", "s", "--ranks-python", sys.executable]
-        words += ["--ranks-per-node", "2", "--lead", "300", "--max-restarts", "0", "--max-failures", "3"]
+        words = [
+            "--run",
+            str(tmp_path / "run"),
+            "recipe.yaml",
+            "--script",
+            "s",
+            "--ranks-python",
+            sys.executable,
+        ]
+        words += [
+            "--ranks-per-node",
+            "2",
+            "--lead",
+            "300",
+            "--max-restarts",
+            "0",
+            "--max-failures",
+            "3",
+        ]
         return Job(read_options([*words, *options]), Requests()), commands
 
     yield start
@@ -634,14 +917,23 @@ def test_each_start_has_its_logs_its_port_and_its_environment(started):
     assert (job.job, job.this, job.after, job.restart, again.restart) == ("7", "9", "8", 0, 1)
     assert again.logs == job.run_dir / "slurm/job_7/restart_1"
     assert (job.port, again.port) == (20063, 20064)
-    assert {name: os.environ[name] for name in ("LAUNCHER_JOB", "LAUNCHER_START", "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK")} == {
+    assert {
+        name: os.environ[name]
+        for name in ("LAUNCHER_JOB", "LAUNCHER_START", "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK")
+    } == {
         "LAUNCHER_JOB": "7",
         "LAUNCHER_START": "1",
         "OMP_NUM_THREADS": "4",
         "SRUN_CPUS_PER_TASK": "8",
     }
     assert os.environ["LAUNCHER_REFUSED"] == str(again.refused)
-    task, _ = started({"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1"}, "", "--run", f"{job.run_dir}_1", "other.yaml")
+    task, _ = started(
+        {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1"},
+        "",
+        "--run",
+        f"{job.run_dir}_1",
+        "other.yaml",
+    )
     assert (task.this, task.job, str(task.run_dir)) == ("6_1", "6_1", f"{job.run_dir}_1")
 
 
@@ -698,10 +990,22 @@ sys.exit(max(rank.wait() for rank in ranks))
 """
 
 
-@pytest.mark.parametrize(("number", "importing"), [(signal.SIGUSR1, 0.0), (signal.SIGTERM, 0.0), (signal.SIGUSR1, 1.0)])
+@pytest.mark.parametrize(
+    ("number", "importing"), [(signal.SIGUSR1, 0.0), (signal.SIGTERM, 0.0), (signal.SIGUSR1, 1.0)]
+)
 def test_the_request_reaches_the_ranks_and_torchrun_lives(tmp_path, number, importing):
     """Also where the ranks do not listen yet; and torchrun itself would die of either signal."""
-    command = [sys.executable, "-m", "launcher.slurm.agent", sys.executable, "-c", TORCHRUN, RANK, str(tmp_path), str(importing)]
+    command = [
+        sys.executable,
+        "-m",
+        "launcher.slurm.agent",
+        sys.executable,
+        "-c",
+        TORCHRUN,
+        RANK,
+        str(tmp_path),
+        str(importing),
+    ]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "started\n"
@@ -720,11 +1024,29 @@ def test_the_agent_fills_in_what_differs_between_nodes(capfd, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     monkeypatch.setenv("SLURM_NODEID", "0")
     code = "import subprocess, sys; from launcher.slurm import agent; sys.exit(agent.main(sys.argv[1:]))"
-    words = ["sh", "-c", 'echo "$@"; exit 7', "sh", "--local-addr", "{address}", "is_host={is_host}", "$x"]
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=20, check=False)
+    words = [
+        "sh",
+        "-c",
+        'echo "$@"; exit 7',
+        "sh",
+        "--local-addr",
+        "{address}",
+        "is_host={is_host}",
+        "$x",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (7, "--local-addr n7 is_host=1 $x\n")
     assert agent.address("lo") == "127.0.0.1"
-    with pytest.raises(SystemExit, match=r"slurm.interface: ib9 has no IPv4 address on .*; there are .*lo"):
+    with pytest.raises(
+        SystemExit, match=r"slurm.interface: ib9 has no IPv4 address on .*; there are .*lo"
+    ):
         agent.address("ib9")
 
 
@@ -733,7 +1055,9 @@ def test_a_refusal_is_left_for_the_script(tmp_path, folder):
     refused = tmp_path / "refused"
     environment = os.environ | {"LAUNCHER_REFUSED": str(refused)}
     train = [sys.executable, REPOSITORY / "launcher/train.py", "recipe=x.yaml", "run.sed=3"]
-    done = subprocess.run(train, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        train, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 2
     assert refused.read_text() == "command line: run.sed=3: unknown key; did you mean seed?\n"
 
@@ -743,8 +1067,16 @@ def test_a_refusal_is_left_for_the_script(tmp_path, folder):
 
 def test_each_node_alone(tmp_path):
     log = tmp_path / "log"
-    lines = ["n1: n1 fit: 8 x H100", "n1: status 0", "n2: n2 unfit: GPU 3: not free", "n2: status 3", "srun: error: of Slurm"]
-    log.write_text("\n".join([*lines, "n3: the recipe is not there", "n3: status 2", "n4: n4 fit: 8 x H100"]))
+    lines = [
+        "n1: n1 fit: 8 x H100",
+        "n1: status 0",
+        "n2: n2 unfit: GPU 3: not free",
+        "n2: status 3",
+        "srun: error: of Slurm",
+    ]
+    log.write_text(
+        "\n".join([*lines, "n3: the recipe is not there", "n3: status 2", "n4: n4 fit: 8 x H100"])
+    )
     nodes = ["n1", "n2", "n3", "n4", "n5"]
     bad, other = preflight.each(log, nodes, status=1)
     assert bad == {"n2": ["n2 unfit: GPU 3: not free"]}
@@ -763,19 +1095,33 @@ def test_all_nodes_together(tmp_path, capsys):
 
     def found(*findings, status=1):
         hosts = sorted({host for _, state, host in findings if state == "bad"} - {"all nodes"})
-        findings = [{"name": name, "state": state, "text": "why", "host": host} for name, state, host in findings]
+        findings = [
+            {"name": name, "state": state, "text": "why", "host": host}
+            for name, state, host in findings
+        ]
         file.write_text(json.dumps({"findings": findings, "bad_nodes": hosts}))
         return preflight.together(file, nodes, status=status)
 
     late = preflight.together(file, nodes, status=preflight.LATE)
     assert late == ({}, ["the examination took too long, and was ended"])
-    assert preflight.together(file, nodes, status=1) == ({}, ["the examination ended with status 1, and no report"])
+    assert preflight.together(file, nodes, status=1) == (
+        {},
+        ["the examination ended with status 1, and no report"],
+    )
     assert found(("clock", "bad", "elsewhere")) == ({}, ["elsewhere: clock: why"])
     assert found(("rates", "warning", "n1"), status=0) == ({}, [])
-    clocks = found(("clock", "bad", "n2"), ("versions", "bad", "n2"), ("rates", "warning", "n1"), ("clocks", "bad", "all nodes"))
+    clocks = found(
+        ("clock", "bad", "n2"),
+        ("versions", "bad", "n2"),
+        ("rates", "warning", "n1"),
+        ("clocks", "bad", "all nodes"),
+    )
     assert clocks == ({"n2": ["clock: why", "versions: why"]}, ["all nodes: clocks: why"])
     assert preflight.report(*late, tmp_path / "x.log") == []
-    assert f"no node is named by that, and training goes on; more is in {tmp_path}/x.log" in capsys.readouterr().err
+    assert (
+        f"no node is named by that, and training goes on; more is in {tmp_path}/x.log"
+        in capsys.readouterr().err
+    )
     assert preflight.report(*clocks, tmp_path / "x.log") == ["n2"]
     printed = capsys.readouterr().err
     assert "not fit to train: n2; more is in" in printed

@@ -12,13 +12,22 @@ from launcher.distributed.environment import Environment
 from launcher.reliability.lock import Ownership
 from launcher.reliability.run_directory import RunFolder
 
-ALONE = Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0)
+ALONE = Environment(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0
+)
 NOW = 1_800_000_000.0
 
 
 def metrics(run, steps, *, start, seconds=2.0):
     lines = [
-        {"step": step, "loss": 3.0 - step / 100, "grad_norm": 1.0, "tokens_per_second": 5e4, "step_seconds": seconds, "mfu": 0.4}
+        {
+            "step": step,
+            "loss": 3.0 - step / 100,
+            "grad_norm": 1.0,
+            "tokens_per_second": 5e4,
+            "step_seconds": seconds,
+            "mfu": 0.4,
+        }
         | {"time": start + seconds * step}
         for step in range(1, steps + 1)
     ]
@@ -29,12 +38,22 @@ def metrics(run, steps, *, start, seconds=2.0):
 def checkpoint(run, step):
     scratch = scratch_folder(run.path / "checkpoints", step)
     sizes = {"rank_00000.safetensors": 3 << 20, "index.json": 2, "state.json": 2}
-    return commit(scratch, step=step, ranks=1, files={name: write_file(scratch / name, b"x" * size) for name, size in sizes.items()})
+    return commit(
+        scratch,
+        step=step,
+        ranks=1,
+        files={name: write_file(scratch / name, b"x" * size) for name, size in sizes.items()},
+    )
 
 
 def event(run, name, at, attempt, **more):
     with run.events.open("a") as stream:
-        stream.write(json.dumps({"event": name, "time": at, "host": "node1", "attempt": attempt, "ranks": 8, **more}) + "\n")
+        stream.write(
+            json.dumps(
+                {"event": name, "time": at, "host": "node1", "attempt": attempt, "ranks": 8, **more}
+            )
+            + "\n"
+        )
 
 
 @pytest.fixture
@@ -126,7 +145,12 @@ def test_a_folder_of_runs(run, capsys):
     assert main.main(["status", str(run.path.parent)]) == 0
     owner.release()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[:2] for line in lines] == [["run", "state"], ["one", "died"], ["three", "finished"], ["two", "starting"]]
+    assert [line[:2] for line in lines] == [
+        ["run", "state"],
+        ["one", "died"],
+        ["three", "finished"],
+        ["two", "starting"],
+    ]
     assert lines[1][2:8] == ["100", "of", "200", "2.0000", "2.7500", "50,000"]
 
 
@@ -139,5 +163,7 @@ def test_a_folder_of_runs(run, capsys):
     ],
 )
 def test_where_there_is_no_run(arguments, told, tmp_path, capsys):
-    assert main.main(["status", *(word.replace("FOLDER", str(tmp_path)) for word in arguments)]) == 2
+    assert (
+        main.main(["status", *(word.replace("FOLDER", str(tmp_path)) for word in arguments)]) == 2
+    )
     assert told.replace("FOLDER", str(tmp_path)) in capsys.readouterr().err

@@ -33,7 +33,12 @@ def model_of(*norms):
 
 
 def checkpointed(model, **options):
-    settings = {"mode": "full", "every_n_blocks": 1, "offload_to_cpu": False, "pin_memory": False} | options
+    settings = {
+        "mode": "full",
+        "every_n_blocks": 1,
+        "offload_to_cpu": False,
+        "pin_memory": False,
+    } | options
     return checkpoint_blocks(model, dict(model.named_children()), **settings)
 
 
@@ -55,8 +60,16 @@ def test_a_block_with_batch_norm_is_left_alone():
 
 def test_every_nth_block():
     model = model_of(*[nn.LayerNorm(4) for _ in range(5)])
-    assert [is_checkpointed(block) for block in checkpointed(model, every_n_blocks=2).values()] == [True, False, True, False, True]
-    assert [is_checkpointed(block) for block in model] == [True, False, True, False, True], "they stand in the model"
+    assert [is_checkpointed(block) for block in checkpointed(model, every_n_blocks=2).values()] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert [is_checkpointed(block) for block in model] == [True, False, True, False, True], (
+        "they stand in the model"
+    )
 
 
 def saved_bytes(model, x):
@@ -102,7 +115,9 @@ def test_selective_computes_every_other_product_again():
     class Four(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh()) for _ in range(4)])
+            self.layers = nn.Sequential(
+                *[nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh()) for _ in range(4)]
+            )
 
         def forward(self, x):
             return self.layers(x)
@@ -121,7 +136,14 @@ def test_selective_computes_every_other_product_again():
 
 
 def environment(**changes):
-    values = {"rank": 0, "world_size": 2, "local_rank": 0, "local_world_size": 2, "torchrun": True, "restart_count": 0}
+    values = {
+        "rank": 0,
+        "world_size": 2,
+        "local_rank": 0,
+        "local_world_size": 2,
+        "torchrun": True,
+        "restart_count": 0,
+    }
     return Environment(**values | changes)
 
 
@@ -180,15 +202,35 @@ def test_all_ranks_compute_on_one_kind_of_device(wanted, nodes, kind):
 @pytest.mark.parametrize(
     ("wanted", "nodes", "lines"),
     [
-        ("auto", [node(gpus=0)], ["node n1: torch 2.13.0 is built for CUDA 12.8 and finds no GPU; see the driver (nvidia-smi, "]),
+        (
+            "auto",
+            [node(gpus=0)],
+            [
+                "node n1: torch 2.13.0 is built for CUDA 12.8 and finds no GPU; see the driver (nvidia-smi, "
+            ],
+        ),
         (
             "auto",
             [node(gpus=0, build="ROCm 6.4")],
-            ["node n1: torch 2.13.0 is built for ROCm 6.4 and finds no GPU; see the driver (amd-smi, "],
+            [
+                "node n1: torch 2.13.0 is built for ROCm 6.4 and finds no GPU; see the driver (amd-smi, "
+            ],
         ),
-        ("auto", [node(), *[node("n2", gpus=4)] * 8], ["node n2: 4 GPUs for 8 ranks; start --nproc-per-node 4"]),
-        ("auto", [node(), node("n2", gpus=0, build=None)], ["node n2: torch 2.13.0 is built without CUDA or ROCm; install"]),
-        ("cuda", [node(gpus=0, build=None), node("n2", gpus=1)], ["node n1: torch 2.13.0 is built without", "node n2: 1 GPUs for 8 ranks"]),
+        (
+            "auto",
+            [node(), *[node("n2", gpus=4)] * 8],
+            ["node n2: 4 GPUs for 8 ranks; start --nproc-per-node 4"],
+        ),
+        (
+            "auto",
+            [node(), node("n2", gpus=0, build=None)],
+            ["node n2: torch 2.13.0 is built without CUDA or ROCm; install"],
+        ),
+        (
+            "cuda",
+            [node(gpus=0, build=None), node("n2", gpus=1)],
+            ["node n1: torch 2.13.0 is built without", "node n2: 1 GPUs for 8 ranks"],
+        ),
     ],
 )
 def test_a_rank_without_a_gpu_is_an_error_that_names_the_node(wanted, nodes, lines):
@@ -227,7 +269,10 @@ def test_ranks_agree_on_the_device_before_there_is_a_process_group(gpus, second,
         except TrainingError as error:
             found[rank] = (error.reason, str(error))
 
-    ranks = [threading.Thread(target=choose, args=(rank,), name=f"n{1 + rank // 2}-{rank}") for rank in range(4)]
+    ranks = [
+        threading.Thread(target=choose, args=(rank,), name=f"n{1 + rank // 2}-{rank}")
+        for rank in range(4)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -251,7 +296,12 @@ def test_a_run_without_its_gpu_says_so_and_is_failed(monkeypatch, capsys, tmp_pa
     words = ["recipe=quickstart", f"run.dir={tmp_path}", "run.float32_matmul=highest"]
     assert train.main(words) == 1
     printed = capsys.readouterr().err
-    assert printed.count(f"node {socket.gethostname()}: torch {torch.__version__} is built for CUDA 12.8 and finds no GPU") == 1
+    assert (
+        printed.count(
+            f"node {socket.gethostname()}: torch {torch.__version__} is built for CUDA 12.8 and finds no GPU"
+        )
+        == 1
+    )
     assert "Traceback" not in printed
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("failed", "no_gpu")
@@ -327,15 +377,25 @@ def test_peak_flops_by_name():
 
 @pytest.fixture
 def gloo_group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
 
 def test_ddp_does_not_time_itself_after_ten_steps(gloo_group):
     """Its timers wait for the device. By default they do in every 100th step too."""
-    ranks = process_group.DataParallel(rank=0, size=1, group=torch.distributed.group.WORLD, device=torch.device("cpu"))
-    wrapped = Ddp(nn.Linear(2, 2), ranks=ranks, param_dtype=torch.float32, sync_every_micro_batch=False, fill=lambda *_: None)
+    ranks = process_group.DataParallel(
+        rank=0, size=1, group=torch.distributed.group.WORLD, device=torch.device("cpu")
+    )
+    wrapped = Ddp(
+        nn.Linear(2, 2),
+        ranks=ranks,
+        param_dtype=torch.float32,
+        sync_every_micro_batch=False,
+        fill=lambda *_: None,
+    )
     for _ in range(101):
         wrapped.model(torch.ones(1, 2)).sum().backward()
     assert wrapped.model._get_ddp_logging_data()["iteration"] == 10

@@ -1,4 +1,4 @@
-"""The traced plan: what is known by hand, and that drawing out two depths gives what a whole trace gives."""
+"""The trace: against numbers calculated by hand, and that extrapolation gives the same as a whole trace."""
 
 import dataclasses
 
@@ -47,12 +47,16 @@ def recipe(*, checkpointing=None, micro_batch_size=2, packing=False, **strategy)
         data=Data(train=("README.md",), tokenizer="bytes", sequence_length=LENGTH, packing=packing),
         batch=Batch(global_batch_size=8, micro_batch_size=micro_batch_size),
         strategy=Strategy(**strategy),
-        activation_checkpointing=None if checkpointing is None else ActivationCheckpointing(mode=checkpointing),
+        activation_checkpointing=None
+        if checkpointing is None
+        else ActivationCheckpointing(mode=checkpointing),
     )
 
 
 def step(changed=None, *, ranks=2, device="cpu", micro_batches=1, **settings):
-    return trace_step(changed or recipe(**settings), ranks=ranks, device=device, micro_batches=micro_batches)
+    return trace_step(
+        changed or recipe(**settings), ranks=ranks, device=device, micro_batches=micro_batches
+    )
 
 
 def near(value, expected, *, by=0.005):
@@ -83,9 +87,12 @@ def test_ddp_keeps_everything_and_held_back_gradients_beside_its_buffers():
 
 
 def test_checkpointing_keeps_the_inputs_of_blocks():
-    none, selective, full = (step(checkpointing=mode).after_forward.activations for mode in (None, "selective", "full"))
+    none, selective, full = (
+        step(checkpointing=mode).after_forward.activations for mode in (None, "selective", "full")
+    )
     assert full < selective < none
-    # A block's input, and the last block's output and norm, each (2, tokens, hidden) in float32, and what the rotation takes
+    # A block's input, the last block's output and norm, each (2, tokens, hidden) in float32, and
+    # the rotary embedding
     near(full, (LAYERS + 4) * 2 * LENGTH * HIDDEN * 4, by=0.15)
 
 
@@ -98,14 +105,18 @@ def test_checkpointing_keeps_the_inputs_of_blocks():
     ],
     ids=["full, held back", "ddp bf16", "packed, kept gathered"],
 )
-def test_a_deep_model_is_drawn_out_from_two_shallow_ones(settings, monkeypatch):
-    drawn = step(device="cuda", micro_batches=2, **settings)
+def test_a_deep_model_is_extrapolated_from_two_shallow_ones(settings, monkeypatch):
+    extrapolated = step(device="cuda", micro_batches=2, **settings)
     monkeypatch.setattr(trace, "DEPTHS", (100, 200))
     whole = step(device="cuda", micro_batches=2, **settings)
-    near(drawn.peak.components.total, whole.peak.components.total, by=0.001)
-    assert (drawn.peak.phase, drawn.peak.where) == (whole.peak.phase, whole.peak.where)
-    assert [(moment.phase, moment.where) for moment in drawn.timeline] == [(moment.phase, moment.where) for moment in whole.timeline]
-    assert drawn.held == whole.held
+    near(extrapolated.peak.components.total, whole.peak.components.total, by=0.001)
+    assert (extrapolated.peak.phase, extrapolated.peak.where) == (
+        whole.peak.phase,
+        whole.peak.where,
+    )
+    for phase, moment in whole.phases.items():
+        near(extrapolated.phases[phase].components.total, moment.components.total, by=0.001)
+    assert extrapolated.held == whole.held
 
 
 def test_offload_leaves_the_device_to_what_is_computed():
@@ -113,7 +124,9 @@ def test_offload_leaves_the_device_to_what_is_computed():
     assert found.held.total < PARAMETERS * 4 * 0.05
     near(found.host, PARAMETERS * 16 / 2)
     away = recipe(cpu_offload=CpuOffload(), checkpointing="full")
-    away = dataclasses.replace(away, activation_checkpointing=ActivationCheckpointing(mode="full", offload_to_cpu=True))
+    away = dataclasses.replace(
+        away, activation_checkpointing=ActivationCheckpointing(mode="full", offload_to_cpu=True)
+    )
     further = step(away, device="cuda")
     assert further.after_forward.activations < found.after_forward.activations
     assert further.host + further.after_forward.activations >= found.host
@@ -140,3 +153,12 @@ def test_a_model_that_asks_for_a_number_cannot_be_traced():
     with pytest.raises(UntraceableError, match="DataDependent"):
         step(asks)
     assert not dist.is_initialized()
+
+
+def test_hybrid_sharding_keeps_averages_until_the_next_micro_batch():
+    """With a third micro-batch the second one's averages are there beside the gradients."""
+    two, three = (
+        step(device="cuda", ranks=4, micro_batches=count, replicate=2).phases["forward"].components
+        for count in (2, 3)
+    )
+    near(three.communication - two.communication, PARAMETERS * 4 / 2)

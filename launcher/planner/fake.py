@@ -1,0 +1,227 @@
+"""What a trace replaces: fake tensors do not run DDP and offload, nor the operators of CUDA."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.data.synthetic import SyntheticData
+from launcher.planner.tracker import Tracker, watching_resizes
+from launcher.training.setup import PreparedModel
+
+
+def keep_blocks(prepared: PreparedModel, indices: Sequence[int]) -> bool:
+    """Deletes all other blocks of a model. Returns False where the blocks are not in one list."""
+    names = list(prepared.blocks)
+    parents = {name.rpartition(".")[0] for name in names}
+    prefix = next(iter(parents), "")
+    parent = prepared.model.get_submodule(prefix) if len(parents) == 1 else None
+    if not isinstance(parent, nn.ModuleList) or len(parent) != len(names):
+        return False
+    for index in reversed(range(len(names))):
+        if index not in indices:
+            del parent[index]
+    prepared.blocks.clear()
+    prepared.blocks.update({f"{prefix}.{index}": block for index, block in enumerate(parent)})
+    for module in prepared.model.modules():
+        config: Any = getattr(module, "config", None)
+        for key in ("num_hidden_layers", "n_layer", "num_layers"):
+            if config is not None and vars(config).get(key) == len(names):
+                setattr(config, key, len(parent))
+    return True
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute for a while, if the installed version has it."""
+    before = getattr(owner, name, None)
+    if before is None:
+        yield
+        return
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Iterator[None]:
+    """Replaces what fake tensors cannot do, or do otherwise than the device."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    from launcher.strategies import activation_checkpointing, ddp
+
+    group = _fsdp_param_group.FSDPParamGroup
+    post_backward = group.post_backward
+
+    def marking(self: Any, *unused: Any) -> Any:
+        for parameter in self.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", parameter.sharded_param)
+            for gradient in (parameter.unsharded_accumulated_grad, unsharded.grad):
+                if gradient is not None and parameter.sharded_param.grad is not gradient:
+                    tracker.mark([gradient], "gradients")
+        return post_backward(self, *unused)
+
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unrecorded(*args: Any, **kwargs: Any) -> Any:
+        with tracker.paused():  # torch 2.11 derives shapes from fake tensors of whole parameters
+            return propagate(*args, **kwargs)
+
+    saving = partial(_saving_on_host, tracker)
+    on_host = replaced(activation_checkpointing, "save_on_cpu", saving)
+    with (
+        replaced(group, "post_backward", marking),
+        replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unrecorded),
+        replaced(ddp, "DistributedDataParallel", Reducer),
+        watching_resizes(tracker),
+        computing_as_on(device, data),
+        on_host if device == "cuda" else nullcontext(),
+    ):
+        yield
+
+
+class Reducer(nn.Module):
+    """Stands in for DistributedDataParallel: buckets as large as the gradients, of which reduced
+    gradients are views."""
+
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.buckets: list[torch.Tensor] = []
+        self._reduces = True
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                bucket = torch.empty_like(parameter.detach())
+                self.buckets.append(bucket)
+                hook = partial(self._reduce, bucket)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        """Part of DDP's interface."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._reduces = False
+        try:
+            yield
+        finally:
+            self._reduces = True
+
+    def _reduce(self, bucket: torch.Tensor, parameter: torch.Tensor) -> None:
+        if self._reduces and parameter.grad is not bucket:
+            assert parameter.grad is not None
+            bucket.copy_(parameter.grad)
+            parameter.grad = bucket
+
+
+@contextmanager
+def offloading(tracker: Tracker, *, pinned: bool) -> Iterator[None]:
+    """CPU offload: FSDP copies shards to the device and gradients to the host. Fake tensors are all
+    on one device, where `Tensor.to` would not copy."""
+    plain = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        file = sys._getframe(1).f_code.co_filename
+        fsdp = file.endswith(("_fsdp_param.py", "_fsdp_collectives.py"))
+        if "non_blocking" not in kwargs or not fsdp:
+            return plain(tensor, *args, **kwargs)
+        copied = tensor.clone()
+        if file.endswith("_fsdp_param.py"):
+            tracker.mark([copied], "communication")
+        else:
+            tracker.mark_host([copied], pinned=pinned)
+        return copied
+
+    with replaced(torch.Tensor, "to", to):
+        yield
+
+
+@contextmanager
+def _saving_on_host(tracker: Tracker, pin_memory: bool = False) -> Iterator[None]:
+    """Activation offload: saved tensors go to host memory, and come back as copies."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        host = tensor.detach().clone()
+        tracker.mark_host([host], pinned=pin_memory)
+        return host
+
+    def unpack(host: torch.Tensor) -> torch.Tensor:
+        device = host.clone()
+        tracker.mark([device], "activations")
+        return device
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@contextmanager
+def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
+    """The operators that a model runs on this kind of device, and no questions about values."""
+    from transformers import masking_utils
+    from transformers.integrations import moe
+
+    from launcher.models import attention
+
+    def grouped(tokens: Any, weight: torch.Tensor, offsets: Any) -> bool:
+        return weight.dtype == torch.bfloat16  # the only dtype with a shape function
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(moe, "_can_use_grouped_mm", grouped))
+        if "position_ids" not in data.tensors:
+            find = "find_packed_sequence_indices"
+            stack.enter_context(replaced(masking_utils, find, lambda positions: None))
+        if "cu_seq_lens_q" in data.tensors:
+            lengths = attention.document_lengths(data.tensors["cu_seq_lens_q"])
+            stack.enter_context(replaced(attention, "document_lengths", lambda bounds: lengths))
+        if device == "cuda":
+            stack.enter_context(replaced(attention, "has_varlen_kernel", lambda tensor: True))
+            attend = replaced(nn.functional, "scaled_dot_product_attention", cuda_attention)
+            stack.enter_context(attend)
+        yield
+
+
+def cuda_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """scaled_dot_product_attention as on CUDA: the flash kernel where it applies, else the
+    memory-efficient one, which needs a float mask, else plain products."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    out: torch.Tensor
+    aten: Any = torch.ops.aten
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if attn_mask is None and half and query.shape[-1] <= 256:
+        flash = aten._scaled_dot_product_flash_attention
+        out, *_ = flash(query, key, value, dropout_p, is_causal, scale=scale)
+        return out
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        plain = aten._scaled_dot_product_attention_math
+        settings = {"scale": scale, "enable_gqa": True}
+        out, _ = plain(query, key, value, attn_mask, dropout_p, is_causal, None, **settings)
+        return out
+    bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    efficient = aten._scaled_dot_product_efficient_attention
+    out, *_ = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)
+    return out
