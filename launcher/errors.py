@@ -39,3 +39,8 @@ class DivergedError(TrainingError):
     def __init__(self, message: str, *, reason: str, first_step: int, last_step: int) -> None:
         self.first_step, self.last_step = first_step, last_step
         super().__init__(message, reason=reason)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message; the name of its type where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -214,20 +214,17 @@ def _check_block(path: Path, name: str, start: int, size: int, checksum: str) ->
 def newest_valid(
     folder: Path,
     *,
+    checkpoints: Sequence[Path] | None = None,
     at_most: int | None = None,
     check: Callable[[Path], str | None] = verify,
 ) -> Path | None:
-    """The newest valid checkpoint, None where there is none at all. Logs each damaged one, and tries the next older one.
+    """The newest valid checkpoint; None if the folder has no checkpoint. Logs each damaged one.
 
-    at_most: only those of this step and before. check: what is wrong with one, or None. Raises NoneLeftError.
+    checkpoints: those of the folder, oldest first; None: lists them. at_most: only up to this step.
+    check: returns what is wrong with a checkpoint, or None. Raises NoneLeftError if all are damaged.
     """
-    return newest_of(list_checkpoints(folder), folder, at_most=at_most, check=check)
-
-
-def newest_of(checkpoints: Sequence[Path], folder: Path, *, at_most: int | None, check: Callable[[Path], str | None]) -> Path | None:
-    """`newest_valid` of a list, oldest first."""
     problems = []
-    for path in reversed(checkpoints):
+    for path in reversed(list_checkpoints(folder) if checkpoints is None else checkpoints):
         if at_most is not None and step_of(path) > at_most:
             continue
         problem = check(path)
@@ -265,9 +262,7 @@ def commit(scratch: Path, *, step: int, ranks: int, files: Mapping[str, StoredFi
     """
     marker = {"format": FORMAT, "step": step, "ranks": ranks, "time": time.time()}
     text = json.dumps(marker | {"files": {name: asdict(stored) for name, stored in files.items()}}, indent=1)
-    _sync_folder(scratch)
-    write_file(scratch / f"{MARKER}.partial", text.encode())
-    (scratch / f"{MARKER}.partial").rename(scratch / MARKER)
+    write_file(scratch / MARKER, text.encode())
     _sync_folder(scratch)
     path = scratch.with_name(checkpoint_name(step))
     replaced = None

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 
 from launcher.checkpoint.files import rank_file
-from launcher.models.safetensors_files import DTYPE_NAMES, DTYPES
+from launcher.models.safetensors_files import DTYPE_NAMES, DTYPES, Shape, make_header
 
 ALIGNMENT = 4096
 """Of the data in a file, for writing past the page cache."""
@@ -75,33 +75,17 @@ def plan(tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor],
     items = received[0].items
     parts = {item.index.fqn: local_part(tensors[item.index.fqn]) for item in items}
     assert len(parts) == len(items), "a rank holds one part of a tensor"
-    header, places, bytes_ = _safetensors({**parts, **{LOCAL + name: tensor for name, tensor in local.items()}})
+    values = {**parts, **{LOCAL + name: tensor for name, tensor in local.items()}}
+    widest_first = sorted(values, key=lambda name: -values[name].dtype.itemsize)
+    shapes = {name: Shape.of(values[name]) for name in widest_first}
+    header, places = make_header(shapes, alignment=ALIGNMENT)
     found = [(item.index.fqn, list(item.index.offset), list(parts[item.index.fqn].shape), places[item.index.fqn][0]) for item in items]
     gathered: list[Any] | None = [None] * size if rank == 0 else None
     dist.gather_object(found, gathered, group=group, group_dst=0)
     index = None
     if gathered is not None and metadata is not None:
         index = _index(metadata, gathered)
-    return Layout(header, places, bytes_, index)
-
-
-def _safetensors(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, tuple[int, int]], int]:
-    """Header, places and size of a safetensors file. Wider elements come first, so that all lie at a multiple of their size."""
-    entries: dict[str, Any] = {}
-    at = 0
-    for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
-        tensor = tensors[name]
-        end = at + tensor.numel() * tensor.dtype.itemsize
-        entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
-    places = {
-        name: (len(header) + entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0])
-        for name, entry in entries.items()
-    }
-    return header, places, len(header) + at
+    return Layout(header, places, len(header) + sum(size for _, size in places.values()), index)
 
 
 def _index(metadata: Metadata, gathered: Sequence[Sequence[tuple[str, list[int], list[int], int]]]) -> bytes:

@@ -82,12 +82,10 @@ class CheckpointManager:
             files.check_space(folder, total_bytes(self._tensors))
         self._checkpointer = Checkpointer(
             folder,
+            settings,
             group=self._group,
             device=ranks.device,
             optimizer=objects.optimizer,
-            asynchronous=settings.asynchronous,
-            keep_last=settings.keep_last,
-            keep_every=settings.keep_every,
             before_write=before_write,
         )
 

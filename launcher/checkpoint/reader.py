@@ -38,7 +38,7 @@ def find_checkpoint(folder: Path, *, group: dist.ProcessGroup, at_most: int | No
     # Rank 0's list: another node may see the folder a little later
     shared: list[Any] = [files.list_checkpoints(folder) if rank == 0 else None]
     dist.broadcast_object_list(shared, group=group, group_src=0)
-    return files.newest_of(shared[0], folder, at_most=at_most, check=check)
+    return files.newest_valid(folder, checkpoints=shared[0], at_most=at_most, check=check)
 
 
 def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:

@@ -23,6 +23,7 @@ from launcher.checkpoint import files
 from launcher.checkpoint.files import Checksums, StoredFile
 from launcher.checkpoint.layout import ALIGNMENT, LOCAL, Layout, as_bytes, local_part, plan, signature
 from launcher.distributed.process_group import CHECKPOINT_GROUP, DataParallel
+from launcher.recipe import schema
 
 CHUNK = 16 * 2**20
 """Bytes that are written at once; a multiple of ALIGNMENT."""
@@ -72,12 +73,17 @@ class _Work:
     started: float
     problem: str | None = None
     """Why it has failed before it began."""
-    stream: Any = None
+    scratch: Path | None = None
+    """On rank 0: the folder that becomes the checkpoint."""
     staged: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
     outcome: Outcome | None = None
     told: bool = False
     blocked: float = 0.0
+
+
+class _SaveError(Exception):
+    """A save failed on one rank or more; the message is that of the first."""
 
 
 class Checkpointer:
@@ -91,14 +97,12 @@ class Checkpointer:
     def __init__(
         self,
         folder: Path,
+        settings: schema.Checkpoint,
         *,
         group: dist.ProcessGroup,
         device: torch.device,
         optimizer: torch.optim.Optimizer,
-        asynchronous: bool,
-        keep_last: int,
-        keep_every: int | None = None,
-        before_write: Callable[[], None] | None = None,
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
         """group: of `checkpoint_group`. device: that is trained on. optimizer: whose steps wait for copies.
 
@@ -109,12 +113,13 @@ class Checkpointer:
         """Of the checkpoint to keep for its evaluation loss; set it before a save."""
         self.failures = 0
         """Saves that failed in a row, as of the last `save` or `finish`: there it is the same on every rank."""
-        self._group, self._device, self._asynchronous = group, device, asynchronous
+        self._group, self._device, self._settings = group, device, settings
+        self._asynchronous = settings.asynchronous
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._keep_last, self._keep_every, self._before_write = keep_last, keep_every, before_write
+        self._before_write = before_write
         self._planned: tuple[Any, Layout] | None = None
         self._buffer: torch.Tensor | None = None
-        self._stream = _stream(device) if device.type == "cuda" and asynchronous else None
+        self._stream = _stream(device) if device.type == "cuda" and settings.asynchronous else None
         self._work: _Work | None = None
         self._untold: list[Outcome] = []
         optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
@@ -149,7 +154,7 @@ class Checkpointer:
             for at, part in at_once:
                 buffer[at : at + len(part)].copy_(part)
         except (RuntimeError, MemoryError) as problem:
-            work.problem = f"rank {self._rank}: no {layout.size / 2**30:,.2f} GiB of host memory to copy into: {problem}"
+            work.problem = f"no {layout.size / 2**30:,.2f} GiB of host memory to copy into: {problem}"
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         work.thread = threading.Thread(target=self._run, args=(work,), name=f"save step {step}", daemon=True)
@@ -212,49 +217,57 @@ class Checkpointer:
         return self._buffer
 
     def _run(self, work: _Work) -> None:
-        """Everything after `save`, in the thread or not. Nothing is raised; the ranks agree three times: on the folder, on
-        what was written, and on what came of it."""
-        error, scratch, written = work.problem, None, {}
-        path, note, total = None, None, 0
+        """Saves what `save` prepared, and sets the outcome. Raises nothing; runs in a thread if asynchronous."""
+        path, error, note = None, None, None
+        written: list[dict[str, StoredFile]] = []
         try:
-            try:
-                if work.thread is not None and error is None:
-                    self._stage(work)
-                if self._rank == 0 and error is None:
-                    self._allowed()
-                    scratch = files.scratch_folder(self.folder, work.step)
-            except Exception as problem:
-                error = self._reason(problem)
-            finally:
-                work.staged.set()
-            scratch, error = self._agree(scratch, error)
-            if error is None:
-                assert scratch is not None
-                try:
-                    written = self._write(work, scratch)
-                except Exception as problem:
-                    error = self._reason(problem)
-                everything, error = self._agree_all(written, error)
-                if self._rank == 0 and error is None:
-                    try:
-                        self._allowed()
-                        path = files.commit(
-                            scratch, step=work.step, ranks=self._ranks, files={n: f for part in everything for n, f in part.items()}
-                        )
-                    except Exception as problem:
-                        error = self._reason(problem)
-                total = sum(stored.bytes for part in everything for stored in part.values())
-                if self._rank == 0 and error is not None:
-                    shutil.rmtree(scratch, ignore_errors=True)
-                path, error = self._agree(path, error)
-                if self._rank == 0 and error is None:
-                    note = self._prune()
-            elif self._rank == 0 and scratch is not None:
-                shutil.rmtree(scratch, ignore_errors=True)
-        except Exception as problem:  # a rank that is no longer there: training will notice, too
+            scratch: Path = self._on_all_ranks(lambda: self._prepare(work))[0]
+            written = self._on_all_ranks(lambda: self._write(work, scratch))
+            path = self._on_all_ranks(lambda: self._commit(work, written))[0]
+            note = self._prune()
+        except _SaveError as problem:
+            error = str(problem)
+            if work.scratch is not None:
+                shutil.rmtree(work.scratch, ignore_errors=True)
+        except Exception as problem:  # a rank was lost; training notices it too
             path, error = None, f"the ranks could not agree: {self._reason(problem)}"
+        size = sum(stored.bytes for part in written for stored in part.values())
         seconds = time.perf_counter() - work.started
-        work.outcome = Outcome(work.step, path, error, total, seconds, seconds, note)
+        work.outcome = Outcome(work.step, path, error, size, seconds, seconds, note)
+
+    def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
+        """Calls it on every rank; returns each rank's result. Raises _SaveError on all ranks if it failed on one."""
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as problem:
+            error = self._reason(problem)
+        found: list[Any] = [None] * self._ranks
+        dist.all_gather_object(found, (result, error), group=self._group)
+        if failed := [error for _, error in found if error is not None]:
+            raise _SaveError(failed[0])
+        return [result for result, _ in found]
+
+    def _prepare(self, work: _Work) -> Path | None:
+        """Copies into the buffer; on rank 0 also makes the scratch folder, which is returned."""
+        try:
+            if work.problem is not None:
+                raise _SaveError(work.problem)
+            if work.thread is not None:
+                self._stage(work)
+            if self._rank == 0:
+                self._before_write()
+                work.scratch = files.scratch_folder(self.folder, work.step)
+        finally:
+            work.staged.set()
+        return work.scratch
+
+    def _commit(self, work: _Work, written: list[dict[str, StoredFile]]) -> Path | None:
+        if work.scratch is None:
+            return None
+        self._before_write()
+        stored = {name: file for part in written for name, file in part.items()}
+        return files.commit(work.scratch, step=work.step, ranks=self._ranks, files=stored)
 
     def _stage(self, work: _Work) -> None:
         buffer = self._buffer
@@ -269,31 +282,21 @@ class Checkpointer:
             self._stream.synchronize()
         work.pieces = []
 
-    def _allowed(self) -> None:
-        if self._before_write is not None:
-            self._before_write()
-
     def _prune(self) -> str | None:
+        if self._rank != 0:
+            return None
         try:
-            files.prune(self.folder, self._keep_last, self._keep_every, self.best_step)
+            files.prune(self.folder, self._settings.keep_last, self._settings.keep_every, self.best_step)
         except OSError as problem:
             return f"old checkpoints could not be deleted: {problem}"
         return None
 
     def _reason(self, problem: Exception) -> str:
+        if isinstance(problem, _SaveError):
+            return f"rank {self._rank}: {problem}"
         if isinstance(problem, FileNotFoundError):
             return f"rank {self._rank}: {problem}: is run.dir on a file system that all nodes share?"
         return f"rank {self._rank}: {problem if isinstance(problem, OSError) else repr(problem)}"
-
-    def _agree_all(self, mine: Any, error: str | None) -> tuple[list[Any], str | None]:
-        """What each rank has, and the first rank's error."""
-        found: list[Any] = [None] * self._ranks
-        dist.all_gather_object(found, (mine, error), group=self._group)
-        return [entry[0] for entry in found], next((entry[1] for entry in found if entry[1] is not None), None)
-
-    def _agree(self, of_rank_0: Any, error: str | None) -> tuple[Any, str | None]:
-        found, error = self._agree_all(of_rank_0, error)
-        return found[0], error
 
     def _write(self, work: _Work, scratch: Path) -> dict[str, StoredFile]:
         name = files.rank_file(self._rank)

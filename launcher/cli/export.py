@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     adapter = (source / "adapter_config.json").is_file()
     if options["merged"] == "true" and not adapter:
         raise RecipeError(f"command line: merged=true: {source} holds a whole model already, there is no adapter to add in")
-    from launcher.models.folders import export_folder  # and with it torch
+    from launcher.checkpoint.export import export_folder  # and with it torch
 
     export_folder(source, out, dtype=options["dtype"], merged=options["merged"] == "true")
     _tell(out, adapter=adapter and options["merged"] != "true")

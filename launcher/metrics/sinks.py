@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from launcher.errors import first_line
 from launcher.recipe import schema
 
 logger = logging.getLogger(__name__)
@@ -93,9 +94,7 @@ class Forgiving:
             action()
         except Exception as error:
             self._sink = None
-            lines = str(error).strip().splitlines()
-            reason = lines[0] if lines else type(error).__name__
-            logger.warning(f"{self._name} is disabled from here on, training continues: {reason}")
+            logger.warning(f"{self._name} is disabled from here on, training continues: {first_line(error)}")
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:

@@ -222,8 +222,9 @@ def varlen_attention(
     included. Returns (batch, tokens, heads, head size).
     """
     assert attention_mask is None
+    options = {"dropout": dropout, "scaling": scaling, **kwargs}
     if cu_seq_lens_q is None:
-        return _dense(module, query, key, value, dropout, scaling, sliding_window, kwargs), None
+        return _dense(module, query, key, value, sliding_window, options), None
     batch, _, tokens, _ = query.shape
     # (batch x tokens, heads, head size): rows behind one another, documents as bounds
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
@@ -239,7 +240,7 @@ def varlen_attention(
         parts = []
         for document in documents:
             q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in document)
-            parts.append(_dense(module, q, k, v, dropout, scaling, sliding_window, kwargs)[0])
+            parts.append(_dense(module, q, k, v, sliding_window, options)[0])
         out = torch.cat(parts)
     return out.reshape(batch, tokens, *out.shape[1:]), None
 
@@ -294,10 +295,8 @@ def _dense(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
     sliding_window: int | None,
-    kwargs: dict[str, Any],
+    options: dict[str, Any],
 ) -> torch.Tensor:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -309,7 +308,7 @@ def _dense(
     elif _repeats_heads(query, key):
         key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
     out: torch.Tensor
-    out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
     return out
 
 

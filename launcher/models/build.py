@@ -183,6 +183,13 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
+def is_classifier(model: nn.Module) -> bool:
+    """Whether it is one of transformers' sequence classifiers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+
+    return type(model).__name__ in CLASSIFIERS.values()
+
+
 def _input_embedding(model: nn.Module) -> torch.Tensor | None:
     try:
         weight = model.get_input_embeddings().weight  # type: ignore[operator]

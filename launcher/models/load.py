@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from launcher.errors import RecipeError
-from launcher.models.build import checkpoint_folder, is_pretrained
+from launcher.models.build import checkpoint_folder, is_classifier, is_pretrained
 from launcher.models.initialization import initialize, local_rows, materialize, named_tensors, random_weights
 from launcher.models.safetensors_files import Shape, StoredTensors, open_folder
 from launcher.models.tensor_names import Conversion, ModelShapes, into_model
@@ -49,6 +49,20 @@ class Checkpoint:
     def dtype(self) -> torch.dtype:
         """Of most of its weights."""
         return self.stored.dtype()
+
+    def reader(self) -> Callable[[str], torch.Tensor]:
+        """Reads the model's tensors by name, each whole. One conversion may make several: those of the last are kept."""
+        by_target = {name: conversion for conversion in self.conversions for name in conversion.targets}
+        made: dict[str, torch.Tensor] = {}
+
+        def read(name: str) -> torch.Tensor:
+            nonlocal made
+            if name not in made:
+                conversion = by_target[name]
+                made = conversion.convert({stored: self.stored.rows(stored) for stored in conversion.names()}, self.shapes)
+            return made[name]
+
+        return read
 
 
 def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") -> Checkpoint:
@@ -152,10 +166,8 @@ def _missing(model: Any, missing: list[str], notes: list[str]) -> list[str]:
     """What a checkpoint may lack, it is said of; the rest are problems."""
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
     missing = [name for name in missing if not any(pattern.search(name) for pattern in ignored)]
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
-
     fresh = []
-    if type(model).__name__ in CLASSIFIERS.values():
+    if is_classifier(model):
         prefix, base = _base(model)
         # The head, and the pooler that some have in front of it, which pretraining may have done without
         fresh = [name for name in missing if base is None or not name.startswith(f"{prefix}.") or ".pooler." in name]

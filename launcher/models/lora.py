@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
+from launcher.models.build import find_blocks, is_classifier
 from launcher.models.initialization import clean_name
 from launcher.models.safetensors_files import ADAPTER_CONFIG
 from launcher.recipe.schema import Lora
@@ -26,7 +27,6 @@ def add_adapters(
     model: nn.Module,
     lora: Lora,
     *,
-    blocks: dict[str, nn.Module],
     base_dtype: torch.dtype,
     base: str | None = None,
 ) -> None:
@@ -38,7 +38,7 @@ def add_adapters(
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = _targets(model, lora, blocks)
+    targets = _targets(model, lora)
     head = _head(model)
     config = LoraConfig(
         r=lora.rank,
@@ -70,18 +70,13 @@ def _is_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
-def transposed_weights(model: nn.Module) -> set[str]:
-    """Clean names of the weights that are (in, out): transformers' Conv1D."""
-    return {f"{clean_name(name)}.weight" for name, module in model.named_modules() if _is_transposed(module)}
-
-
 def _linear_layers(model: nn.Module, targets: list[str] | None = None) -> list[str]:
     """Names of linear layers; those that end in one of the targets."""
     found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) or _is_transposed(module)]
     return [name for name in found if targets is None or any(f".{name}".endswith(f".{target}") for target in targets)]
 
 
-def _targets(model: nn.Module, lora: Lora, blocks: dict[str, nn.Module]) -> list[str]:
+def _targets(model: nn.Module, lora: Lora) -> list[str]:
     layers = _linear_layers(model)
     if lora.target_modules is not None:
         unknown = [target for target in lora.target_modules if not _linear_layers(model, [target])]
@@ -89,6 +84,7 @@ def _targets(model: nn.Module, lora: Lora, blocks: dict[str, nn.Module]) -> list
             there = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
             raise RecipeError([f"lora.target_modules: {name} is no linear layer of the model; there are {there}" for name in unknown])
         return list(lora.target_modules)
+    blocks = find_blocks(model)
     inside = [name for name in layers if any(name.startswith(f"{block}.") for block in blocks)]
     if not inside:
         raise RecipeError(
@@ -101,9 +97,7 @@ def _targets(model: nn.Module, lora: Lora, blocks: dict[str, nn.Module]) -> list
 
 def _head(model: Any) -> list[str]:
     """A classifier's modules outside of its base model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
-
-    if type(model).__name__ not in CLASSIFIERS.values():
+    if not is_classifier(model):
         return []
     prefix = model.base_model_prefix
     return [name for name, module in model.named_children() if name != prefix and next(module.parameters(), None) is not None]
@@ -136,7 +130,7 @@ def save_adapter_config(model: nn.Module, folder: Path) -> None:
 class Adapter:
     """Which weights adapters change, and how: W + alpha / rank * B A."""
 
-    def __init__(self, config: dict[str, Any], names: Iterator[str] | list[str]) -> None:
+    def __init__(self, config: dict[str, Any], names: Iterable[str]) -> None:
         """config: of peft's adapter_config.json. names: of the adapter's tensors, as peft writes them.
 
         Raises RecipeError for kinds of adapters that are merged in another way.
@@ -157,7 +151,27 @@ class Adapter:
         self.whole = {name.removeprefix(_PREFIX): name for name in names if ".lora_" not in name}
         """Weights that the adapter holds whole, such as a classifier's head."""
 
-    def merged(self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+    def reader(
+        self, model: nn.Module, read_base: Callable[[str], torch.Tensor], read_adapter: Callable[[str], torch.Tensor]
+    ) -> Callable[[str], torch.Tensor]:
+        """Reads the model's tensors, by their clean names, with the adapter added in.
+
+        read_base: gives a tensor of the base model by its clean name; read_adapter: one of the adapter by peft's name.
+        """
+        transposed = {f"{clean_name(name)}.weight" for name, module in model.named_modules() if _is_transposed(module)}
+
+        def read(name: str) -> torch.Tensor:
+            if name in self.whole:
+                return read_adapter(self.whole[name])
+            weight = read_base(name)
+            if name not in self.factors:
+                return weight
+            down, up = (read_adapter(factor) for factor in self.factors[name])
+            return self._merged(weight, down, up, transposed=name in transposed)
+
+        return read
+
+    def _merged(self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, *, transposed: bool) -> torch.Tensor:
         """In float32. weight: (out, in), or transposed; down: A (rank, in); up: B (out, rank)."""
         change = (up.float() @ down.float()) * self.scale
         whole: torch.Tensor = weight.float() + (change.T if transposed else change)

@@ -14,6 +14,8 @@ from launcher.errors import RecipeError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+MAX_FILE_BYTES = 5 * 10**9
+"""Of an exported file, unless one tensor is larger."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,6 +41,11 @@ class Shape:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Shape:
+        """Of this tensor."""
+        return Shape(tuple(tensor.shape), tensor.dtype)
+
     @property
     def bytes(self) -> int:
         """Of all its elements."""
@@ -55,7 +62,7 @@ class StoredTensors:
     def __init__(self, files: Mapping[str, Path]) -> None:
         """files: for each tensor the file it stands in."""
         self._files = files
-        headers = {file: _header(file) for file in dict.fromkeys(files.values())}
+        headers = {file: _read_header(file) for file in dict.fromkeys(files.values())}
         lost = sorted(name for name, file in files.items() if name not in headers[file])
         if lost:
             raise RecipeError([f"model.path: {files[name]} lacks {name}, which the index says it holds" for name in lost])
@@ -95,7 +102,7 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
     key: of the recipe, for messages. Raises RecipeError for what cannot be read, with what to do about it.
     """
     if (folder / SINGLE).is_file():
-        return StoredTensors(dict.fromkeys(_header(folder / SINGLE), folder / SINGLE))
+        return open_file(folder / SINGLE)
     if (folder / INDEX).is_file():
         try:
             listing: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
@@ -115,7 +122,12 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
     raise RecipeError(f"{key}: {folder} has no weights: neither {SINGLE} nor {INDEX}; to start from random ones, set model.init: random")
 
 
-def _header(file: Path) -> dict[str, Shape]:
+def open_file(file: Path) -> StoredTensors:
+    """All tensors of one file."""
+    return StoredTensors(dict.fromkeys(_read_header(file), file))
+
+
+def _read_header(file: Path) -> dict[str, Shape]:
     """The format's first 8 bytes are the length of a JSON header (little-endian), which gives each tensor's place."""
     try:
         size = file.stat().st_size
@@ -134,21 +146,30 @@ def _header(file: Path) -> dict[str, Shape]:
     return found
 
 
+def make_header(tensors: Mapping[str, Shape], *, alignment: int = 8) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The first bytes of a safetensors file, and for each tensor its first byte in the file and its number of bytes.
+
+    Tensors lie in the given order, without gaps: those with wider elements must come first. alignment: of the first one.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.bytes
+        entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % alignment)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: (len(header) + entries[name]["data_offsets"][0], tensor.bytes) for name, tensor in tensors.items()}
+
+
 class Writer:
     """Writes one safetensors file, tensor by tensor, in an order that is known beforehand: none is held."""
 
     def __init__(self, file: Path, tensors: Mapping[str, Shape]) -> None:
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, tensor in tensors.items():
-            end = offset + tensor.bytes
-            entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-            offset = end
-        header = json.dumps(entries).encode()
-        header += b" " * (-len(header) % 8)  # tensors are aligned
+        header, _ = make_header(tensors)
         self._expected = iter(tensors.items())
         self._stream: BinaryIO = file.open("wb")
-        self._stream.write(len(header).to_bytes(8, "little") + header)
+        self._stream.write(header)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """The next tensor, cast to the dtype that was announced."""
@@ -164,22 +185,22 @@ class Writer:
         self._stream.close()
 
 
-def split_files(sizes: Sequence[int], max_bytes: int) -> list[range]:
-    """Cuts a row of things with these sizes into files of at most max_bytes; a larger one has a file of its own."""
+def _split_files(sizes: Sequence[int]) -> list[range]:
+    """Cuts a row of things with these sizes into files of at most MAX_FILE_BYTES; a larger one has a file of its own."""
     cuts, filled = [0], 0
     for index, size in enumerate(sizes):
-        if filled and filled + size > max_bytes:
+        if filled and filled + size > MAX_FILE_BYTES:
             cuts.append(index)
             filled = 0
         filled += size
     return [range(start, stop) for start, stop in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
 
 
-def write_files(folder: Path | None, groups: Sequence[Mapping[str, Shape]], *, max_file_bytes: int) -> Iterator[Writer | None]:
+def write_files(folder: Path | None, groups: Sequence[Mapping[str, Shape]]) -> Iterator[Writer | None]:
     """Yields for each group of tensors the writer that it goes to; the files get the names that transformers gives them,
     and an index where there are several. folder: None: nothing is written (a rank that only gathers), and None is yielded.
     """
-    files = split_files([sum(tensor.bytes for tensor in group.values()) for group in groups], max_file_bytes)
+    files = _split_files([sum(tensor.bytes for tensor in group.values()) for group in groups])
     index: dict[str, str] = {}
     for number, members in enumerate(files, start=1):
         name = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"

@@ -137,7 +137,7 @@ def _try_on_meta(conversions: Any, shapes_in: Mapping[str, Shape], shapes: Model
             some = ", ".join(conversion.names()[:3]) + (", ..." if len(conversion.names()) > 3 else "")
             problems.append(f"{conversion.first}: cannot be made from {some}: {error}")
             continue
-        conversion.targets = {name: Shape(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
+        conversion.targets = {name: Shape.of(tensor) for name, tensor in made.items()}
     return problems
 
 

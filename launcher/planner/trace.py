@@ -193,7 +193,7 @@ def _run(prepared: PreparedModel, recipe: Recipe, ranks: DataParallel, *, device
     offloads = offload is not None
     transfers = _offloading(tracker, pinned=offload.pin_memory) if offload is not None else nullcontext()
     with _standing_in(tracker, data, device=device), transfers:
-        wrapped = prepared.wrap(recipe, ranks, fill=fill)
+        wrapped = prepared.wrap(recipe, ranks, init_fn=fill)
         with fake, tracker:
             if offload is not None:
                 tracker.mark_host(wrapped.module.parameters(), pinned=offload.pin_memory)

@@ -25,7 +25,7 @@ from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
-from launcher.strategies.base import Fill, WrappedModel
+from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
 from launcher.strategies.wrap import wrap
 from launcher.training.evaluation import Evaluator
 from launcher.training.loop import Step, train_steps
@@ -101,7 +101,7 @@ class PreparedModel:
 
     model: nn.Module
     blocks: dict[str, nn.Module]
-    fill: Fill
+    init_fn: InitFn
     """Gives it its weights, once it is wrapped."""
     export_dtype: torch.dtype
     compute_dtype: torch.dtype
@@ -110,8 +110,8 @@ class PreparedModel:
     isolation: Isolation
     vocabulary: int | None
 
-    def wrap(self, recipe: Recipe, ranks: DataParallel, *, fill: Fill | None = None) -> WrappedModel:
-        """Spreads it over the ranks. fill: in the place of its own."""
+    def wrap(self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None) -> WrappedModel:
+        """Spreads it over the ranks. init_fn: in the place of its own."""
         return wrap(
             self.model,
             strategy=recipe.strategy,
@@ -119,7 +119,7 @@ class PreparedModel:
             compile=recipe.model.compile,
             blocks=self.blocks,
             ranks=ranks,
-            fill=fill if fill is not None else self.fill,
+            init_fn=init_fn if init_fn is not None else self.init_fn,
         )
 
     def synthetic_data(self, data: schema.Data, batch: schema.Batch) -> SyntheticData:
@@ -153,13 +153,12 @@ def prepare_model(recipe: Recipe, *, device: torch.device, group: dist.ProcessGr
 
     device: that it will run on; this decides which attention it has. group: ranks that read the weights together.
     """
-    data, precision = recipe.data, recipe.strategy.mixed_precision
-    compute_dtype = getattr(torch, precision.param_dtype) if precision is not None else torch.float32
+    data, dtype = recipe.data, compute_dtype(recipe.strategy)
     model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
     blocks = find_blocks(model)
-    fill, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed, group=group)
+    init_fn, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed, group=group)
     if recipe.lora is not None:
-        add_adapters(model, recipe.lora, blocks=blocks, base_dtype=compute_dtype, base=recipe.model.path)
+        add_adapters(model, recipe.lora, base_dtype=dtype, base=recipe.model.path)
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
@@ -170,13 +169,11 @@ def prepare_model(recipe: Recipe, *, device: torch.device, group: dist.ProcessGr
     return PreparedModel(
         model,
         blocks,
-        fill,
+        init_fn,
         export_dtype=export_dtype,
-        compute_dtype=compute_dtype,
+        compute_dtype=dtype,
         packed=packed,
-        isolation=isolate_documents(model, sequence_length=data.sequence_length, device=device, compute_dtype=compute_dtype)
-        if packed
-        else "mask",
+        isolation=isolate_documents(model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype) if packed else "mask",
         vocabulary=vocabulary_size(model),
     )
 

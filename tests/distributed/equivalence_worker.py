@@ -271,14 +271,14 @@ def initial_weights(worker):
                 model = torch.nn.Sequential(Odd((1,)), Odd((1,)))
             blocks = {"0": model[0]}
 
-            def fill(model, *devices, note=note):
+            def init_fn(model, *devices, note=note):
                 with CommDebugMode() as communication:
                     random_weights(model, *devices, seed=3)
                 note["collectives"] = communication.get_total_counts()
 
             data_parallel = DataParallel(rank=worker.rank, size=ranks, group=worker.groups[ranks], device=torch.device("cpu"))
             strategy = Strategy(**({"kind": "fsdp", "mixed_precision": None} | options))
-            wrapped = wrap(model, strategy=strategy, checkpointing=None, compile=False, blocks=blocks, ranks=data_parallel, fill=fill)
+            wrapped = wrap(model, strategy=strategy, checkpointing=None, compile=False, blocks=blocks, ranks=data_parallel, init_fn=init_fn)
             digest = hashlib.sha256()
             for _, parameter in sorted(wrapped.module.named_parameters()):
                 digest.update(full(parameter).contiguous().numpy().tobytes())

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from launcher.cli.main import main
 from launcher.errors import RecipeError
-from launcher.models.build import build_model, find_blocks
+from launcher.models import safetensors_files
+from launcher.models.build import build_model
 from launcher.models.export import export_hugging_face
 from launcher.models.initialization import initialize, materialize
 from launcher.models.load import open_checkpoint, pretrained_weights
@@ -21,9 +22,8 @@ from tests.unit.test_checkpoint import CPU, logits, reference, save
 def adapted(folder, *, lora=None, seed=3, dtype=torch.float32, task="causal_lm", trained=True):
     """A model with adapters that do something."""
     model = build_model(Model(path=str(folder), task=task), sequence_length=16, labels=["a", "b", "c"] if task != "causal_lm" else None)
-    blocks = find_blocks(model)
     found = open_checkpoint(folder, model)
-    add_adapters(model, lora or Lora(rank=4, alpha=6.0), blocks=blocks, base_dtype=dtype, base=str(folder))
+    add_adapters(model, lora or Lora(rank=4, alpha=6.0), base_dtype=dtype, base=str(folder))
     pretrained_weights(model, CPU, CPU, checkpoint=found, seed=seed)
     if trained:
         torch.manual_seed(5)
@@ -72,7 +72,7 @@ def test_a_name_that_also_stands_outside_the_blocks_is_not_adapted_there(tmp_pat
                                       "num_attention_heads": 4, "max_position_embeddings": 64}), sequence_length=16)  # fmt: skip
     with torch.device("meta"):
         model.model.fc1 = torch.nn.Linear(32, 32)
-    add_adapters(model, Lora(rank=2), blocks=find_blocks(model), base_dtype=torch.float32)
+    add_adapters(model, Lora(rank=2), base_dtype=torch.float32)
     adapters = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
     assert "model.decoder.layers.1.fc1" in adapters
     assert "model.fc1" not in adapters
@@ -176,13 +176,14 @@ def test_the_written_file_is_what_safetensors_reads(tmp_path):
     assert torch.equal(stored.rows("scalar"), tensors["scalar"])
 
 
-def test_export_of_a_run(tmp_path, llama, capsys):
+def test_export_of_a_run(tmp_path, llama, capsys, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
     model = build_model(Model(path=str(llama)), sequence_length=16)
     materialize(model, parameters=CPU, buffers=CPU)
     initialize(model, seed=9)
-    exported(model, run / "hf", max_file_bytes=20_000)
+    monkeypatch.setattr(safetensors_files, "MAX_FILE_BYTES", 20_000)
+    exported(model, run / "hf")
     (run / "hf" / "tokenizer.json").write_text("{}")
     assert main(["export", str(run), str(tmp_path / "out"), "dtype=bfloat16"]) == 0
     assert "for from_pretrained" in capsys.readouterr().out

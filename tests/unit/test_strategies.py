@@ -15,6 +15,7 @@ from launcher import train
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.errors import TrainingError
+from launcher.recipe import schema
 from launcher.strategies.activation_checkpointing import checkpoint_blocks, is_checkpointed
 from launcher.strategies.ddp import Ddp
 
@@ -335,7 +336,7 @@ def gloo_group():
 def test_ddp_does_not_time_itself_after_ten_steps(gloo_group):
     """Its timers wait for the device. By default they do in every 100th step too."""
     ranks = process_group.DataParallel(rank=0, size=1, group=torch.distributed.group.WORLD, device=torch.device("cpu"))
-    wrapped = Ddp(nn.Linear(2, 2), ranks=ranks, param_dtype=torch.float32, sync_every_micro_batch=False, fill=lambda *_: None)
+    wrapped = Ddp(nn.Linear(2, 2), schema.Strategy(kind="ddp", mixed_precision=None), ranks=ranks, init_fn=lambda *_: None)
     for _ in range(101):
         wrapped.model(torch.ones(1, 2)).sum().backward()
     assert wrapped.model._get_ddp_logging_data()["iteration"] == 10
