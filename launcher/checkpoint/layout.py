@@ -40,7 +40,7 @@ class Layout:
     """Where everything lies in this rank's file; on rank 0 also the index of all files."""
 
     header: bytes
-    places: dict[str, tuple[int, int]]
+    spans: dict[str, tuple[int, int]]
     """First byte and number of bytes of each tensor."""
     size: int
     """Of the file."""
@@ -65,16 +65,16 @@ def plan(
     values = {**parts, **{LOCAL + name: tensor for name, tensor in local.items()}}
     widest_first = sorted(values, key=lambda name: -values[name].dtype.itemsize)
     shapes = {name: Shape.of(values[name]) for name in widest_first}
-    header, places = make_header(shapes, alignment=ALIGNMENT)
+    header, spans = make_header(shapes, alignment=ALIGNMENT)
     found = []
     for name, part in parts.items():
         first = local_rows(tensors[name])[1]
         offsets = [first, *[0] * (part.ndim - 1)] if part.ndim else []
-        found.append((name, [rank_file(rank), places[name][0], offsets, list(part.shape)]))
+        found.append((name, [rank_file(rank), spans[name][0], offsets, list(part.shape)]))
     gathered: list[Any] | None = [None] * size if rank == 0 else None
     dist.gather_object(found, gathered, group=group, group_dst=0)
     index = None if gathered is None else _index(tensors, gathered)
-    return Layout(header, places, len(header) + sum(count for _, count in places.values()), index)
+    return Layout(header, spans, len(header) + sum(count for _, count in spans.values()), index)
 
 
 def _written_here(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> list[str]:

@@ -17,14 +17,14 @@ from launcher.errors import RecipeError
 from launcher.recipe.schema import Recipe
 from launcher.reliability.run_directory import RunFolder
 
-_ALTERING = ("run.seed", "model", "lora", "data", "batch.global_batch_size")
+_ALTERS_TRAINING = ("run.seed", "model", "lora", "data", "batch.global_batch_size")
 """Sections and keys that decide what is learned: with others the rest of the run would not be the run that was begun."""
 _HARMLESS = (
     *("model.attention", "model.compile", "model.trust_remote_code", "data.workers", "data.prefetch_factor", "data.persistent_workers"),
     *("data.pin_memory", "data.processes", "data.cache", "data.validation"),
 )
 """Exceptions among them."""
-_UNTOLD = ("run.name", "run.dir", "checkpoint.resume", "checkpoint.allow_changes", "slurm")
+_UNREPORTED = ("run.name", "run.dir", "checkpoint.resume", "checkpoint.allow_changes", "slurm")
 """Sections and keys that are not worth a word."""
 
 
@@ -63,7 +63,7 @@ def alters_training(key: str) -> bool:
     def within(names: tuple[str, ...]) -> bool:
         return any(key == name or key.startswith(name + ".") for name in names)
 
-    return within(_ALTERING) and not within(_HARMLESS)
+    return within(_ALTERS_TRAINING) and not within(_HARMLESS)
 
 
 def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path) -> list[str]:
@@ -71,13 +71,13 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: b
 
     before: the recipe of the checkpoint; keys that it does not know had their defaults, and are no change where they still have.
     """
-    told: list[str] = []
+    allowed: list[str] = []
     refused: list[str] = []
     for key, old, new in differences(before, now):
-        if key in _UNTOLD or key.split(".")[0] in _UNTOLD:
+        if key in _UNREPORTED or key.split(".")[0] in _UNREPORTED:
             continue
         line = f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
-        (refused if alters_training(key) and not allow else told).append(line)
+        (refused if alters_training(key) and not allow else allowed).append(line)
     if refused:
         raise RecipeError(
             [
@@ -86,7 +86,7 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allow: b
                 "set them back; or train into another run.dir; or say checkpoint.allow_changes=true",
             ]
         )
-    return told
+    return allowed
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

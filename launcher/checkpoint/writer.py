@@ -1,4 +1,4 @@
-"""Writes checkpoints, while training goes on or not; a save that fails is told, never raised."""
+"""Writes checkpoints, while training goes on or not; a save that fails is reported, never raised."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from launcher.recipe import schema
 
 CHUNK = 16 * 2**20
 """Bytes that are written at once; a multiple of ALIGNMENT."""
-_STEPPED = ("model.", "optimizer.")
+_CHANGED_BY_STEP = ("model.", "optimizer.")
 """Names of what only the optimizer's step changes."""
 
 
@@ -78,7 +78,7 @@ class _Work:
     staged: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
     outcome: Outcome | None = None
-    told: bool = False
+    reported: bool = False
     blocked: float = 0.0
 
 
@@ -121,7 +121,7 @@ class Checkpointer:
         self._buffer: torch.Tensor | None = None
         self._stream = _stream(device) if device.type == "cuda" and settings.asynchronous else None
         self._work: _Work | None = None
-        self._untold: list[Outcome] = []
+        self._unreported: list[Outcome] = []
         optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
 
     def save(self, step: int, tensors: Mapping[str, torch.Tensor], *, state: Mapping[str, Any], local: Mapping[str, torch.Tensor]) -> None:
@@ -132,22 +132,22 @@ class Checkpointer:
         state: for state.json, rank 0's. local: this rank's own small tensors.
         """
         started = time.perf_counter()
-        self._settle()
+        self._wait()
         layout = self._plan(tensors, local)
         values = {**tensors, **{LOCAL + name: tensor for name, tensor in local.items()}}
         at_once = [(0, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))]
         later: list[tuple[int, torch.Tensor]] = []
-        for name, (at, count) in layout.places.items():
+        for name, (at, count) in layout.spans.items():
             if count:
                 part = local_part(values[name]).contiguous().reshape(-1).view(torch.uint8)
-                (later if name.startswith(_STEPPED) else at_once).append((at, part))
+                (later if name.startswith(_CHANGED_BY_STEP) else at_once).append((at, part))
         work = _Work(step, layout, later, json.dumps(dict(state), indent=1).encode() if self._rank == 0 else b"", started)
         self._work = work
         if not self._asynchronous:
             work.pieces = sorted([*at_once, *later], key=lambda piece: piece[0])
             work.staged.set()
             self._run(work)
-            self._settle()
+            self._wait()
             return
         try:
             buffer = self._staging(layout.size)
@@ -173,20 +173,20 @@ class Checkpointer:
         """What ended since the last call. Waits for nothing; the others may see it a little sooner or later."""
         work = self._work
         if work is not None and work.outcome is not None:
-            self._tell(work, work.outcome)
-        told, self._untold = self._untold, []
-        return told
+            self._report(work, work.outcome)
+        reported, self._unreported = self._unreported, []
+        return reported
 
     def finish(self) -> list[Outcome]:
         """Waits for the save that is under way; returns what `poll` would. After it tensors may be loaded into."""
-        self._settle()
+        self._wait()
         return self.poll()
 
     def staging_bytes(self) -> int:
         """Host memory of this rank that saving keeps: known after the first save."""
         return CHUNK if not self._asynchronous else 0 if self._buffer is None else self._buffer.numel()
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         work = self._work
         if work is None:
             return
@@ -194,13 +194,13 @@ class Checkpointer:
             work.thread.join()
         assert work.outcome is not None
         self.failures = 0 if work.outcome.error is None else self.failures + 1
-        self._tell(work, work.outcome)
+        self._report(work, work.outcome)
         self._work = None
 
-    def _tell(self, work: _Work, outcome: Outcome) -> None:
-        if not work.told:
-            work.told = True
-            self._untold.append(outcome if work.thread is None else replace(outcome, blocked=work.blocked))
+    def _report(self, work: _Work, outcome: Outcome) -> None:
+        if not work.reported:
+            work.reported = True
+            self._unreported.append(outcome if work.thread is None else replace(outcome, blocked=work.blocked))
 
     def _plan(self, tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]) -> Layout:
         """The layout of the save before, as long as the tensors look alike: then nothing is asked of the others."""
@@ -300,7 +300,7 @@ class Checkpointer:
 
     def _write(self, work: _Work, scratch: Path) -> dict[str, StoredFile]:
         name = files.rank_file(self._rank)
-        chunks = _slices(self._buffer) if work.thread is not None and self._buffer is not None else _through_buffer(work)
+        chunks = _chunks_of(self._buffer) if work.thread is not None and self._buffer is not None else _chunks_through_buffer(work)
         written = {name: write_chunks(scratch / name, chunks, size=work.layout.size)}
         if self._rank == 0:
             assert work.layout.index is not None
@@ -320,13 +320,13 @@ def _aligned(size: int, *, pinned: bool = False) -> torch.Tensor:
     return whole[skip : skip + size]
 
 
-def _slices(buffer: torch.Tensor) -> Iterator[memoryview]:
+def _chunks_of(buffer: torch.Tensor) -> Iterator[memoryview]:
     view = as_bytes(buffer)
     for start in range(0, len(view), CHUNK):
         yield view[start : start + CHUNK]
 
 
-def _through_buffer(work: _Work) -> Iterator[memoryview]:
+def _chunks_through_buffer(work: _Work) -> Iterator[memoryview]:
     """The file, a chunk at a time, each in the same memory."""
     buffer = _aligned(CHUNK)
     view = as_bytes(buffer)

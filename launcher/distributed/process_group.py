@@ -72,8 +72,8 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
     mine = Node(socket.gethostname(), gpus, environment.local_world_size, torch.__version__, build)
     store.set(f"device/{environment.rank}", json.dumps(dataclasses.astuple(mine)))
     if environment.rank == 0:
-        told = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])
-        store.set("device", json.dumps(device_for(wanted, [Node(*json.loads(one)) for one in told])))
+        found = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])
+        store.set("device", json.dumps(agree_on_device(wanted, [Node(*json.loads(one)) for one in found])))
     kind, problem = json.loads(store.get("device"))
     if problem is not None:
         raise TrainingError(problem, reason="no_gpu")
@@ -96,7 +96,7 @@ class Node:
     """What torch is built for, such as `CUDA 12.8`; None: CPUs alone."""
 
 
-def device_for(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | None]:
+def agree_on_device(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | None]:
     """`cuda` or `cpu`, for all ranks; or what is wrong. nodes: one of each rank. wanted: as of `choose_device`."""
     short = [node for node in dict.fromkeys(nodes) if node.gpus < node.ranks]
     if not short:
@@ -138,7 +138,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def interface_to(host: str) -> str | None:
-    """The network interface with the IPv4 address that this machine reaches a host from; None where it cannot be told."""
+    """The network interface with the IPv4 address that this machine reaches a host from; None where it cannot be found."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing: the kernel looks up the route
         address = socket.inet_aton(probe.getsockname()[0])
@@ -235,11 +235,11 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
     return generation
 
 
-SILENT_SECONDS = 30
+KEEPALIVE_SECONDS = 30
 """That the node of the store may leave what it was sent without an acknowledgement before its connections fail."""
 
 
-def notice_silence(environment: Environment) -> None:
+def enable_keepalive(environment: Environment) -> None:
     """Makes the connections to the store that there are fail where its node was cut off.
 
     A timeout of the store is one of its answer to `get` and `wait`: a `check` or an `add` that finds the link dead waits
@@ -254,10 +254,10 @@ def notice_silence(environment: Environment) -> None:
             continue
         try:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, KEEPALIVE_SECONDS * 1000)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 3)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS // 3)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS // 3)
         except OSError:  # it listens, or was closed meanwhile
             pass
         finally:

@@ -25,7 +25,7 @@ class Sink(Protocol):
         """The run ended in this state."""
 
 
-def keep_until(metrics: Path, step: int) -> int:
+def remove_later_steps(metrics: Path, step: int) -> int:
     """Removes the lines after `step` from metrics.jsonl, and a last one that was cut off; returns how many.
 
     The file is replaced at once: a reader sees the old lines or the new ones.
@@ -55,10 +55,10 @@ class JsonLines:
         self._path = path
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
-    def cut_back(self, step: int) -> int:
+    def remove_later_steps(self, step: int) -> int:
         """Removes the lines of later steps; returns how many."""
         self._file.close()
-        removed = keep_until(self._path, step)
+        removed = remove_later_steps(self._path, step)
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
         return removed
 
@@ -71,7 +71,7 @@ class JsonLines:
         self._file.close()
 
 
-class Forgiving:
+class OptionalSink:
     """A sink that may fail: the failure is logged once, the sink is not used again, and the run continues."""
 
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
@@ -159,7 +159,7 @@ def open_sinks(settings: schema.Logging, *, name: str, folder: Path, metrics: Pa
     """metrics.jsonl first, then what the recipe asks for."""
     sinks: list[Sink] = [JsonLines(metrics)]
     if (wandb := settings.wandb) is not None:
-        sinks.append(Forgiving("wandb", lambda: Wandb(wandb, name=name, folder=folder, config=config)))
+        sinks.append(OptionalSink("wandb", lambda: Wandb(wandb, name=name, folder=folder, config=config)))
     if settings.tensorboard:
-        sinks.append(Forgiving("tensorboard", lambda: TensorBoard(folder / "tensorboard")))
+        sinks.append(OptionalSink("tensorboard", lambda: TensorBoard(folder / "tensorboard")))
     return sinks

@@ -13,7 +13,7 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.models.initialization import clean_name
-from launcher.models.tensor_names import note_conversions
+from launcher.models.tensor_names import record_conversions
 from launcher.recipe.functions import call_function
 from launcher.recipe.hub import model_folder
 from launcher.recipe.schema import Model
@@ -102,7 +102,7 @@ def _from_transformers(
             )
     except Exception as error:
         raise RecipeError(_refusal(key, folder, error)) from error
-    note_conversions(built)
+    record_conversions(built)
     config = built.config
     config.architectures = [type(built).__name__]
     if not classifies and getattr(config, "is_decoder", None) is False and config.model_type not in _DECODERS_ALL_THE_SAME:

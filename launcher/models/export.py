@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from launcher.models.initialization import clean_name
 from launcher.models.lora import Adapter, adapter_names, peft_config, save_adapter_config
 from launcher.models.safetensors_files import ADAPTER, Shape, Writer, write_files
-from launcher.models.tensor_names import ModelShapes, out_of_model
+from launcher.models.tensor_names import ModelShapes, export_conversions
 
 LABELS = "labels.json"
 """Beside a classifier's adapter: the names of its classes."""
@@ -103,7 +103,7 @@ def _write_model(model: Any, scratch: Path | None, shapes: Mapping[str, Shape], 
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     model_shapes = ModelShapes(model)
     exported = {name: shape for name, shape in shapes.items() if name not in ignored}
-    conversions = out_of_model(model, exported, model_shapes)
+    conversions = export_conversions(model, exported, model_shapes)
 
     def as_written(name: str, shape: Shape) -> Shape:
         cast = torch.float32 if any(part in name for part in strict) else dtype

@@ -152,16 +152,16 @@ class _Initial:
     then makes the whole parameter on the CPU, and the code works on that.
     """
 
-    def __init__(self, name: str, mine: torch.Tensor | None, form: torch.Tensor, seed: int, whole_ones: list[_Initial]) -> None:
-        """mine: where the values go; None: nowhere. form: has the parameter's shape and dtype."""
-        self.name, self.mine, self.shape = name, mine, form.shape
+    def __init__(self, name: str, mine: torch.Tensor | None, like: torch.Tensor, seed: int, on_cpu_list: list[_Initial]) -> None:
+        """mine: where the values go; None: nowhere. like: has the parameter's shape and dtype."""
+        self.name, self.mine, self.shape = name, mine, like.shape
         # float32 even where the weight is held in fewer bits: the draw is the same
-        self.dtype = torch.float32 if form.is_floating_point() else form.dtype
+        self.dtype = torch.float32 if like.is_floating_point() else like.dtype
         digest = _digest(seed, name)
         self.key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
         self.written = False
         self.whole: torch.Tensor | None = None
-        self._whole_ones = whole_ones
+        self._whole_ones = on_cpu_list
         self._stored = False
         self._operations: list[tuple[range, Callable[[torch.Tensor, int], object]]] = []
 
@@ -306,7 +306,7 @@ def _trunc_normal_by_position() -> Iterator[None]:
 
 
 @contextmanager
-def _stand_ins(modules: list[tuple[str, nn.Module]], seed: int, kept: set[int], whole_ones: list[_Initial]) -> Iterator[list[_Initial]]:
+def _stand_ins(modules: list[tuple[str, nn.Module]], seed: int, kept: set[int], on_cpu_list: list[_Initial]) -> Iterator[list[_Initial]]:
     """Puts stand-ins in the place of the modules' parameters, and copies on the CPU in that of their buffers.
 
     A parameter that several modules share is initialized by the first of them. Those in `kept` keep what they have.
@@ -318,7 +318,7 @@ def _stand_ins(modules: list[tuple[str, nn.Module]], seed: int, kept: set[int], 
         for own, parameter in parameters.items():
             if parameter is not None:
                 mine = None if id(parameter) in kept or id(parameter) in initials else parameter.detach()
-                initial = _Initial(clean_name(f"{name}.{own}".removeprefix(".")), mine, parameter, seed, whole_ones)
+                initial = _Initial(clean_name(f"{name}.{own}".removeprefix(".")), mine, parameter, seed, on_cpu_list)
                 initials.setdefault(id(parameter), initial)
                 module._parameters[own] = initial.stand_in()
         for own, buffer in buffers.items():
@@ -333,11 +333,11 @@ def _stand_ins(modules: list[tuple[str, nn.Module]], seed: int, kept: set[int], 
                 buffer.copy_(on_cpu[id(buffer)])
 
 
-def local_rows(mine: torch.Tensor) -> tuple[torch.Tensor, int]:
+def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """What this rank holds of a tensor, and which row (of dimension 0) of the whole it starts at."""
-    if not isinstance(mine, DTensor):
-        return mine, 0
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
     # fully_shard cuts dimension 0 as torch.chunk does, over the mesh's last dimension: the first one holds copies.
-    mesh = mine.device_mesh
-    chunk = -(-mine.shape[0] // mesh.size(mesh.ndim - 1))
-    return mine.to_local(), min(mesh.get_local_rank(mesh.ndim - 1) * chunk, mine.shape[0])
+    mesh = tensor.device_mesh
+    chunk = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
+    return tensor.to_local(), min(mesh.get_local_rank(mesh.ndim - 1) * chunk, tensor.shape[0])

@@ -2,7 +2,7 @@
 
 What goes where is planned on the meta model, from the headers of the files alone, and every mistake is told then. The
 weights are read after wrapping: rows of a mapped file, a piece at a time, into the rows that this rank holds. Where
-ranks hold the same rows (ddp, or the copies of hybrid sharding) the first of them reads and broadcasts each piece. So
+ranks hold the same rows (ddp, or the copies of hybrid sharding) the first of them is_reader and broadcasts each piece. So
 the files are read once over all ranks, and a rank holds its shards and a piece; only a tensor that is made of several
 (`names.Conversion`) is put together whole first, or the part of it that the rank keeps, where that can be told apart.
 """
@@ -26,7 +26,7 @@ from launcher.errors import RecipeError
 from launcher.models.build import checkpoint_folder, is_classifier, is_pretrained
 from launcher.models.initialization import initialize, local_rows, materialize, named_tensors, random_weights
 from launcher.models.safetensors_files import Shape, StoredTensors, open_folder
-from launcher.models.tensor_names import Conversion, ModelShapes, into_model
+from launcher.models.tensor_names import Conversion, ModelShapes, load_conversions
 from launcher.recipe import schema
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") 
         raise RecipeError(f"{key}: {folder} is quantized, and quantized weights cannot be trained; give the checkpoint it was made from")
     stored = open_folder(folder, key=key)
     shapes = ModelShapes(model)
-    conversions, unexpected, problems = into_model(model, stored.tensors, shapes)
+    conversions, unexpected, problems = load_conversions(model, stored.tensors, shapes)
     state: dict[str, torch.Tensor] = model.state_dict()
     made = {name: shape.shape for conversion in conversions for name, shape in conversion.targets.items()}
     for name, shape in made.items():
@@ -83,15 +83,15 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") 
             problems.append(f"{name}: the model has no such tensor")
         elif shape != tuple(state[name].shape):
             problems.append(f"{name}: is {list(shape)} in the checkpoint, and {list(state[name].shape)} in the model")
-    notes = _resolve_ties(model, made, conversions, stored)
+    messages = _resolve_ties(model, made, conversions, stored)
     loaded = _with_ties(model, made)
     failed = {conversion.first for conversion in conversions if not conversion.targets}
     missing = [name for name in state if name not in loaded and name not in failed]
-    problems += _missing(model, missing, notes)
-    problems += _unexpected(model, unexpected, notes)
+    problems += _missing(model, missing, messages)
+    problems += _unexpected(model, unexpected, messages)
     if problems:
         raise RecipeError([f"{key}: {folder} is not the checkpoint of a {type(model).__name__} with its config:", *sorted(problems)])
-    for note in notes:
+    for note in messages:
         logger.info(f"note: {note}")
     return Checkpoint(stored, conversions, shapes, frozenset(loaded))
 
@@ -115,7 +115,7 @@ def starting_weights(
     return partial(pretrained_weights, checkpoint=checkpoint, seed=seed, group=group), checkpoint.dtype
 
 
-def _same_tensor(model: nn.Module) -> list[list[str]]:
+def _tied_names(model: nn.Module) -> list[list[str]]:
     """Names that share a parameter, for each that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -125,15 +125,15 @@ def _same_tensor(model: nn.Module) -> list[list[str]]:
 
 def _with_ties(model: nn.Module, names: Any) -> set[str]:
     """These names, and those of the same tensors."""
-    ties = {name for tied in _same_tensor(model) if any(name in names for name in tied) for name in tied}
+    ties = {name for tied in _tied_names(model) if any(name in names for name in tied) for name in tied}
     return ties | set(names)
 
 
 def _resolve_ties(model: Any, made: dict[str, Any], conversions: list[Conversion], stored: StoredTensors) -> list[str]:
     """Where a checkpoint has a tied tensor twice: one is enough where both are equal; else they are not tied after all."""
-    notes = []
+    messages = []
     single = {conversion.first: conversion for conversion in conversions if conversion.converter is None}
-    for tied in _same_tensor(model):
+    for tied in _tied_names(model):
         first, *others = [name for name in tied if name in single] or [""]
         for name in others:
             if _equal(stored, *single[first].names(), *single[name].names()):
@@ -143,8 +143,8 @@ def _resolve_ties(model: Any, made: dict[str, Any], conversions: list[Conversion
             setattr(model.get_submodule(parent), attribute, nn.Parameter(torch.empty_like(model.get_parameter(name))))
             model.config.tie_word_embeddings = False
             getattr(model, "all_tied_weights_keys", {}).pop(name, None)
-            notes.append(f"the config ties {name} to {first}, but the checkpoint holds two different ones: they are not tied")
-    return notes
+            messages.append(f"the config ties {name} to {first}, but the checkpoint holds two different ones: they are not tied")
+    return messages
 
 
 def _equal(stored: StoredTensors, first: str, second: str) -> bool:
@@ -156,32 +156,32 @@ def _equal(stored: StoredTensors, first: str, second: str) -> bool:
     return all(torch.equal(stored.rows(first, start, start + step), stored.rows(second, start, start + step)) for start in starts)
 
 
-def _base(model: Any) -> tuple[str, nn.Module | None]:
+def _base_model(model: Any) -> tuple[str, nn.Module | None]:
     """The model without its head, and its name in it."""
     prefix = model.base_model_prefix
     return prefix, getattr(model, prefix, None) if prefix else None
 
 
-def _missing(model: Any, missing: list[str], notes: list[str]) -> list[str]:
+def _missing(model: Any, missing: list[str], messages: list[str]) -> list[str]:
     """What a checkpoint may lack, it is said of; the rest are problems."""
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
     missing = [name for name in missing if not any(pattern.search(name) for pattern in ignored)]
-    fresh = []
+    initialized = []
     if is_classifier(model):
-        prefix, base = _base(model)
+        prefix, base = _base_model(model)
         # The head, and the pooler that some have in front of it, which pretraining may have done without
-        fresh = [name for name in missing if base is None or not name.startswith(f"{prefix}.") or ".pooler." in name]
-    if fresh:
-        notes.append(f"not in the checkpoint, initialized anew: {_listing(fresh)}")
-    return [f"{name}: missing in the checkpoint" for name in missing if name not in fresh]
+        initialized = [name for name in missing if base is None or not name.startswith(f"{prefix}.") or ".pooler." in name]
+    if initialized:
+        messages.append(f"not in the checkpoint, initialized anew: {_listing(initialized)}")
+    return [f"{name}: missing in the checkpoint" for name in missing if name not in initialized]
 
 
-def _unexpected(model: Any, names: list[str], notes: list[str]) -> list[str]:
+def _unexpected(model: Any, names: list[str], messages: list[str]) -> list[str]:
     """What a checkpoint may have too many, it is said of (another task's head) or not (computed anew); the rest are
     problems, since a part of the model would be left out in silence."""
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     ignored += [re.compile(r"rotary_emb\.(inv|original_inv)_freq"), re.compile(r"(^|\.)position_ids$")]
-    prefix, base = _base(model)
+    prefix, base = _base_model(model)
     buffers = {name for name, _ in model.named_buffers()}
     problems, heads = [], []
     for name in names:
@@ -193,7 +193,7 @@ def _unexpected(model: Any, names: list[str], notes: list[str]) -> list[str]:
         else:
             heads.append(name)
     if heads:
-        notes.append(f"in the checkpoint and not in this model, left out: {_listing(heads)}")
+        messages.append(f"in the checkpoint and not in this model, left out: {_listing(heads)}")
     return problems
 
 
@@ -218,64 +218,64 @@ def pretrained_weights(
     """
     materialize(model, parameters=parameters, buffers=buffers)
     initialize(model, seed=seed, loaded=checkpoint.loaded)
-    held = named_tensors(model)
+    tensors = named_tensors(model)
     for conversion in checkpoint.conversions:
-        _load(conversion, checkpoint, {name: held[name].detach() for name in conversion.targets}, group)
+        _load(conversion, checkpoint, {name: tensors[name].detach() for name in conversion.targets}, group)
     checkpoint.stored.close()
 
 
-def _load(conversion: Conversion, checkpoint: Checkpoint, held: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def _load(conversion: Conversion, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
     stored = checkpoint.stored
     if conversion.converter is None:
         (name,) = conversion.names()
-        (mine,) = held.values()
+        (tensor,) = tensors.values()
         scalar = not stored.tensors[name].shape
-        _fill(mine, stored.tensors[name], lambda start, stop: stored.rows(name) if scalar else stored.rows(name, start, stop), group)
+        _copy_rows(tensor, stored.tensors[name], lambda start, stop: stored.rows(name) if scalar else stored.rows(name, start, stop), group)
         return
-    # Every tensor of one model has the same mesh: who reads for one reads for all
-    sharing = _sharing(next(iter(held.values())), group)
-    reads = sharing is None or dist.get_rank(sharing) == 0
+    # Every tensor of one model has the same mesh: who is_reader for one is_reader for all
+    replicas = _replica_group(next(iter(tensors.values())), group)
+    is_reader = replicas is None or dist.get_rank(replicas) == 0
     made: dict[str, torch.Tensor] = {}
     first = 0
-    if reads:
+    if is_reader:
         if conversion.stacks_rows():
-            local, first = local_rows(next(iter(held.values())))
+            local, first = local_rows(next(iter(tensors.values())))
             conversion = conversion.some_rows(first, first + local.shape[0])
         if conversion.names():
             made = conversion.convert({name: stored.rows(name) for name in conversion.names()}, checkpoint.shapes)
-    for name, mine in held.items():
-        _fill(mine, conversion.targets[name], partial(_rows_of, made, name, first), group)
+    for name, tensor in tensors.items():
+        _copy_rows(tensor, conversion.targets[name], partial(_rows_of, made, name, first), group)
 
 
 def _rows_of(made: dict[str, torch.Tensor], name: str, first: int, start: int, stop: int) -> torch.Tensor:
     return made[name][start - first : stop - first] if made[name].ndim else made[name]
 
 
-def _sharing(mine: torch.Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _replica_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The ranks that hold the same rows as this one; None where it is alone with them."""
-    if isinstance(mine, DTensor):
-        group = mine.device_mesh.get_group(0) if mine.device_mesh.ndim == 2 else None
+    if isinstance(tensor, DTensor):
+        group = tensor.device_mesh.get_group(0) if tensor.device_mesh.ndim == 2 else None
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
-def _fill(mine: torch.Tensor, form: Shape, rows: Callable[[int, int], torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Copies this rank's rows into its part of a tensor, a piece at a time. form: of the whole, as it is read."""
-    local, first = local_rows(mine)
-    sharing = _sharing(mine, group)
-    reads = sharing is None or dist.get_rank(sharing) == 0
-    if not form.shape:
-        local, form = local.reshape(1), Shape((1,), form.dtype)
-    step = max(1, PIECE_BYTES * form.shape[0] // max(1, form.bytes))
+def _copy_rows(tensor: torch.Tensor, shape: Shape, rows: Callable[[int, int], torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Copies this rank's rows into its part of a tensor, a piece at a time. shape: of the whole, as it is read."""
+    local, first = local_rows(tensor)
+    replicas = _replica_group(tensor, group)
+    is_reader = replicas is None or dist.get_rank(replicas) == 0
+    if not shape.shape:
+        local, shape = local.reshape(1), Shape((1,), shape.dtype)
+    step = max(1, PIECE_BYTES * shape.shape[0] // max(1, shape.bytes))
     for start in range(0, local.shape[0], step):
         stop = min(start + step, local.shape[0])
-        piece: torch.Tensor | None = rows(first + start, first + stop) if reads else None
-        if sharing is not None:
+        piece: torch.Tensor | None = rows(first + start, first + stop) if is_reader else None
+        if replicas is not None:
             # Offloaded shards are sent over the device's links too: the group of a mesh is sure to know that device
-            device = torch.device(mine.device_mesh.device_type) if isinstance(mine, DTensor) else mine.device
-            on_device = torch.empty((stop - start, *form.shape[1:]), dtype=form.dtype, device=device)
+            device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+            on_device = torch.empty((stop - start, *shape.shape[1:]), dtype=shape.dtype, device=device)
             if piece is not None:
                 on_device.copy_(piece)
-            dist.broadcast(on_device.view(torch.uint8), group=sharing, group_src=0)  # bytes: any dtype, any backend
+            dist.broadcast(on_device.view(torch.uint8), group=replicas, group_src=0)  # bytes: any dtype, any backend
             piece = on_device
         assert piece is not None
         local[start:stop].copy_(piece)  # a scalar fits a row of one

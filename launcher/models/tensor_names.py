@@ -86,8 +86,8 @@ class ModelShapes:
         return self._state[name]
 
 
-def note_conversions(model: Any) -> None:
-    """Notes on a model that comes from no checkpoint which tables of transformers hold for it, where `out_of_model` finds
+def record_conversions(model: Any) -> None:
+    """Notes on a model that comes from no checkpoint which tables of transformers hold for it, where `export_conversions` finds
     them. Before anything is wrapped around it: the tables go by the names of classes, and sharding changes those."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
@@ -97,10 +97,10 @@ def note_conversions(model: Any) -> None:
     model._weight_conversions = [entry for entry in table if not isinstance(entry, PrefixChange)]
 
 
-def into_model(model: Any, stored: Mapping[str, Shape], shapes: ModelShapes) -> tuple[list[Conversion], list[str], list[str]]:
+def load_conversions(model: Any, stored: Mapping[str, Shape], shapes: ModelShapes) -> tuple[list[Conversion], list[str], list[str]]:
     """How the tensors of a checkpoint become the model's: conversions, names that mean nothing to the model, problems.
 
-    Notes the tables that were used on the model, where `out_of_model` finds them, as from_pretrained does.
+    Notes the tables that were used on the model, where `export_conversions` finds them, as from_pretrained does.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -141,8 +141,8 @@ def _try_on_meta(conversions: Any, shapes_in: Mapping[str, Shape], shapes: Model
     return problems
 
 
-def out_of_model(model: Any, held: Mapping[str, Shape], shapes: ModelShapes) -> list[Conversion]:
-    """How the model's tensors become those of a checkpoint that from_pretrained reads: the way back of `into_model`."""
+def export_conversions(model: Any, tensors: Mapping[str, Shape], shapes: ModelShapes) -> list[Conversion]:
+    """How the model's tensors become those of a checkpoint that from_pretrained reads: the way back of `load_conversions`."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     back = [entry.reverse_transform() for entry in model._weight_conversions[::-1]]
@@ -150,14 +150,14 @@ def out_of_model(model: Any, held: Mapping[str, Shape], shapes: ModelShapes) -> 
     converters = [entry for entry in back if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     found: dict[str, Conversion] = {}
-    for name in held:
+    for name in tensors:
         # On the way out conversions come first, at most one for a name, and renamings after them
         matches = (converter.rename_source_key(name) for converter in converters)
         first, pattern = next((match for match in matches if match[1] is not None), (_renamed(name, renamings), None))
         converter = by_pattern[pattern] if pattern is not None else None
         conversion = found.setdefault(first, Conversion(converter=converter, first=first))
         conversion.sources.setdefault(pattern or name, []).append(name)
-    problems = _try_on_meta(found.values(), held, shapes)
+    problems = _try_on_meta(found.values(), tensors, shapes)
     if problems:
         raise RecipeError([f"checkpoint.export: {problem}" for problem in problems])
     for conversion in found.values():

@@ -182,7 +182,7 @@ class Reporter:
         self.restore(resumed.observed, step=resumed.position.step)
         if not self._main:
             return
-        removed = self._cut_back(resumed.position.step)
+        removed = self._remove_later_steps(resumed.position.step)
         logger.info(
             f"resumed from {resumed.path}, step {resumed.position.step}"
             + (f", written by {resumed.ranks} ranks" if resumed.ranks != ranks else "")
@@ -198,19 +198,19 @@ class Reporter:
         step = resumed.position.step
         self.restore(resumed.observed, step=step)
         if self._main:
-            self._cut_back(step)
+            self._remove_later_steps(step)
             logger.info(
                 f"diverged: {error}\nback to the checkpoint of step {step}; the samples of steps "
                 f"{step + 1} to {error.last_step} are skipped (run.on_divergence: rewind)"
             )
             self._folder.note("resumed", step=step, reason=error.reason)
 
-    def _cut_back(self, step: int) -> int:
+    def _remove_later_steps(self, step: int) -> int:
         self._folder.check()
         removed = 0
         for sink in self._sinks:
             if isinstance(sink, JsonLines):
-                removed += sink.cut_back(step)
+                removed += sink.remove_later_steps(step)
         return removed
 
     def _write(self, record: dict[str, Any]) -> None:

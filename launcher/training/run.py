@@ -72,7 +72,7 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
     ):
         configure_logging()
         if environment.world_size > 1:
-            process_group.notice_silence(environment)
+            process_group.enable_keepalive(environment)
         rank = Rank(environment, ranks, run, stop, failures, watch, progress)
         finished = Run(loaded, rank).execute()
     # torchrun's agent takes any other status for a failure and restarts; status.json has the outcome

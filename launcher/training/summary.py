@@ -58,7 +58,7 @@ def describe_model(wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[s
     """
     parameters = list(wrapped.module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    held, updated = _bytes(parameters), _bytes(trained)
+    parameter_bytes, trained_bytes = _bytes(parameters), _bytes(trained)
     config: Any = getattr(wrapped.module, "config", None)
     total = sum(parameter.numel() for parameter in parameters)
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else f"CPU with {torch.get_num_threads()} thread(s)"
@@ -79,8 +79,9 @@ def describe_model(wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[s
         if left_alone:
             lines.append(f"note: {left_alone} blocks are not checkpointed, recomputation would update their BatchNorm twice")
     lines.append(
-        f"a rank holds {bytes_as_text(held + 3 * updated)}: parameters {bytes_as_text(held)}, gradients {bytes_as_text(updated)}, "
-        f"optimizer {bytes_as_text(2 * updated)}; activations and gathered blocks come on top"
+        f"a rank holds {bytes_as_text(parameter_bytes + 3 * trained_bytes)}: parameters {bytes_as_text(parameter_bytes)}, "
+        f"gradients {bytes_as_text(trained_bytes)}, "
+        f"optimizer {bytes_as_text(2 * trained_bytes)}; activations and gathered blocks come on top"
     )
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from launcher.data.setup import open_run_data
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
-from launcher.metrics.sinks import keep_until
+from launcher.metrics.sinks import remove_later_steps
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.run_directory import RunFolder
@@ -152,11 +152,11 @@ def test_the_record_ends_with_the_checkpoint(tmp_path):
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3, 4)]
     lines.insert(2, json.dumps({"step": 2, "eval_loss": 1.0}))
     metrics.write_text("\n".join(lines) + '\n{"step": 2, "lo')
-    assert keep_until(metrics, 2) == 3
+    assert remove_later_steps(metrics, 2) == 3
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2, 2]
-    assert keep_until(metrics, 2) == 0
-    assert keep_until(tmp_path / "none.jsonl", 2) == 0
-    assert keep_until(metrics, 0) == 3
+    assert remove_later_steps(metrics, 2) == 0
+    assert remove_later_steps(tmp_path / "none.jsonl", 2) == 0
+    assert remove_later_steps(metrics, 0) == 3
     assert metrics.read_text() == ""
 
 

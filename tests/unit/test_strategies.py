@@ -175,7 +175,7 @@ def node(host="n1", gpus=8, ranks=8, build="CUDA 12.8"):
     ],
 )
 def test_all_ranks_compute_on_one_kind_of_device(wanted, nodes, kind):
-    assert process_group.device_for(wanted, nodes) == (kind, None)
+    assert process_group.agree_on_device(wanted, nodes) == (kind, None)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_all_ranks_compute_on_one_kind_of_device(wanted, nodes, kind):
     ],
 )
 def test_a_rank_without_a_gpu_is_an_error_that_names_the_node(wanted, nodes, lines):
-    kind, problem = process_group.device_for(wanted, nodes)
+    kind, problem = process_group.agree_on_device(wanted, nodes)
     assert kind is None
     first, *told, last = problem.splitlines()
     assert first == f"run.device is {wanted}, and not every rank has a GPU:"
@@ -287,7 +287,7 @@ def test_stop_requests(monkeypatch):
 
 
 def test_a_sink_that_fails_is_logged_once_and_not_used_again(messages):
-    from launcher.metrics.sinks import Forgiving
+    from launcher.metrics.sinks import OptionalSink
 
     class Outage:
         writes = 0
@@ -299,7 +299,7 @@ def test_a_sink_that_fails_is_logged_once_and_not_used_again(messages):
         def close(self, state):
             raise AssertionError("not asked any more")
 
-    sink = Forgiving("wandb", Outage)
+    sink = OptionalSink("wandb", Outage)
     for step in range(3):
         sink.write({"step": step})
     sink.close("finished")
@@ -309,7 +309,7 @@ def test_a_sink_that_fails_is_logged_once_and_not_used_again(messages):
     def refused():
         raise RuntimeError("no API key")
 
-    Forgiving("wandb", refused).write({"step": 1})
+    OptionalSink("wandb", refused).write({"step": 1})
     assert messages()[1] == "wandb is disabled from here on, training continues: no API key"
 
 
