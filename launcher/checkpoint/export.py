@@ -49,9 +49,14 @@ def export_checkpoint(
     save_tokenizer: saves the recipe's tokenizer into a folder.
     Raises RecipeError if weights are missing, DamagedCheckpointError if they cannot be read.
     """
-    recipe: Recipe = Decoder(Recipe).section(Recipe, yaml.safe_load(read_state(checkpoint)["recipe"]), ())
+    recipe: Recipe = Decoder(Recipe).section(
+        Recipe, yaml.safe_load(read_state(checkpoint)["recipe"]), ()
+    )
     if recipe.model.builder is not None:
-        raise RecipeError(f"export: {recipe.model.builder} is no model of transformers: load its weights from {checkpoint} yourself")
+        raise RecipeError(
+            f"export: {recipe.model.builder} is no model of transformers: load its weights from "
+            f"{checkpoint} yourself"
+        )
     model: Any = build_model(recipe.model, sequence_length=1, labels=recipe.data.labels)
     read_frozen: Callable[[str], torch.Tensor] | None = None
     natural = torch.float32
@@ -69,7 +74,10 @@ def export_checkpoint(
             if prefix + name in shapes:
                 return read_stored(prefix + name)
         if read_frozen is None:
-            raise RecipeError(f"export: {name} was frozen, so {checkpoint} does not hold it, and there is no model.path to take it from")
+            raise RecipeError(
+                f"export: {name} was frozen, so {checkpoint} does not hold it, and there is no "
+                "model.path to take it from"
+            )
         return read_frozen(name)
 
     adapter = recipe.lora is not None and not merged
@@ -107,7 +115,8 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
 def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bool) -> None:
     stored = _open_adapter(source) if adapter else open_folder(source, key="export")
     shapes = {
-        name: Shape(shape.shape, dtype or shape.dtype) if shape.dtype.is_floating_point else shape for name, shape in stored.tensors.items()
+        name: Shape(shape.shape, dtype or shape.dtype) if shape.dtype.is_floating_point else shape
+        for name, shape in stored.tensors.items()
     }
     names = sorted(shapes, key=lambda name: -shapes[name].dtype.itemsize)
     groups = [{name: shapes[name]} for name in names]
@@ -138,7 +147,10 @@ def _merge(source: Path, scratch: Path, dtype: torch.dtype | None) -> None:
     settings: dict[str, Any] = json.loads((source / ADAPTER_CONFIG).read_text())
     base = settings.get("base_model_name_or_path")
     if not base:
-        raise RecipeError(f"export: {source / ADAPTER_CONFIG} names no model that the adapter belongs to (base_model_name_or_path)")
+        raise RecipeError(
+            f"export: {source / ADAPTER_CONFIG} names no model that the adapter belongs to "
+            "(base_model_name_or_path)"
+        )
     classifies = settings.get("task_type") == "SEQ_CLS"
     labels = source / LABELS
     model = build_model(
@@ -152,7 +164,9 @@ def _merge(source: Path, scratch: Path, dtype: torch.dtype | None) -> None:
     known = model.state_dict()
     changed = {*adapter.factors, *adapter.whole}
     if lost := sorted(changed - known.keys()):
-        raise RecipeError([f"export: {base} has no {name}, which the adapter changes" for name in lost])
+        raise RecipeError(
+            [f"export: {base} has no {name}, which the adapter changes" for name in lost]
+        )
     if fresh := sorted(named_weights(model).keys() - checkpoint.loaded - adapter.whole.keys()):
         raise RecipeError([f"export: neither {base} nor the adapter has {name}" for name in fresh])
     read = adapter.reader(model, checkpoint.reader(), stored.rows)

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from launcher.checkpoint.direct_io import ALIGNMENT
 from launcher.checkpoint.files import rank_file
-from launcher.models.initialization import local_rows
 from launcher.models.safetensors_files import DTYPE_NAMES, DTYPES, Shape, make_header
+from launcher.models.shards import local_rows
 
-ALIGNMENT = 4096
-"""Of the data in a file, so that it can be written past the page cache."""
 LOCAL = "local."
 """Prefix of the names of a rank's own tensors."""
 
@@ -50,7 +49,10 @@ class Layout:
 
 def signature(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
     """Changes if the layout would change."""
-    return tuple((name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None)) for name, tensor in tensors.items())
+    return tuple(
+        (name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None))
+        for name, tensor in tensors.items()
+    )
 
 
 def plan(
@@ -85,7 +87,9 @@ def _written_here(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) ->
     """
     loads: dict[int, list[int]] = {}
     names = []
-    for name in sorted(tensors, key=lambda name: (-tensors[name].numel() * tensors[name].itemsize, name)):
+    for name in sorted(
+        tensors, key=lambda name: (-tensors[name].numel() * tensors[name].itemsize, name)
+    ):
         tensor = tensors[name]
         copies, copy = ranks, rank
         if isinstance(tensor, DTensor):
@@ -100,9 +104,12 @@ def _written_here(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) ->
     return names
 
 
-def _index(tensors: Mapping[str, torch.Tensor], gathered: Sequence[Sequence[tuple[str, Any]]]) -> bytes:
+def _index(
+    tensors: Mapping[str, torch.Tensor], gathered: Sequence[Sequence[tuple[str, Any]]]
+) -> bytes:
     index: dict[str, Any] = {
-        name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "parts": []} for name, tensor in tensors.items()
+        name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "parts": []}
+        for name, tensor in tensors.items()
     }
     for parts in gathered:
         for name, part in parts:
@@ -130,7 +137,7 @@ class StoredTensor:
 
 
 def read_index(text: bytes) -> dict[str, StoredTensor]:
-    """The tensors that index.json lists. Raises ValueError, KeyError or TypeError if it is no index."""
+    """The tensors in index.json. Raises ValueError, KeyError or TypeError if it is no index."""
     found: dict[str, StoredTensor] = {}
     for name, entry in json.loads(text)["tensors"].items():
         shape, parts = _sizes(entry["shape"]), []
@@ -149,6 +156,8 @@ def read_index(text: bytes) -> dict[str, StoredTensor]:
 
 
 def _sizes(numbers: Any) -> tuple[int, ...]:
-    if not isinstance(numbers, list) or not all(isinstance(number, int) and number >= 0 for number in numbers):
+    if not isinstance(numbers, list) or not all(
+        isinstance(number, int) and number >= 0 for number in numbers
+    ):
         raise ValueError(f"{numbers!r} is no shape")
     return tuple(numbers)

@@ -17,11 +17,13 @@ from launcher.checkpoint import files
 from launcher.checkpoint.files import DamagedCheckpointError
 from launcher.checkpoint.layout import LOCAL, Part, StoredTensor, as_bytes, read_index
 from launcher.errors import RecipeError
-from launcher.models.initialization import local_rows
 from launcher.models.safetensors_files import Shape
+from launcher.models.shards import local_rows
 
 
-def find_checkpoint(folder: Path, *, group: dist.ProcessGroup, at_most: int | None = None) -> Path | None:
+def find_checkpoint(
+    folder: Path, *, group: dist.ProcessGroup, at_most: int | None = None
+) -> Path | None:
     """`files.newest_valid`, with the verification shared among the ranks.
 
     All ranks must call it. All return the same path, or raise NoneLeftError.
@@ -50,19 +52,28 @@ def _first(problem: str | None, group: dist.ProcessGroup) -> str | None:
 
 
 def load(path: Path, tensors: Mapping[str, torch.Tensor], *, group: dist.ProcessGroup) -> None:
-    """Reads a checkpoint into tensors, in place. Any strategy and number of ranks may have written it.
+    """Reads a checkpoint into tensors, in place. Any strategy and number of ranks may have written
+    it.
 
     All ranks must call it. tensors: of `model_and_optimizer`. It does not verify: call
     `find_checkpoint` before. Raises RecipeError if the checkpoint is of another model, with names
     and shapes, and DamagedCheckpointError if it cannot be read.
+
     """
     stored = _open_index(path)
     _compare(path, stored, tensors)
-    in_file_order = sorted(tensors, key=lambda name: [(part.file, part.at) for part in stored[name].parts[:1]])
+    in_file_order = sorted(
+        tensors, key=lambda name: [(part.file, part.at) for part in stored[name].parts[:1]]
+    )
     problem = None
     try:
-        with _Files(path) as opened, ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
-            for _ in pool.map(lambda name: opened.read_into(tensors[name], stored[name]), in_file_order):
+        with (
+            _Files(path) as opened,
+            ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool,
+        ):
+            for _ in pool.map(
+                lambda name: opened.read_into(tensors[name], stored[name]), in_file_order
+            ):
                 pass
     except Exception as error:  # the other ranks wait for this one
         problem = error.problem if isinstance(error, DamagedCheckpointError) else repr(error)
@@ -90,7 +101,9 @@ def read_local(path: Path, rank: int) -> dict[str, torch.Tensor]:
             own = [name for name in file.keys() if name.startswith(LOCAL)]  # noqa: SIM118
             return {name.removeprefix(LOCAL): file.get_tensor(name).clone() for name in own}
     except (OSError, SafetensorError) as error:
-        raise DamagedCheckpointError(path, f"{files.rank_file(rank)} cannot be read: {error}") from None
+        raise DamagedCheckpointError(
+            path, f"{files.rank_file(rank)} cannot be read: {error}"
+        ) from None
 
 
 def open_tensors(path: Path) -> tuple[set[str], Callable[[str], torch.Tensor]]:
@@ -114,7 +127,9 @@ def _open_index(path: Path) -> dict[str, StoredTensor]:
     try:
         stored = read_index((path / files.INDEX).read_bytes())
     except OSError as error:
-        raise DamagedCheckpointError(path, f"{files.INDEX} cannot be read: {error.strerror}") from None
+        raise DamagedCheckpointError(
+            path, f"{files.INDEX} cannot be read: {error.strerror}"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(path, f"{files.INDEX} cannot be read: {error}") from None
     known = files.read_marker(path).files
@@ -125,16 +140,25 @@ def _open_index(path: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def _compare(path: Path, stored: Mapping[str, StoredTensor], tensors: Mapping[str, torch.Tensor]) -> None:
+def _compare(
+    path: Path, stored: Mapping[str, StoredTensor], tensors: Mapping[str, torch.Tensor]
+) -> None:
     problems = [f"it lacks {name}" for name in tensors.keys() - stored.keys()]
-    problems += [f"it holds {name}, which the model does not have" for name in stored.keys() - tensors.keys()]
+    problems += [
+        f"it holds {name}, which the model does not have" for name in stored.keys() - tensors.keys()
+    ]
     for name in tensors.keys() & stored.keys():
         theirs, ours = stored[name].shape, Shape.of(tensors[name])
         if theirs != ours:
-            problems.append(f"{name} is {theirs.shape} {theirs.dtype} there and {ours.shape} {ours.dtype} in the model")
+            problems.append(
+                f"{name} is {theirs.shape} {theirs.dtype} there and {ours.shape} {ours.dtype} in "
+                "the model"
+            )
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise RecipeError(f"checkpoint {path} is of another model: {'; '.join(sorted(problems)[:5])}{more}")
+        raise RecipeError(
+            f"checkpoint {path} is of another model: {'; '.join(sorted(problems)[:5])}{more}"
+        )
 
 
 class _Files:
@@ -180,6 +204,8 @@ class _Files:
                     raise EOFError(f"it ends before byte {at + len(view):,}")
                 view, at = view[count:], at + count
         except (OSError, EOFError) as error:
-            raise DamagedCheckpointError(self._path, f"{part.file} cannot be read: {error}") from None
+            raise DamagedCheckpointError(
+                self._path, f"{part.file} cannot be read: {error}"
+            ) from None
         if not direct:
             target.copy_(buffer)

@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face folder: safetensors, config, tokenizer. One tensor at a time is in memory."""
+"""Writes a model as a Hugging Face folder: safetensors, config, tokenizer; tensor by tensor."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ def export_hugging_face(
     merged: bool = False,
     tokenizer: SavesPretrained | None = None,
 ) -> None:
-    """Writes `folder`, atomically, for transformers' `from_pretrained`, or for peft if the model has adapters.
+    """Writes `folder`, atomically, for transformers' `from_pretrained`, or for peft if the model
+    has adapters.
 
-    Every rank must call it. The ranks all-gather one tensor at a time and rank 0 writes it.
-    dtype: of floating-point weights; None: float32. merged: writes the whole model, adapters added in.
+    Every rank must call it. The ranks all-gather one tensor at a time and rank 0 writes it. dtype:
+    of floating-point weights; None: float32. merged: writes the whole model, adapters added in.
     """
     tensors = named_weights(module)
 
@@ -59,11 +60,13 @@ def export_hugging_face(
             tokenizer.save_pretrained(scratch)
 
 
-def write_weights(module: nn.Module, scratch: Path | None, read: Read, *, dtype: torch.dtype, merged: bool) -> None:
+def write_weights(
+    module: nn.Module, scratch: Path | None, read: Read, *, dtype: torch.dtype, merged: bool
+) -> None:
     """Writes a model or its adapters, with its config.
 
-    module: gives names and shapes, and may be on meta. scratch: None on a rank that only takes part in `read`,
-    which all ranks call in the same order.
+    module: gives names and shapes, and may be on meta. scratch: None on a rank that only takes part
+    in `read`, which all ranks call in the same order.
     """
     shapes = {name: Shape.of(tensor) for name, tensor in named_weights(module).items()}
     if peft_config(module) is None:
@@ -71,7 +74,12 @@ def write_weights(module: nn.Module, scratch: Path | None, read: Read, *, dtype:
         return
     names = adapter_names(module)
     if not merged:
-        _write_adapter(module, scratch, {stored: Shape(shapes[name].shape, dtype) for stored, name in names.items()}, read)
+        _write_adapter(
+            module,
+            scratch,
+            {stored: Shape(shapes[name].shape, dtype) for stored, name in names.items()},
+            read,
+        )
         return
     adapter = Adapter(peft_config(module).to_dict() | {"peft_type": "LORA"}, names)
     whole = adapter.reader(module, read, lambda stored: read(names[stored]))
@@ -81,7 +89,8 @@ def write_weights(module: nn.Module, scratch: Path | None, read: Read, *, dtype:
 
 @contextmanager
 def appearing(folder: Path, *, write: bool = True) -> Iterator[Path | None]:
-    """Yields a scratch folder that replaces `folder` at the end. None if this process does not write."""
+    """Yields a scratch folder that replaces `folder` at the end; None if this process does not
+    write."""
     if not write:
         yield None
         return
@@ -97,7 +106,9 @@ def appearing(folder: Path, *, write: bool = True) -> Iterator[Path | None]:
     scratch.rename(folder)
 
 
-def _write_model(model: Any, scratch: Path | None, shapes: Mapping[str, Shape], read: Read, dtype: torch.dtype) -> None:
+def _write_model(
+    model: Any, scratch: Path | None, shapes: Mapping[str, Shape], read: Read, dtype: torch.dtype
+) -> None:
     """Writes weights and config with the names and shapes that the hub has for the architecture."""
     strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
@@ -109,9 +120,14 @@ def _write_model(model: Any, scratch: Path | None, shapes: Mapping[str, Shape], 
         cast = torch.float32 if any(part in name for part in strict) else dtype
         return Shape(shape.shape, cast) if shape.dtype.is_floating_point else shape
 
-    groups = [{name: as_written(name, shape) for name, shape in each.targets.items()} for each in conversions]
+    groups = [
+        {name: as_written(name, shape) for name, shape in each.targets.items()}
+        for each in conversions
+    ]
     # Wider elements come first, so that each tensor lies at a multiple of its element size
-    widths = [max((shape.dtype.itemsize for shape in group.values()), default=0) for group in groups]
+    widths = [
+        max((shape.dtype.itemsize for shape in group.values()), default=0) for group in groups
+    ]
     order = sorted(range(len(groups)), key=lambda index: -widths[index])
     writers = write_files(scratch, [groups[index] for index in order])
     for index, writer in zip(order, writers, strict=True):
@@ -128,7 +144,10 @@ def _write_model(model: Any, scratch: Path | None, shapes: Mapping[str, Shape], 
 
 def _write_config(model: Any, scratch: Path, dtype: torch.dtype) -> None:
     config = copy.deepcopy(model.config)
-    for part in [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]:
+    for part in [
+        config,
+        *(getattr(config, name, None) for name in getattr(config, "sub_configs", {})),
+    ]:
         if part is not None:
             part.dtype = dtype
     config.save_pretrained(scratch)
@@ -143,7 +162,9 @@ def _write_config(model: Any, scratch: Path, dtype: torch.dtype) -> None:
 
 def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by clean name. A tied parameter has its first name only."""
-    parameters = {clean_name(name): parameter.detach() for name, parameter in module.named_parameters()}
+    parameters = {
+        clean_name(name): parameter.detach() for name, parameter in module.named_parameters()
+    }
     named = {clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     state = {clean_name(name): tensor for name, tensor in module.state_dict().items()}
     return parameters | {name: tensor for name, tensor in state.items() if name not in named}
@@ -153,12 +174,16 @@ def unshard(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The whole tensor in host memory. All ranks that have a shard of it must call this."""
     if isinstance(tensor, DTensor):
         # Offloaded shards are all-gathered on the device, as in training
-        shard: DTensor = tensor.to(device) if tensor.device.type != device.type else tensor  # type: ignore[assignment]
-        tensor = shard.full_tensor()
+        if tensor.device.type != device.type:
+            tensor = tensor.to(device)
+        assert isinstance(tensor, DTensor)
+        tensor = tensor.full_tensor()
     return tensor.cpu()
 
 
-def _write_adapter(module: nn.Module, scratch: Path | None, shapes: Mapping[str, Shape], read: Read) -> None:
+def _write_adapter(
+    module: nn.Module, scratch: Path | None, shapes: Mapping[str, Shape], read: Read
+) -> None:
     """shapes: by peft's names."""
     names = adapter_names(module)
     writer = Writer(scratch / ADAPTER, shapes) if scratch is not None else None

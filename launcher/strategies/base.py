@@ -30,22 +30,26 @@ class WrappedModel(Protocol):
         """The precision of forward passes."""
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch. Decides whether gradients are reduced in it."""
+        """Around forward and backward of a micro-batch. Decides whether it reduces gradients."""
 
     def reshard(self) -> None:
         """Frees unsharded weights, after forward passes without a backward pass."""
 
     def grad_norm(self) -> torch.Tensor:
-        """2-norm of all gradients over all ranks: a scalar, the same on every rank, with any loss scale.
+        """2-norm of all gradients over all ranks: a scalar, the same on every rank, with any loss
+        scale.
 
         Returns without waiting for the device.
+
         """
 
 
 def compute_dtype(strategy: schema.Strategy) -> torch.dtype:
     """The dtype of forward and backward passes: mixed_precision.param_dtype, or float32."""
     precision = strategy.mixed_precision
-    dtype: torch.dtype = torch.float32 if precision is None else getattr(torch, precision.param_dtype)
+    dtype: torch.dtype = (
+        torch.float32 if precision is None else getattr(torch, precision.param_dtype)
+    )
     return dtype
 
 

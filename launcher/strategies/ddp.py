@@ -1,4 +1,4 @@
-"""Every rank holds the model; gradients are averaged while the backward pass still runs."""
+"""DDP: every rank has the whole model; gradients are all-reduced in the backward pass."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ from launcher.strategies.base import InitFn, compute_dtype, dtype_name
 class Ddp:
     """DistributedDataParallel under autocast."""
 
-    def __init__(self, model: nn.Module, strategy: schema.Strategy, *, ranks: DataParallel, init_fn: InitFn) -> None:
+    def __init__(
+        self, model: nn.Module, strategy: schema.Strategy, *, ranks: DataParallel, init_fn: InitFn
+    ) -> None:
         init_fn(model, ranks.device, ranks.device)
         # torch 2.13 renames broadcast_buffers
-        renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-        no_buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+        renamed = (
+            "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+        )
+        no_buffers: dict[str, Any] = {
+            "forward_sync_buffers" if renamed else "broadcast_buffers": False
+        }
         self.module = model
         self._ddp = DistributedDataParallel(
             model,
@@ -33,13 +39,18 @@ class Ddp:
             **no_buffers,
             gradient_as_bucket_view=True,
         )
-        # DDP times itself with events, and waits for them, in its first ten iterations (always) and in every 100th
+        # DDP times itself with events, and waits for them, in its first ten iterations (always) and
+        # in every 100th
         self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
         self.model: nn.Module = self._ddp
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         self._device_type = ranks.device.type
         self._param_dtype = compute_dtype(strategy)
-        self._sync_every_micro_batch = strategy.sync_every_micro_batch is True  # auto: only after the last one
+        self._sync_every_micro_batch = (
+            strategy.sync_every_micro_batch is True
+        )  # auto: only after the last one
         self._group = ranks.group
         self._reductions = 0
 
@@ -47,7 +58,10 @@ class Ddp:
         """Read off the first parameter and DDP itself."""
         master, compute = dtype_name(self._parameters[0].dtype), dtype_name(self._param_dtype)
         when = "each micro-batch" if self._sync_every_micro_batch else "the last micro-batch"
-        return f"ddp: whole model on each rank, {master} masters, compute in {compute}, gradients all-reduced in {master} after {when}"
+        return (
+            f"ddp: whole model on each rank, {master} masters, compute in {compute}, "
+            f"gradients all-reduced in {master} after {when}"
+        )
 
     def forward_context(self) -> AbstractContextManager[object]:
         """Autocast: weights are cast at each use, masters stay float32."""

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state sharded over the ranks: FSDP2's fully_shard, one group per block."""
+"""FSDP2: parameters, gradients and optimizer state sharded over the ranks, one group per block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launcher.strategies.base import InitFn, compute_dtype, dtype_name
 
 
 def make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
-    """A (shard) mesh, or a (replicate, shard) one in which neighbouring ranks, those of a node, shard."""
+    """A (shard) mesh, or a (replicate, shard) one in which the ranks of a node shard."""
     if replicate == 1:
         return DeviceMesh.from_group(ranks.group, ranks.device.type, mesh_dim_names=("shard",))
     members = torch.tensor(dist.get_process_group_ranks(ranks.group)).view(replicate, -1)
@@ -40,44 +40,68 @@ class Fsdp:
     ) -> None:
         mesh = make_mesh(ranks, strategy.replicate)
         precision, offload = strategy.mixed_precision, strategy.cpu_offload
-        reduce_dtype = torch.float32 if precision is None else getattr(torch, precision.reduce_dtype)
+        reduce_dtype = (
+            torch.float32 if precision is None else getattr(torch, precision.reduce_dtype)
+        )
         policies: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype(strategy), reduce_dtype=reduce_dtype),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=compute_dtype(strategy), reduce_dtype=reduce_dtype
+            ),
         }
         if offload is not None:
-            policies["offload_policy"] = CPUOffloadPolicy(pin_memory=offload.pin_memory and ranks.device.type == "cuda")
+            policies["offload_policy"] = CPUOffloadPolicy(
+                pin_memory=offload.pin_memory and ranks.device.type == "cuda"
+            )
         for block in blocks:
             fully_shard(block, reshard_after_forward=strategy.reshard_after_forward, **policies)
-        # The root's own weights (embedding, head) end the forward pass and begin the backward pass: freed between the
-        # two they would be unsharded again at once. None tells fully_shard to keep them unsharded.
-        fully_shard(model, reshard_after_forward=None if strategy.reshard_after_forward else False, **policies)
+        # The root's own weights (embedding, head) are used at the end of the forward pass and the
+        # start of the backward pass. None tells fully_shard to keep them unsharded in between.
+        fully_shard(
+            model,
+            reshard_after_forward=None if strategy.reshard_after_forward else False,
+            **policies,
+        )
         init_fn(model, torch.device("cpu") if offload is not None else ranks.device, ranks.device)
         assert isinstance(model, FSDPModule)
         self.module: nn.Module = model
         self.model: nn.Module = model
         self._root: FSDPModule = model
         self._shards: dist.ProcessGroup = mesh.get_group("shard")
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         self._strategy = strategy
-        self._sync_every_micro_batch = strategy.sync_every_micro_batch is not False  # auto: after each one
+        self._sync_every_micro_batch = (
+            strategy.sync_every_micro_batch is not False
+        )  # auto: after each one
         self._last: bool | None = None
 
     def description(self) -> str:
         """Read off a sharded parameter and the groups that fully_shard made."""
         groups = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
-        shard = max((p for p in self.module.parameters() if isinstance(p, DTensor)), key=lambda p: p.numel())
+        shard = max(
+            (p for p in self.module.parameters() if isinstance(p, DTensor)), key=lambda p: p.numel()
+        )
         trained = self._parameters[0].dtype
         policy = groups[0]._get_fsdp_state()._mp_policy
-        names = [dtype_name(dtype or shard.dtype) for dtype in (trained, policy.param_dtype, policy.reduce_dtype)]
+        names = [
+            dtype_name(dtype or shard.dtype)
+            for dtype in (trained, policy.param_dtype, policy.reduce_dtype)
+        ]
         frozen = {dtype_name(p.dtype) for p in self.module.parameters() if not p.requires_grad}
-        mesh = " x ".join(f"{shard.device_mesh.size(dim)} {name}" for dim, name in enumerate(shard.device_mesh.mesh_dim_names or ()))
+        mesh = " x ".join(
+            f"{shard.device_mesh.size(dim)} {name}"
+            for dim, name in enumerate(shard.device_mesh.mesh_dim_names or ())
+        )
         when = "each micro-batch" if self._sync_every_micro_batch else "the last micro-batch"
-        where = f"on {shard.to_local().device}" + (" (offloaded)" if self._strategy.cpu_offload is not None else "")
+        where = f"on {shard.to_local().device}" + (
+            " (offloaded)" if self._strategy.cpu_offload is not None else ""
+        )
         return (
             f"fsdp: {len(groups)} groups over a mesh of {mesh}, {names[0]} masters {where}, "
             + (f"frozen weights in {', '.join(sorted(frozen))}, " if frozen else "")
-            + f"largest tensor {tuple(shard.shape)} held as {tuple(shard.to_local().shape)}, "
+            + f"largest tensor {tuple(shard.shape)} sharded to {tuple(shard.to_local().shape)}, "
             f"gathered in {names[1]}, gradients reduced in {names[2]} after {when}"
         )
 
@@ -87,16 +111,19 @@ class Fsdp:
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Reduces gradients, and frees unsharded weights, after each micro-batch or only after the last."""
-        if last is not self._last:  # these calls walk all modules, so they are made only on a change
+        """Reduces gradients and frees unsharded weights after each micro-batch or only the last."""
+        if (
+            last is not self._last
+        ):  # these calls walk all modules, so they are made only on a change
             self._root.set_is_last_backward(last)
             if not self._sync_every_micro_batch:
                 self._root.set_requires_gradient_sync(last)
             if not self._strategy.reshard_after_backward:
                 self._root.set_reshard_after_backward(last)
                 if self._strategy.reshard_after_forward and not last:
-                    # The backward pass keeps these weights unsharded for the later micro-batches anyway.
-                    # Freeing them after the forward pass would cost an all-gather and not lower the peak.
+                    # The backward pass keeps these weights unsharded for the later micro-batches
+                    # anyway. Freeing them after the forward pass would cost an all-gather and not
+                    # lower the peak.
                     self._root.set_reshard_after_forward(False)
             self._last = last
         yield
@@ -110,8 +137,12 @@ class Fsdp:
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
         """Sums over each rank's shards, then one all-reduce of one number over the shard group."""
-        gradients = [_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        squared: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).square()
+        gradients = [
+            _local(parameter.grad) for parameter in self._parameters if parameter.grad is not None
+        ]
+        squared: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack(torch._foreach_norm(gradients))
+        ).square()
         dist.all_reduce(squared, group=self._shards)
         return squared.sqrt()
 

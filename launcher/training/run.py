@@ -56,18 +56,24 @@ class Rank:
 def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int:
     """Joins the other ranks and trains with them. Returns the exit status.
 
-    A failure of any rank ends this process (`failing_together`). Raises TrainingError if the ranks do not meet or
-    lack a GPU.
+    A failure of any rank ends this process (`failing_together`). Raises TrainingError if the ranks
+    do not meet or lack a GPU.
     """
     recipe, progress = loaded.recipe, Progress()
     numerics = recipe.run
-    process_group.set_numerics(deterministic=numerics.deterministic, float32_matmul=numerics.float32_matmul)
-    group = process_group.process_group(environment, device=recipe.run.device, init_timeout=recipe.run.init_timeout)
+    process_group.set_numerics(
+        deterministic=numerics.deterministic, float32_matmul=numerics.float32_matmul
+    )
+    group = process_group.process_group(
+        environment, device=recipe.run.device, init_timeout=recipe.run.init_timeout
+    )
     with (
         StopRequest() as stop,
         group as (ranks, store),
         rank_log(run.log, ranks.rank) as console,
-        failing_together(store, environment=environment, run=run, console=console, progress=progress) as failures,
+        failing_together(
+            store, environment=environment, run=run, console=console, progress=progress
+        ) as failures,
         watching(failures, stop=stop, hang_timeout=recipe.run.hang_timeout) as watch,
     ):
         configure_logging()
@@ -75,17 +81,22 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
             process_group.enable_keepalive(environment)
         rank = Rank(environment, ranks, run, stop, failures, watch, progress)
         finished = Run(loaded, rank).execute()
-    # torchrun's agent takes any other status for a failure and restarts; status.json has the outcome
+    # torchrun's agent takes any other status for a failure and restarts; status.json has the
+    # outcome
     return EXIT_DONE if finished or environment.torchrun else EXIT_STOPPED
 
 
 class Run:
-    """A run on this rank: `auto` resolved, everything built, the checkpoint loaded. `execute` trains."""
+    """A run on this rank: `auto` resolved, everything built, the checkpoint loaded. `execute`
+    trains.
+    """
 
     def __init__(self, loaded: LoadedRecipe, rank: Rank) -> None:
         self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
         machine = machine_here(rank.ranks, rank.environment)
-        self._recipe = recipe = resolve_here(loaded.recipe, machine, ranks=rank.ranks, run=rank.directory)
+        self._recipe = recipe = resolve_here(
+            loaded.recipe, machine, ranks=rank.ranks, run=rank.directory
+        )
         post_mortem = PostMortem(
             recipe,
             machine,
@@ -107,8 +118,12 @@ class Run:
         )
         process_group.set_timeout(recipe.run.init_timeout)
         self._steps = self._training.data.steps
-        post_mortem.training = Trained(self._training.wrapped.module, self._training.optimizer, rank.ranks.device)
-        self._checkpoints, self._resumed = open_checkpoints(recipe, rank.directory, self._training, ranks=rank.ranks)
+        post_mortem.training = Trained(
+            self._training.wrapped.module, self._training.optimizer, rank.ranks.device
+        )
+        self._checkpoints, self._resumed = open_checkpoints(
+            recipe, rank.directory, self._training, ranks=rank.ranks
+        )
         self._position = Position() if self._resumed is None else self._resumed.position
         self._saved_after = self._progress.step = self._position.step
         self._reporter = Reporter(
@@ -128,16 +143,22 @@ class Run:
 
     def _check_device(self, loaded: LoadedRecipe) -> None:
         strategy, device = self._recipe.strategy, self._ranks.device
-        process_group.set_threads(self._rank.environment, device=device, cpu_offload=strategy.cpu_offload is not None)
+        process_group.set_threads(
+            self._rank.environment, device=device, cpu_offload=strategy.cpu_offload is not None
+        )
         precision = strategy.mixed_precision
         try:
-            process_group.check_dtype(device, "float32" if precision is None else precision.param_dtype)
+            process_group.check_dtype(
+                device, "float32" if precision is None else precision.param_dtype
+            )
         except ValueError as error:
             key = ("strategy", "mixed_precision", "param_dtype")
             raise loaded.refuse(key, str(error)) from None
 
     def execute(self) -> bool:
-        """Evaluates, trains, saves, stops, exports. Returns False if the run was asked to stop before its end."""
+        """Evaluates, trains, saves, stops, exports. Returns False if the run was asked to stop
+        before its end.
+        """
         at_start = self._recipe.evaluation.at_start and self._position.step == 0
         if at_start or (self._resumed is not None and self._resumed.evaluation_due):
             self._evaluate(self._position.step)
@@ -155,7 +176,9 @@ class Run:
         return finished
 
     def _train(self) -> bool:
-        """Trains to the end, or until the run is asked to stop. Goes back to a checkpoint if the run diverges."""
+        """Trains to the end, or until the run is asked to stop. Goes back to a checkpoint if the
+        run diverges.
+        """
         rewinds = 0
         with profiled(
             self._recipe.profile,
@@ -217,12 +240,14 @@ class Run:
             seconds = time.perf_counter() - started
             return Evaluation(self._reporter.evaluation(step, results, seconds))
 
-    def _save_if_due(self, step: Step, evaluation: Evaluation, *, stopping: bool, requested: bool) -> None:
+    def _save_if_due(
+        self, step: Step, evaluation: Evaluation, *, stopping: bool, requested: bool
+    ) -> None:
         checkpoints = self._checkpoints
         if checkpoints is None:
             return
         checkpoints.report()
-        # One request is in the counts of two batches: the second was counted before the first was read
+        # Two batches contain one request: the second was counted before the first was read
         requested_now = requested and step.number > self._saved_after + 1
         last = step.number == self._steps
         if last or stopping or requested_now or checkpoints.due(step.number):
@@ -230,7 +255,9 @@ class Run:
         if requested:
             self._rank.watch.save_done()
 
-    def _save(self, checkpoints: CheckpointManager, batch: GlobalBatch, evaluation: Evaluation) -> None:
+    def _save(
+        self, checkpoints: CheckpointManager, batch: GlobalBatch, evaluation: Evaluation
+    ) -> None:
         self._saved_after = batch.step
         skipped_batches = self._position.skipped_batches
         stream = self._training.data.stream_state(batch, skipped_batches, self._ranks)
@@ -244,11 +271,13 @@ class Run:
         self._reporter.warn(checkpoints.trouble)
 
     def _rewind(self, error: DivergedError, *, allowed: bool) -> None:
-        """Goes back to the last checkpoint before the steps that diverged, and skips their batches from then on.
+        """Goes back to the last checkpoint before the steps that diverged, and skips their batches
+        from then on.
 
         Raises the error again if there is no such checkpoint, or if the recipe does not want it.
+
         """
-        self._progress.step = error.last_step  # nothing is kept of the step that was trained since
+        self._progress.step = error.last_step  # the step trained since then is discarded
         self._progress.slow_until_step("rewind")
         checkpoints = self._checkpoints
         if self._recipe.run.on_divergence == "stop" or checkpoints is None or not allowed:
@@ -275,7 +304,8 @@ class Run:
             return
         if not finished and checkpoints.saved_step != self._progress.step:
             raise TrainingError(
-                f"the run was asked to stop, and the final checkpoint could not be saved: {checkpoints.trouble}",
+                "the run was asked to stop, and the final checkpoint could not be saved: "
+                f"{checkpoints.trouble}",
                 reason="checkpoint_failed",
             )
         self._reporter.warn(checkpoints.trouble)
@@ -316,8 +346,10 @@ class Evaluation:
 def open_checkpoints(
     recipe: Recipe, directory: RunFolder, training: Training, *, ranks: DataParallel
 ) -> tuple[CheckpointManager | None, Resumed | None]:
-    """The manager of the run's checkpoints, and the checkpoint that was loaded. None: the recipe wants none, or there is none."""
-    # Rank 0 has chosen: another node may see the folder a little later
+    """The manager of the run's checkpoints, and the checkpoint that was loaded. None: the recipe
+    wants none, or there is none.
+    """
+    # Rank 0's choice: another node may see the folder a little later
     chosen: list[Any] = [directory.resume]
     dist.broadcast_object_list(chosen, group=ranks.group, group_src=0)
     resume: str = chosen[0]
@@ -336,7 +368,9 @@ def open_checkpoints(
     return manager, manager.restore(resume)
 
 
-def note_saved(directory: RunFolder, step: int, size: int, seconds: float, *, ranks: DataParallel) -> None:
+def note_saved(
+    directory: RunFolder, step: int, size: int, seconds: float, *, ranks: DataParallel
+) -> None:
     """Adds a line to events.jsonl, on rank 0."""
     if ranks.rank == 0:
         directory.note("saved", ranks=ranks.size, step=step, bytes=size, seconds=seconds)

@@ -18,8 +18,20 @@ from launcher.data.loader import training_batches
 from launcher.data.setup import RunData, open_run_data, tokenizer_to_keep
 from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.distributed.process_group import DataParallel
-from launcher.models.attention import Isolation, check_isolation, drop_causal_mask, isolate_documents
-from launcher.models.build import build_model, class_count, find_blocks, flops_per_token, padding_id, vocabulary_size
+from launcher.models.attention import (
+    Isolation,
+    check_isolation,
+    drop_causal_mask,
+    isolate_documents,
+)
+from launcher.models.build import (
+    build_model,
+    class_count,
+    find_blocks,
+    flops_per_token,
+    padding_id,
+    vocabulary_size,
+)
 from launcher.models.export import export_hugging_face
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
@@ -110,8 +122,10 @@ class PreparedModel:
     isolation: Isolation
     vocabulary: int | None
 
-    def wrap(self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None) -> WrappedModel:
-        """Spreads it over the ranks. init_fn: in the place of its own."""
+    def wrap(
+        self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None
+    ) -> WrappedModel:
+        """Spreads it over the ranks. init_fn: instead of its own."""
         return wrap(
             self.model,
             strategy=recipe.strategy,
@@ -134,7 +148,9 @@ class PreparedModel:
         )
 
     def check_isolation(self, wrapped: WrappedModel, *, device: torch.device) -> None:
-        """Raises RecipeError if the model's attention does not keep the documents of a row apart."""
+        """Raises RecipeError if the model's attention does not keep the documents of a row
+        apart.
+        """
         if not self.packed or self.isolation != "mask" or self.vocabulary is None:
             return
         with wrapped.forward_context():
@@ -148,10 +164,14 @@ class PreparedModel:
         wrapped.reshard()
 
 
-def prepare_model(recipe: Recipe, *, device: torch.device, group: dist.ProcessGroup | None) -> PreparedModel:
-    """Builds the recipe's model, plans where its weights come from, adds adapters, chooses how documents are kept apart.
+def prepare_model(
+    recipe: Recipe, *, device: torch.device, group: dist.ProcessGroup | None
+) -> PreparedModel:
+    """Builds the recipe's model, plans where its weights come from, adds adapters, chooses how
+    documents are kept apart.
 
-    device: that it will run on; this decides which attention it has. group: ranks that read the weights together.
+    device: that it will run on; this decides which attention it has. group: ranks that read the
+    weights together.
     """
     data, dtype = recipe.data, compute_dtype(recipe.strategy)
     model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
@@ -173,7 +193,11 @@ def prepare_model(recipe: Recipe, *, device: torch.device, group: dist.ProcessGr
         export_dtype=export_dtype,
         compute_dtype=dtype,
         packed=packed,
-        isolation=isolate_documents(model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype) if packed else "mask",
+        isolation=isolate_documents(
+            model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
+        )
+        if packed
+        else "mask",
         vocabulary=vocabulary_size(model),
     )
 
@@ -206,7 +230,7 @@ def assemble(
     )
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_isolation(wrapped, device=ranks.device)
-    # Dropout, and the random numbers of a user's own code: different ones on each rank
+    # Dropout and the user's own code draw different random numbers on each rank
     torch.manual_seed(recipe.run.seed + ranks.rank)
     random.seed(recipe.run.seed + ranks.rank)
     np.random.seed((recipe.run.seed + ranks.rank) % 2**32)
@@ -217,7 +241,9 @@ def assemble(
         device=ranks.device,
         dtype=prepared.export_dtype,
         merged=recipe.checkpoint.export_merged,
-        tokenizer=tokenizer_to_keep(recipe.data, model_path=recipe.model.path) if ranks.rank == 0 and recipe.checkpoint.export else None,
+        tokenizer=tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
+        if ranks.rank == 0 and recipe.checkpoint.export
+        else None,
     )
     return Training(
         recipe,

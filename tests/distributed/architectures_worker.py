@@ -139,8 +139,9 @@ class Worker:
             return model(self.ids).logits
 
     def wrapped(self, path, strategy, *, task="causal_lm", lora=None, checkpointing=FULL, num_labels=None, freeze=None):
-        section = Model(path=str(path), task=task, attention=ATTENTION.get(path.name, "sdpa"), freeze=freeze)
-        model = build_model(section, sequence_length=16, num_labels=num_labels)
+        attention = ATTENTION.get(path.name, "sdpa")
+        section = Model(path=str(path), task=task, attention=attention, freeze=freeze, num_labels=num_labels)
+        model = build_model(section, sequence_length=16)
         blocks = find_blocks(model)
         assert blocks, f"{type(model).__name__} has no blocks"
         checkpoint = open_checkpoint(path, model)

@@ -66,7 +66,7 @@ def test_every_linear_layer_in_the_blocks_is_adapted_by_default(llama):
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {n for n, _ in model.named_parameters() if "lora_" in n}
 
 
-def test_a_name_that_also_stands_outside_the_blocks_is_not_adapted_there(tmp_path):
+def test_a_layer_of_the_same_name_outside_the_blocks_is_not_adapted(tmp_path):
     """OPT's blocks have fc1 and out_proj; here a projection outside of them is called fc1 too."""
     model = build_model(Model(config={"model_type": "opt", "vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2,
                                       "num_attention_heads": 4, "max_position_embeddings": 64}), sequence_length=16)  # fmt: skip
@@ -88,7 +88,7 @@ def test_target_modules_that_are_not_there(llama):
     ]
 
 
-def test_adapters_start_as_nothing_by_the_seed_and_the_base_is_held_in_fewer_bits(llama):
+def test_adapters_start_at_zero_from_the_seed_on_a_base_of_fewer_bits(llama):
     first, again, other = (adapted(llama, seed=seed, trained=False) for seed in (1, 1, 2))
     assert torch.equal(logits(first), reference(llama))
     name = "model.layers.1.mlp.up_proj.lora_A.default.weight"
@@ -101,14 +101,14 @@ def test_adapters_start_as_nothing_by_the_seed_and_the_base_is_held_in_fewer_bit
     assert {p.dtype for key, p in half.items() if "lora_" not in key} == {torch.bfloat16}
 
 
-def test_experts_get_no_adapters_and_that_is_said(mixtral, messages):
+def test_experts_get_no_adapters_and_a_note(mixtral, messages):
     adapted(mixtral)
     (message,) = messages()
     assert message.startswith("note: experts are no linear layers and get no adapters: 4 tensors such as")
     assert message.endswith("model.layers.0.mlp.experts.gate_up_proj")
 
 
-def test_gpt2s_projections_start_as_nothing_too(tmp_path):
+def test_gpt2s_adapted_projections_start_at_zero(tmp_path):
     """Its class draws every c_proj again in the block: an adapter in it must not be drawn with it."""
     save(tmp_path, model_type="gpt2", n_positions=64)
     model = adapted(tmp_path, trained=False)
@@ -128,7 +128,7 @@ def test_dtype_of_an_export(llama, tmp_path, dtype, expected):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == expected
 
 
-def test_tokenizer_and_generation_config_go_along(tmp_path):
+def test_tokenizer_and_generation_config_are_exported(tmp_path):
     base = save(tmp_path / "base")
     (base / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "top_p": 0.7, "eos_token_id": [2, 5]}))
     model = build_model(Model(path=str(base)), sequence_length=16)
@@ -145,7 +145,7 @@ def test_tokenizer_and_generation_config_go_along(tmp_path):
     assert (kept["temperature"], kept["eos_token_id"]) == (0.3, [2, 5])
 
 
-def test_an_export_takes_the_place_of_an_older_one_whole(llama, tmp_path):
+def test_an_export_replaces_an_older_one_completely(llama, tmp_path):
     model = adapted(llama)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("")

@@ -101,7 +101,7 @@ def test_first_values_of_every_kind():
     assert state["doubled"].abs().max() > 3
 
 
-def test_what_is_drawn_at_once_changes_nothing(monkeypatch):
+def test_the_number_of_values_drawn_at_once_changes_nothing(monkeypatch):
     whole = odd()
     asked = []
     draw = philox.normal
@@ -116,7 +116,7 @@ def test_weights_in_fewer_bits_are_the_same_draw_rounded():
     assert all(torch.equal(tensor, whole[name].bfloat16()) for name, tensor in odd(dtype=torch.bfloat16).items())
 
 
-def test_what_is_loaded_is_not_drawn():
+def test_loaded_tensors_are_not_drawn():
     with torch.device("meta"):
         model = Odd()
     materialize(model, parameters=CPU, buffers=CPU)
@@ -189,11 +189,11 @@ def test_a_bert_from_a_config_is_refused_unless_it_is_a_decoder():
     with pytest.raises(RecipeError, match=r"model.config: bert is an encoder .*set model.config.is_decoder=true"):
         build_model(Model(config=bert), sequence_length=16)
     assert find_blocks(build_model(Model(config=bert | {"is_decoder": True}), sequence_length=16))
-    classifier = build_model(Model(config=bert, task="sequence_classification"), sequence_length=16, num_labels=5)
+    classifier = build_model(Model(config=bert, task="sequence_classification", num_labels=5), sequence_length=16)
     assert classifier.config.num_labels == 5
 
 
-def test_an_attention_that_the_model_has_not(monkeypatch):
+def test_an_attention_that_the_model_does_not_support(monkeypatch):
     from transformers import LlamaForCausalLM
 
     monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
@@ -329,7 +329,7 @@ def test_builder_refused(builder, arguments, message):
         ("own_vision:table", "leaves the buffer table without a value: models are built on the meta device"),
     ],
 )
-def test_what_a_builder_leaves_without_a_value(builder, message):
+def test_a_builders_parameter_without_a_value(builder, message):
     model = build_model(Model(builder=builder), sequence_length=16)
     with pytest.raises(RecipeError, match=message):
         random_weights(model, CPU, CPU, seed=1)

@@ -147,7 +147,7 @@ def test_another_tokenizer_or_template_is_a_change_of_a_stream():
     assert list(data_changes({"samples": 1000}, {"samples": 1100})) == ["samples: 1,000 -> 1,100"]
 
 
-def test_the_record_ends_with_the_checkpoint(tmp_path):
+def test_metrics_end_at_the_checkpoint(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3, 4)]
     lines.insert(2, json.dumps({"step": 2, "eval_loss": 1.0}))
@@ -177,7 +177,7 @@ def environment(**more):
         ({"job": "8", "parent": 5}, {"job": "9", "job_restart_count": 1}, False),
     ],
 )
-def test_a_restart_goes_on_in_its_own_folder_alone(tmp_path, first, second, same):
+def test_a_restart_resumes_in_its_own_folder_only(tmp_path, first, second, same):
     """A job that was refused is restarted by torchrun as well: the folder is still another's."""
     run = RunFolder(tmp_path)
     run.note_start(environment(**first))
@@ -238,7 +238,7 @@ def test_a_path_into_a_folder_with_another_history_is_refused(tmp_path):
     assert choose(run.path, own[0]) == "auto", "which a restart does not repeat"
 
 
-def test_a_stream_does_not_go_on_in_another_order_unless_it_may():
+def test_a_stream_continues_in_another_order_only_if_allowed():
     saved = {"version": 2, "order": "a", "samples": 8, "places": [[0, 0, 0, 0]]}
     check_stream(saved, "a", allow=False, checkpoint=Path("c"))
     check_stream(None, None, allow=False, checkpoint=Path("c"))

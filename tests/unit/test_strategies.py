@@ -245,7 +245,7 @@ def test_ranks_agree_on_the_device_before_there_is_a_process_group(gpus, second,
         assert "  node n2: " in problem
 
 
-def test_a_run_without_its_gpu_says_so_and_is_failed(monkeypatch, capsys, tmp_path):
+def test_a_run_without_its_gpu_fails_with_the_reason(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(train, "prepare_cuda", lambda **settings: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
