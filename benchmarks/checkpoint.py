@@ -83,6 +83,7 @@ def worker(options: argparse.Namespace) -> None:
     from launcher.checkpoint.state import model_and_optimizer, rank_state, total_bytes
     from launcher.checkpoint.writer import Checkpointer, checkpoint_group
     from launcher.distributed.process_group import DataParallel
+    from launcher.recipe.schema import Checkpoint
 
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= options.ranks
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -131,14 +132,11 @@ def worker(options: argparse.Namespace) -> None:
     ranks = DataParallel(rank=rank, size=options.ranks, group=world, device=device)
     group = checkpoint_group(ranks)
     tensors = model_and_optimizer(module, optimizer)
-    settings: dict[str, Any] = {
-        "group": group,
-        "device": device,
-        "optimizer": optimizer,
-        "keep_last": 1,
-    }
-    synchronous = Checkpointer(folder / "synchronous", asynchronous=False, **settings)
-    asynchronous = Checkpointer(folder / "asynchronous", asynchronous=True, **settings)
+    settings: dict[str, Any] = {"group": group, "device": device, "optimizer": optimizer}
+    synchronous = Checkpointer(
+        folder / "synchronous", Checkpoint(asynchronous=False, keep_last=1), **settings
+    )
+    asynchronous = Checkpointer(folder / "asynchronous", Checkpoint(keep_last=1), **settings)
     number = 0
 
     def steps_timed(first: Callable[[], None]) -> tuple[float, float]:

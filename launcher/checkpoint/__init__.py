@@ -1,1 +1,1 @@
-"""Checkpoints: folders that are valid or not (files), what is in them (state), writing (save) and reading them (load)."""
+"""Checkpoints: validity (files), content (state), writing, reading, and rules for resuming."""

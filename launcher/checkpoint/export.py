@@ -1,7 +1,12 @@
-"""A checkpoint's weights as a Hugging Face folder, tensor by tensor, in one process and without its strategy."""
+"""`launcher export`: writes a Hugging Face folder from a checkpoint or from RUN_DIR/hf.
+
+One process reads and writes one tensor at a time. The strategy of the run does not matter.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,19 +16,22 @@ import yaml
 
 from launcher.checkpoint.reader import open_tensors, read_state
 from launcher.errors import RecipeError
-from launcher.models.build import build_model, checkpoint_folder, find_blocks, is_pretrained
-from launcher.models.export import appearing, write_weights
-from launcher.models.folders import reader
+from launcher.models.build import build_model, checkpoint_folder, is_pretrained
+from launcher.models.export import LABELS, appearing, named_weights, write_weights
 from launcher.models.load import open_checkpoint
-from launcher.models.lora import add_adapters
-from launcher.recipe.decode import decode
-from launcher.recipe.schema import Recipe
-
-
-def recipe_of(checkpoint: Path) -> Recipe:
-    """The recipe that a checkpoint was written with. Raises DamagedCheckpointError."""
-    recipe, _, _ = decode(yaml.safe_load(read_state(checkpoint)["recipe"]))
-    return recipe
+from launcher.models.lora import Adapter, add_adapters
+from launcher.models.safetensors_files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    INDEX,
+    Shape,
+    StoredTensors,
+    open_file,
+    open_folder,
+    write_files,
+)
+from launcher.recipe.hub import model_folder
+from launcher.recipe.schema import Model, Recipe
 
 
 def export_checkpoint(
@@ -34,47 +42,130 @@ def export_checkpoint(
     merged: bool,
     save_tokenizer: Callable[[Recipe, Path], None],
 ) -> bool:
-    """Writes `out`, whole or not at all; returns whether it is an adapter.
+    """Writes `out` from a checkpoint, atomically. Returns whether it is an adapter.
 
-    dtype: None: as the run itself would export. merged: an adapter is added into the model it belongs to.
-    save_tokenizer: into a folder. Raises RecipeError where the weights are not all to be had.
+    dtype: None: the one that the run would export. merged: adds an adapter into its base model.
+    save_tokenizer: saves the recipe's tokenizer into a folder.
+    Raises RecipeError if weights are missing, DamagedCheckpointError if they cannot be read.
     """
-    recipe = recipe_of(checkpoint)
+    recipe, _, _ = decode(yaml.safe_load(read_state(checkpoint)["recipe"]))
     if recipe.model.builder is not None:
         raise RecipeError(
-            f"export: {recipe.model.builder} is no model of transformers: load its weights from {checkpoint} yourself"
+            f"export: {recipe.model.builder} is no model of transformers: load its weights from "
+            f"{checkpoint} yourself"
         )
     model: Any = build_model(recipe.model, sequence_length=1, labels=recipe.data.labels)
-    blocks = find_blocks(model)
-    frozen: Callable[[str], torch.Tensor] | None = None
+    read_frozen: Callable[[str], torch.Tensor] | None = None
     natural = torch.float32
     if is_pretrained(recipe.model):
         folder = checkpoint_folder(recipe.model)
         assert folder is not None
         base = open_checkpoint(folder, model)
-        frozen, natural = reader(base), base.dtype
+        read_frozen, natural = base.reader(), base.dtype
     if recipe.lora is not None:
-        add_adapters(
-            model, recipe.lora, blocks=blocks, base_dtype=torch.float32, base=recipe.model.path
-        )
+        add_adapters(model, recipe.lora, base_dtype=torch.float32, base=recipe.model.path)
     shapes, read_stored = open_tensors(checkpoint)
 
     def read(name: str) -> torch.Tensor:
         for prefix in ("model.", "buffer."):
             if prefix + name in shapes:
                 return read_stored(prefix + name)
-        if frozen is None:
+        if read_frozen is None:
             raise RecipeError(
-                f"export: {name} was frozen, so {checkpoint} does not hold it, and there is no model.path to take it from"
+                f"export: {name} was frozen, so {checkpoint} does not hold it, and there is no "
+                "model.path to take it from"
             )
-        return frozen(name)
+        return read_frozen(name)
 
-    if dtype is None:
-        dtype = recipe.checkpoint.export_dtype
-    whole = recipe.lora is None or merged
+    adapter = recipe.lora is not None and not merged
+    chosen = torch.float32 if adapter else natural
+    if (name := dtype or recipe.checkpoint.export_dtype) is not None:
+        chosen = getattr(torch, name)
     with appearing(out) as scratch:
         assert scratch is not None
-        chosen = getattr(torch, dtype) if dtype is not None else natural if whole else torch.float32
         write_weights(model, scratch, read, dtype=chosen, merged=merged)
         save_tokenizer(recipe, scratch)
-    return not whole
+    return adapter
+
+
+def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -> None:
+    """Writes `out`, atomically, from the model or adapter in a folder such as RUN_DIR/hf.
+
+    dtype: bfloat16, float16 or float32; None: unchanged, or the base model's for a merged adapter.
+    Raises RecipeError if the weights cannot be read or do not fit the base model.
+    """
+    wanted: torch.dtype | None = getattr(torch, dtype) if dtype is not None else None
+    adapter = (source / ADAPTER_CONFIG).is_file()
+    with appearing(out) as scratch:
+        assert scratch is not None
+        if adapter and merged:
+            _merge(source, scratch, wanted)
+        else:
+            _cast(source, scratch, wanted, adapter=adapter)
+        replaced = {INDEX, *((ADAPTER_CONFIG, LABELS) if merged else ())}
+        for file in source.iterdir():  # tokenizer, chat template, the model's own code
+            copied = file.is_file() and file.suffix != ".safetensors" and file.name not in replaced
+            if copied and not (scratch / file.name).exists():
+                shutil.copy2(file, scratch / file.name)
+
+
+def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bool) -> None:
+    stored = _open_adapter(source) if adapter else open_folder(source, key="export")
+    shapes = {
+        name: Shape(shape.shape, dtype or shape.dtype) if shape.dtype.is_floating_point else shape
+        for name, shape in stored.tensors.items()
+    }
+    names = sorted(shapes, key=lambda name: -shapes[name].dtype.itemsize)
+    groups = [{name: shapes[name]} for name in names]
+    if adapter:  # always one file
+        groups = [{name: shapes[name] for name in names}]
+    for group, writer in zip(groups, write_files(scratch, groups), strict=True):
+        assert writer is not None
+        for name in group:
+            writer.write(name, stored.rows(name))
+    stored.close()
+    if adapter:
+        (scratch / "model.safetensors").rename(scratch / ADAPTER)
+    elif dtype is not None:
+        config = json.loads((source / "config.json").read_text())
+        nested = [part for part in config.values() if isinstance(part, dict) and "dtype" in part]
+        for part in [config, *nested]:
+            part["dtype"] = str(dtype).removeprefix("torch.")
+        (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _open_adapter(source: Path) -> StoredTensors:
+    if not (source / ADAPTER).is_file():
+        raise RecipeError(f"export: {source} has an {ADAPTER_CONFIG} and no {ADAPTER}")
+    return open_file(source / ADAPTER)
+
+
+def _merge(source: Path, scratch: Path, dtype: torch.dtype | None) -> None:
+    settings: dict[str, Any] = json.loads((source / ADAPTER_CONFIG).read_text())
+    base = settings.get("base_model_name_or_path")
+    if not base:
+        raise RecipeError(
+            f"export: {source / ADAPTER_CONFIG} names no model that the adapter belongs to "
+            "(base_model_name_or_path)"
+        )
+    classifies = settings.get("task_type") == "SEQ_CLS"
+    labels = source / LABELS
+    model = build_model(
+        Model(path=base, task="sequence_classification" if classifies else "causal_lm"),
+        sequence_length=1,
+        labels=list(json.loads(labels.read_text()).values()) if labels.is_file() else None,
+    )
+    checkpoint = open_checkpoint(model_folder(base, key="export"), model, key="export")
+    stored = _open_adapter(source)
+    adapter = Adapter(settings, stored.tensors)
+    known = model.state_dict()
+    changed = {*adapter.factors, *adapter.whole}
+    if lost := sorted(changed - known.keys()):
+        raise RecipeError(
+            [f"export: {base} has no {name}, which the adapter changes" for name in lost]
+        )
+    if fresh := sorted(named_weights(model).keys() - checkpoint.loaded - adapter.whole.keys()):
+        raise RecipeError([f"export: neither {base} nor the adapter has {name}" for name in fresh])
+    read = adapter.reader(model, checkpoint.reader(), stored.rows)
+    write_weights(model, scratch, read, dtype=dtype or checkpoint.dtype, merged=True)
+    stored.close()

@@ -1,17 +1,18 @@
-"""Folders of checkpoints: what makes one valid, which one is the newest, which are deleted. No torch: `launcher status` reads them too.
+"""The files of a checkpoint: validity, the newest one, pruning. Imports no torch, for `launcher
+status`.
 
     checkpoints/step_00000500/
-      rank_00000.safetensors   what this rank wrote: its part of the tensors, and what is its own (random numbers)
+      rank_00000.safetensors   what this rank wrote: parts of tensors, its random states
       index.json               where each part of each tensor lies
-      state.json               the rest: counters, loss scale, recipe
-      commit.json              the marker, written last: size and checksums of all the others
+      state.json               everything else: counters, loss scale, recipe
+      commit.json              the marker: size and checksums of all other files
 
-A checkpoint is written as a scratch folder, `step_00000500.writing-...`, and renamed once its marker stands.
+A checkpoint is written into a scratch folder, `step_00000500.writing-...`, which is renamed at the
+end.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -32,16 +33,16 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 MARKER, INDEX, STATE = "commit.json", "index.json", "state.json"
 BLOCK = 256 * 2**20
-"""Bytes of a file that have a checksum of their own, so that threads and ranks share the checking of one big file."""
+"""Each block of a file has its own checksum, so that threads and ranks share the check."""
 _NAME = re.compile(r"step_(\d{8,})")
 _SCRATCH = re.compile(r"step_\d{8,}\.(writing|replaced|deleting)-\w+")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 _READ = 2**20
-"""Bytes that are read at once to be checked: what stays in a core's cache."""
+"""Bytes to read at once for a checksum: small enough for a core's cache."""
 
 
 class DamagedCheckpointError(ValueError):
-    """This checkpoint cannot be used; the message names it and says why."""
+    """This checkpoint cannot be used. The message says why."""
 
     def __init__(self, path: Path, problem: str) -> None:
         self.path, self.problem = path, problem
@@ -49,45 +50,46 @@ class DamagedCheckpointError(ValueError):
 
 
 class NoneLeftError(TrainingError):
-    """There are checkpoints, and none of them is valid."""
+    """There are checkpoints, but none is valid."""
 
     def __init__(self, folder: Path, problems: Sequence[str]) -> None:
         super().__init__(
-            f"none of the {len(problems)} checkpoints in {folder} is valid, and the run is not started anew in silence:\n"
+            f"none of the {len(problems)} checkpoints in {folder} is valid, and the run does not "
+            "start from scratch by itself:\n"
             + "\n".join(f"  {problem}" for problem in problems)
-            + "\nmend one, or remove that folder to begin again",
+            + "\nrepair one, or remove that folder to start from scratch",
             reason="no_valid_checkpoint",
         )
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What the marker says of a file."""
+    """A file's entry in the marker."""
 
     bytes: int
     checksums: list[str]
-    """xxh3_128 of each `BLOCK`; none for an empty file."""
+    """xxh3_128 of each block of `BLOCK` bytes; empty for an empty file."""
 
 
 @dataclass(frozen=True)
 class Marker:
-    """What makes a checkpoint valid."""
+    """Content of commit.json. A checkpoint without it is not valid."""
 
     step: int
     ranks: int
-    """That wrote it."""
+    """How many ranks wrote it."""
     time: float
     """When it was complete, in seconds since 1970."""
     files: dict[str, StoredFile]
 
 
 def checkpoint_name(step: int) -> str:
-    """Of the folder."""
+    """Name of the folder."""
     return f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
+    """The step in the name of a checkpoint. Raises DamagedCheckpointError if it is no such name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise DamagedCheckpointError(
@@ -97,12 +99,12 @@ def step_of(path: Path) -> int:
 
 
 def rank_file(rank: int) -> str:
-    """Name of what a rank writes."""
+    """Name of the file that a rank writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints in it, valid or not, oldest first; none where there is no such folder."""
+    """All checkpoints in a folder, valid or not, oldest first. Empty if there is no such folder."""
     try:
         found = [
             Path(entry.path)
@@ -115,7 +117,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 class Checksums:
-    """Checksums of a file, fed with its bytes in their order."""
+    """Computes the checksums of a file from its bytes, in order."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -123,7 +125,7 @@ class Checksums:
         self._hash = xxhash.xxh3_128()
 
     def update(self, data: memoryview) -> None:
-        """The next bytes."""
+        """Adds the next bytes."""
         while len(data):
             part = data[: BLOCK - self.bytes % BLOCK]
             self._hash.update(part)
@@ -134,65 +136,56 @@ class Checksums:
             data = data[len(part) :]
 
     def file(self) -> StoredFile:
-        """What the marker says of it."""
-        return StoredFile(
-            self.bytes,
-            [*self._done, self._hash.hexdigest()] if self.bytes % BLOCK else list(self._done),
-        )
+        """The file's entry in the marker."""
+        last = [self._hash.hexdigest()] if self.bytes % BLOCK else []
+        return StoredFile(self.bytes, [*self._done, *last])
 
 
 def read_marker(path: Path) -> Marker:
-    """Raises DamagedCheckpointError where there is none that can be read."""
+    """Reads commit.json. Raises DamagedCheckpointError if it is missing or wrong."""
+
+    def damaged(problem: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(path, problem)
+
     if not path.is_dir():
-        raise DamagedCheckpointError(path, "there is no such folder")
+        raise damaged("there is no such folder")
     try:
-        text = (path / MARKER).read_bytes()
-    except FileNotFoundError:
-        others = any(path.iterdir())
-        raise DamagedCheckpointError(
-            path, f"no {MARKER}: it was not written to its end" if others else "the folder is empty"
-        ) from None
-    except OSError as error:
-        raise DamagedCheckpointError(path, f"{MARKER} cannot be read: {error.strerror}") from None
-    try:
-        found = json.loads(text)
+        found = json.loads((path / MARKER).read_bytes())
         if found["format"] != FORMAT:
-            raise DamagedCheckpointError(
-                path, f"{MARKER} has format {found['format']!r}; this version reads {FORMAT}"
-            )
+            raise damaged(f"{MARKER} has format {found['format']!r}; this version reads {FORMAT}")
         files = {
-            str(name): StoredFile(
-                int(entry["bytes"]), [str(checksum) for checksum in entry["checksums"]]
-            )
+            str(name): StoredFile(int(entry["bytes"]), list(map(str, entry["checksums"])))
             for name, entry in found["files"].items()
         }
         marker = Marker(int(found["step"]), int(found["ranks"]), float(found["time"]), files)
+    except FileNotFoundError:
+        started = any(path.iterdir())
+        problem = (
+            f"no {MARKER}: it was not written to its end" if started else "the folder is empty"
+        )
+        raise damaged(problem) from None
+    except OSError as error:
+        raise damaged(f"{MARKER} cannot be read: {error.strerror}") from None
     except DamagedCheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise DamagedCheckpointError(
-            path, f"{MARKER} cannot be read: it is not what a checkpoint's marker is"
-        ) from None
-    wanted = (
-        {INDEX, STATE, *(rank_file(rank) for rank in range(marker.ranks))}
-        if marker.ranks <= len(files)
-        else {INDEX, STATE}
-    )
+        raise damaged(f"{MARKER} cannot be read: it is not the marker of a checkpoint") from None
+    expected = {INDEX, STATE, *map(rank_file, range(min(marker.ranks, len(files))))}
     if strange := [name for name in files if not _FILE.fullmatch(name)]:
-        raise DamagedCheckpointError(
-            path, f"{MARKER} names {strange[0]!r}, which is no file of a checkpoint"
-        )
-    if absent := sorted(wanted - files.keys()):
-        raise DamagedCheckpointError(path, f"{MARKER} does not name {absent[0]}")
+        raise damaged(f"{MARKER} names {strange[0]!r}, which cannot be a file of a checkpoint")
+    if absent := sorted(expected - files.keys()):
+        raise damaged(f"{MARKER} does not name {absent[0]}")
     if _NAME.fullmatch(path.name) and marker.step != step_of(path):
-        raise DamagedCheckpointError(path, f"{MARKER} is that of step {marker.step}")
+        raise damaged(f"{MARKER} is that of step {marker.step}")
     return marker
 
 
 def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> str | None:
-    """What is wrong with a checkpoint, or None. Reads all of it where `deep`, else only the marker and the sizes.
+    """Returns what is wrong with a checkpoint, or None.
 
-    rank, ranks: each of several checks every n-th block of 256 MiB; it is valid where all of them found nothing.
+    deep: reads all of it and compares checksums; otherwise reads only the marker and file sizes.
+    rank, ranks: this rank checks every ranks-th block. The checkpoint is valid if no rank finds a
+    problem.
     """
     try:
         marker = read_marker(path)
@@ -202,18 +195,16 @@ def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> s
     for name, stored in marker.files.items():
         try:
             size = (path / name).stat().st_size
+        except FileNotFoundError:
+            return f"{name} is missing"
         except OSError as error:
-            return (
-                f"{name} is missing"
-                if error.errno == errno.ENOENT
-                else f"{name} cannot be read: {error.strerror}"
-            )
+            return f"{name} cannot be read: {error.strerror}"
         if size != stored.bytes:
-            return f"{name} has {size:,} bytes instead of {stored.bytes:,}" + (
-                ": it is truncated" if size < stored.bytes else ""
-            )
+            truncated = ": it is truncated" if size < stored.bytes else ""
+            return f"{name} has {size:,} bytes instead of {stored.bytes:,}{truncated}"
         if len(stored.checksums) != -(-size // BLOCK):
-            return f"{MARKER} has {len(stored.checksums)} checksums for {name}, which has {size:,} bytes"
+            count = len(stored.checksums)
+            return f"{MARKER} has {count} checksums for {name}, which has {size:,} bytes"
         blocks += [
             (name, index * BLOCK, min(BLOCK, size - index * BLOCK), checksum)
             for index, checksum in enumerate(stored.checksums)
@@ -222,14 +213,8 @@ def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> s
         return None
     mine = blocks[rank::ranks]
     with ThreadPoolExecutor(max(1, min(8, len(mine), len(os.sched_getaffinity(0))))) as pool:
-        return next(
-            (
-                problem
-                for problem in pool.map(lambda block: _check_block(path, *block), mine)
-                if problem is not None
-            ),
-            None,
-        )
+        problems = list(pool.map(lambda block: _check_block(path, *block), mine))
+    return next(filter(None, problems), None)
 
 
 def _check_block(path: Path, name: str, start: int, size: int, checksum: str) -> str | None:
@@ -247,7 +232,7 @@ def _check_block(path: Path, name: str, start: int, size: int, checksum: str) ->
         return f"{name} cannot be read: {error.strerror}"
     if found.hexdigest() != checksum:
         return (
-            f"{name} has changed since it was written: its checksum from byte {start:,} on differs"
+            f"{name} has changed since it was written: its checksum differs from byte {start:,} on"
         )
     return None
 
@@ -255,26 +240,18 @@ def _check_block(path: Path, name: str, start: int, size: int, checksum: str) ->
 def newest_valid(
     folder: Path,
     *,
+    checkpoints: Sequence[Path] | None = None,
     at_most: int | None = None,
     check: Callable[[Path], str | None] = verify,
 ) -> Path | None:
-    """The newest valid checkpoint, None where there is none at all. Logs each damaged one, and tries the next older one.
+    """The newest valid checkpoint; None if the folder has no checkpoint. Logs each damaged one.
 
-    at_most: only those of this step and before. check: what is wrong with one, or None. Raises NoneLeftError.
+    checkpoints: those of the folder, oldest first; None: lists them. at_most: only up to this step.
+    check: returns what is wrong with a checkpoint, or None. Raises NoneLeftError if all are
+    damaged.
     """
-    return newest_of(list_checkpoints(folder), folder, at_most=at_most, check=check)
-
-
-def newest_of(
-    checkpoints: Sequence[Path],
-    folder: Path,
-    *,
-    at_most: int | None,
-    check: Callable[[Path], str | None],
-) -> Path | None:
-    """`newest_valid` of a list, oldest first."""
     problems = []
-    for path in reversed(checkpoints):
+    for path in reversed(list_checkpoints(folder) if checkpoints is None else checkpoints):
         if at_most is not None and step_of(path) > at_most:
             continue
         problem = check(path)
@@ -288,7 +265,7 @@ def newest_of(
 
 
 def write_file(path: Path, data: bytes) -> StoredFile:
-    """Writes a small file through to the disk."""
+    """Writes a small file and flushes it to the disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -299,24 +276,23 @@ def write_file(path: Path, data: bytes) -> StoredFile:
 
 
 def scratch_folder(folder: Path, step: int) -> Path:
-    """Makes one for a checkpoint that is to be written, of a name that no other save has."""
+    """Makes a folder with a unique name, in which a checkpoint is written."""
     scratch = folder / f"{checkpoint_name(step)}.writing-{os.urandom(4).hex()}"
     scratch.mkdir(parents=True)
     return scratch
 
 
 def commit(scratch: Path, *, step: int, ranks: int, files: Mapping[str, StoredFile]) -> Path:
-    """Makes a checkpoint of a scratch folder whose files are on the disk: writes the marker, then gives it its name.
+    """Turns a scratch folder into a checkpoint: writes the marker, then renames the folder.
 
-    One of the same step is replaced. Returns the checkpoint.
+    files: all files, already flushed to the disk. Replaces a checkpoint of the same step. Returns
+    the checkpoint.
     """
     marker = {"format": FORMAT, "step": step, "ranks": ranks, "time": time.time()}
     text = json.dumps(
         marker | {"files": {name: asdict(stored) for name, stored in files.items()}}, indent=1
     )
-    _sync_folder(scratch)
-    write_file(scratch / f"{MARKER}.partial", text.encode())
-    (scratch / f"{MARKER}.partial").rename(scratch / MARKER)
+    write_file(scratch / MARKER, text.encode())
     _sync_folder(scratch)
     path = scratch.with_name(checkpoint_name(step))
     replaced = None
@@ -339,15 +315,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Deletes a checkpoint; it is none any more from the first moment on. Raises OSError."""
+    """Deletes a checkpoint, renaming it first: it is never seen half deleted. Raises OSError."""
     doomed = path.with_name(f"{path.name}.deleting-{os.urandom(4).hex()}")
     path.rename(doomed)
     shutil.rmtree(doomed)
 
 
 def discard_newer(folder: Path, step: int) -> list[Path]:
-    """Deletes checkpoints after a step, newest first, and returns them: for a run that goes back to it, which would else
-    resume from, and count among those to keep, what it turned away from. Raises OSError."""
+    """Deletes the checkpoints after a step, newest first, and returns them. Raises OSError."""
     newer = [path for path in reversed(list_checkpoints(folder)) if step_of(path) > step]
     for path in newer:
         discard(path)
@@ -357,11 +332,11 @@ def discard_newer(folder: Path, step: int) -> list[Path]:
 def prune(
     folder: Path, keep_last: int, keep_every: int | None = None, best_step: int | None = None
 ) -> list[Path]:
-    """Deletes what need not be kept, and scratch folders that nobody writes any more; returns the checkpoints deleted.
+    """Deletes old checkpoints and abandoned scratch folders. Returns the deleted checkpoints.
 
-    Kept are the newest `keep_last` valid ones (their sizes are looked at, not their content), those whose step is a
-    multiple of `keep_every`, and `best_step`. A damaged one goes when it is older than all those of `keep_last`.
-    Nothing may be saving into the folder. Raises OSError.
+    Keeps the newest `keep_last` valid ones (by marker and sizes), multiples of `keep_every`, and
+    `best_step`. Deletes a damaged one if it is older than those of `keep_last`. No save may be in
+    progress. Raises OSError.
     """
     assert keep_last >= 1
     for entry in list(os.scandir(folder)):
@@ -384,7 +359,7 @@ def prune(
 
 
 def check_space(folder: Path, bytes_needed: int) -> None:
-    """Whether a checkpoint of so many bytes can be written. Makes the folder. Raises RecipeError with the numbers."""
+    """Makes the folder. Raises RecipeError if it is not writable or lacks the space."""
     probe = folder / f".probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -393,11 +368,13 @@ def check_space(folder: Path, bytes_needed: int) -> None:
         space = os.statvfs(folder)
     except OSError as error:
         raise RecipeError(
-            f"checkpoint: {folder} cannot be written to: {error.strerror}; give another run.dir, or checkpoint.every_steps=null"
+            f"checkpoint: {folder} cannot be written to: {error.strerror}; give another run.dir, "
+            "or checkpoint.every_steps=null"
         ) from None
     free = space.f_bavail * space.f_frsize
     if free < bytes_needed:
         raise RecipeError(
-            f"checkpoint: one checkpoint takes {bytes_needed / 2**30:,.2f} GiB, and {folder} has {free / 2**30:,.2f} GiB free; "
-            "free some, give another run.dir, or checkpoint.every_steps=null"
+            f"checkpoint: one checkpoint takes {bytes_needed / 2**30:,.2f} GiB, and {folder} has "
+            f"{free / 2**30:,.2f} GiB free; free some, give another run.dir, or "
+            "checkpoint.every_steps=null"
         )

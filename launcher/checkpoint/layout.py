@@ -1,5 +1,6 @@
-"""Which rank writes what, where it lies, and how the tensors are found again. torch.distributed.checkpoint plans; the
-files and the index are ours: safetensors and JSON, so that nothing that is read can execute.
+"""Which rank writes which rows of each tensor, and where they lie in the files.
+
+The tensors are safetensors and the index is JSON, so reading a checkpoint cannot execute code.
 """
 
 from __future__ import annotations
@@ -12,29 +13,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.tensor import DTensor
 
+from launcher.checkpoint.direct_io import ALIGNMENT
 from launcher.checkpoint.files import rank_file
-from launcher.models.safetensors_files import DTYPE_NAMES, DTYPES
+from launcher.models.safetensors_files import DTYPE_NAMES, DTYPES, Shape, make_header
+from launcher.models.shards import local_rows
 
-ALIGNMENT = 4096
-"""Of the data in a file, for writing past the page cache."""
 LOCAL = "local."
-"""Before the names of what is a rank's own."""
+"""Prefix of the names of a rank's own tensors."""
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it."""
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.detach()
+    """This rank's shard of a DTensor; a plain tensor itself."""
+    return local_rows(tensor)[0].detach()
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -44,19 +36,19 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class Layout:
-    """A rank's file, byte for byte, but for the values; and on rank 0 the index of all."""
+    """Where everything lies in this rank's file; on rank 0 also the index of all files."""
 
     header: bytes
-    places: dict[str, tuple[int, int]]
-    """For each name the first byte and the number of bytes."""
+    spans: dict[str, tuple[int, int]]
+    """First byte and number of bytes of each tensor."""
     size: int
     """Of the file."""
     index: bytes | None
-    """index.json."""
+    """Content of index.json."""
 
 
 def signature(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-    """Changes where a layout would."""
+    """Changes if the layout would change."""
     return tuple(
         (name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None))
         for name, tensor in tensors.items()
@@ -64,124 +56,108 @@ def signature(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
 
 
 def plan(
-    tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+    tensors: Mapping[str, torch.Tensor],
+    local: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup,
 ) -> Layout:
-    """Agrees with the other ranks on who writes what: each part of a tensor once. All ranks of `group` must call it."""
+    """Plans the files. All ranks of `group` must call it. local: this rank's own tensors."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
-    mine = planner.create_local_plan()
-    plans: list[Any] | None = [None] * size if rank == 0 else None
-    dist.gather_object(mine, plans, group=group, group_dst=0)
-    metadata: Metadata | None = None
-    if plans is not None:
-        try:
-            plans, metadata = planner.create_global_plan(plans)
-        except Exception as error:  # the others wait for an answer
-            plans = [error] * size
-    received: list[Any] = [None]
-    dist.scatter_object_list(received, plans, group=group, group_src=0)
-    if isinstance(received[0], Exception):
-        raise received[0]
-    items = received[0].items
-    parts = {item.index.fqn: local_part(tensors[item.index.fqn]) for item in items}
-    assert len(parts) == len(items), "a rank holds one part of a tensor"
-    header, places, bytes_ = _safetensors(
-        {**parts, **{LOCAL + name: tensor for name, tensor in local.items()}}
-    )
-    found = [
-        (
-            item.index.fqn,
-            list(item.index.offset),
-            list(parts[item.index.fqn].shape),
-            places[item.index.fqn][0],
-        )
-        for item in items
-    ]
+    written = _written_here(tensors, rank, size)
+    parts = {name: local_part(tensors[name]) for name in written}
+    values = {**parts, **{LOCAL + name: tensor for name, tensor in local.items()}}
+    widest_first = sorted(values, key=lambda name: -values[name].dtype.itemsize)
+    shapes = {name: Shape.of(values[name]) for name in widest_first}
+    header, spans = make_header(shapes, alignment=ALIGNMENT)
+    found = []
+    for name, part in parts.items():
+        first = local_rows(tensors[name])[1]
+        offsets = [first, *[0] * (part.ndim - 1)] if part.ndim else []
+        found.append((name, [rank_file(rank), spans[name][0], offsets, list(part.shape)]))
     gathered: list[Any] | None = [None] * size if rank == 0 else None
     dist.gather_object(found, gathered, group=group, group_dst=0)
-    index = None
-    if gathered is not None and metadata is not None:
-        index = _index(metadata, gathered)
-    return Layout(header, places, bytes_, index)
+    index = None if gathered is None else _index(tensors, gathered)
+    return Layout(header, spans, len(header) + sum(count for _, count in spans.values()), index)
 
 
-def _safetensors(
-    tensors: Mapping[str, torch.Tensor],
-) -> tuple[bytes, dict[str, tuple[int, int]], int]:
-    """Header, places and size of a safetensors file. Wider elements come first, so that all lie at a multiple of their size."""
-    entries: dict[str, Any] = {}
-    at = 0
-    for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
+def _written_here(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> list[str]:
+    """Names of the tensors that this rank writes its part of.
+
+    Several ranks have the same rows of a plain tensor or of a hybrid-sharded one. One of them
+    writes these: the one with the fewest bytes so far. Each rank computes the same assignment.
+    """
+    loads: dict[int, list[int]] = {}
+    names = []
+    for name in sorted(
+        tensors, key=lambda name: (-tensors[name].numel() * tensors[name].itemsize, name)
+    ):
         tensor = tensors[name]
-        end = at + tensor.numel() * tensor.dtype.itemsize
-        entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, end],
-        }
-        at = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
-    places = {
-        name: (
-            len(header) + entry["data_offsets"][0],
-            entry["data_offsets"][1] - entry["data_offsets"][0],
-        )
-        for name, entry in entries.items()
-    }
-    return header, places, len(header) + at
+        copies, copy = ranks, rank
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            hybrid = mesh.ndim == 2
+            copies, copy = (mesh.size(0), mesh.get_local_rank(0)) if hybrid else (1, 0)
+        load = loads.setdefault(copies, [0] * copies)
+        writer = load.index(min(load))
+        load[writer] += tensor.numel() * tensor.itemsize
+        if writer == copy and local_part(tensor).numel():
+            names.append(name)
+    return names
 
 
 def _index(
-    metadata: Metadata, gathered: Sequence[Sequence[tuple[str, list[int], list[int], int]]]
+    tensors: Mapping[str, torch.Tensor], gathered: Sequence[Sequence[tuple[str, Any]]]
 ) -> bytes:
-    tensors: dict[str, Any] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata)
-        tensors[name] = {
-            "dtype": DTYPE_NAMES[entry.properties.dtype],
-            "shape": list(entry.size),
-            "parts": [],
-        }
-    for rank, parts in enumerate(gathered):
-        for name, offsets, sizes, at in parts:
-            tensors[name]["parts"].append([rank_file(rank), at, offsets, sizes])
-    return json.dumps({"tensors": tensors}, separators=(",", ":")).encode()
+    index: dict[str, Any] = {
+        name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "parts": []}
+        for name, tensor in tensors.items()
+    }
+    for parts in gathered:
+        for name, part in parts:
+            index[name]["parts"].append(part)
+    return json.dumps({"tensors": index}, separators=(",", ":")).encode()
 
 
-def read_index(text: bytes) -> Metadata:
-    """What torch.distributed.checkpoint wants to know of a checkpoint; `storage_data` has file and first byte of each part.
+@dataclass(frozen=True)
+class Part:
+    """Consecutive rows (of dimension 0) of a stored tensor. A scalar is one row."""
 
-    Raises ValueError, KeyError or TypeError for what is no index.
-    """
-    described: dict[str, Any] = {}
-    storage: dict[MetadataIndex, tuple[str, int]] = {}
+    first: int
+    rows: int
+    file: str
+    at: int
+    """First byte in the file."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint."""
+
+    shape: Shape
+    parts: list[Part]
+
+
+def read_index(text: bytes) -> dict[str, StoredTensor]:
+    """The tensors in index.json. Raises ValueError, KeyError or TypeError if it is no index."""
+    found: dict[str, StoredTensor] = {}
     for name, entry in json.loads(text)["tensors"].items():
-        shape, chunks = _shape(entry["shape"]), []
+        shape, parts = _sizes(entry["shape"]), []
         for file, at, offsets, sizes in entry["parts"]:
-            chunk = ChunkStorageMetadata(offsets=_shape(offsets), sizes=_shape(sizes))
-            if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
+            start, size = _sizes(offsets), _sizes(sizes)
+            if len(start) != len(shape) or size[1:] != shape[1:] or any(start[1:]):
                 raise ValueError(f"{name} has a part of another shape")
-            if any(
-                start + size > whole
-                for start, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
-            ):
+            first, rows = (start[0], size[0]) if shape else (0, 1)
+            if shape and first + rows > shape[0]:
                 raise ValueError(f"{name} has a part outside of it")
-            chunks.append(chunk)
-            storage[MetadataIndex(name, chunk.offsets)] = (str(file), int(at))
-        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-            raise ValueError(f"{name} is not whole")
-        described[name] = TensorStorageMetadata(
-            TensorProperties(dtype=DTYPES[entry["dtype"]]), shape, chunks
-        )
-    return Metadata(state_dict_metadata=described, storage_data=storage)
+            parts.append(Part(first, rows, str(file), int(at)))
+        if math.prod(shape) and sum(part.rows for part in parts) != (shape[0] if shape else 1):
+            raise ValueError(f"{name} is not complete")
+        found[name] = StoredTensor(Shape(shape, DTYPES[entry["dtype"]]), parts)
+    return found
 
 
-def _shape(numbers: Any) -> torch.Size:
+def _sizes(numbers: Any) -> tuple[int, ...]:
     if not isinstance(numbers, list) or not all(
         isinstance(number, int) and number >= 0 for number in numbers
     ):
         raise ValueError(f"{numbers!r} is no shape")
-    return torch.Size(numbers)
+    return tuple(numbers)

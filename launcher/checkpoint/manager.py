@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +34,7 @@ from launcher.data.batching import Position
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError, TrainingError
 from launcher.metrics.console import bytes_as_text
+from launcher.models.shards import derived_seed
 from launcher.recipe import schema
 from launcher.training.optimizer import LossScale
 
@@ -77,8 +77,8 @@ class CheckpointManager:
         before_write: Callable[[], None],
         saved: Callable[[int, int, float], None],
     ) -> None:
-        """folder: RUN_DIR/checkpoints. before_write: raises if this process may not write any more.
-        saved: called with step, bytes and seconds of each checkpoint."""
+        """folder: RUN_DIR/checkpoints. before_write: raises if this process must not write any
+        more. saved: called with step, bytes and seconds of each checkpoint."""
         self._folder, self._settings = folder, settings
         self._objects, self._identity, self._ranks = objects, identity, ranks
         self._group = checkpoint_group(ranks)
@@ -93,20 +93,20 @@ class CheckpointManager:
             files.check_space(folder, total_bytes(self._tensors))
         self._checkpointer = Checkpointer(
             folder,
+            settings,
             group=self._group,
             device=ranks.device,
             optimizer=objects.optimizer,
-            asynchronous=settings.asynchronous,
-            keep_last=settings.keep_last,
-            keep_every=settings.keep_every,
             before_write=before_write,
         )
 
     def restore(self, resume: str, *, at_most: int | None = None) -> Resumed | None:
-        """Loads the newest valid checkpoint (`auto`) or the one at a path. None: `never`, or there is none.
+        """Loads the newest valid checkpoint (`auto`) or the one at a path. None: `never`, or there
+        is none.
 
-        at_most: only checkpoints up to this step. Raises RecipeError if the recipe has changed in a key that
-        it must not change in, or if the checkpoint is of another model; NoneLeftError if all are damaged.
+        at_most: only checkpoints up to this step. Raises RecipeError if a key of the recipe has
+        changed that must not change, or if the checkpoint is of another model; NoneLeftError if all
+        are damaged.
         """
         path = self._find(resume, at_most=at_most)
         if path is None:
@@ -120,12 +120,11 @@ class CheckpointManager:
         if state["ranks"] == self._ranks.size:
             local = read_local(path, self._ranks.rank)
             restore_rank_state(local, self._objects.module, self._ranks.device)
-        else:  # the random states of other ranks cannot be used: dropout draws different numbers
-            identity = f"{self._identity.seed}/{state['step']}/{self._ranks.rank}"
-            digest = hashlib.sha256(identity.encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        else:  # other ranks' random states do not fit: draw other numbers
+            name = f"{state['step']}/{self._ranks.rank}"
+            torch.manual_seed(derived_seed(self._identity.seed, name))
         self.saved_step = state["step"]
-        # Damaged checkpoints, and those of steps that will be trained again
+        # Damaged checkpoints, and those of steps that will be repeated
         if self._ranks.rank == 0:
             files.discard_newer(self._folder, state["step"])
         dist.barrier(group=self._group)
@@ -151,7 +150,7 @@ class CheckpointManager:
         return path
 
     def _check(self, path: Path, state: Mapping[str, Any]) -> list[str]:
-        """Changes since the checkpoint was written, one line each. Raises RecipeError for one that is not allowed."""
+        """Changes since the checkpoint was written. Raises RecipeError if one is not allowed."""
         allow, identity = self._settings.allow_changes, self._identity
         before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(identity.recipe_yaml)
         changes = check_changes(before, now, allow=allow, checkpoint=path)
@@ -159,13 +158,14 @@ class CheckpointManager:
             changes += check_data(state["data"], identity.data, allow=allow, checkpoint=path)
         else:
             logger.info(
-                f"note: {path} was written by an older version: whether the training data changed since is not known"
+                f"note: {path} was written by an older version; changes of the training data "
+                "cannot be detected"
             )
         check_stream(state.get("stream"), identity.stream_order, allow=allow, checkpoint=path)
         return changes
 
     def due(self, step: int) -> bool:
-        """Whether the recipe wants a checkpoint after this step."""
+        """Whether the recipe asks for a checkpoint after this step."""
         every_steps = self._settings.every_steps
         return every_steps is not None and step % every_steps == 0
 
@@ -177,10 +177,10 @@ class CheckpointManager:
         eval_loss: float | None,
         evaluated: bool = True,
     ) -> None:
-        """Starts to save. `report` logs the outcome.
+        """Starts a save. `report` logs the outcome.
 
-        eval_loss: of this step, if it was evaluated. evaluated: False if an evaluation was due and interrupted.
-        Raises TrainingError after too many failures in a row.
+        eval_loss: of this step, if it was evaluated. evaluated: False if an evaluation was due and
+        interrupted. Raises TrainingError after too many failures in a row.
         """
         step = position.step
         best = self._best.get("eval_loss", float("inf"))
@@ -207,7 +207,7 @@ class CheckpointManager:
         self._check_failures()
 
     def report(self) -> None:
-        """Logs the outcome of saves that have ended since. Does not wait."""
+        """Logs the outcome of saves that have ended since the last call. Does not wait."""
         self._log(self._checkpointer.poll())
 
     def finish(self) -> None:
@@ -226,7 +226,7 @@ class CheckpointManager:
                 self._saved(outcome.step, outcome.bytes, outcome.seconds)
             else:
                 self.trouble = f"checkpoint of step {outcome.step} failed: {outcome.error}"
-                logger.warning(f"{self.trouble}; older ones stay, training continues")
+                logger.warning(f"{self.trouble}; older ones are kept, training continues")
             if outcome.note is not None:
                 logger.info(f"note: {outcome.note}")
 
@@ -234,6 +234,7 @@ class CheckpointManager:
         failures, limit = self._checkpointer.failures, self._settings.max_failures
         if failures >= limit:
             raise TrainingError(
-                f"{failures} checkpoints in a row could not be written (checkpoint.max_failures={limit}); the last: {self.trouble}",
+                f"{failures} checkpoints in a row could not be written "
+                f"(checkpoint.max_failures={limit}); the last: {self.trouble}",
                 reason="checkpoint_failed",
             )

@@ -1,10 +1,10 @@
-"""Finds and reads checkpoints. What is read is JSON and raw numbers: no pickle is ever opened."""
+"""Finds and reads checkpoints. They hold JSON and raw numbers: no pickle is ever opened."""
 
 from __future__ import annotations
 
 import json
 import os
-import warnings
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,86 +12,94 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from launcher.checkpoint import files
 from launcher.checkpoint.files import DamagedCheckpointError
-from launcher.checkpoint.layout import LOCAL, as_bytes, read_index
+from launcher.checkpoint.layout import LOCAL, Part, StoredTensor, as_bytes, read_index
 from launcher.errors import RecipeError
+from launcher.models.safetensors_files import Shape
+from launcher.models.shards import local_rows
 
 
 def find_checkpoint(
     folder: Path, *, group: dist.ProcessGroup, at_most: int | None = None
 ) -> Path | None:
-    """`files.newest_valid` for ranks together, each of which reads a part of each checkpoint. All must call it; all get the
-    same answer, or raise NoneLeftError.
+    """`files.newest_valid`, with the verification shared among the ranks.
+
+    All ranks must call it. All return the same path, or raise NoneLeftError.
     """
-    rank = dist.get_rank(group)
 
     def check(path: Path) -> str | None:
         return verify_together(path, group=group)
 
     # Rank 0's list: another node may see the folder a little later
-    shared: list[Any] = [files.list_checkpoints(folder) if rank == 0 else None]
-    dist.broadcast_object_list(shared, group=group, group_src=0)
-    return files.newest_of(shared[0], folder, at_most=at_most, check=check)
+    listed: list[Any] = [files.list_checkpoints(folder) if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(listed, group=group, group_src=0)
+    return files.newest_valid(folder, checkpoints=listed[0], at_most=at_most, check=check)
 
 
 def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:
-    """`files.verify` of all of it, shared among the ranks; all must call it and get the same answer."""
+    """`files.verify`, shared among the ranks. All must call it; all return the same."""
     ranks = dist.get_world_size(group)
-    found: list[str | None] = [None] * ranks
-    dist.all_gather_object(
-        found, files.verify(path, rank=dist.get_rank(group), ranks=ranks), group=group
-    )
+    return _first(files.verify(path, rank=dist.get_rank(group), ranks=ranks), group)
+
+
+def _first(problem: str | None, group: dist.ProcessGroup) -> str | None:
+    """The first rank's problem, if any rank has one."""
+    found: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, problem, group=group)
     return next((problem for problem in found if problem is not None), None)
 
 
 def load(path: Path, tensors: Mapping[str, torch.Tensor], *, group: dist.ProcessGroup) -> None:
-    """Reads a checkpoint into tensors, in place, whatever strategy and number of ranks wrote it. All ranks must call it.
+    """Reads a checkpoint into tensors, in place. Any strategy and number of ranks may have written
+    it.
 
-    tensors: of `model_and_optimizer`. Raises RecipeError where the checkpoint is that of another model, with names
-    and shapes, and DamagedCheckpointError for what cannot be read. It does not verify: `find_checkpoint` has.
+    All ranks must call it. tensors: of `model_and_optimizer`. It does not verify: call
+    `find_checkpoint` before. Raises RecipeError if the checkpoint is of another model, with names
+    and shapes, and DamagedCheckpointError if it cannot be read.
+
     """
-    reader = _Reader(path)
-    _compare(path, reader.metadata, tensors)
+    stored = _open_index(path)
+    _compare(path, stored, tensors)
+    in_file_order = sorted(
+        tensors, key=lambda name: [(part.file, part.at) for part in stored[name].parts[:1]]
+    )
+    problem = None
     try:
-        load_tensors(dict(tensors), storage_reader=reader, planner=_Planner(), process_group=group)
-    except CheckpointException as error:
-        causes = {str(failure[0]) for failure in error.failures.values()}
-        raise DamagedCheckpointError(path, "; ".join(sorted(causes))) from None
+        with (
+            _Files(path) as opened,
+            ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool,
+        ):
+            for _ in pool.map(
+                lambda name: opened.read_into(tensors[name], stored[name]), in_file_order
+            ):
+                pass
+    except Exception as error:  # the other ranks wait for this one
+        problem = error.problem if isinstance(error, DamagedCheckpointError) else repr(error)
+    if problem := _first(problem, group):
+        raise DamagedCheckpointError(path, problem)
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What state.json holds. Raises DamagedCheckpointError."""
+    """Content of state.json. Raises DamagedCheckpointError."""
     try:
         state: dict[str, Any] = json.loads((path / files.STATE).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(path, f"{files.STATE} cannot be read: {error}") from None
     if not isinstance(state, dict):
-        raise DamagedCheckpointError(
-            path, f"{files.STATE} cannot be read: it is not what was written"
-        )
+        raise DamagedCheckpointError(path, f"{files.STATE} cannot be read: it is not a JSON object")
     return state
 
 
 def read_local(path: Path, rank: int) -> dict[str, torch.Tensor]:
-    """A rank's own tensors. Raises DamagedCheckpointError, as where that rank did not take part."""
+    """A rank's own tensors. Raises DamagedCheckpointError, also if that rank wrote none."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path / files.rank_file(rank), framework="pt") as file:
-            return {
-                name.removeprefix(LOCAL): file.get_tensor(name).clone()
-                for name in file.keys()  # noqa: SIM118
-                if name.startswith(LOCAL)
-            }
+            own = [name for name in file.keys() if name.startswith(LOCAL)]  # noqa: SIM118
+            return {name.removeprefix(LOCAL): file.get_tensor(name).clone() for name in own}
     except (OSError, SafetensorError) as error:
         raise DamagedCheckpointError(
             path, f"{files.rank_file(rank)} cannot be read: {error}"
@@ -99,38 +107,52 @@ def read_local(path: Path, rank: int) -> dict[str, torch.Tensor]:
 
 
 def open_tensors(path: Path) -> tuple[set[str], Callable[[str], torch.Tensor]]:
-    """The names of a checkpoint's tensors, and what reads one of them, whole. For one process alone.
+    """The names of a checkpoint's tensors, and a function that reads one of them.
 
-    Raises DamagedCheckpointError.
+    Needs no process group. Raises DamagedCheckpointError.
     """
-    stored = _Reader(path).metadata.state_dict_metadata
+    stored = _open_index(path)
 
     def read(name: str) -> torch.Tensor:
-        entry = stored[name]
-        assert isinstance(entry, TensorStorageMetadata)
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load_tensors(
-                {name: tensor}, storage_reader=_Reader(path), planner=_Planner(), no_dist=True
-            )
+        shape = stored[name].shape
+        tensor = torch.empty(shape.shape, dtype=shape.dtype)
+        with _Files(path) as opened:
+            opened.read_into(tensor, stored[name])
         return tensor
 
     return set(stored), read
 
 
-def _compare(path: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> None:
-    stored = metadata.state_dict_metadata
-    problems = [f"it lacks {name}" for name in tensors if name not in stored]
+def _open_index(path: Path) -> dict[str, StoredTensor]:
+    try:
+        stored = read_index((path / files.INDEX).read_bytes())
+    except OSError as error:
+        raise DamagedCheckpointError(
+            path, f"{files.INDEX} cannot be read: {error.strerror}"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(path, f"{files.INDEX} cannot be read: {error}") from None
+    known = files.read_marker(path).files
+    unknown = {part.file for tensor in stored.values() for part in tensor.parts} - known.keys()
+    if unknown:
+        problem = f"{files.INDEX} names {min(unknown)!r}, which the marker does not"
+        raise DamagedCheckpointError(path, problem)
+    return stored
+
+
+def _compare(
+    path: Path, stored: Mapping[str, StoredTensor], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    problems = [f"it lacks {name}" for name in tensors.keys() - stored.keys()]
     problems += [
-        f"it holds {name}, which the model does not have" for name in stored if name not in tensors
+        f"it holds {name}, which the model does not have" for name in stored.keys() - tensors.keys()
     ]
     for name in tensors.keys() & stored.keys():
-        theirs, ours = stored[name], tensors[name]
-        assert isinstance(theirs, TensorStorageMetadata)
-        if theirs.size != ours.shape or theirs.properties.dtype != ours.dtype:
+        theirs, ours = stored[name].shape, Shape.of(tensors[name])
+        if theirs != ours:
             problems.append(
-                f"{name} is {tuple(theirs.size)} {theirs.properties.dtype} there and {tuple(ours.shape)} {ours.dtype} in the model"
+                f"{name} is {theirs.shape} {theirs.dtype} there and {ours.shape} {ours.dtype} in "
+                "the model"
             )
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
@@ -139,114 +161,51 @@ def _compare(path: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor]
         )
 
 
-class _Planner(DefaultLoadPlanner):
-    """Tensors only: torch's own would unpickle anything else."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise AssertionError("a checkpoint of ours holds tensors")
-
-
-class _Reader(StorageReader):
-    """Finds parts through index.json and reads just their bytes, straight into host tensors."""
+class _Files:
+    """The files of a checkpoint, each opened once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self.metadata = read_index((path / files.INDEX).read_bytes())
-        except OSError as error:
-            raise DamagedCheckpointError(
-                path, f"{files.INDEX} cannot be read: {error.strerror}"
-            ) from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedCheckpointError(path, f"{files.INDEX} cannot be read: {error}") from None
-        known = files.read_marker(path).files
-        if strange := next(
-            (file for file, _ in self.metadata.storage_data.values() if file not in known), None
-        ):
-            raise DamagedCheckpointError(
-                path, f"{files.INDEX} names {strange!r}, which the marker does not"
-            )
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between loads."""
+    def __enter__(self) -> _Files:
+        return self
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """From index.json."""
-        return self.metadata
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads all items, some at a time."""
-        descriptors: dict[str, int] = {}
-        try:
-            for item in plan.items:
-                file, _ = self.metadata.storage_data[item.storage_index]
-                if file not in descriptors:
-                    descriptors[file] = os.open(self._path / file, os.O_RDONLY)
-            items = sorted(
-                plan.items, key=lambda item: self.metadata.storage_data[item.storage_index]
-            )
-            with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
-                for _ in pool.map(lambda item: self._read(item, planner, descriptors), items):
-                    pass
-        finally:
-            for descriptor in descriptors.values():
-                os.close(descriptor)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
 
     @torch.no_grad()
-    def _read(self, item: ReadItem, planner: LoadPlanner, descriptors: Mapping[str, int]) -> None:
-        file, at = self.metadata.storage_data[item.storage_index]
-        entry = self.metadata.state_dict_metadata[item.storage_index.fqn]
-        assert isinstance(entry, TensorStorageMetadata)
-        chunk = next(chunk for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
-        target = planner.resolve_tensor(item).detach()
-        if 0 in item.lengths:
+    def read_into(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
+        """Reads this rank's rows of a tensor."""
+        local, first = local_rows(tensor.detach())
+        if not local.numel():
             return
-        dtype = entry.properties.dtype
-        # Whole rows are read; what else is cut away is cut from them
-        row = dtype.itemsize * int(torch.Size(chunk.sizes[1:]).numel())
-        rows = [item.lengths[0], *chunk.sizes[1:]] if item.lengths else []
-        start = at + (item.storage_offsets[0] * row if item.lengths else 0)
-        if target.device.type == "cpu" and target.is_contiguous() and list(target.shape) == rows:
-            _read_into(descriptors[file], target, start, file)
-        else:
-            read = torch.empty(rows, dtype=dtype)
-            _read_into(descriptors[file], read, start, file)
-            for dimension in range(1, len(rows)):
-                read = read.narrow(
-                    dimension, item.storage_offsets[dimension], item.lengths[dimension]
-                )
-            target.copy_(read)
-        planner.commit_tensor(item, target)
+        rows = local.reshape(1) if not local.ndim else local
+        row_bytes = rows[0].numel() * rows.itemsize
+        for part in stored.parts:
+            start, stop = max(first, part.first), min(first + len(rows), part.first + part.rows)
+            if start < stop:
+                target = rows[start - first : stop - first]
+                self._read(target, part, part.at + (start - part.first) * row_bytes)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """A folder."""
-        return Path(checkpoint_id).is_dir()
-
-
-def _read_into(descriptor: int, target: torch.Tensor, at: int, file: str) -> None:
-    view = as_bytes(target)
-    while len(view):
-        count = os.preadv(descriptor, [view[: 2**30]], at)
-        if not count:
-            raise EOFError(f"{file} ends before byte {at + len(view):,}")
-        view, at = view[count:], at + count
+    def _read(self, target: torch.Tensor, part: Part, at: int) -> None:
+        direct = target.device.type == "cpu" and target.is_contiguous()
+        buffer = target if direct else torch.empty(target.shape, dtype=target.dtype)
+        view = as_bytes(buffer)
+        try:
+            with self._lock:
+                if part.file not in self._descriptors:
+                    self._descriptors[part.file] = os.open(self._path / part.file, os.O_RDONLY)
+            while len(view):
+                count = os.preadv(self._descriptors[part.file], [view[: 2**30]], at)
+                if not count:
+                    raise EOFError(f"it ends before byte {at + len(view):,}")
+                view, at = view[count:], at + count
+        except (OSError, EOFError) as error:
+            raise DamagedCheckpointError(
+                self._path, f"{part.file} cannot be read: {error}"
+            ) from None
+        if not direct:
+            target.copy_(buffer)

@@ -1,4 +1,4 @@
-"""Going on where a run stopped: whether it does, and which changes of the recipe may be made meanwhile."""
+"""Whether a run resumes, and which changes of the recipe and the data it accepts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from launcher.errors import RecipeError
 from launcher.recipe.schema import Recipe
 from launcher.reliability.run_directory import RunFolder
 
-_ALTERING = ("run.seed", "model", "lora", "data", "batch.global_batch_size")
-"""Sections and keys that decide what is learned: with others the rest of the run would not be the run that was begun."""
+_ALTERS_TRAINING = ("run.seed", "model", "lora", "data", "batch.global_batch_size")
+"""Sections and keys that decide what the model learns."""
 _HARMLESS = (
     *(
         "model.attention",
@@ -31,8 +31,8 @@ _HARMLESS = (
     *("data.pin_memory", "data.processes", "data.cache", "data.validation"),
 )
 """Exceptions among them."""
-_UNTOLD = ("run.name", "run.dir", "checkpoint.resume", "checkpoint.allow_changes", "slurm")
-"""Sections and keys that are not worth a word."""
+_UNREPORTED = ("run.name", "run.dir", "checkpoint.resume", "checkpoint.allow_changes", "slurm")
+"""Sections and keys whose changes are not reported."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,22 @@ class Resumed:
     path: Path
     position: Position
     ranks: int
-    """That wrote the checkpoint."""
+    """How many ranks wrote the checkpoint."""
     observed: dict[str, Any]
     """`Reporter.state`."""
     changes: list[str]
-    """Changes of the recipe since, one line each."""
+    """Changes of the recipe since then, one line each."""
     evaluation_due: bool = False
-    """The evaluation after this step was interrupted when the run was stopped."""
+    """The evaluation after this step was interrupted because the run was stopped."""
     origin: Path | None = None
-    """checkpoint.resume, if the run was started from that path and not from its own newest checkpoint."""
+    """checkpoint.resume if it is a path and this run has not resumed from it before."""
 
 
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The keys in which two recipes differ, as (dotted key, before, now). A section that one of them has as null is one key."""
+    """Keys in which two recipes differ, as (dotted key, before, now). A section that is null in one
+    of them counts as one key."""
     for key in [*before, *(key for key in now if key not in before)]:
         here = f"{path}.{key}" if path else str(key)
         a, b = before.get(key), now.get(key)
@@ -67,46 +68,49 @@ def differences(
 
 
 def alters_training(key: str) -> bool:
-    """Whether another value of this key makes another run of it."""
+    """Whether another value of this key changes what the model learns."""
 
     def within(names: tuple[str, ...]) -> bool:
         return any(key == name or key.startswith(name + ".") for name in names)
 
-    return within(_ALTERING) and not within(_HARMLESS)
+    return within(_ALTERS_TRAINING) and not within(_HARMLESS)
 
 
 def check_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path
 ) -> list[str]:
-    """What changed and may, a line each. Raises RecipeError with the rest, unless it is allowed.
+    """Returns the allowed changes, one line each. Raises RecipeError with those that are not
+    allowed.
 
-    before: the recipe of the checkpoint; keys that it does not know had their defaults, and are no change where they still have.
+    before: the recipe of the checkpoint, completed with defaults. allow: allows all changes.
     """
-    told: list[str] = []
+    allowed: list[str] = []
     refused: list[str] = []
     for key, old, new in differences(before, now):
-        if key in _UNTOLD or key.split(".")[0] in _UNTOLD:
+        if key in _UNREPORTED or key.split(".")[0] in _UNREPORTED:
             continue
         line = f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
-        (refused if alters_training(key) and not allow else told).append(line)
+        (refused if alters_training(key) and not allow else allowed).append(line)
     if refused:
         raise RecipeError(
             [
-                f"{checkpoint} was written by a run with another recipe, and these changes alter what is learned:",
+                f"{checkpoint} was written by a run with another recipe, and these changes alter "
+                "what is learned:",
                 *(f"  {line}" for line in refused),
-                "set them back; or train into another run.dir; or say checkpoint.allow_changes=true",
+                "undo them; or train into another run.dir; or set checkpoint.allow_changes=true",
             ]
         )
-    return told
+    return allowed
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """How two fingerprints of training data (`TokenStore.fingerprint`) differ, a line each; those of a mixture part by part."""
+    """How two fingerprints of training data (`TokenStore.fingerprint`) differ, one line each. A
+    mixture is compared part by part."""
     for name, part in before.get("parts", {}).items():
         yield from data_changes(part, now.get("parts", {}).get(name, {}))
     content, content_now = before.get("content"), now.get("content")
     if content is not None and content == content_now:
-        return  # the very same tokens, whatever the files are called
+        return  # the same tokens, whatever the files' names
     known = [key for key in before if key in now and key not in ("parts", "content")]
     changed = False
     for key, old, new in differences(
@@ -115,29 +119,30 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
         changed = True
         if key.startswith("files."):
             name = key.removeprefix("files.")
-            what = (
-                "was not there"
-                if old is None
-                else "is gone"
-                if new is None
-                else f"size {old:,} -> {new:,}"
-            )
-            yield f"{name}: {what}"
+            if old is None:
+                yield f"{name}: was not there"
+            elif new is None:
+                yield f"{name}: is gone"
+            else:
+                yield f"{name}: size {old:,} -> {new:,}"
         elif key in ("tokenizer", "chat_template"):
             yield f"data.{key}: its content has changed"
         else:
             yield f"{key}: {old:,} -> {new:,}"
     if not changed and content is not None and content_now is not None:
         names = list(before.get("files", {}))
-        yield f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}: other content in as many bytes"
+        listed = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
+        yield f"{listed}: other content in as many bytes"
 
 
 def check_stream(
     saved: Mapping[str, Any] | None, order: str | None, *, allow: bool, checkpoint: Path
 ) -> None:
-    """Raises RecipeError where a stream would go on with other samples than the run of the checkpoint had, unless allowed.
+    """Raises RecipeError if a stream would continue with samples in another order, unless this is
+    allowed.
 
-    saved: what the checkpoint has of the stream. order: digest of today's order of samples; None: no stream.
+    saved: the stream's state in the checkpoint. order: digest of the present order of samples;
+    None: no stream.
     """
     if order is None or allow or (saved is not None and saved["order"] == order):
         return
@@ -147,35 +152,38 @@ def check_stream(
         else "the files, or what decides the order of their samples, have changed since"
     )
     raise RecipeError(
-        f"{checkpoint} cannot be resumed with data.streaming: {reason}, and the run would go on with other samples. "
-        "Restore the files and the version; or train into another run.dir; or set checkpoint.allow_changes=true, "
-        "which reads and tokenizes as many samples as were seen before it goes on"
+        f"{checkpoint} cannot be resumed with data.streaming: {reason}, and the run would continue "
+        "with other samples. Restore the files and the version; or train into another run.dir; or "
+        "set checkpoint.allow_changes=true, which first reads and tokenizes as many samples as "
+        "were seen"
     )
 
 
 def check_data(
     before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path
 ) -> list[str]:
-    """What changed in the training data, a line each. Raises RecipeError with these lines, unless it is allowed."""
+    """Changes in the training data, one line each. Raises RecipeError unless they are allowed."""
     changes = list(data_changes(before, now))
     if changes and not allow:
         raise RecipeError(
             [
-                f"{checkpoint} was written by a run on other data; with these changes the order of samples would be another:",
+                f"{checkpoint} was written by a run on other data; with these changes the order of "
+                "samples would be another:",
                 *(f"  {line}" for line in changes),
-                "restore the data; or train into another run.dir; or set checkpoint.allow_changes=true",
+                "restore the data; or train into another run.dir; or set "
+                "checkpoint.allow_changes=true",
             ]
         )
     return changes
 
 
 def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> str:
-    """What this start resumes from: `never` (it starts from scratch), `auto` (the folder's newest
-    checkpoint) or the path that checkpoint.resume gives. To be asked once this process owns the folder.
+    """What this start resumes from: `never` (from scratch), `auto` (the newest checkpoint of the
+    folder) or the path in checkpoint.resume. This process must own the folder.
 
-    restarted: torchrun's agent or Slurm started the same job again. The folder's content is then
-    this run's own; where it has no checkpoint yet, it starts from scratch.
-    Raises RecipeError where another run's record would be lost, or a change of the recipe is refused.
+    restarted: torchrun's agent or Slurm started the same job again. The folder then belongs to this
+    run; without a checkpoint it starts from scratch. Raises RecipeError if another run's record
+    would be lost, or if a change of the recipe is refused.
     """
     settings = recipe.checkpoint
     checkpoints = list_checkpoints(run.path / "checkpoints")
@@ -193,7 +201,8 @@ def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted
             resume = "auto" if checkpoints else resume
         elif Path(resume).resolve().parent != (run.path / "checkpoints").resolve():
             run.refuse_if_used(
-                f"it was not started from checkpoint.resume={resume}; checkpoint.resume=auto continues it"
+                f"it was not started from checkpoint.resume={resume}; checkpoint.resume=auto "
+                "continues it"
             )
     if resume == "never":
         return resume
@@ -201,7 +210,7 @@ def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted
     before = None
     with contextlib.suppress(
         OSError, ValueError, KeyError, TypeError
-    ):  # damaged: reported when it is verified
+    ):  # damage is reported by the verification
         before = json.loads((source / STATE).read_text())["recipe"]
     if isinstance(before, str):
         check_changes(

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: tensors of model and optimizer, the same whatever the strategy, and what is a rank's own."""
+"""Content of a checkpoint: tensors of model and optimizer, and each rank's own tensors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import nn
 from launcher.models.initialization import clean_name
 
 Tensors = dict[str, torch.Tensor]
-"""By name; plain, then the same on every rank, or DTensor."""
+"""By name. A plain tensor is the same on every rank; others are DTensors."""
 
 
 def model_and_optimizer(module: nn.Module, optimizer: torch.optim.AdamW) -> Tensors:
-    """What is trained, and how far: the tensors themselves, to be saved or loaded into in place.
+    """Tensors of model and optimizer, to be saved, or loaded into in place.
 
-    `model.NAME` for parameters (tied ones once), `optimizer.NAME.step`, `.exp_avg` and `.exp_avg_sq` for their state,
-    `buffer.NAME` for persistent buffers. NAME is the clean one. Frozen parameters are left out: they come back from where
-    they came from, the model's own checkpoint. Optimizer state that is not there yet is made, zero.
+    `model.NAME` is a parameter (a tied one once), `optimizer.NAME.step`, `.exp_avg` and
+    `.exp_avg_sq` its optimizer state, and `buffer.NAME` a persistent buffer. NAME is the clean
+    name. Frozen parameters are not saved: a resume loads them from model.path again. Missing
+    optimizer state is created, with zeros.
     """
     tensors: Tensors = {}
     for name, parameter in module.named_parameters():
@@ -34,7 +35,7 @@ def model_and_optimizer(module: nn.Module, optimizer: torch.optim.AdamW) -> Tens
 def _optimizer_state(
     optimizer: torch.optim.AdamW, parameter: torch.Tensor
 ) -> Mapping[str, torch.Tensor]:
-    """Of one parameter, made as the fused AdamW makes it in its first step."""
+    """State of one parameter, created as the fused AdamW does in its first step."""
     state: dict[str, torch.Tensor] = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -57,8 +58,8 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def rank_state(module: nn.Module, device: torch.device) -> Tensors:
-    """What each rank has for itself: its random generators (torch's on the CPU and its GPU, Python's, NumPy's), and
-    persistent buffers, which need not be the same on all (BatchNorm's statistics under `ddp`)."""
+    """Each rank's own state: random generators (torch on CPU and GPU, Python, NumPy) and persistent
+    buffers, which may differ between ranks (BatchNorm's statistics under `ddp`)."""
     import numpy as np
 
     version, python, gauss = random.getstate()
@@ -87,7 +88,7 @@ def rank_state(module: nn.Module, device: torch.device) -> Tensors:
 def restore_rank_state(
     state: Mapping[str, torch.Tensor], module: nn.Module, device: torch.device
 ) -> None:
-    """The way back of `rank_state`, on the same number of ranks. After it the generators go on as they would have."""
+    """Restores what `rank_state` returned. The number of ranks must be the same."""
     import numpy as np
 
     torch.set_rng_state(state["rng.cpu"])
@@ -110,5 +111,5 @@ def restore_rank_state(
 
 
 def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Of a checkpoint of these, over all ranks; each is counted whole and once."""
+    """Size of a checkpoint of these tensors over all ranks."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())

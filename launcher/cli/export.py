@@ -35,7 +35,7 @@ def main(run: Path, out: Path, *, dtype: str | None, merged: bool) -> int:
     if merged and not adapter:
         what = "holds a whole model already, there is no adapter to add in"
         raise RecipeError(f"command line: merged=true: {source} {what}")
-    from launcher.models.folders import export_folder  # and with it torch
+    from launcher.checkpoint.export import export_folder  # and with it torch
 
     export_folder(source, out, dtype=dtype, merged=merged)
     _print_result(out, adapter=adapter and not merged)

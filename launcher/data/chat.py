@@ -33,7 +33,10 @@ _SPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thi
 """What an assistant says beside its content."""
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
-_ADVICE = "put {% generation %} and {% endgeneration %} around what the assistant says in the template, and name that file in data.chat_template"
+_ADVICE = (
+    "put {% generation %} and {% endgeneration %} around what the assistant says in the template, "
+    "and name that file in data.chat_template"
+)
 
 
 class RowError(ValueError):

@@ -1,1 +1,1 @@
-"""This process among the others: environment variables, process group, device, host memory."""
+"""Environment variables, process group, device, host memory."""

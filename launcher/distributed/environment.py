@@ -1,6 +1,6 @@
-"""Where this process stands among the others: the only place that reads the launcher's environment variables.
+"""Environment variables of the launcher. No other module reads them.
 
-Standard library only: a recipe is checked, and refused, before torch is imported.
+Standard library only: a recipe is checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from launcher.errors import RecipeError
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Ranks as torchrun gives them; one process alone is rank 0 of 1."""
+    """This process's rank, as torchrun gives it; a process without torchrun is rank 0 of 1."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     torchrun: bool
-    """Started by torchrun, whose agent hosts the store and restarts on any status but 0."""
+    """Started by torchrun, whose agent hosts the store and restarts workers on any status but 0."""
     restart_count: int
     """How often torchrun's agent has restarted the workers; 0 at first."""
     restarts_left: int = 0
-    """How often it would once more."""
+    """How often it may restart them again."""
 
     error_file: str | None = None
-    """Where torchrun's agent looks for the reason of a failure, to print it last, below its own traceback."""
+    """File in which torchrun's agent looks for the reason of a failure, to print it last."""
     parent: int = 0
-    """Process id of who started this one: under torchrun, its agent."""
+    """Process id of the parent: under torchrun, its agent."""
     run_id: str | None = None
-    """torchrun's --rdzv-id; `none` where it was not given."""
+    """torchrun's --rdzv-id; `none` if it was not given."""
     meeting_point: str | None = None
-    """HOST:PORT that the ranks meet at."""
+    """HOST:PORT of the ranks' store."""
     job: str | None = None
-    """Slurm's job id. In a job of `launcher submit`: of the first job of its chain of successors."""
+    """Slurm's job id. In a job of `launcher submit`: of the first job of its chain."""
     job_restart_count: int = 0
-    """How often the job was started before, as a requeue by Slurm or as a successor."""
+    """How often the job was started before: requeued by Slurm, or as a successor."""
     refusal_file: str | None = None
-    """Where the job's script looks for a refusal, after which it does not try again."""
+    """File in which the job's script looks for a refusal; it then does not try again."""
 
     def tell_agent(self, reason: str) -> None:
-        """Leaves the reason of a failure for torchrun's agent."""
+        """Writes the reason of a failure for torchrun's agent."""
         if self.error_file is not None:
             with contextlib.suppress(OSError):
                 Path(self.error_file).write_text(
@@ -56,27 +56,27 @@ class Environment:
                 )
 
     def tell_job(self, refusal: str) -> None:
-        """Leaves a refusal for the job's script: torchrun's exit status is the same as after a crash."""
+        """Writes a refusal for the job's script, which cannot see it in torchrun's exit status."""
         if self.refusal_file is not None:
             with contextlib.suppress(OSError):
                 Path(self.refusal_file).write_text(refusal + "\n")
 
     @property
     def restarted(self) -> bool:
-        """Whether this is the same job once more, started again by torchrun's agent or by Slurm."""
+        """Whether torchrun's agent or Slurm started the same job again."""
         return self.restart_count > 0 or self.job_restart_count > 0
 
     @property
     def main(self) -> bool:
-        """True on the one rank that prints and writes for all."""
+        """Whether this is the rank that prints and writes for all."""
         return self.rank == 0
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and what torchrun sets beside them.
+    """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and torchrun's other variables.
 
-    Raises RecipeError where they are half set, are no integers, or where srun started several tasks without torchrun:
-    each of those would train a model of its own into the same folder.
+    Raises RecipeError if they are incomplete or not integers, or if srun started several tasks
+    without torchrun: each would train its own model into the same folder.
     """
     restarts = variables.get("LAUNCHER_START") or variables.get("SLURM_RESTART_COUNT", "0")
     job: dict[str, Any] = {
@@ -92,7 +92,8 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         if tasks.isdigit() and int(tasks) > 1:
             raise RecipeError(
                 f"srun started {tasks} tasks, but not through torchrun: each would train alone. "
-                "Start one torchrun a node: srun --ntasks-per-node=1 torchrun --nproc-per-node GPUS launcher/train.py"
+                "Start one torchrun a node: srun --ntasks-per-node=1 torchrun --nproc-per-node "
+                "GPUS launcher/train.py"
             )
         return Environment(
             rank=0,
@@ -106,29 +107,23 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     missing = [name for name in names if name not in given]
     if missing:
         raise RecipeError(
-            f"{', '.join(given)} set, but not {', '.join(missing)}: start through torchrun, or unset them"
+            f"{', '.join(given)} set, but not {', '.join(missing)}: start through torchrun, or "
+            "unset them"
         )
 
-    def integer(name: str, default: int) -> int:
-        text = variables.get(name) or str(default)
-        try:
-            return int(text)
-        except ValueError:
-            raise RecipeError(
-                f"{name}={text}: must be an integer; start through torchrun, or unset it"
-            ) from None
-
-    world_size = integer("WORLD_SIZE", 1)
+    world_size = _integer(variables, "WORLD_SIZE", 1)
     return Environment(
-        rank=integer("RANK", 0),
+        rank=_integer(variables, "RANK", 0),
         world_size=world_size,
-        local_rank=integer("LOCAL_RANK", 0),
-        local_world_size=integer("LOCAL_WORLD_SIZE", world_size),
+        local_rank=_integer(variables, "LOCAL_RANK", 0),
+        local_world_size=_integer(variables, "LOCAL_WORLD_SIZE", world_size),
         torchrun="TORCHELASTIC_RUN_ID" in variables,
         error_file=variables.get("TORCHELASTIC_ERROR_FILE"),
-        restart_count=integer("TORCHELASTIC_RESTART_COUNT", 0),
+        restart_count=_integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
         restarts_left=max(
-            0, integer("TORCHELASTIC_MAX_RESTARTS", 0) - integer("TORCHELASTIC_RESTART_COUNT", 0)
+            0,
+            _integer(variables, "TORCHELASTIC_MAX_RESTARTS", 0)
+            - _integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
         ),
         run_id=variables.get("TORCHELASTIC_RUN_ID"),
         meeting_point=f"{variables.get('MASTER_ADDR')}:{variables.get('MASTER_PORT')}",
@@ -136,8 +131,17 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     )
 
 
+def _integer(variables: Mapping[str, str], name: str, default: int) -> int:
+    text = variables.get(name) or str(default)
+    try:
+        return int(text)
+    except ValueError:
+        problem = f"{name}={text}: must be an integer; start through torchrun, or unset it"
+        raise RecipeError(problem) from None
+
+
 def alone(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables without this process's place among the ranks, and without a GPU: for a process that only plans."""
+    """The variables without ranks and GPUs, for a process that only plans."""
     ranked = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     prefixes = ("GROUP_", "ROLE_", "TORCHELASTIC_")
     kept = {
@@ -149,12 +153,12 @@ def alone(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, deterministic: bool) -> None:
-    """Settings that CUDA reads once, when it starts; to be called before torch is imported.
+    """Settings that CUDA reads once at its start. Must be called before torch is imported.
 
-    Segments that grow in place lose less memory to fragmentation. A user who set the allocator knows better.
-    NCCL's flight recorder notes the last collectives, for who looks into a hang (`watchdog.py`).
+    Growing segments lose less memory to fragmentation; a user's own allocator setting stays. NCCL's
+    flight recorder keeps the last collectives, for the report of a hang (`watchdog.py`).
     """
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in variables:  # the older of its two names
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in variables:  # its older name
         variables.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if "PYTORCH_ALLOC_CONF" not in variables and "PYTORCH_CUDA_ALLOC_CONF" not in variables:
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -1,6 +1,6 @@
-"""Memory of this node as the kernel tells it: what is left, what this process has, whom the out-of-memory killer ended.
+"""Host memory as the kernel reports it: what is available, this process's use, out-of-memory kills.
 
-Standard library only. All of it is read from files; where one is missing, the answer says less.
+Standard library only. Everything is read from files; a missing file is skipped.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from pathlib import Path
 
 
 def available(root: Path = Path("/")) -> int | None:
-    """Bytes that processes here can still take: the node's, or what is left of the limit of the control groups above this
-    process, if that is less. None where the kernel does not tell."""
+    """Bytes that processes here can still allocate; None if unknown.
+
+    The node's, or the rest of the limit of this process's control groups if that is less.
+    """
     left = []
     with contextlib.suppress(OSError, KeyError, ValueError, StopIteration):
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -25,9 +27,7 @@ def available(root: Path = Path("/")) -> int | None:
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # memory.max says `max` where there is no limit
+            with contextlib.suppress(OSError, ValueError):  # memory.max is `max` without a limit
                 left.append(
                     max(0, int((folder / limit).read_text()) - int((folder / used).read_text()))
                 )
@@ -35,8 +35,10 @@ def available(root: Path = Path("/")) -> int | None:
 
 
 def allowed(root: Path = Path("/")) -> int | None:
-    """Bytes that all processes here may have together: the node's, or the limit of the control groups above this process, if that is
-    less. None where the kernel does not tell."""
+    """Bytes that all processes here may use together; None if unknown.
+
+    The node's, or the limit of this process's control groups if that is less.
+    """
     bounds = []
     with contextlib.suppress(OSError, KeyError, ValueError, StopIteration):
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -51,14 +53,15 @@ def allowed(root: Path = Path("/")) -> int | None:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def take_peak() -> int:
-    """The most bytes of this process in memory since the last call. Since its start where the kernel refuses to reset that.
+    """Peak resident bytes of this process since the last call, or since its start if the kernel
+    cannot reset it.
 
-    proc(5): VmHWM in status, and 5 in clear_refs, which resets it and touches no page.
+    proc(5): VmHWM in status; writing 5 to clear_refs resets it and touches no page.
     """
     status = Path("/proc/self/status").read_text()
     peak = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
@@ -68,8 +71,10 @@ def take_peak() -> int:
 
 
 def killed(root: Path = Path("/")) -> dict[str, int]:
-    """So many processes the out-of-memory killer has ended: in this process's control groups and on the whole node, by the
-    file that counts them."""
+    """How many processes the out-of-memory killer has ended, by the file that counts them.
+
+    In this process's control groups and on the whole node.
+    """
     counts: dict[str, int] = {}
     files = [
         folder / name
@@ -86,12 +91,12 @@ def killed(root: Path = Path("/")) -> dict[str, int]:
 
 
 def killed_since(before: dict[str, int], root: Path = Path("/")) -> bool:
-    """Whether the out-of-memory killer has ended a process here since then."""
+    """Whether the out-of-memory killer has ended a process here since `before`."""
     return any(count > before.get(file, count) for file, count in killed(root).items())
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
-    """This process's memory control group, and those above it (version 2, or 1)."""
+    """This process's memory control group and its parents (version 2 or 1)."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, names, path = line.split(":", 2)

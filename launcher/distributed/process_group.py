@@ -25,17 +25,21 @@ from launcher.distributed.environment import Environment
 from launcher.errors import TrainingError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""By device. A group with a backend for the CPU sends objects over it (torch 2.11 to 2.14, `_get_object_coll_device`).
+"""By device. A group with a CPU backend sends objects over it (torch 2.11 to 2.14,
+`_get_object_coll_device`).
 
-So an exchange of objects waits for no device, and needs no communicator of NCCL. Gradients that are clipped in host
-memory, with CPU offload, are reduced over gloo too.
+So an exchange of objects neither waits for a device nor needs a communicator of NCCL. With CPU
+offload, gradient norms are reduced over gloo too.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
-    """The ranks that train one model together. A strategy gets this, never the default group: the self-test trains on
-    parts of it, and the memory plan on one that does not exist."""
+    """The ranks that train one model together.
+
+    A strategy gets this, never the default group: the self-test trains on some of the ranks, and
+    the memory plan on a group that does not exist.
+    """
 
     rank: int
     size: int
@@ -44,29 +48,29 @@ class DataParallel:
 
 
 def cores_per_rank(environment: Environment) -> int:
-    """Cores that this process may use, shared evenly among the node's ranks."""
+    """Cores of this process, divided by the ranks of the node."""
     return max(1, len(os.sched_getaffinity(0)) // environment.local_world_size)
 
 
 def set_threads(environment: Environment, *, device: torch.device, cpu_offload: bool) -> None:
     """Gives a rank that computes on the CPU its share of the cores.
 
-    torchrun sets OMP_NUM_THREADS=1 wherever it starts more than one process a node; an optimizer step on offloaded
-    parameters would then run on one thread. A value other than 1 was set by the user, and stays.
+    torchrun sets OMP_NUM_THREADS=1 if it starts several processes per node; an optimizer step on
+    offloaded parameters would then use one thread. Any other value was set by the user and stays.
     """
     if os.environ.get("OMP_NUM_THREADS", "1") == "1" and (cpu_offload or device.type == "cpu"):
         torch.set_num_threads(cores_per_rank(environment))
 
 
 def choose_device(environment: Environment, store: Store, wanted: str) -> torch.device:
-    """This rank's device, of the same kind on all ranks, which must all call this: rank 0 decides and tells the others.
+    """This rank's device, of the same kind on all ranks. All must call it; rank 0 decides.
 
-    store: that the ranks met at. wanted: run.device; or `any`, for tools: GPUs where every rank has one, else CPUs.
-    Raises TrainingError (reason no_gpu), naming each node, where ranks lack a GPU.
+    store: shared by the ranks. wanted: run.device; or `any`, for tools: GPUs if every rank has one,
+    else CPUs. Raises TrainingError (reason no_gpu) that names each node where ranks lack a GPU.
     """
     if wanted == "cpu":
         return torch.device("cpu")
-    # A ROCm build of torch calls its devices cuda, too
+    # A ROCm build of torch calls its devices cuda too
     build = (
         f"CUDA {torch.version.cuda}"
         if torch.version.cuda
@@ -78,9 +82,9 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
     mine = Node(socket.gethostname(), gpus, environment.local_world_size, torch.__version__, build)
     store.set(f"device/{environment.rank}", json.dumps(dataclasses.astuple(mine)))
     if environment.rank == 0:
-        told = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])
+        found = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])
         store.set(
-            "device", json.dumps(device_for(wanted, [Node(*json.loads(one)) for one in told]))
+            "device", json.dumps(agree_on_device(wanted, [Node(*json.loads(one)) for one in found]))
         )
     kind, problem = json.loads(store.get("device"))
     if problem is not None:
@@ -101,11 +105,11 @@ class Node:
     ranks: int
     torch: str
     build: str | None
-    """What torch is built for, such as `CUDA 12.8`; None: CPUs alone."""
+    """What torch is built for, such as `CUDA 12.8`; None: CPUs only."""
 
 
-def device_for(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | None]:
-    """`cuda` or `cpu`, for all ranks; or what is wrong. nodes: one of each rank. wanted: as of `choose_device`."""
+def agree_on_device(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | None]:
+    """`cuda` or `cpu`, or the problem. nodes: one for each rank. wanted: see `choose_device`."""
     short = [node for node in dict.fromkeys(nodes) if node.gpus < node.ranks]
     if not short:
         return "cuda", None
@@ -121,7 +125,10 @@ def device_for(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | No
                 if node.build.startswith("ROCm")
                 else "nvidia-smi, CUDA_VISIBLE_DEVICES"
             )
-            what = f"torch {node.torch} is built for {node.build} and finds no GPU; see the driver ({tool}) and what the job was granted"
+            what = (
+                f"torch {node.torch} is built for {node.build} and finds no GPU; "
+                f"see the driver ({tool}) and what the job was granted"
+            )
         else:
             what = f"torch {node.torch} is built without CUDA or ROCm; install a build for the GPU"
         lines.append(f"  node {node.host}: {what}")
@@ -129,7 +136,7 @@ def device_for(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | No
 
 
 def check_dtype(device: torch.device, dtype: str) -> None:
-    """Raises ValueError where the device cannot compute in this dtype at its own speed."""
+    """Raises ValueError if the device only emulates this dtype."""
     if (
         dtype == "bfloat16"
         and device.type == "cuda"
@@ -137,12 +144,13 @@ def check_dtype(device: torch.device, dtype: str) -> None:
     ):
         name = torch.cuda.get_device_name(device)
         raise ValueError(
-            f"{name} does not compute in bfloat16; use float16, whose loss scale keeps small gradients, or mixed_precision: null"
+            f"{name} does not compute in bfloat16; use float16, whose loss scale keeps small "
+            "gradients, or mixed_precision: null"
         )
 
 
 def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
-    """Precision of float32 products, and bit-reproducibility where it is asked for."""
+    """Sets the precision of float32 products, and deterministic algorithms if asked for."""
     torch.set_float32_matmul_precision(float32_matmul)
     if deterministic:
         torch.use_deterministic_algorithms(True)
@@ -154,7 +162,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def interface_to(host: str) -> str | None:
-    """The network interface with the IPv4 address that this machine reaches a host from; None where it cannot be told."""
+    """The network interface with the IPv4 address that leads to a host; None if unknown."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing: the kernel looks up the route
         address = socket.inet_aton(probe.getsockname()[0])
@@ -171,10 +179,11 @@ def interface_to(host: str) -> str | None:
 
 
 def choose_gloo_interface(environment: Environment) -> None:
-    """Has gloo listen on the interface that leads to MASTER_ADDR, unless the user chose one.
+    """Makes gloo listen on the interface that leads to MASTER_ADDR, unless the user chose one.
 
-    By default gloo takes the address that this machine's own name resolves to, and that may be none, or one that other
-    nodes cannot reach. The loopback interface is left to gloo: it leads to MASTER_ADDR where all ranks are on one machine.
+    By default gloo uses the address of this machine's own name, which may not exist or not be
+    reachable. The loopback interface is not set: it leads to MASTER_ADDR if all ranks are on one
+    machine.
     """
     if "GLOO_SOCKET_IFNAME" not in os.environ and environment.meeting_point is not None:
         name = interface_to(environment.meeting_point.rsplit(":", 1)[0])
@@ -186,11 +195,11 @@ def choose_gloo_interface(environment: Environment) -> None:
 def process_group(
     environment: Environment, *, device: str, init_timeout: int
 ) -> Iterator[tuple[DataParallel, Store]]:
-    """The default process group for as long as the context lasts.
+    """The default process group, for the duration of the context.
 
-    device: what is wanted, as of `choose_device`.
-    Yields the ranks that train together, all of them, and the store they met at. `init_timeout` (seconds) holds until
-    `set_timeout`. After an error the group is left to the end of the process: a peer may be stuck in it.
+    device: see `choose_device`. Yields all ranks and their store. `init_timeout` (seconds) applies
+    until `set_timeout`. After an error the group is not destroyed: another rank may be waiting in
+    it.
     """
     timeout = timedelta(seconds=init_timeout)
     store: Store
@@ -204,7 +213,8 @@ def process_group(
             raise TrainingError(
                 f"could not meet the other ranks at {where} within {init_timeout} s: {error}"
             ) from error
-        # A restart meets at the same store; without a prefix of its own it reads the addresses of the ranks that died.
+        # A restart uses the same store; without its own prefix it would read the addresses of dead
+        # ranks
         found.set_timeout(timeout)
         try:
             generation = _agree_on_generation(
@@ -233,19 +243,20 @@ def process_group(
         ),
         store,
     )
-    # DistributedDataParallel stands in a reference cycle and holds the group: were it collected last, the group would end
-    # under the interpreter's lock, which gloo's thread may be waiting for (seen to hang with torch 2.13)
+    # DistributedDataParallel is in a reference cycle and refers to the group. Without this
+    # collection the group could be destroyed under the interpreter's lock, which gloo's thread may
+    # be waiting for (hung with torch 2.13)
     gc.collect()
     dist.destroy_process_group()
 
 
 def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float) -> int:
-    """A number that the ranks started together share, and no earlier ones at this store had.
+    """A number that these ranks share and no earlier ranks at this store had.
 
-    torchrun's restart count is not one: each node's agent counts for itself, and an agent that restarts because another
-    node came back does not count (seen with torch 2.13: 1 on one node, 0 on the other). Rank 0 draws the number and tells it
-    to each rank under a name that only this process of it has; what a dead process of that rank left is answered too, and
-    nobody listens.
+    torchrun's restart count is not such a number: each node's agent counts for itself, and does not
+    count a restart caused by a returning node (seen with torch 2.13: 1 on one node, 0 on the
+    other). Rank 0 draws the number. It answers each rank under a name that only this process knows,
+    so an entry of a dead process is answered too, but nobody reads that answer.
     """
     if rank != 0:
         mine = uuid.uuid4().hex
@@ -275,22 +286,22 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
     return generation
 
 
-SILENT_SECONDS = 30
-"""That the node of the store may leave what it was sent without an acknowledgement before its connections fail."""
+KEEPALIVE_SECONDS = 30
+"""How long the store's node may leave data unacknowledged before connections to it fail."""
 
 
-def notice_silence(environment: Environment) -> None:
-    """Makes the connections to the store that there are fail where its node was cut off.
+def enable_keepalive(environment: Environment) -> None:
+    """Makes existing connections to the store fail if its node is cut off.
 
-    A timeout of the store is one of its answer to `get` and `wait`: a `check` or an `add` that finds the link dead waits
-    for as long as the kernel sends again, some 15 minutes (seen with torch 2.13), and a rank that only wants to ask
-    whether another one failed before it ends would hang there. tcp(7): TCP_USER_TIMEOUT.
+    The store's timeout applies to `get` and `wait`. On a dead connection `check` and `add` wait
+    until the kernel gives up, about 15 minutes (seen with torch 2.13). A rank that checks whether
+    another one failed would hang there before its end. tcp(7): TCP_USER_TIMEOUT.
     """
     port = int((environment.meeting_point or ":0").rsplit(":", 1)[1])
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             connection = socket.socket(fileno=descriptor)
-        except OSError:  # a file
+        except OSError:  # not a socket
             continue
         try:
             if (
@@ -298,26 +309,30 @@ def notice_silence(environment: Environment) -> None:
                 and connection.getpeername()[1] == port
             ):
                 connection.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000
+                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, KEEPALIVE_SECONDS * 1000
                 )
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 3)
-        except OSError:  # it listens, or was closed meanwhile
+                connection.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS // 3
+                )
+                connection.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS // 3
+                )
+        except OSError:  # not connected, or closed meanwhile
             pass
         finally:
             connection.detach()
 
 
 CHECKPOINT_GROUP = "checkpoint"
-"""Description of the group of checkpoints, in which the others wait for the rank whose disk is slowest."""
+"""Description of the checkpoint group, in which ranks wait for the slowest disk."""
 
 
 def set_timeout(seconds: int) -> None:
-    """From now on a collective of any group but that of checkpoints may take so long.
+    """Sets the timeout of all groups except that of checkpoints.
 
-    Called when all groups are made, since those of a mesh have a default of their own, and once the
-    slow first collectives are done.
+    Call it when all groups exist, since those of a mesh start with a default, and again after the
+    slow first collectives.
     """
     from torch.distributed import distributed_c10d
 

@@ -1,1 +1,1 @@
-"""Numbers to people and files: metrics.jsonl, the console, wandb, tensorboard."""
+"""Metrics for people and files: metrics.jsonl, the console, wandb, tensorboard."""

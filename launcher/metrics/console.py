@@ -1,4 +1,4 @@
-"""What a run prints: log messages, and a line of progress."""
+"""What a run prints: log messages and a progress line."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import time
 from typing import Any
 
 _CLEAR = "\r\x1b[2K"
-"""Erases the line that the cursor is in."""
+"""Erases the line of the cursor."""
 
 logger = logging.getLogger(__name__)
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints messages as they are, warnings and errors with their level. Erases a line of progress first."""
+    """Prints messages, warnings and errors with their level. Erases a progress line first."""
 
     def __init__(self, stream: str) -> None:
         super().__init__()
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        stream = getattr(sys, self._stream)  # looked up each time: a rank's log replaces it
+        stream = getattr(sys, self._stream)  # looked up each time: `rank_log` replaces it
         text = record.getMessage()
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
@@ -35,7 +35,8 @@ class _ConsoleHandler(logging.Handler):
 
 
 def configure_logging(*, stream: str = "stdout") -> None:
-    """Has the launcher's messages printed. Called once in each process; the other ranks' output goes to their log files.
+    """Prints the launcher's log messages. Called once in each process; other ranks print to their
+    log files.
 
     stream: `stdout` or `stderr`.
     """
@@ -64,7 +65,7 @@ def bytes_as_text(size: float) -> str:
 
 
 class ProgressLine:
-    """One line for each logged step. On a terminal it is drawn over; elsewhere one is printed every few seconds."""
+    """One line for each logged step: redrawn on a terminal, elsewhere printed every few seconds."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

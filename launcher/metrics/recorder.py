@@ -1,4 +1,4 @@
-"""From a step's tensors to a line of metrics.jsonl."""
+"""Turns a step's tensors into a line of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from launcher.distributed.process_group import DataParallel
 from launcher.training.loop import Step
 
 Moment = float | torch.cuda.Event
-"""A point in time: on CUDA one of the device, which the host runs ahead of."""
+"""A point in time: on CUDA an event, because the host runs ahead of the device."""
 
 
 @dataclass(frozen=True)
 class PendingRecord:
-    """A logged step whose numbers are on their way to the host: `StepRecorder.launch` makes it, `collect` reads it."""
+    """A logged step whose numbers are being copied to the host."""
 
     step: Step
     numbers: torch.Tensor
-    """Of each rank: its part of the loss, seconds waited for data, CPU seconds, peak memory. In pinned memory on CUDA."""
+    """For each rank: part of the loss, seconds waited for data, CPU seconds, peak memory."""
     flags: torch.Tensor
-    """Gradient norm, then 1 for each skipped step since the last record. In pinned memory on CUDA."""
+    """Gradient norm, then 1 for each skipped step since the last record."""
     work: Any
     """CPU: the all-gather of `numbers`; None with one rank."""
     event: torch.cuda.Event | None
@@ -37,24 +37,25 @@ class PendingRecord:
     begin: Moment
     end: Moment
     pauses: list[tuple[Moment, Moment]]
-    """Between begin and end, what is no part of a step."""
+    """Times between begin and end that belong to no step."""
     steps: int
     """Since the last record."""
     tokens: int
     """Since the last record, over all ranks."""
 
     def ready(self) -> bool:
-        """Whether `collect` would not wait."""
+        """Whether `collect` would return without waiting."""
         if self.event is not None:
             return bool(self.event.query())  # type: ignore[no-untyped-call]
         return self.work is None or bool(self.work.is_completed())
 
 
 class StepRecorder:
-    """Turns steps into records. Every rank calls it for the same steps: a record takes one all-gather of a few numbers.
+    """Turns steps into records, with one all-gather of a few numbers. All ranks must make the same
+    calls.
 
-    Neither `add` nor `launch` waits for the device. A record that is collected after the next step was launched finds its
-    numbers on the host, and the device has work meanwhile.
+    Neither `add` nor `launch` waits for the device. If a record is collected after the next step
+    has started, its numbers are on the host already, and the device has work meanwhile.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class StepRecorder:
         self.restart(skipped=0, skipped_in_a_row=0)
 
     def restart(self, *, skipped: int, skipped_in_a_row: int) -> None:
-        """Starts the clock of the next record here, for example after a checkpoint was loaded."""
+        """Starts the clock of the next record, for example after a checkpoint was loaded."""
         self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
         self._start_interval(self._now())
 
@@ -85,7 +86,7 @@ class StepRecorder:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Time that is no part of a step: evaluation, saving."""
+        """Time that belongs to no step: evaluation, saving."""
         begin = self._now()
         try:
             yield
@@ -101,7 +102,7 @@ class StepRecorder:
         self._skipped.append(step.skipped)
 
     def launch(self, step: Step) -> PendingRecord:
-        """Starts to gather the record of the step that was added last. The next record's interval begins here."""
+        """Starts to gather the record of the last added step. The next interval begins here."""
         device, cuda = self._ranks.device, self._ranks.device.type == "cuda"
         end = self._now()
         host = torch.tensor(
@@ -112,7 +113,7 @@ class StepRecorder:
 
         def on_device(
             numbers: torch.Tensor,
-        ) -> torch.Tensor:  # with offload the norm and the flags are in host memory
+        ) -> torch.Tensor:  # with offload, norm and flags are in host memory
             return numbers.to(device, torch.float64, non_blocking=True)
 
         numbers = torch.cat([on_device(step.loss).view(1), on_device(host)])
@@ -126,7 +127,7 @@ class StepRecorder:
             all_gather = (
                 getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             )  # renamed in torch 2.13
-            # On CUDA the call returns at once anyway; only the stream waits
+            # On CUDA the call does not wait anyway
             work = all_gather(numbers, mine, group=self._ranks.group, async_op=not cuda)
         if cuda:
             both = torch.cat([numbers, flags])
@@ -151,7 +152,7 @@ class StepRecorder:
         return pending
 
     def collect(self, pending: PendingRecord) -> dict[str, Any]:
-        """The record. Waits until its numbers are on the host. Times and rates are means since the record before."""
+        """Waits for the record's numbers. Times and rates are means since the previous record."""
         if pending.event is not None:
             pending.event.synchronize()
         if pending.work is not None:
@@ -170,7 +171,7 @@ class StepRecorder:
         loss_tokens, tokens, *_ = step.batch.counts.read()
         since_end = (
             time.perf_counter() - pending.end if isinstance(pending.end, float) else 0.0
-        )  # CUDA: just waited for it
+        )  # CUDA: it was just reached
         record = {
             "step": step.number,
             "loss": loss if math.isfinite(loss) else None,
@@ -203,13 +204,13 @@ def _seconds(begin: Moment, end: Moment) -> float:
 
 
 def _cpu_seconds() -> float:
-    """User and system time of this process, without its loader processes."""
+    """User and system time of this process, without its data workers."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Since the last call. CUDA: most bytes of tensors; CPU: most resident bytes."""
+    """Peak since the last call. CUDA: allocated bytes; CPU: resident bytes."""
     if device.type != "cuda":
         return host_memory.take_peak()
     peak = int(torch.cuda.max_memory_allocated(device))

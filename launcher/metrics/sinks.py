@@ -1,4 +1,4 @@
-"""Where records go: metrics.jsonl always, wandb and tensorboard where the recipe says so. Rank 0 alone."""
+"""Where records go: metrics.jsonl; wandb and tensorboard if asked for. On rank 0 only."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from launcher.errors import first_line
 from launcher.recipe import schema
 
 logger = logging.getLogger(__name__)
@@ -18,16 +19,17 @@ class Sink(Protocol):
     """Takes records."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """One record, of a step or of an evaluation."""
+        """Takes the record of a step or of an evaluation."""
 
     def close(self, state: str) -> None:
-        """The run ended in this state."""
+        """Called at the end of the run with its state."""
 
 
-def keep_until(metrics: Path, step: int) -> int:
-    """Removes the lines after `step` from metrics.jsonl, and a last one that was cut off; returns how many.
+def remove_later_steps(metrics: Path, step: int) -> int:
+    """Removes the lines after `step` from metrics.jsonl, and an incomplete last line; returns how
+    many.
 
-    The file is replaced at once: a reader sees the old lines or the new ones.
+    The file is replaced atomically: a reader sees the old lines or the new ones.
     """
     if not metrics.exists():
         metrics.write_text("")
@@ -48,16 +50,16 @@ def keep_until(metrics: Path, step: int) -> int:
 
 
 class JsonLines:
-    """One JSON object a line, readable while the run goes on."""
+    """One JSON object per line, readable during the run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
-    def cut_back(self, step: int) -> int:
+    def remove_later_steps(self, step: int) -> int:
         """Removes the lines of later steps; returns how many."""
         self._file.close()
-        removed = keep_until(self._path, step)
+        removed = remove_later_steps(self._path, step)
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
         return removed
 
@@ -70,8 +72,8 @@ class JsonLines:
         self._file.close()
 
 
-class Forgiving:
-    """A sink that may fail: the failure is logged once, the sink is not used again, and the run continues."""
+class OptionalSink:
+    """A sink that may fail: the failure is logged, the sink disabled, and the run continues."""
 
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
         self._name = name
@@ -79,12 +81,12 @@ class Forgiving:
         self._try(lambda: setattr(self, "_sink", make()))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Passes the record on while the sink works."""
+        """Passes the record on, unless the sink is disabled."""
         if (sink := self._sink) is not None:
             self._try(lambda: sink.write(record))
 
     def close(self, state: str) -> None:
-        """Closes the sink while it works."""
+        """Closes the sink, unless it is disabled."""
         if (sink := self._sink) is not None:
             self._try(lambda: sink.close(state))
 
@@ -93,9 +95,9 @@ class Forgiving:
             action()
         except Exception as error:
             self._sink = None
-            lines = str(error).strip().splitlines()
-            reason = lines[0] if lines else type(error).__name__
-            logger.warning(f"{self._name} is disabled from here on, training continues: {reason}")
+            logger.warning(
+                f"{self._name} is disabled from here on, training continues: {first_line(error)}"
+            )
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
@@ -114,14 +116,14 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 class Wandb:
-    """Weights & Biases; the whole recipe is the run's config."""
+    """Weights & Biases, with the whole recipe as the run's config."""
 
     def __init__(
         self, wandb: schema.Wandb, *, name: str, folder: Path, config: dict[str, Any]
     ) -> None:
         import wandb as library
 
-        known = folder / "wandb_id"  # a resumed run goes on in the same one
+        known = folder / "wandb_id"  # a resumed run continues in the same one
         if not known.exists():
             known.write_text(uuid.uuid4().hex[:8])
         self._run = library.init(
@@ -135,7 +137,7 @@ class Wandb:
             config=config,
             settings=library.Settings(init_timeout=30, console="off"),
         )
-        # wandb's own step only increases: it would reject the steps that a resume or a rewind trains again
+        # wandb's own step can only increase; a resume or a rewind repeats steps
         for prefix in ("training", "evaluation"):
             self._run.define_metric(f"{prefix}/*", step_metric="step")
 
@@ -144,7 +146,7 @@ class Wandb:
         self._run.log({"step": record["step"], **_numbers(record)})
 
     def close(self, state: str) -> None:
-        """Ends the run; anything but `finished` counts as failed there."""
+        """Ends the run; any state but `finished` counts as failed."""
         self._run.finish(exit_code=0 if state == "finished" else 1)
 
 
@@ -157,7 +159,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds a scalar a number."""
+        """Adds a scalar for each number."""
         for key, value in _numbers(record).items():
             self._writer.add_scalar(key, value, record["step"])
 
@@ -169,12 +171,12 @@ class TensorBoard:
 def open_sinks(
     settings: schema.Logging, *, name: str, folder: Path, metrics: Path, config: dict[str, Any]
 ) -> list[Sink]:
-    """metrics.jsonl first, then what the recipe asks for."""
+    """metrics.jsonl, then the sinks that the recipe asks for."""
     sinks: list[Sink] = [JsonLines(metrics)]
     if (wandb := settings.wandb) is not None:
         sinks.append(
-            Forgiving("wandb", lambda: Wandb(wandb, name=name, folder=folder, config=config))
+            OptionalSink("wandb", lambda: Wandb(wandb, name=name, folder=folder, config=config))
         )
     if settings.tensorboard:
-        sinks.append(Forgiving("tensorboard", lambda: TensorBoard(folder / "tensorboard")))
+        sinks.append(OptionalSink("tensorboard", lambda: TensorBoard(folder / "tensorboard")))
     return sinks

@@ -1,1 +1,1 @@
-"""The model: built on meta, given weights where they will stay, written out. Knows transformers."""
+"""Models: built on the meta device, initialized or loaded, exported. Uses transformers and peft."""

@@ -1,10 +1,10 @@
-"""Attention of packed sequences: each document on its own, without a mask.
+"""Attention within the documents of packed sequences, without a mask.
 
-transformers keeps packed documents apart by a mask of tokens x tokens that it makes in every forward pass, and for which
-it must ask the device where the documents start. Here attention is handed their bounds instead (`cu_seq_lens_q`, ...:
-transformers' own names, which its flash attention takes): on CUDA torch's variable-length kernel, elsewhere a
-scaled-dot-product attention per document. Work and memory are then those of the documents, not of the whole sequence
-squared.
+transformers separates packed documents with a mask of tokens x tokens. It makes the mask in every
+forward pass, and must wait for the device to find the documents. Here attention receives the
+documents' bounds instead (`cu_seq_lens_q` and so on, which are transformers' names). It uses
+torch's variable-length kernel on CUDA, and elsewhere one scaled-dot-product attention per document.
+Work and memory then depend on the documents' lengths, not on the squared sequence length.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from torch.nn import functional
 from launcher.errors import RecipeError
 
 Isolation = Literal["mask", "varlen"]
-"""How attention stays inside a packed document: by a mask that the model makes from position_ids, or by attention that is
-handed the documents' bounds."""
+"""mask: the model makes a mask from position_ids; varlen: attention receives the bounds."""
 
 VARLEN = "launcher_varlen"
 LARGEST_HEAD = 256
-"""Of torch's variable-length kernel, FlashAttention-2: the largest head size."""
+"""The largest head size of torch's variable-length kernel, FlashAttention-2."""
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -37,9 +36,9 @@ def isolate_documents(
 ) -> Isolation:
     """How this model keeps packed documents apart: `varlen` or `mask`.
 
-    Where the model attends through `sdpa`, its attention is replaced by one that takes the documents' bounds, if the model
-    passes them to its layers (tried here) and the device has a kernel for it. sequence_length: tokens of a packed row.
-    Raises RecipeError where something else than attention crosses tokens, which neither would stop, and where attention is
+    Replaces attention by `varlen_attention` if the model uses `sdpa`, passes the bounds to its
+    layers (which is tried here), and the device has a kernel. sequence_length: tokens of a packed
+    row. Raises RecipeError if another layer mixes tokens of different documents, or if attention is
     chunked within a row.
     """
     pretrained: Any = model
@@ -49,14 +48,15 @@ def isolate_documents(
     if others or getattr(model, "_is_stateful", False):
         what = ", ".join(sorted(others)) or "a state"
         raise RecipeError(
-            f"data.packing: {type(model).__name__} has layers ({what}) that carry something from document to document "
-            "within a sequence; use packing: false"
+            f"data.packing: {type(model).__name__} has layers ({what}) that carry something from "
+            "document to document within a sequence; use packing: false"
         )
     chunk = getattr(_text_config(config), "attention_chunk_size", None)
     if "chunked_attention" in layer_types and chunk is not None and sequence_length > chunk:
         raise RecipeError(
-            f"data.packing: {type(model).__name__} attends within chunks of {chunk} tokens, which are counted from the start of "
-            f"a sequence and not of a document; use a data.sequence_length of at most {chunk}, or packing: false"
+            f"data.packing: {type(model).__name__} attends within chunks of {chunk} tokens, which "
+            "are counted from the start of a sequence and not of a document; use a "
+            f"data.sequence_length of at most {chunk}, or packing: false"
         )
     name = config._attn_implementation
     if name in _FLASH:
@@ -73,15 +73,15 @@ def isolate_documents(
 
 def _has_kernel(model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -> bool:
     if device.type != "cuda":
-        # A document after the other. In bfloat16 the CPU's kernels are made for each length anew and kept: slower than a
-        # mask, and 230 MiB more in a small benchmark (torch 2.13)
+        # One document after the other. In bfloat16 the CPU compiles and keeps kernels for each
+        # length: slower than a mask, and 230 MiB more in a small benchmark (torch 2.13)
         return compute_dtype == torch.float32
     try:
         from torch.nn.attention.varlen import varlen_attn  # noqa: F401
     except ImportError:
         return False
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
-        return False  # where there is no GPU a plan is made for one, a recent one
+        return False  # without a GPU, a plan assumes a recent one
     config: Any = model.config
     dropout = max(
         (float(getattr(config, key, 0) or 0) for key in ("attention_dropout", "attn_pdrop")),
@@ -91,11 +91,13 @@ def _has_kernel(model: nn.Module, device: torch.device, compute_dtype: torch.dty
 
 
 def drop_causal_mask(model: nn.Module) -> None:
-    """For rows of one document each, padded on the right: takes transformers' mask away where it says no more than causal.
+    """Removes transformers' mask where it is only causal. For rows of one document, padded on the
+    right.
 
-    transformers asks the device in every forward pass whether `position_ids` are those of packed documents. Tokens never
-    see the padding behind them, so that `sdpa` without a mask is exact wherever there is a target. Models that make another
-    mask (layers of another kind, images, prefixes) keep it, and the wait.
+    transformers waits for the device in every forward pass to see whether `position_ids` are those
+    of packed documents. Tokens never see the padding behind them, so `sdpa` without a mask is exact
+    wherever there is a target. Models with other masks (other layers, images, prefixes) keep
+    theirs.
     """
     pretrained: Any = model
     config: Any = getattr(pretrained, "config", None)
@@ -125,7 +127,7 @@ def drop_causal_mask(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """Of a layer to its attention."""
+    """A layer's call of its attention."""
 
     head_size: int
     """The largest of q, k and v."""
@@ -139,7 +141,7 @@ class _Seen(Exception):  # noqa: N818
 
 
 def _attention_calls(model: nn.Module, **inputs: Any) -> list[_Call]:
-    """Calls the model on meta until a layer of each kind has called attention. Empty: none did."""
+    """Runs the model on meta until a layer of each kind has called attention. Returns the calls."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     pretrained: Any = model
@@ -172,8 +174,8 @@ def _attention_calls(model: nn.Module, **inputs: Any) -> list[_Call]:
 
     before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
     ALL_ATTENTION_FUNCTIONS.register(name, trial)
-    # _Seen; or the model does not take these arguments; or it cannot run on meta beyond the layers that were seen, as most
-    # mixtures of experts
+    # _Seen; or the model does not take these arguments; or, like most mixtures of experts, it
+    # cannot run on meta beyond the layers that were seen
     with contextlib.suppress(Exception):
         pretrained(
             input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=False, **inputs
@@ -183,9 +185,9 @@ def _attention_calls(model: nn.Module, **inputs: Any) -> list[_Call]:
 
 
 def _passes_bounds(model: nn.Module, *, largest_head: int | None = None) -> bool:
-    """Whether attention gets the documents' bounds, and is asked for nothing that it cannot compute.
+    """Whether attention receives the bounds, and only needs what the kernel computes.
 
-    largest_head: the largest head size of q, k and v that the kernel takes; None: any.
+    largest_head: the largest head size that the kernel takes; None: any.
     """
     bounds = {
         "cu_seq_lens_q": torch.zeros(2, dtype=torch.int32, device="meta"),
@@ -207,7 +209,7 @@ def _passes_bounds(model: nn.Module, *, largest_head: int | None = None) -> bool
 
 
 def _text_config(config: Any) -> Any:
-    """Of a model of text and images, the part for text; else the config itself."""
+    """The config of the text part of a model of text and images; else the config itself."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
@@ -216,19 +218,19 @@ def _layer_types(config: Any) -> list[str]:
 
 
 def _register() -> None:
-    """Without a mask function of the same name: transformers then makes no mask, and asks the device nothing."""
+    """Registers attention without a mask function: transformers then makes no mask."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
 
 
 def has_varlen_kernel(tensor: torch.Tensor) -> bool:
-    """Whether its device has CUDA's attention kernels. The memory plan, which traces on the CPU, answers for its own device."""
+    """Whether the device has CUDA's attention kernels. The memory plan replaces this function."""
     return tensor.device.type == "cuda"
 
 
 def document_lengths(bounds: torch.Tensor) -> list[int]:
-    """Tokens of each document, for who goes through them one by one; waits for the device."""
+    """Tokens of each document. Waits for the device."""
     lengths: list[int] = bounds.diff().tolist()
     return lengths
 
@@ -246,17 +248,19 @@ def varlen_attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within documents; transformers' attention interface.
+    """Causal attention within documents. The signature is transformers' attention interface.
 
-    query: (batch, heads, tokens, head size); key and value: the same, with key-value heads. cu_seq_lens_q (documents + 1,):
-    where documents start in the flattened rows; None: every row is one. sliding_window: tokens that one sees, itself
-    included. Returns (batch, tokens, heads, head size).
+    query: (batch, heads, tokens, head size); key and value: the same with key-value heads.
+    cu_seq_lens_q (documents + 1,): where documents start in the flattened rows; None: each row is
+    one document. sliding_window: tokens that a token sees, itself included. Returns (batch, tokens,
+    heads, head size).
     """
     assert attention_mask is None
+    options = {"dropout": dropout, "scaling": scaling, **kwargs}
     if cu_seq_lens_q is None:
-        return _dense(module, query, key, value, dropout, scaling, sliding_window, kwargs), None
+        return _dense(module, query, key, value, sliding_window, options), None
     batch, _, tokens, _ = query.shape
-    # (batch x tokens, heads, head size): rows behind one another, documents as bounds
+    # (batch x tokens, heads, head size): rows concatenated
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if has_varlen_kernel(query):
         assert max_length_q is not None
@@ -267,7 +271,7 @@ def varlen_attention(
             )
         out = _kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
-        # split, not slices: the backward pass of split is one concatenation
+        # The backward pass of split is one concatenation; that of slices is not
         sizes = document_lengths(cu_seq_lens_q)
         documents = zip(
             *(torch.split(tensor, sizes) for tensor in (query, key, value)), strict=True
@@ -275,14 +279,14 @@ def varlen_attention(
         parts = []
         for document in documents:
             q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in document)
-            parts.append(_dense(module, q, k, v, dropout, scaling, sliding_window, kwargs)[0])
+            parts.append(_dense(module, q, k, v, sliding_window, options)[0])
         out = torch.cat(parts)
     return out.reshape(batch, tokens, *out.shape[1:]), None
 
 
 @functools.cache
 def _varlen_parameters() -> frozenset[str]:
-    """Names of the kernel's parameters, which differ between versions of torch. Cached: each layer asks in each forward pass."""
+    """The kernel's parameters, which differ between versions of torch. Cached."""
     from torch.nn.attention.varlen import varlen_attn
 
     return frozenset(inspect.signature(varlen_attn).parameters)
@@ -301,8 +305,9 @@ def _kernel(
 
     known = _varlen_parameters()
     left = sliding_window - 1 if sliding_window is not None else -1
-    # The kernel takes one head size, a multiple of 8, and multi-head latent attention has two (192 and 128 in DeepSeek).
-    # Zeros behind q and k change no score; those behind v give columns that are cut off again.
+    # The kernel takes one head size, a multiple of 8. Multi-head latent attention has two (192 and
+    # 128 in DeepSeek). Zeros appended to q and k change no score; those appended to v give columns
+    # that are removed.
     size, value_size = query.shape[-1], value.shape[-1]
     width = -(-max(size, value_size) // 8) * 8
     query, key, value = (
@@ -336,10 +341,8 @@ def _dense(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
     sliding_window: int | None,
-    kwargs: dict[str, Any],
+    options: dict[str, Any],
 ) -> torch.Tensor:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -354,17 +357,15 @@ def _dense(
             for tensor in (key, value)
         )
     out: torch.Tensor
-    out, _ = sdpa_attention_forward(
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-    )
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
     return out
 
 
 def _repeats_heads(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether key-value heads are to be repeated, so that a fused kernel computes attention.
+    """Whether to repeat key-value heads, so that a fused kernel can compute attention.
 
-    Of CUDA's fused kernels only that for float32 does not take grouped heads. Without it torch computes the scores of all
-    pairs of tokens: (heads, tokens, tokens), four copies of them in the backward pass (torch 2.11 to 2.13).
+    CUDA's fused float32 kernel does not take grouped heads. Without it torch computes all scores:
+    (heads, tokens, tokens), four times in the backward pass (torch 2.11 to 2.13).
     """
     if not has_varlen_kernel(query) or torch.is_autocast_enabled(query.device.type):
         return False
@@ -380,12 +381,13 @@ def check_isolation(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Packs two documents of eight tokens and changes the first: the second's logits must stay as they are.
+    """Packs two documents of eight tokens, and checks that the second's logits do not depend on the
+    first.
 
-    For models that are trusted to keep documents apart by themselves: some take position_ids and attend across all the
-    same. model: called as in training; every rank must call this. name: of the model's class, for the message. dtype: that it
-    computes in, whose rounding is no difference: kernels may add up in another order (experts with other tokens, say).
-    Raises RecipeError where the second document sees the first.
+    Some models take position_ids and still attend across documents. Every rank must call this.
+    model: called as in training. name: of its class, for the message. dtype: of its computations; a
+    difference within its rounding is accepted, since kernels may add in another order. Raises
+    RecipeError if the second document sees the first.
     """
     generator = torch.Generator().manual_seed(0)
     first, other, second = (
@@ -409,7 +411,7 @@ def check_isolation(
         crosses, difference = (
             True,
             float("nan"),
-        )  # no position_ids: nothing tells it where a document starts
+        )  # no position_ids: it cannot know where a document starts
     else:
         difference = float((one - two).abs().max() / one.abs().max())
         crosses = not difference < max(1e-4, 4 * torch.finfo(dtype).eps)
@@ -417,6 +419,6 @@ def check_isolation(
         model.train(training)
     if crosses:
         raise RecipeError(
-            f"data.packing: in {name} a packed document sees the one before it (its logits change by {difference:.1e}); "
-            "use packing: false, or another model.attention"
+            f"data.packing: in {name} a packed document sees the one before it (its logits change "
+            f"by {difference:.1e}); use packing: false, or another model.attention"
         )

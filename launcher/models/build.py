@@ -1,9 +1,10 @@
-"""From the recipe's model section to a model on the meta device: the architecture, and not a byte of weights."""
+"""Builds the recipe's model on the meta device, without weights."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,180 +14,151 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.models.initialization import clean_name
-from launcher.models.tensor_names import note_conversions
+from launcher.models.tensor_names import record_conversions
 from launcher.recipe.functions import call_function
 from launcher.recipe.hub import model_folder
 from launcher.recipe.schema import Model
 
 _DECODERS_ALL_THE_SAME = {"gpt_neox", "gpt_neox_japanese"}
-"""Their configs have `is_decoder` too, false, and nothing reads it."""
+"""Their configs have an `is_decoder` of false that nothing reads."""
 
 
 def is_pretrained(model: Model) -> bool:
-    """Whether weights come from a checkpoint."""
+    """Whether the weights come from a checkpoint."""
     return model.path is not None and model.init != "random"
 
 
 def checkpoint_folder(model: Model) -> Path | None:
-    """Where model.path is on this machine, fetched where need be; None where the model has no path."""
-    return (
-        None
-        if model.path is None
-        else model_folder(model.path, key="model.path", weights=is_pretrained(model))
-    )
+    """Folder of model.path, downloaded if necessary; None if the model has no path."""
+    if model.path is None:
+        return None
+    return model_folder(model.path, key="model.path", weights=is_pretrained(model))
 
 
 def build_model(
-    model: Model,
-    *,
-    sequence_length: int,
-    num_labels: int | None = None,
-    labels: Sequence[str] | None = None,
-    pad_token_id: int | None = None,
+    model: Model, *, sequence_length: int, labels: Sequence[str] | None = None
 ) -> nn.Module:
-    """The model on the meta device, parameters in float32; those of model.freeze do not require gradients.
+    """The model on the meta device, with float32 parameters, those of model.freeze frozen.
 
-    From model.path or model.config: of transformers, with the head that model.task asks for. From model.builder: any
-    torch.nn.Module, which the function, called with model.arguments under `torch.device("meta")`, returns. Its blocks are
-    those that a class attribute `_no_split_modules` names; its first values come from `_init_weights(module)` of the
-    model where it has one, else from each module's `reset_parameters()`.
-    num_labels, labels: sequence_classification: how many classes (in the place of model.num_labels), or their names.
-    pad_token_id: of the tokenizer, for configs that have none: a classifier must know where a padded text ends.
-    Raises RecipeError where transformers refuses the config, where the model knows fewer positions than a sequence has,
-    where it is no model for the task, or where nothing is left to train.
+    model.path or model.config: a model of transformers with the head for model.task.
+    model.builder: a function that is called with model.arguments under `torch.device("meta")` and
+    returns any torch.nn.Module. Its attribute `_no_split_modules` names the classes of its blocks.
+    Its weights are initialized by its `_init_weights(module)`, or else by each module's
+    `reset_parameters()`.
+
+    labels: names of the classes, for sequence_classification; else model.num_labels counts them.
+    Raises RecipeError if transformers refuses the config, if the model has fewer positions than a
+    sequence, if it does not fit the task, or if no parameter is left to train.
     """
     if model.builder is not None:
         built = _from_builder(model.builder, model.arguments or {})
     else:
-        count = (
-            len(labels)
-            if labels is not None
-            else num_labels
-            if num_labels is not None
-            else model.num_labels
-        )
-        built = _from_transformers(
-            model,
-            checkpoint_folder(model),
-            num_labels=count,
-            labels=labels,
-            pad_token_id=pad_token_id,
-            length=sequence_length,
-        )
+        built = _from_transformers(model, labels, sequence_length)
     if model.freeze:
         freeze(built, model.freeze)
     return built
 
 
-def _from_transformers(
-    model: Model,
-    folder: Path | None,
-    *,
-    num_labels: int | None,
-    labels: Sequence[str] | None,
-    pad_token_id: int | None,
-    length: int,
-) -> nn.Module:
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        GenerationConfig,
-    )
-    from transformers.utils import logging
+def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) -> nn.Module:
+    import transformers
 
-    logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+    folder = checkpoint_folder(model)
     key = "model.config" if folder is None else "model.path"
-    classifies = model.task == "sequence_classification"
-    head: dict[str, Any] = {}
-    if classifies and num_labels is not None:
-        names = (
-            dict(enumerate(labels))
-            if labels is not None
-            else {index: f"LABEL_{index}" for index in range(num_labels)}
+    with _refusals(key, folder):
+        config = _make_config(model, folder, labels)
+    auto = transformers.AutoModelForCausalLM
+    if model.task == "sequence_classification":
+        auto = transformers.AutoModelForSequenceClassification
+    _check_task(model, config, key, known=type(config) in auto._model_mapping)
+    with _refusals(key, folder), torch.device("meta"):
+        built: Any = auto.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=model.attention,
+            trust_remote_code=model.trust_remote_code,
         )
-        head = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
-    auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
-    try:
-        config: Any
-        if folder is None:
-            fields: dict[str, Any] = dict(model.config or {})
-            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        else:
-            config = AutoConfig.from_pretrained(
-                folder, trust_remote_code=model.trust_remote_code, local_files_only=True
-            )
-        for name, value in head.items():
-            setattr(config, name, value)
-    except Exception as error:  # whatever its validation raises: the config came from the user
-        raise RecipeError(_refusal(key, folder, error)) from error
-    remote = model.trust_remote_code and hasattr(config, "auto_map")
-    if not remote and type(config) not in auto._model_mapping:
-        others = (
-            "" if classifies else "; for classification, set model.task: sequence_classification"
-        )
-        raise RecipeError(
-            f"{key}: {config.model_type} has no {model.task.replace('_', ' ')} model in transformers{others}"
-        )
-    if classifies and config.pad_token_id is None:
-        end = config.eos_token_id
-        config.pad_token_id = (
-            pad_token_id if pad_token_id is not None else end[0] if isinstance(end, list) else end
-        )
-    try:
-        with torch.device("meta"):
-            built: Any = auto.from_config(
-                config,
-                dtype=torch.float32,
-                attn_implementation=model.attention,
-                trust_remote_code=model.trust_remote_code,
-            )
-    except Exception as error:
-        raise RecipeError(_refusal(key, folder, error)) from error
-    note_conversions(built)
-    config = built.config
-    config.architectures = [type(built).__name__]
-    if (
-        not classifies
-        and getattr(config, "is_decoder", None) is False
-        and config.model_type not in _DECODERS_ALL_THE_SAME
-    ):
-        instead = (
-            "give a causal language model"
-            if folder is not None
-            else "set model.config.is_decoder=true"
-        )
-        raise RecipeError(
-            f"{key}: {config.model_type} is an encoder (is_decoder is false): each token sees the ones after it, so there is nothing to "
-            f"predict; {instead}, or model.task: sequence_classification"
-        )
-    positions = getattr(config, "max_position_embeddings", None)
+    record_conversions(built)
+    built.config.architectures = [type(built).__name__]
+    positions = getattr(built.config, "max_position_embeddings", None)
     if isinstance(positions, int) and length > positions:
         longer = f", or set model.config.max_position_embeddings={length}" if folder is None else ""
         raise RecipeError(
-            f"data.sequence_length: {length} is more than the {positions} positions of the model; shorten it{longer}"
+            f"data.sequence_length: {length} is more than the {positions} positions of the model; "
+            f"shorten it{longer}"
         )
-    if (
-        folder is not None
-        and (folder / "generation_config.json").is_file()
-        and hasattr(built, "generation_config")
-    ):
-        built.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    if folder is not None and (folder / "generation_config.json").is_file():
+        if hasattr(built, "generation_config"):
+            generation = transformers.GenerationConfig
+            built.generation_config = generation.from_pretrained(folder, local_files_only=True)
     return built  # type: ignore[no-any-return]
 
 
+def _make_config(model: Model, folder: Path | None, labels: Sequence[str] | None) -> Any:
+    from transformers import AutoConfig
+
+    if folder is None:
+        fields: dict[str, Any] = dict(model.config or {})
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    else:
+        trusted = model.trust_remote_code
+        config = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trusted, local_files_only=True
+        )
+    if model.task == "sequence_classification":
+        if labels is None and model.num_labels is not None:
+            labels = [f"LABEL_{index}" for index in range(model.num_labels)]
+        if labels is not None:
+            config.id2label = dict(enumerate(labels))
+            config.label2id = {name: index for index, name in enumerate(labels)}
+        if config.pad_token_id is None:  # a classifier must know where a padded text ends
+            end = config.eos_token_id
+            config.pad_token_id = end[0] if isinstance(end, list) else end
+    return config
+
+
+def _check_task(model: Model, config: Any, key: str, *, known: bool) -> None:
+    """Raises RecipeError if transformers has no such model, or an encoder is to predict tokens."""
+    kind, classifies = config.model_type, model.task == "sequence_classification"
+    if not known and not (model.trust_remote_code and hasattr(config, "auto_map")):
+        other = (
+            "" if classifies else "; for classification, set model.task: sequence_classification"
+        )
+        task = model.task.replace("_", " ")
+        raise RecipeError(f"{key}: {kind} has no {task} model in transformers{other}")
+    decodes = classifies or getattr(config, "is_decoder", None) is not False
+    if not decodes and kind not in _DECODERS_ALL_THE_SAME:
+        instead = "set model.config.is_decoder=true"
+        if model.path is not None:
+            instead = "give a causal language model"
+        raise RecipeError(
+            f"{key}: {kind} is an encoder (is_decoder is false): each token sees the ones after "
+            f"it, so there is nothing to predict; {instead}, or model.task: sequence_classification"
+        )
+
+
+@contextlib.contextmanager
+def _refusals(key: str, folder: Path | None) -> Iterator[None]:
+    """Any error inside is about the user's config: transformers validates it."""
+    try:
+        yield
+    except Exception as error:
+        raise RecipeError(_refusal(key, folder, error)) from error
+
+
 def _refusal(key: str, folder: Path | None, error: Exception) -> str:
-    what = (
-        " ".join(line.strip() for line in str(error).strip().splitlines()[:3])
-        or type(error).__name__
-    )
+    lines = str(error).strip().splitlines()[:3] or [type(error).__name__]
+    what = " ".join(line.strip() for line in lines)
     if "trust_remote_code" in what:
         return (
-            f"{key}: {folder} needs Python code that it brings along, which is not run unless you say so: where you have read it and "
-            "trust it, set model.trust_remote_code: true"
+            f"{key}: {folder} needs its own Python code, which is not run by default: if you have "
+            "read it and trust it, set model.trust_remote_code: true"
         )
     if "attention implementation" in what or "attn_implementation" in what:
-        return f"model.attention: transformers refuses it for this model; model.attention: eager works with all: {what[:200]}"
+        return (
+            "model.attention: transformers refuses it for this model; model.attention: eager "
+            f"works with all: {what[:200]}"
+        )
     return f"{key}: transformers refuses it: {what}"
 
 
@@ -195,25 +167,23 @@ def _from_builder(name: str, arguments: dict[str, Any]) -> nn.Module:
         built = call_function(name, arguments, key="model.builder")
     if not isinstance(built, nn.Module):
         raise RecipeError(
-            f"model.builder: {name} must return a torch.nn.Module; it returned {type(built).__name__}"
+            f"model.builder: {name} must return a torch.nn.Module; it returned "
+            f"{type(built).__name__}"
         )
-    real = [
-        key
-        for key, tensor in [*built.named_parameters(), *built.named_buffers()]
-        if not tensor.is_meta
-    ]
-    if real:
+    tensors = [*built.named_parameters(), *built.named_buffers()]
+    if real := [key for key, tensor in tensors if not tensor.is_meta]:
         raise RecipeError(
-            f"model.builder: {name} makes {real[0]} on a device of its own choice; leave the device out: models are built on the meta "
-            "device, and get their weights where they will stay"
+            f"model.builder: {name} makes {real[0]} on a device of its own choice; leave the "
+            "device out: models are built on the meta device, and get their weights after sharding"
         )
     return built.float()
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Parameters whose clean names match one of the patterns (`*` stands for anything) are not trained.
+    """Freezes the parameters whose clean names match one of the patterns (`*` matches anything).
 
-    Raises RecipeError for patterns that match nothing, with the names nearest to them, and where nothing is left to train.
+    Raises RecipeError if a pattern matches nothing, with similar names, or if no parameter is left
+    to train.
     """
     named = {
         clean_name(name): parameter
@@ -227,11 +197,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if not matched:
             inside = any(fnmatchcase(name, f"{pattern}.*") for name in named)
             near = difflib.get_close_matches(pattern, named, n=3, cutoff=0.3) or list(named)[:3]
-            hint = (
-                f"did you mean {pattern}.*?"
-                if inside
-                else f"the nearest names are {', '.join(near)}"
-            )
+            hint = f"the nearest names are {', '.join(near)}"
+            if inside:
+                hint = f"did you mean {pattern}.*?"
             problems.append(f"model.freeze: {pattern} matches no parameter; {hint}")
     if problems:
         raise RecipeError(problems)
@@ -242,22 +210,27 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks, by name, outermost only: the modules that the model's class says must not be split
-    (`_no_split_modules`, names of classes).
+    """The repeated blocks by name, outermost only: modules of the classes in the model's
+    `_no_split_modules`.
 
-    Empty where the class names none; such a model is sharded and gathered whole.
+    Empty if the model names none; such a model is sharded as one group.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(outer + ".") for outer in blocks)
-        if (
-            type(module).__name__ in names
-            and not inside
-            and next(module.parameters(), None) is not None
-        ):
+        if type(module).__name__ in names and not inside and any(True for _ in module.parameters()):
             blocks[name] = module
     return blocks
+
+
+def is_classifier(model: nn.Module) -> bool:
+    """Whether it is a sequence classifier of transformers."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
+    )
+
+    return type(model).__name__ in CLASSIFIERS.values()
 
 
 def _input_embedding(model: nn.Module) -> torch.Tensor | None:
@@ -269,29 +242,31 @@ def _input_embedding(model: nn.Module) -> torch.Tensor | None:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """Rows of the input embedding: ids from 0 to one less can be looked up. None where the model has none."""
+    """Rows of the input embedding; valid ids are smaller. None if the model has none."""
     weight = _input_embedding(model)
     return None if weight is None else int(weight.shape[0])
 
 
 def padding_id(model: nn.Module) -> int:
-    """The id that the model knows as padding; 0 where it knows none, and does not mind."""
+    """The model's id for padding; 0 if it has none."""
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     return padding if isinstance(padding, int) else 0
 
 
 def class_count(model: nn.Module) -> int | None:
-    """Classes of a sequence classifier, as its config says."""
+    """Number of classes of a sequence classifier, from its config."""
     count = getattr(getattr(model, "config", None), "num_labels", None)
     return count if isinstance(count, int) else None
 
 
 def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
-    """Floating-point operations of forward and backward, a token: 6 N + 12 L h T; 0 for a model without a config.
+    """Floating-point operations per token of forward and backward: 6 N + 12 L h T; 0 for a model
+    without a config.
 
-    N: parameters but input embeddings, the experts' only as far as a token meets them; L, h: blocks and hidden size; T:
-    tokens of a sequence (PaLM, appendix B: attention counted without the causal half, recomputation not counted). A
-    frozen parameter counts 4: it has no gradient of its own.
+    N: parameters without input embeddings, with only the experts that a token uses. L, h: blocks
+    and hidden size. T: tokens of a sequence. From PaLM, appendix B: attention counts without its
+    causal half, recomputation does not count. A frozen parameter counts 4: it has no gradient of
+    its own.
     """
     config: Any = getattr(model, "config", None)
     layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)

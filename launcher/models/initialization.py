@@ -1,42 +1,36 @@
 """Gives a wrapped meta model its storage and its random initial weights.
 
-A parameter's numbers are a function of the seed, its clean name and the position in the full tensor (`philox`). So each
-rank draws its own shard alone, on the device that it computes on, a bounded number of values at a time, and the weights
-are the same under every strategy and number of ranks.
+Each number of a parameter is a function of the seed, the parameter's clean name and the position in
+the whole tensor (`philox`). So each rank draws only its own shard, on its device, a limited number
+of values at a time. The weights are the same under every strategy and number of ranks.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from launcher.errors import RecipeError
-from launcher.models import philox
+from launcher.models.shards import InitialValues, derived_seed, trunc_normal_by_position
 
 _UNSET = -24576
-"""What a signed buffer holds until something writes it, exact in every float: model code that leaves one unset is
-found, not trained with."""
+"""Value of signed buffers that nothing has set yet; exact in every float dtype."""
 
 
 def clean_name(name: str) -> str:
-    """A module's or parameter's name without what wrappers put into it: activation checkpointing, and peft around a
-    layer that has an adapter."""
+    """A name without the parts that activation checkpointing and peft's adapters insert."""
     for inserted in ("_checkpoint_wrapped_module", "base_layer"):
         name = name.replace(f"{inserted}.", "").removesuffix(inserted)
     return name.rstrip(".")
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by clean name; one that is tied stands under each of its names."""
+    """Parameters and buffers by clean name; a tied one under each of its names."""
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -45,9 +39,10 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def materialize(model: nn.Module, *, parameters: torch.device, buffers: torch.device) -> None:
-    """Uninitialized storage for a meta model: parameters (or a rank's shards of them) here, buffers there.
+    """Allocates uninitialized storage for a meta model: parameters (or shards) and buffers on their
+    devices.
 
-    Parameters that share a tensor (tied embeddings) go on sharing one.
+    Tied parameters stay tied.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -69,22 +64,22 @@ def materialize(model: nn.Module, *, parameters: torch.device, buffers: torch.de
 def random_weights(
     model: nn.Module, parameters: torch.device, buffers: torch.device, *, seed: int
 ) -> None:
-    """Fills a wrapped meta model: parameters on one device, buffers on the other. See `initialize`."""
+    """Initializes a wrapped meta model: parameters on one device, buffers on the other."""
     materialize(model, parameters=parameters, buffers=buffers)
     initialize(model, seed=seed)
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> None:
-    """Random weights and buffers, as the model's own class initializes them: `_init_weights(module)` of the innermost
-    model of transformers (or of yours) around a module, else the module's own `reset_parameters()`.
+    """Draws random weights and computes buffers with the model's own code.
 
-    That code runs on the CPU, with stand-ins for the parameters (`_StandIn`) and copies of the buffers. What it draws
-    into tensors of its own comes from torch's CPU generator, seeded from (seed, module name).
+    That code is `_init_weights(module)` of the innermost model around a module, else the module's
+    `reset_parameters()`. It runs on the CPU, on `Placeholder`s for the parameters and
+    copies of the buffers. Random numbers outside of parameters come from torch's CPU generator,
+    seeded from (seed, module name).
 
-    model: wrapped or not, its parameters plain or DTensor, materialized.
-    loaded: clean names of tensors that come from a checkpoint; nothing is drawn for them.
-    Raises RecipeError where a parameter or buffer is left unset, or a parameter has nothing that initializes it.
+    model: materialized, wrapped or not. loaded: clean names of tensors that come from a checkpoint;
+    they are not changed. Raises RecipeError if a parameter or buffer gets no value.
     """
     owner = _initializers(model)
     kept = {id(tensor) for name, tensor in named_tensors(model).items() if name in loaded}
@@ -92,19 +87,17 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
     tensors_of = {
         module: [*module.parameters(), *module.buffers()] for _, module in modules if kept
     }
-    modules.sort(key=lambda named: ".lora_" in named[0])  # last: no parent draws in them again
-    whole: list[_Initial] = []
+    modules.sort(key=lambda named: ".lora_" in named[0])  # last: no parent draws them again
+    whole: list[InitialValues] = []
     with (
         torch.random.fork_rng(devices=[]),
-        _trunc_normal_by_position(),
-        _stand_ins(modules, seed, kept, whole) as initials,
+        trunc_normal_by_position(),
+        _placeholders(modules, seed, kept, whole) as initials,
     ):
         for name, module in modules:
             if kept and all(id(tensor) in kept for tensor in tensors_of[module]):
                 continue
-            torch.default_generator.manual_seed(
-                int.from_bytes(_digest(seed, clean_name(name)), "little") >> 1
-            )
+            torch.default_generator.manual_seed(derived_seed(seed, clean_name(name)))
             _draw(module, name, owner.get(id(module)))
             while whole:
                 whole.pop().store()
@@ -115,23 +108,17 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
             for initial in initials
             if not initial.written and initial.shape.numel()
         ]
-        # Their copies on the CPU: no wait for the device
+        # These are the copies on the CPU: this does not wait for the device
         for name, buffer in model.named_buffers():
-            if (
-                clean_name(name) not in loaded
-                and buffer.dtype.is_signed
-                and bool((buffer == _UNSET).any())
-            ):
-                unset.append(f"buffer {clean_name(name)}")
+            if clean_name(name) not in loaded and buffer.dtype.is_signed:
+                if bool((buffer == _UNSET).any()):
+                    unset.append(f"buffer {clean_name(name)}")
     if unset:
         raise RecipeError(
-            f"model: {type(model).__name__} leaves the {unset[0]} without a value: models are built on the meta "
-            "device, so what the constructor computes is lost; compute it in reset_parameters() of its module"
+            f"model: {type(model).__name__} leaves the {unset[0]} without a value: models are "
+            "built on the meta device, so what the constructor computes is lost; compute it in "
+            "reset_parameters() of its module"
         )
-
-
-def _digest(seed: int, name: str) -> bytes:
-    return hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]
 
 
 def _draw(module: nn.Module, name: str, owner: Any) -> None:
@@ -145,15 +132,17 @@ def _draw(module: nn.Module, name: str, owner: Any) -> None:
         module.reset_parameters()  # type: ignore[operator]
     elif any(parameter is not None for parameter in module._parameters.values()):
         raise RecipeError(
-            f"model.builder: {clean_name(name) or 'the model'} ({type(module).__name__}) has parameters and no reset_parameters(), which "
-            "would give them their first values: models are built on the meta device. Add one, or an _init_weights(module) to the model"
+            f"model.builder: {clean_name(name) or 'the model'} ({type(module).__name__}) has "
+            "parameters and no reset_parameters(), which would give them their first values: "
+            "models are built on the meta device. Add one, or an _init_weights(module) to the "
+            "model"
         )
 
 
 def _post_order(
     module: nn.Module, name: str, seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Children before parents: a class may draw again, in the parent, what the general rule drew in the child."""
+    """Children before parents: a parent's code may draw a child's weights again."""
     for child_name, child in module.named_children():
         if child not in seen:
             yield from _post_order(child, f"{name}.{child_name}" if name else child_name, seen)
@@ -162,7 +151,7 @@ def _post_order(
 
 
 def _initializers(model: nn.Module) -> dict[int, Any]:
-    """For each module the innermost model around it whose `_init_weights` knows it: all of transformers have one."""
+    """For each module the innermost model around it with an `_init_weights`."""
     owner: dict[int, Any] = {}
     for module in model.modules():  # parents come before children
         if hasattr(module, "_init_weights"):
@@ -170,242 +159,30 @@ def _initializers(model: nn.Module) -> dict[int, Any]:
     return owner
 
 
-class _Initial:
-    """The first values of one parameter: what the model's code does to it, to be done to this rank's part of it.
-
-    Draws and plain arithmetic with numbers are recorded, and done by `store`. All else needs the values at once: `on_cpu`
-    then makes the whole parameter on the CPU, and the code works on that.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        mine: torch.Tensor | None,
-        form: torch.Tensor,
-        seed: int,
-        whole_ones: list[_Initial],
-    ) -> None:
-        """mine: where the values go; None: nowhere. form: has the parameter's shape and dtype."""
-        self.name, self.mine, self.shape = name, mine, form.shape
-        # float32 even where the weight is held in fewer bits: the draw is the same
-        self.dtype = torch.float32 if form.is_floating_point() else form.dtype
-        digest = _digest(seed, name)
-        self.key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
-        self.written = False
-        self.whole: torch.Tensor | None = None
-        self._whole_ones = whole_ones
-        self._stored = False
-        self._operations: list[tuple[range, Callable[[torch.Tensor, int], object]]] = []
-
-    def stand_in(self) -> nn.Parameter:
-        return nn.Parameter(
-            _StandIn(self, range(self.shape.numel()), self.shape), requires_grad=False
-        )
-
-    def record(
-        self, span: range, operation: Callable[[torch.Tensor, int], object], *, overwrites: bool
-    ) -> None:
-        """span: positions in the flattened parameter. operation: given values there, and the position of the first."""
-        self.written = True
-        if overwrites and len(span) == self.shape.numel():
-            self._operations.clear()
-            self._stored = False
-        self._operations.append((span, operation))
-
-    def on_cpu(self) -> torch.Tensor:
-        """The whole parameter with the values so far."""
-        if self.whole is None:
-            if self._stored:
-                raise RecipeError(
-                    f"model: {self.name} got its first values from one module, and another one computes with them: compute all in one"
-                )
-            self.written = True
-            self.whole = torch.empty(
-                self.shape, dtype=self.dtype, device="meta" if self.mine is None else "cpu"
-            )
-            self._apply(self.whole.view(-1), 0, self.whole.device)
-            self._whole_ones.append(self)
-        return self.whole
-
-    def store(self) -> None:
-        """Writes this rank's part, and forgets what led to it."""
-        if self.mine is not None:
-            local, row = local_rows(self.mine)
-            if self.whole is not None:
-                local.copy_(self.whole[row : row + local.shape[0]] if local.ndim else self.whole)
-            else:
-                # Offloaded shards too are computed on the device that the rank computes on
-                device = (
-                    torch.device(self.mine.device_mesh.device_type)
-                    if isinstance(self.mine, DTensor)
-                    else local.device
-                )
-                flat = local.contiguous().view(-1)
-                self._apply(
-                    flat,
-                    row * (self.shape.numel() // max(1, self.shape[0])) if local.ndim else 0,
-                    device,
-                )
-                if not local.is_contiguous():
-                    local.copy_(flat.view(local.shape))
-        self._operations.clear()
-        self.whole, self._stored = None, True
-
-    def _apply(self, flat: torch.Tensor, first: int, device: torch.device) -> None:
-        at_once = philox.numbers_at_once(device)
-        for start in range(
-            0, flat.numel() if self._operations and self.mine is not None else 0, at_once
-        ):
-            target = flat[start : start + at_once]
-            values = target.to(device, self.dtype)  # itself where both are so already
-            at = first + start
-            for span, operation in self._operations:
-                begin, end = max(span.start, at), min(span.stop, at + values.numel())
-                if begin < end:
-                    operation(values[begin - at : end - at], begin)
-            if values is not target:
-                target.copy_(values)
-
-    def normal(self, values: torch.Tensor, first: int, mean: float = 0.0, std: float = 1.0) -> None:
-        values.copy_(philox.normal(self.key, first, values.numel(), values.device)).mul_(std).add_(
-            mean
-        )
-
-    def uniform(
-        self, values: torch.Tensor, first: int, low: float = 0.0, high: float = 1.0
-    ) -> None:
-        values.copy_(philox.uniform(self.key, first, values.numel(), values.device)).mul_(
-            high - low
-        ).add_(low)
-
-    def trunc_normal(
-        self, values: torch.Tensor, first: int, mean: float, std: float, low: float, high: float
-    ) -> None:
-        limits = (low - mean) / std, (high - mean) / std
-        numbers = philox.truncated_normal(
-            self.key, first, values.numel(), values.device, limits=limits
-        )
-        values.copy_(numbers).mul_(std).add_(mean).clamp_(low, high)
-
-
-_aten = torch.ops.aten
-_ARITHMETIC = {
-    *(_aten.zero_.default, _aten.fill_.Scalar, _aten.mul_.Tensor, _aten.div_.Tensor),
-    *(_aten.add_.Tensor, _aten.sub_.Tensor, _aten.clamp_.default),
-}
-"""In place, alike for each value: recorded where the other operands are numbers."""
-
-
-class _StandIn(torch.Tensor):
-    """Stands in for a whole parameter, or a row of it, while the model's code initializes it: a tensor without values on
-    the CPU, that hands what is done to it to its `_Initial`."""
-
-    initial: _Initial
-    span: range
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, initial: _Initial, span: range, shape: torch.Size) -> _StandIn:
-        made: _StandIn = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=initial.dtype, device=torch.device("cpu")
-        )
-        made.initial, made.span = initial, span
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        self, others, kwargs = args[0], args[1:], kwargs or {}
-        if isinstance(self, cls) and self.initial.whole is None:
-            initial = self.initial
-            if func is _aten.detach.default:
-                return cls(initial, self.span, self.shape)
-            if func is _aten.select.int and others[0] == 0:
-                width = len(self.span) // self.shape[0]
-                row = others[1] % self.shape[0]
-                return cls(initial, self.span[row * width : (row + 1) * width], self.shape[1:])
-            if func in _ARITHMETIC and not any(
-                isinstance(value, torch.Tensor) for value in [*others, *kwargs.values()]
-            ):
-                overwrites = func in (_aten.zero_.default, _aten.fill_.Scalar)
-                initial.record(
-                    self.span,
-                    lambda values, first: func(values, *others, **kwargs),
-                    overwrites=overwrites,
-                )
-                return self
-            draw = {
-                _aten.normal_.default: initial.normal,
-                _aten.uniform_.default: initial.uniform,
-            }.get(func)
-            if draw is not None and kwargs.get("generator") is None:
-                initial.record(
-                    self.span, lambda values, first: draw(values, first, *others), overwrites=True
-                )
-                return self
-        args, kwargs = tree_map_only(cls, cls._values, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        self.copy_(values)
-
-    def _values(self) -> torch.Tensor:
-        return self.initial.on_cpu().view(-1)[self.span.start : self.span.stop].view(self.shape)
-
-
 @contextmanager
-def _trunc_normal_by_position() -> Iterator[None]:
-    """torch draws until all values lie within the limits, which would need them at once (seen in torch 2.13)."""
-    original = nn.init._no_grad_trunc_normal_
+def _placeholders(
+    modules: list[tuple[str, nn.Module]],
+    seed: int,
+    kept: set[int],
+    whole: list[InitialValues],
+) -> Iterator[list[InitialValues]]:
+    """Replaces the modules' parameters by placeholders and their buffers by copies on the CPU.
 
-    def trunc_normal(
-        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
-    ) -> torch.Tensor:
-        if (
-            not isinstance(tensor, _StandIn)
-            or tensor.initial.whole is not None
-            or generator is not None
-        ):
-            return original(tensor, mean, std, a, b, generator)
-        draw = partial(tensor.initial.trunc_normal, mean=mean, std=std, low=a, high=b)
-        tensor.initial.record(tensor.span, draw, overwrites=True)
-        return tensor
-
-    nn.init._no_grad_trunc_normal_ = trunc_normal
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = original
-
-
-@contextmanager
-def _stand_ins(
-    modules: list[tuple[str, nn.Module]], seed: int, kept: set[int], whole_ones: list[_Initial]
-) -> Iterator[list[_Initial]]:
-    """Puts stand-ins in the place of the modules' parameters, and copies on the CPU in that of their buffers.
-
-    A parameter that several modules share is initialized by the first of them. Those in `kept` keep what they have.
+    A shared parameter is initialized by its first module. Those in `kept` are not changed. Values
+    that were needed at once are appended to `whole`.
     """
     saved = [(module, dict(module._parameters), dict(module._buffers)) for _, module in modules]
-    initials: dict[int, _Initial] = {}
+    initials: dict[int, InitialValues] = {}
     on_cpu: dict[int, torch.Tensor] = {}
     for (name, module), (_, parameters, buffers) in zip(modules, saved, strict=True):
         for own, parameter in parameters.items():
             if parameter is not None:
-                mine = (
-                    None
-                    if id(parameter) in kept or id(parameter) in initials
-                    else parameter.detach()
-                )
-                initial = _Initial(
-                    clean_name(f"{name}.{own}".removeprefix(".")), mine, parameter, seed, whole_ones
-                )
+                done = id(parameter) in kept or id(parameter) in initials
+                mine = None if done else parameter.detach()
+                full_name = clean_name(f"{name}.{own}".removeprefix("."))
+                initial = InitialValues(full_name, mine, parameter, seed, whole)
                 initials.setdefault(id(parameter), initial)
-                module._parameters[own] = initial.stand_in()
+                module._parameters[own] = initial.placeholder()
         for own, buffer in buffers.items():
             if buffer is not None:
                 module._buffers[own] = on_cpu.setdefault(id(buffer), buffer.cpu())
@@ -416,13 +193,3 @@ def _stand_ins(
         for buffer in buffers.values():
             if buffer is not None:
                 buffer.copy_(on_cpu[id(buffer)])
-
-
-def local_rows(mine: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """What this rank holds of a tensor, and which row (of dimension 0) of the whole it starts at."""
-    if not isinstance(mine, DTensor):
-        return mine, 0
-    # fully_shard cuts dimension 0 as torch.chunk does, over the mesh's last dimension: the first one holds copies.
-    mesh = mine.device_mesh
-    chunk = -(-mine.shape[0] // mesh.size(mesh.ndim - 1))
-    return mine.to_local(), min(mesh.get_local_rank(mesh.ndim - 1) * chunk, mine.shape[0])

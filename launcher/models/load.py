@@ -1,17 +1,18 @@
-"""A checkpoint's weights, straight into each rank's shards.
+"""Loads the weights of a Hugging Face checkpoint straight into each rank's shards.
 
-What goes where is planned on the meta model, from the headers of the files alone, and every mistake is told then. The
-weights are read after wrapping: rows of a mapped file, a piece at a time, into the rows that this rank holds. Where
-ranks hold the same rows (ddp, or the copies of hybrid sharding) the first of them reads and broadcasts each piece. So
-the files are read once over all ranks, and a rank holds its shards and a piece; only a tensor that is made of several
-(`names.Conversion`) is put together whole first, or the part of it that the rank keeps, where that can be told apart.
+`open_checkpoint` plans the conversions on the meta model, from the headers of the files, and
+reports every mismatch. The weights are read after wrapping, a piece at a time: rows of a mapped
+file are copied into the rows of this rank. Where several ranks have the same rows (ddp, or the
+replicas of hybrid sharding), the first of them reads and broadcasts. So the files are read once
+over all ranks, and a rank stores its shards and one piece. Only a tensor that is made of several
+(`Conversion`) is built whole first, or just this rank's rows of it where that is possible.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,53 +24,71 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from launcher.errors import RecipeError
-from launcher.models.build import checkpoint_folder, is_pretrained
-from launcher.models.initialization import (
-    initialize,
-    local_rows,
-    materialize,
-    named_tensors,
-    random_weights,
-)
+from launcher.models.build import checkpoint_folder, is_classifier, is_pretrained
+from launcher.models.initialization import initialize, materialize, named_tensors, random_weights
 from launcher.models.safetensors_files import Shape, StoredTensors, open_folder
-from launcher.models.tensor_names import Conversion, ModelShapes, into_model
+from launcher.models.shards import compute_device, local_rows
+from launcher.models.tensor_names import Conversion, ModelShapes, load_conversions
 from launcher.recipe import schema
 
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 * 2**20
-"""Read and sent at once."""
+"""Bytes to read and broadcast at once."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that fits a model, and how it gets into it."""
+    """A checkpoint that fits a model, and its conversions."""
 
     stored: StoredTensors
     conversions: list[Conversion]
     shapes: ModelShapes
     loaded: frozenset[str]
-    """The model's tensors that come from it, each under all its names; the others are initialized."""
+    """The model's tensors that it gives, under all their names. The others are initialized."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of most of its weights."""
+        """The dtype of most of its weights."""
         return self.stored.dtype()
+
+    def reader(self) -> Callable[[str], torch.Tensor]:
+        """Returns a function that reads a whole tensor of the model by name.
+
+        One conversion may make several tensors: those of the last one are kept.
+        """
+        by_target = {
+            name: conversion for conversion in self.conversions for name in conversion.targets
+        }
+        made: dict[str, torch.Tensor] = {}
+
+        def read(name: str) -> torch.Tensor:
+            nonlocal made
+            if name not in made:
+                conversion = by_target[name]
+                made = conversion.convert(
+                    {stored: self.stored.rows(stored) for stored in conversion.names()}, self.shapes
+                )
+            return made[name]
+
+        return read
 
 
 def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") -> Checkpoint:
-    """Plans how the folder's weights get into a meta model of transformers, before anything is wrapped around it.
+    """Plans how a folder's weights become those of a meta model of transformers that is not yet
+    wrapped.
 
-    Logs what is not loaded, and what is initialized.
-    Raises RecipeError with every tensor that is missing, not expected or of another shape.
+    Logs what is not loaded and what is initialized. Raises RecipeError with every tensor that is
+    missing, unexpected or of another shape.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise RecipeError(
-            f"{key}: {folder} is quantized, and quantized weights cannot be trained; give the checkpoint it was made from"
+            f"{key}: {folder} is quantized, and quantized weights cannot be trained; give the "
+            "checkpoint it was made from"
         )
     stored = open_folder(folder, key=key)
     shapes = ModelShapes(model)
-    conversions, unexpected, problems = into_model(model, stored.tensors, shapes)
+    conversions, unexpected, problems = load_conversions(model, stored.tensors, shapes)
     state: dict[str, torch.Tensor] = model.state_dict()
     made = {
         name: shape.shape
@@ -81,22 +100,24 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") 
             problems.append(f"{name}: the model has no such tensor")
         elif shape != tuple(state[name].shape):
             problems.append(
-                f"{name}: is {list(shape)} in the checkpoint, and {list(state[name].shape)} in the model"
+                f"{name}: is {list(shape)} in the checkpoint, and {list(state[name].shape)} in the "
+                "model"
             )
-    notes = _resolve_ties(model, made, conversions, stored)
+    messages = _resolve_ties(model, made, conversions, stored)
     loaded = _with_ties(model, made)
     failed = {conversion.first for conversion in conversions if not conversion.targets}
     missing = [name for name in state if name not in loaded and name not in failed]
-    problems += _missing(model, missing, notes)
-    problems += _unexpected(model, unexpected, notes)
+    problems += _missing(model, missing, messages)
+    problems += _unexpected(model, unexpected, messages)
     if problems:
         raise RecipeError(
             [
-                f"{key}: {folder} is not the checkpoint of a {type(model).__name__} with its config:",
+                f"{key}: {folder} is not the checkpoint of a {type(model).__name__} with its "
+                "config:",
                 *sorted(problems),
             ]
         )
-    for note in notes:
+    for note in messages:
         logger.info(f"note: {note}")
     return Checkpoint(stored, conversions, shapes, frozenset(loaded))
 
@@ -108,9 +129,10 @@ def starting_weights(
     seed: int,
     group: dist.ProcessGroup | None,
 ) -> tuple[Callable[[nn.Module, torch.device, torch.device], None], torch.dtype]:
-    """What fills the model once it is wrapped, as the recipe's model section says, and the dtype that the weights come in.
+    """The function that gives the wrapped model its weights, and the dtype of these weights on
+    disk.
 
-    model: on meta, nothing wrapped around it yet. Raises RecipeError as `open_checkpoint`.
+    model: on meta, not yet wrapped. Raises RecipeError like `open_checkpoint`.
     """
     if not is_pretrained(section):
         return partial(random_weights, seed=seed), torch.float32
@@ -122,8 +144,8 @@ def starting_weights(
     ), checkpoint.dtype
 
 
-def _same_tensor(model: nn.Module) -> list[list[str]]:
-    """Names that share a parameter, for each that has several."""
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    """Groups of names that share a parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -131,9 +153,9 @@ def _same_tensor(model: nn.Module) -> list[list[str]]:
 
 
 def _with_ties(model: nn.Module, names: Any) -> set[str]:
-    """These names, and those of the same tensors."""
+    """These names and those tied to them."""
     ties = {
-        name for tied in _same_tensor(model) if any(name in names for name in tied) for name in tied
+        name for tied in _tied_names(model) if any(name in names for name in tied) for name in tied
     }
     return ties | set(names)
 
@@ -141,12 +163,12 @@ def _with_ties(model: nn.Module, names: Any) -> set[str]:
 def _resolve_ties(
     model: Any, made: dict[str, Any], conversions: list[Conversion], stored: StoredTensors
 ) -> list[str]:
-    """Where a checkpoint has a tied tensor twice: one is enough where both are equal; else they are not tied after all."""
-    notes = []
+    """For tied tensors that are stored twice: drops one if both are equal, else unties them."""
+    messages = []
     single = {
         conversion.first: conversion for conversion in conversions if conversion.converter is None
     }
-    for tied in _same_tensor(model):
+    for tied in _tied_names(model):
         first, *others = [name for name in tied if name in single] or [""]
         for name in others:
             if _equal(stored, *single[first].names(), *single[name].names()):
@@ -160,10 +182,11 @@ def _resolve_ties(
             )
             model.config.tie_word_embeddings = False
             getattr(model, "all_tied_weights_keys", {}).pop(name, None)
-            notes.append(
-                f"the config ties {name} to {first}, but the checkpoint holds two different ones: they are not tied"
+            messages.append(
+                f"the config ties {name} to {first}, but the checkpoint holds two different ones: "
+                "they are not tied"
             )
-    return notes
+    return messages
 
 
 def _equal(stored: StoredTensors, first: str, second: str) -> bool:
@@ -180,57 +203,44 @@ def _equal(stored: StoredTensors, first: str, second: str) -> bool:
     )
 
 
-def _base(model: Any) -> tuple[str, nn.Module | None]:
-    """The model without its head, and its name in it."""
+def _base_model(model: Any) -> tuple[str, nn.Module | None]:
+    """The name and module of the model without its head."""
     prefix = model.base_model_prefix
     return prefix, getattr(model, prefix, None) if prefix else None
 
 
-def _missing(model: Any, missing: list[str], notes: list[str]) -> list[str]:
-    """What a checkpoint may lack, it is said of; the rest are problems."""
-    ignored = [
-        re.compile(pattern)
-        for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    ]
-    missing = [name for name in missing if not any(pattern.search(name) for pattern in ignored)]
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
-    )
-
-    fresh = []
-    if type(model).__name__ in CLASSIFIERS.values():
-        prefix, base = _base(model)
-        # The head, and the pooler that some have in front of it, which pretraining may have done without
-        fresh = [
+def _missing(model: Any, missing: list[str], messages: list[str]) -> list[str]:
+    """Adds a message about new heads, which may be missing. Returns problems for the rest."""
+    ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    missing = [name for name in missing if not _matches(name, ignored)]
+    initialized = []
+    if is_classifier(model):
+        prefix, base = _base_model(model)
+        # The head, and the pooler that some models have before it
+        initialized = [
             name
             for name in missing
             if base is None or not name.startswith(f"{prefix}.") or ".pooler." in name
         ]
-    if fresh:
-        notes.append(f"not in the checkpoint, initialized anew: {_listing(fresh)}")
-    return [f"{name}: missing in the checkpoint" for name in missing if name not in fresh]
+    if initialized:
+        messages.append(f"not in the checkpoint, initialized anew: {_listing(initialized)}")
+    return [f"{name}: missing in the checkpoint" for name in missing if name not in initialized]
 
 
-def _unexpected(model: Any, names: list[str], notes: list[str]) -> list[str]:
-    """What a checkpoint may have too many, it is said of (another task's head) or not (computed anew); the rest are
-    problems, since a part of the model would be left out in silence."""
-    ignored = [
-        re.compile(pattern)
-        for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ]
-    ignored += [
-        re.compile(r"rotary_emb\.(inv|original_inv)_freq"),
-        re.compile(r"(^|\.)position_ids$"),
-    ]
-    prefix, base = _base(model)
+def _unexpected(model: Any, names: list[str], messages: list[str]) -> list[str]:
+    """Adds a message about other tasks' heads, which a checkpoint may have. Returns problems for
+    the rest.
+
+    Buffers that are computed are ignored. Any other unknown tensor would be a part of the model
+    that is silently not loaded.
+    """
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    computed = (r"rotary_emb\.(inv|original_inv)_freq", r"(^|\.)position_ids$")
+    prefix, base = _base_model(model)
     buffers = {name for name, _ in model.named_buffers()}
     problems, heads = [], []
     for name in names:
-        if (
-            any(pattern.search(name) for pattern in ignored)
-            or name in buffers
-            or f"{prefix}.{name}" in buffers
-        ):
+        if _matches(name, (*ignored, *computed)) or {name, f"{prefix}.{name}"} & buffers:
             continue
         child = name.split(".")[0]
         if base is None or child == prefix or child in base._modules or child in base._parameters:
@@ -238,8 +248,12 @@ def _unexpected(model: Any, names: list[str], notes: list[str]) -> list[str]:
         else:
             heads.append(name)
     if heads:
-        notes.append(f"in the checkpoint and not in this model, left out: {_listing(heads)}")
+        messages.append(f"in the checkpoint and not in this model, left out: {_listing(heads)}")
     return problems
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _listing(names: list[str]) -> str:
@@ -256,57 +270,46 @@ def pretrained_weights(
     seed: int,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fills a wrapped meta model from a checkpoint: parameters on one device, buffers on the other. What the checkpoint
-    has not (buffers that are computed, adapters, a new head) is drawn from the seed, as `initialize` does.
+    """Loads a checkpoint into a wrapped meta model: parameters on one device, buffers on the other.
 
-    group: the ranks that hold each plain parameter, every one of which must call this; one that is sharded brings its own.
+    What the checkpoint lacks (computed buffers, adapters, a new head) is initialized from the seed.
+    group: the ranks that have the same plain parameters; all must call this. A DTensor has its own
+    group.
     """
     materialize(model, parameters=parameters, buffers=buffers)
     initialize(model, seed=seed, loaded=checkpoint.loaded)
-    held = named_tensors(model)
+    tensors = named_tensors(model)
     for conversion in checkpoint.conversions:
-        _load(
-            conversion,
-            checkpoint,
-            {name: held[name].detach() for name in conversion.targets},
-            group,
-        )
+        targets = {name: tensors[name].detach() for name in conversion.targets}
+        _load(conversion, checkpoint, targets, group)
     checkpoint.stored.close()
 
 
 def _load(
     conversion: Conversion,
     checkpoint: Checkpoint,
-    held: dict[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
     group: dist.ProcessGroup | None,
 ) -> None:
     stored = checkpoint.stored
     if conversion.converter is None:
         (name,) = conversion.names()
-        (mine,) = held.values()
-        scalar = not stored.tensors[name].shape
-        _fill(
-            mine,
-            stored.tensors[name],
-            lambda start, stop: stored.rows(name) if scalar else stored.rows(name, start, stop),
-            group,
-        )
+        (tensor,) = tensors.values()
+        _copy_rows(tensor, stored.tensors[name], partial(stored.rows, name), group)
         return
-    # Every tensor of one model has the same mesh: who reads for one reads for all
-    sharing = _sharing(next(iter(held.values())), group)
-    reads = sharing is None or dist.get_rank(sharing) == 0
+    # All tensors of a model have the same mesh, so the same rank reads all of them
+    replicas = _replica_group(next(iter(tensors.values())), group)
+    is_reader = replicas is None or dist.get_rank(replicas) == 0
     made: dict[str, torch.Tensor] = {}
     first = 0
-    if reads:
+    if is_reader:
         if conversion.stacks_rows():
-            local, first = local_rows(next(iter(held.values())))
+            local, first = local_rows(next(iter(tensors.values())))
             conversion = conversion.some_rows(first, first + local.shape[0])
-        if conversion.names():
-            made = conversion.convert(
-                {name: stored.rows(name) for name in conversion.names()}, checkpoint.shapes
-            )
-    for name, mine in held.items():
-        _fill(mine, conversion.targets[name], partial(_rows_of, made, name, first), group)
+        if sources := {name: stored.rows(name) for name in conversion.names()}:
+            made = conversion.convert(sources, checkpoint.shapes)
+    for name, tensor in tensors.items():
+        _copy_rows(tensor, conversion.targets[name], partial(_rows_of, made, name, first), group)
 
 
 def _rows_of(
@@ -315,44 +318,39 @@ def _rows_of(
     return made[name][start - first : stop - first] if made[name].ndim else made[name]
 
 
-def _sharing(mine: torch.Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that hold the same rows as this one; None where it is alone with them."""
-    if isinstance(mine, DTensor):
-        group = mine.device_mesh.get_group(0) if mine.device_mesh.ndim == 2 else None
+def _replica_group(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """The ranks that have the same rows as this one; None if there are no others."""
+    if isinstance(tensor, DTensor):
+        group = tensor.device_mesh.get_group(0) if tensor.device_mesh.ndim == 2 else None
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
-def _fill(
-    mine: torch.Tensor,
-    form: Shape,
+def _copy_rows(
+    tensor: torch.Tensor,
+    shape: Shape,
     rows: Callable[[int, int], torch.Tensor],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Copies this rank's rows into its part of a tensor, a piece at a time. form: of the whole, as it is read."""
-    local, first = local_rows(mine)
-    sharing = _sharing(mine, group)
-    reads = sharing is None or dist.get_rank(sharing) == 0
-    if not form.shape:
-        local, form = local.reshape(1), Shape((1,), form.dtype)
-    step = max(1, PIECE_BYTES * form.shape[0] // max(1, form.bytes))
+    """Copies this rank's rows into its part of a tensor. shape: of the whole stored tensor."""
+    local, first = local_rows(tensor)
+    replicas = _replica_group(tensor, group)
+    is_reader = replicas is None or dist.get_rank(replicas) == 0
+    if not shape.shape:
+        local, shape = local.reshape(1), Shape((1,), shape.dtype)
+    step = max(1, PIECE_BYTES * shape.shape[0] // max(1, shape.bytes))
     for start in range(0, local.shape[0], step):
         stop = min(start + step, local.shape[0])
-        piece: torch.Tensor | None = rows(first + start, first + stop) if reads else None
-        if sharing is not None:
-            # Offloaded shards are sent over the device's links too: the group of a mesh is sure to know that device
-            device = (
-                torch.device(mine.device_mesh.device_type)
-                if isinstance(mine, DTensor)
-                else mine.device
-            )
-            on_device = torch.empty(
-                (stop - start, *form.shape[1:]), dtype=form.dtype, device=device
-            )
+        piece: torch.Tensor | None = rows(first + start, first + stop) if is_reader else None
+        if replicas is not None:
+            # On the device even for offloaded shards, which the group of their mesh supports
+            form = (stop - start, *shape.shape[1:])
+            on_device = torch.empty(form, dtype=shape.dtype, device=compute_device(tensor))
             if piece is not None:
                 on_device.copy_(piece)
-            dist.broadcast(
-                on_device.view(torch.uint8), group=sharing, group_src=0
-            )  # bytes: any dtype, any backend
+            # As bytes, because not every backend takes every dtype
+            dist.broadcast(on_device.view(torch.uint8), group=replicas, group_src=0)
             piece = on_device
         assert piece is not None
-        local[start:stop].copy_(piece)  # a scalar fits a row of one
+        local[start:stop].copy_(piece)  # a scalar fits into one row

@@ -1,13 +1,14 @@
-"""Random numbers by position: the counter-based generator Philox4x32-10 in torch's integer arithmetic.
+"""Random numbers by position: the counter-based generator Philox4x32-10 in torch's integer
+arithmetic.
 
-A stream is identified by a key of two 32-bit words. Its numbers have positions 0, 1, 2, ...; counter `position // 4`
-gives four 32-bit words, one a position. So any part of a stream can be drawn alone, on any device.
+A key of two 32-bit words selects a stream. Its numbers have positions 0, 1, 2, and so on: counter
+`position // 4` gives the words of four positions. So any part of a stream can be drawn alone.
 Generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
-What is guaranteed: the words, and the uniform numbers, are the same bits on every device. The normal
-numbers are computed in float64 and then rounded to float32. They do not depend on which part of a
-stream is drawn at once. Another kind of processor, or a GPU, may round the last bit of a float64
-logarithm or cosine differently; that changes the float32 number, by its last bit, about once in 10^8.
+Words and uniform numbers have the same bits on every device. Normal numbers are computed in float64
+and rounded to float32, and do not depend on which part of a stream is drawn at once. Another
+processor may round the last bit of a float64 logarithm or cosine differently; that changes the last
+bit of about one float32 number in 10^8.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """Ten rounds on each counter. All words are int64 tensors that hold 32 bits; they broadcast."""
+    """Ten rounds on each counter. Words are int64 tensors with 32-bit values; they broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # A product wraps at 64 bits: its low half is exact, and the mask makes the high half unsigned
+        # Products wrap at 64 bits: the low half is exact, and the mask makes the high half unsigned
         low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((high >> 32) ^ c1 ^ k0) & _MASK,
@@ -41,10 +42,9 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def numbers_at_once(device: torch.device) -> int:
-    """How many numbers to draw at once for speed. Drawing takes up to 28 bytes for each of them: 112 MiB on CUDA.
+    """How many numbers to draw at once for speed. Each takes up to 28 bytes: 112 MiB on CUDA.
 
-    CPU: small enough for the cache of each core, and torch uses a thread for 2^15 counters.
-    CUDA: large enough to keep the GPU busy.
+    CPU: fits each core's cache; torch uses one thread per 2^15 counters. CUDA: keeps the GPU busy.
     """
     if device.type != "cpu":
         return 2**22
@@ -53,19 +53,19 @@ def numbers_at_once(device: torch.device) -> int:
 
 
 def _words(key: tuple[int, int], first: int, count: int, device: torch.device) -> Words:
-    """The words of the counters for `count` positions from `first` on, in order."""
+    """The words of the counters of `count` positions from `first` on."""
     counters = torch.arange(first // 4, -(-(first + count) // 4), device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     return philox((counters & _MASK, counters >> 32, zero, zero), key)
 
 
 def _in_order(lanes: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """lanes: (counters, 4). Returns (count,): the requested positions only."""
+    """lanes: (counters, 4). Returns (count,): the requested positions."""
     return lanes.view(-1)[first % 4 : first % 4 + count]
 
 
 def uniform(key: tuple[int, int], first: int, count: int, device: torch.device) -> torch.Tensor:
-    """float32 numbers in [0, 1), multiples of 2^-24: those at positions first, first + 1, ..."""
+    """float32 numbers in [0, 1), multiples of 2^-24, at positions first, first + 1, ..."""
     words = _words(key, first, count, device)
     lanes = torch.empty(words[0].numel(), 4, device=device)
     for lane, word in enumerate(words):
@@ -94,12 +94,12 @@ def truncated_normal(
     *,
     limits: tuple[float, float],
 ) -> torch.Tensor:
-    """float32 numbers of the standard normal distribution between two limits, by its inverse in float64."""
+    """float32 numbers of the normal distribution within limits, by its inverse in float64."""
     words = _words(key, first, count, device)
     lanes = torch.empty(words[0].numel(), 4, device=device)
     low, high = (math.erf(limit / math.sqrt(2.0)) for limit in limits)
     for lane, word in enumerate(words):
-        # Inside (0, 1), so no number is infinite even where the limits are far away
+        # Inside (0, 1): no number is infinite, even with distant limits
         share = (word.double() + 0.5).mul_(2.0**-32)
         lanes[:, lane] = share.mul_(high - low).add_(low).erfinv_().mul_(math.sqrt(2.0))
     return _in_order(lanes, first, count)

@@ -1,4 +1,4 @@
-"""A folder of safetensors: which tensors it has, rows of them, and how one is written. Nothing is read whole."""
+"""Reads and writes folders of safetensors, one tensor or some rows at a time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from launcher.errors import RecipeError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+MAX_FILE_BYTES = 5 * 10**9
+"""Of an exported file, unless a single tensor is larger."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -34,28 +36,33 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Shape:
-    """What is known of a tensor without reading it."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Shape:
+        """Of this tensor."""
+        return Shape(tuple(tensor.shape), tensor.dtype)
+
     @property
     def bytes(self) -> int:
-        """Of all its elements."""
+        """Of all elements."""
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
     def meta(self) -> torch.Tensor:
-        """A tensor like it, without storage."""
+        """A tensor of this shape without storage."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 class StoredTensors:
-    """The tensors of safetensors files, by name. Files are mapped: the pages that are read stay the kernel's."""
+    """Tensors of safetensors files, by name. The files are mapped, not read."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
-        """files: for each tensor the file it stands in."""
+        """files: the file of each tensor."""
         self._files = files
-        headers = {file: _header(file) for file in dict.fromkeys(files.values())}
+        headers = {file: _read_header(file) for file in dict.fromkeys(files.values())}
         lost = sorted(name for name, file in files.items() if name not in headers[file])
         if lost:
             raise RecipeError(
@@ -68,7 +75,7 @@ class StoredTensors:
         self._open: tuple[Path, Any] | None = None
 
     def dtype(self) -> torch.dtype:
-        """Of most of the bytes; float32 where there are none in floating point."""
+        """The dtype of most of the bytes; float32 if no tensor is floating-point."""
         sizes: dict[torch.dtype, int] = {}
         for tensor in self.tensors.values():
             if tensor.dtype.is_floating_point:
@@ -76,14 +83,14 @@ class StoredTensors:
         return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
     def rows(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
-        """Rows of a tensor's dimension 0, or the whole; a view of the mapped file, not a copy of it."""
+        """Rows of a tensor's dimension 0, or the whole tensor; a view of the mapped file."""
         file = self._files[name]
         if self._open is None or self._open[0] != file:
             from safetensors import safe_open
 
             self._open = (file, safe_open(file, framework="pt"))
         handle = self._open[1]
-        if start is None:
+        if start is None or not self.tensors[name].shape:
             whole: torch.Tensor = handle.get_tensor(name)
             return whole
         rows: torch.Tensor = handle.get_slice(name)[start:stop]
@@ -95,12 +102,14 @@ class StoredTensors:
 
 
 def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
-    """The weights of a model's folder as transformers lays it out: one file, or several and an index.
+    """The weights in a model's folder: one file, or several with an index, as transformers writes
+    them.
 
-    key: of the recipe, for messages. Raises RecipeError for what cannot be read, with what to do about it.
+    key: of the recipe, for messages. Raises RecipeError if there is nothing that can be read, with
+    advice.
     """
     if (folder / SINGLE).is_file():
-        return StoredTensors(dict.fromkeys(_header(folder / SINGLE), folder / SINGLE))
+        return open_file(folder / SINGLE)
     if (folder / INDEX).is_file():
         try:
             listing: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
@@ -111,25 +120,35 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
         absent = sorted({file for file in listing.values() if not (folder / file).is_file()})
         if absent:
             raise RecipeError(
-                f"{key}: {folder} lacks {', '.join(absent)}, which its index names; the download is not complete"
+                f"{key}: {folder} lacks {', '.join(absent)}, which its index names; the download "
+                "is not complete"
             )
         return StoredTensors({name: folder / file for name, file in listing.items()})
     if (folder / ADAPTER_CONFIG).is_file():
         raise RecipeError(
-            f"{key}: {folder} holds an adapter, not a model; merge it first: launcher export RUN_DIR OUT merged=true"
+            f"{key}: {folder} holds an adapter, not a model; merge it first: launcher export "
+            "RUN_DIR OUT merged=true"
         )
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise RecipeError(
-            f"{key}: {folder} has no safetensors, only pickled weights, and those can run code when loaded. Where you trust them: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes safetensors"
+            f"{key}: {folder} has no safetensors, only pickled weights, which can run code when "
+            "loaded. If you trust them: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes "
+            "safetensors"
         )
     raise RecipeError(
-        f"{key}: {folder} has no weights: neither {SINGLE} nor {INDEX}; to start from random ones, set model.init: random"
+        f"{key}: {folder} has no weights: neither {SINGLE} nor {INDEX}; to start from random ones, "
+        "set model.init: random"
     )
 
 
-def _header(file: Path) -> dict[str, Shape]:
-    """The format's first 8 bytes are the length of a JSON header (little-endian), which gives each tensor's place."""
+def open_file(file: Path) -> StoredTensors:
+    """All tensors of one file."""
+    return StoredTensors(dict.fromkeys(_read_header(file), file))
+
+
+def _read_header(file: Path) -> dict[str, Shape]:
+    """A file begins with the length of a JSON header (8 bytes, little-endian), then the header."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -147,37 +166,54 @@ def _header(file: Path) -> dict[str, Shape]:
         raise RecipeError(f"model.path: {file} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, LookupError):
         raise RecipeError(
-            f"model.path: {file} is not a safetensors file, or one of a kind that is not known here"
+            f"model.path: {file} is not a safetensors file, or has an unknown dtype"
         ) from None
     if 8 + length + end != size:
         raise RecipeError(
-            f"model.path: {file} is damaged: {size:,} bytes, and its header tells of {8 + length + end:,}; fetch it again"
+            f"model.path: {file} is damaged: {size:,} bytes instead of the {8 + length + end:,} in "
+            "its header; download it again"
         )
     return found
 
 
+def make_header(
+    tensors: Mapping[str, Shape], *, alignment: int = 8
+) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The first bytes of a safetensors file; and for each tensor its first byte and its number of
+    bytes.
+
+    Tensors lie in the given order without gaps, so those with wider elements must come first.
+    alignment: of the first tensor.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.bytes
+        entries[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % alignment)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {
+        name: (len(header) + entries[name]["data_offsets"][0], tensor.bytes)
+        for name, tensor in tensors.items()
+    }
+
+
 class Writer:
-    """Writes one safetensors file, tensor by tensor, in an order that is known beforehand: none is held."""
+    """Writes one safetensors file, tensor by tensor, in the given order."""
 
     def __init__(self, file: Path, tensors: Mapping[str, Shape]) -> None:
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, tensor in tensors.items():
-            end = offset + tensor.bytes
-            entries[name] = {
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        header = json.dumps(entries).encode()
-        header += b" " * (-len(header) % 8)  # tensors are aligned
+        header, _ = make_header(tensors)
         self._expected = iter(tensors.items())
         self._stream: BinaryIO = file.open("wb")
-        self._stream.write(len(header).to_bytes(8, "little") + header)
+        self._stream.write(header)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """The next tensor, cast to the dtype that was announced."""
+        """Writes the next tensor, cast to its announced dtype."""
         expected, form = next(self._expected)
         assert (name, tuple(tensor.shape)) == (expected, form.shape), (
             name,
@@ -190,16 +226,16 @@ class Writer:
             self._stream.write(data.view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Raises where tensors are lacking: no file is left that is shorter than it says."""
+        """Closes the file. All announced tensors must have been written."""
         assert next(self._expected, None) is None
         self._stream.close()
 
 
-def split_files(sizes: Sequence[int], max_bytes: int) -> list[range]:
-    """Cuts a row of things with these sizes into files of at most max_bytes; a larger one has a file of its own."""
+def _split_files(sizes: Sequence[int]) -> list[range]:
+    """Splits consecutive sizes into files of at most MAX_FILE_BYTES, or of one larger tensor."""
     cuts, filled = [0], 0
     for index, size in enumerate(sizes):
-        if filled and filled + size > max_bytes:
+        if filled and filled + size > MAX_FILE_BYTES:
             cuts.append(index)
             filled = 0
         filled += size
@@ -207,14 +243,14 @@ def split_files(sizes: Sequence[int], max_bytes: int) -> list[range]:
 
 
 def write_files(
-    folder: Path | None, groups: Sequence[Mapping[str, Shape]], *, max_file_bytes: int
+    folder: Path | None, groups: Sequence[Mapping[str, Shape]]
 ) -> Iterator[Writer | None]:
-    """Yields for each group of tensors the writer that it goes to; the files get the names that transformers gives them,
-    and an index where there are several. folder: None: nothing is written (a rank that only gathers), and None is yielded.
+    """Yields the writer for each group of tensors. Files and index have the names that transformers
+    uses.
+
+    folder: None yields None: this rank only takes part in reading.
     """
-    files = split_files(
-        [sum(tensor.bytes for tensor in group.values()) for group in groups], max_file_bytes
-    )
+    files = _split_files([sum(tensor.bytes for tensor in group.values()) for group in groups])
     index: dict[str, str] = {}
     for number, members in enumerate(files, start=1):
         name = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"

@@ -1,16 +1,16 @@
-"""Between the names (and shapes) that a checkpoint's tensors have on disk and those of the model that holds them.
+"""Converts between the tensors of a checkpoint on disk and those of the model.
 
-transformers keeps tables of what differs: renamed keys, and conversions such as the experts of a layer, apart on disk
-and one tensor in the model (`transformers.conversion_mapping`). They are used here as `from_pretrained` and
-`save_pretrained` use them, but one conversion at a time, and first on meta tensors: so shapes are known, and wrong ones
-told, before a byte is read.
+transformers has tables of the differences: renamed keys, and conversions, such as the experts of a
+layer, which are separate on disk and one tensor in the model (`transformers.conversion_mapping`).
+`from_pretrained` and `save_pretrained` apply them to the whole model. Here they are applied one
+conversion at a time, and first to meta tensors: this finds wrong shapes before any data is read.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,23 +25,25 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Conversion:
-    """Tensors of one side that together become tensors of the other."""
+    """Source tensors that together become target tensors."""
 
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """By pattern, in order: the names of one side."""
+    """Names of the sources by pattern, in order."""
     converter: Any = None
-    """A WeightConverter of transformers; None: one tensor, and only its name differs."""
+    """A WeightConverter of transformers; None: one tensor whose name changes."""
     first: str = ""
-    """The name that the converter is called for."""
+    """The name that the converter is called with."""
+    renamings: list[Any] = field(default_factory=list)
+    """Renamings of the results, in an export."""
     targets: dict[str, Shape] = field(default_factory=dict)
-    """What comes out, on the other side."""
+    """The results."""
 
     def names(self) -> list[str]:
-        """Of all sources."""
+        """Names of all sources."""
         return [name for names in self.sources.values() for name in names]
 
     def convert(self, tensors: Mapping[str, torch.Tensor], shapes: ModelShapes) -> Tensors:
-        """tensors: the sources, by name."""
+        """Returns the targets. tensors: the sources by name."""
         if self.converter is None:
             (name,) = self.names()
             return {self.first: tensors[name]}
@@ -51,12 +53,15 @@ class Conversion:
                 converter.add_tensor(self.first, name, pattern, tensors[name])
         made = converter.convert(self.first, model=shapes, config=shapes.config)
         return {
-            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+            _renamed(name, self.renamings): value[0] if isinstance(value, list) else value
+            for name, value in made.items()
         }
 
     def stacks_rows(self) -> bool:
-        """Whether each row of the target's dimension 0 is made of one source of each pattern, so that some rows can be
-        made without the others: experts that are stacked, and then joined along another dimension."""
+        """Whether each row of the target is made from one source of each pattern: stacked experts.
+
+        Some rows can then be made without the others.
+        """
         from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
         if self.converter is None or len(self.targets) != 1:
@@ -77,17 +82,14 @@ class Conversion:
         )
 
     def some_rows(self, start: int, stop: int) -> Conversion:
-        """The same for rows start to stop of the target; see `stacks_rows`."""
-        return Conversion(
-            {pattern: names[start:stop] for pattern, names in self.sources.items()},
-            self.converter,
-            self.first,
-            self.targets,
+        """The conversion for rows start to stop of the target; see `stacks_rows`."""
+        return replace(
+            self, sources={pattern: names[start:stop] for pattern, names in self.sources.items()}
         )
 
 
 class ModelShapes:
-    """What a conversion may ask of a model: its config, and a parameter's shape. The model itself may be sharded."""
+    """What a conversion needs to know of a sharded model: its config and its parameters' shapes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.config: Any = model.config
@@ -100,38 +102,32 @@ class ModelShapes:
         return self._state[name]
 
 
-def note_conversions(model: Any) -> None:
-    """Notes on a model that comes from no checkpoint which tables of transformers hold for it, where `out_of_model` finds
-    them. Before anything is wrapped around it: the tables go by the names of classes, and sharding changes those."""
+def record_conversions(model: Any) -> None:
+    """Stores transformers' conversion tables on a model that comes from no checkpoint, for
+    `export_conversions`.
+
+    Must be called before wrapping: the tables depend on class names, and sharding changes those.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
-    # A prefix that no checkpoint had need not be put back
+    # Without a checkpoint there was no prefix to restore
     table = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [entry for entry in table if not isinstance(entry, PrefixChange)]
 
 
-def into_model(
+def load_conversions(
     model: Any, stored: Mapping[str, Shape], shapes: ModelShapes
 ) -> tuple[list[Conversion], list[str], list[str]]:
-    """How the tensors of a checkpoint become the model's: conversions, names that mean nothing to the model, problems.
+    """How a checkpoint's tensors become the model's: conversions, unexpected names, problems.
 
-    Notes the tables that were used on the model, where `out_of_model` finds them, as from_pretrained does.
+    Stores the used tables on the model for `export_conversions`, as from_pretrained does.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     table = get_model_conversion_mapping(model)
-    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
-    by_pattern = {
-        pattern: converter for converter in converters for pattern in converter.source_patterns
-    }
+    renamings, converters, by_pattern = _by_kind(table)
     state, prefix = model.state_dict(), model.base_model_prefix
     found: dict[str, Conversion] = {}
     unexpected: list[str] = []
@@ -150,57 +146,61 @@ def into_model(
     return list(found.values()), unexpected, problems
 
 
+def _by_kind(table: list[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """The renamings, the converters, and the converter of each pattern."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    return (
+        renamings,
+        converters,
+        {pattern: each for each in converters for pattern in each.source_patterns},
+    )
+
+
 def _try_on_meta(
     conversions: Any, shapes_in: Mapping[str, Shape], shapes: ModelShapes
 ) -> list[str]:
-    """Finds what comes out of each conversion; returns what cannot be converted."""
+    """Sets the targets of each conversion. Returns the conversions that fail, one line each."""
     problems = []
     for conversion in conversions:
         try:
             made = conversion.convert(
                 {name: shapes_in[name].meta() for name in conversion.names()}, shapes
             )
-        except Exception as error:  # whatever an operation raises on tensors that do not fit it
+        except Exception as error:  # operations raise anything on unsuitable tensors
             some = ", ".join(conversion.names()[:3]) + (
                 ", ..." if len(conversion.names()) > 3 else ""
             )
             problems.append(f"{conversion.first}: cannot be made from {some}: {error}")
             continue
-        conversion.targets = {
-            name: Shape(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()
-        }
+        conversion.targets = {name: Shape.of(tensor) for name, tensor in made.items()}
     return problems
 
 
-def out_of_model(model: Any, held: Mapping[str, Shape], shapes: ModelShapes) -> list[Conversion]:
-    """How the model's tensors become those of a checkpoint that from_pretrained reads: the way back of `into_model`."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    back = [entry.reverse_transform() for entry in model._weight_conversions[::-1]]
-    renamings = [entry for entry in back if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in back if isinstance(entry, WeightConverter)]
-    by_pattern = {
-        pattern: converter for converter in converters for pattern in converter.source_patterns
-    }
+def export_conversions(
+    model: Any, tensors: Mapping[str, Shape], shapes: ModelShapes
+) -> list[Conversion]:
+    """How the model's tensors become those of a checkpoint: the reverse of `load_conversions`."""
+    reversed_table = [entry.reverse_transform() for entry in model._weight_conversions[::-1]]
+    renamings, converters, by_pattern = _by_kind(reversed_table)
     found: dict[str, Conversion] = {}
-    for name in held:
-        # On the way out conversions come first, at most one for a name, and renamings after them
+    for name in tensors:
+        # In an export, at most one conversion applies to a name, before any renaming
         matches = (converter.rename_source_key(name) for converter in converters)
         first, pattern = next(
             (match for match in matches if match[1] is not None), (_renamed(name, renamings), None)
         )
         converter = by_pattern[pattern] if pattern is not None else None
-        conversion = found.setdefault(first, Conversion(converter=converter, first=first))
+        after = renamings if converter is not None else []
+        conversion = found.setdefault(
+            first, Conversion(converter=converter, first=first, renamings=after)
+        )
         conversion.sources.setdefault(pattern or name, []).append(name)
-    problems = _try_on_meta(found.values(), held, shapes)
+    problems = _try_on_meta(found.values(), tensors, shapes)
     if problems:
         raise RecipeError([f"checkpoint.export: {problem}" for problem in problems])
-    for conversion in found.values():
-        if conversion.converter is not None:
-            conversion.converter = _Renamed(conversion.converter, renamings)
-            conversion.targets = {
-                _renamed(name, renamings): shape for name, shape in conversion.targets.items()
-            }
     return list(found.values())
 
 
@@ -208,20 +208,3 @@ def _renamed(name: str, renamings: list[Any]) -> str:
     for renaming in renamings:
         name, _ = renaming.rename_source_key(name)
     return name
-
-
-class _Renamed:
-    """A converter whose results are renamed: on the way out, renamings come after conversions."""
-
-    def __init__(self, converter: Any, renamings: list[Any]) -> None:
-        self._converter, self._renamings = converter, renamings
-        self.operations = converter.operations
-
-    def add_tensor(self, *arguments: Any) -> None:
-        self._converter.add_tensor(*arguments)
-
-    def convert(self, *arguments: Any, **more: Any) -> dict[str, Any]:
-        return {
-            _renamed(name, self._renamings): value
-            for name, value in self._converter.convert(*arguments, **more).items()
-        }

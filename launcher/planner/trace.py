@@ -159,7 +159,7 @@ def _run(
     pins = offload is not None and offload.pin_memory
     transfers = nullcontext() if offload is None else offloading(tracker, pinned=pins)
     with standing_in(tracker, data, device=device), transfers:
-        wrapped = prepared.wrap(recipe, ranks, fill=fill)
+        wrapped = prepared.wrap(recipe, ranks, init_fn=fill)
         with fake, tracker:
             if offload is not None:
                 tracker.mark_host(wrapped.module.parameters(), pinned=pins)

@@ -1,4 +1,4 @@
-"""Wraps blocks so that their activations are computed again in the backward pass, or wait for it in host memory."""
+"""Wraps blocks whose activations are recomputed in the backward pass, or offloaded to the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 
 def recomputation_changes_state(block: nn.Module) -> bool:
-    """Whether a second forward pass would update running statistics a second time (BatchNorm)."""
+    """Whether recomputation would update running statistics twice (BatchNorm)."""
     return any(
         isinstance(module, _NormBase) and module.track_running_stats for module in block.modules()
     )
@@ -38,9 +38,9 @@ def checkpoint_blocks(
     offload_to_cpu: bool,
     pin_memory: bool,
 ) -> dict[str, nn.Module]:
-    """Puts a wrapper in the place of every n-th block (the first, the n+1-th, ...), and returns all blocks as they now stand.
+    """Wraps every n-th block (the first, the n+1-th, ...) and returns all blocks as they are now.
 
-    A block that BatchNorm stands in is left alone: recomputation would update its statistics twice.
+    Blocks with BatchNorm are not wrapped: recomputation would update its statistics twice.
     """
     result: dict[str, nn.Module] = {}
     for index, (name, block) in enumerate(blocks.items()):
@@ -64,7 +64,7 @@ def _forward_saving_on_cpu(
 
 
 def kept_operations() -> set[Any]:
-    """Those of attention, which selective checkpointing does not do again, as far as this torch has them."""
+    """Attention operations of this torch version whose outputs selective checkpointing keeps."""
     names = (
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
@@ -75,16 +75,16 @@ def kept_operations() -> set[Any]:
     kept = {
         getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)
     }
-    # Attention of packed documents (launcher/models/attention.py), once its module is imported
+    # Attention of packed documents (launcher/models/attention.py), if its module is imported
     if hasattr(torch.ops.torch_attn, "_varlen_attn"):
         kept.add(torch.ops.torch_attn._varlen_attn.default)
     return kept
 
 
 def _selective_contexts() -> Any:
-    """A fresh pair of contexts: keep attention, keep every other matrix product, compute the rest again.
+    """Keep attention and every other matrix product, recompute the rest.
 
-    Forward and recomputation count matrix products apart, so that both decide alike.
+    Forward pass and recomputation count matrix products separately, so both make the same choice.
     """
     products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
     kept = kept_operations()

@@ -9,30 +9,50 @@ from typing import Protocol
 import torch
 from torch import nn
 
-Fill = Callable[[nn.Module, torch.device, torch.device], None]
-"""Gives a meta model its weights: fill(model, device of parameters, device of buffers)."""
+from launcher.recipe import schema
+
+InitFn = Callable[[nn.Module, torch.device, torch.device], None]
+"""Gives a meta model its weights: init_fn(model, device of parameters, device of buffers)."""
 
 
 class WrappedModel(Protocol):
-    """A model on its ranks, ready to train."""
+    """A model spread over its ranks, ready to train."""
 
     model: nn.Module
-    """Call this."""
+    """Call this one."""
     module: nn.Module
-    """The model inside of it, for its parameters, names and config."""
+    """The model inside, with its parameters, names and config."""
 
     def description(self) -> str:
-        """What was really done, as seen on the wrapped model."""
+        """Precision and sharding, read off the wrapped model."""
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """The precision that forward passes run in."""
+        """The precision of forward passes."""
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch: decides whether gradients are reduced in it."""
+        """Around forward and backward of a micro-batch. Decides whether it reduces gradients."""
 
     def reshard(self) -> None:
-        """After forward passes that no backward pass followed: frees what they left gathered."""
+        """Frees unsharded weights, after forward passes without a backward pass."""
 
     def grad_norm(self) -> torch.Tensor:
-        """2-norm of the gradients over all parameters and ranks: a scalar, the same on every rank, not yet computed
-        when this returns. Gradients are read as they are, so a loss scale is still in it."""
+        """2-norm of all gradients over all ranks: a scalar, the same on every rank, with any loss
+        scale.
+
+        Returns without waiting for the device.
+
+        """
+
+
+def compute_dtype(strategy: schema.Strategy) -> torch.dtype:
+    """The dtype of forward and backward passes: mixed_precision.param_dtype, or float32."""
+    precision = strategy.mixed_precision
+    dtype: torch.dtype = (
+        torch.float32 if precision is None else getattr(torch, precision.param_dtype)
+    )
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Every rank holds the model; gradients are averaged while the backward pass still runs."""
+"""DDP: every rank has the whole model; gradients are all-reduced in the backward pass."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from launcher.distributed.process_group import DataParallel
-from launcher.strategies.base import Fill
+from launcher.recipe import schema
+from launcher.strategies.base import InitFn, compute_dtype, dtype_name
 
 
 class Ddp:
     """DistributedDataParallel under autocast."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        ranks: DataParallel,
-        param_dtype: torch.dtype,
-        sync_every_micro_batch: bool,
-        fill: Fill,
+        self, model: nn.Module, strategy: schema.Strategy, *, ranks: DataParallel, init_fn: InitFn
     ) -> None:
-        fill(model, ranks.device, ranks.device)
+        init_fn(model, ranks.device, ranks.device)
         # torch 2.13 renames broadcast_buffers
         renamed = (
             "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -40,28 +35,33 @@ class Ddp:
             model,
             device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
             process_group=ranks.group,
-            init_sync=False,  # every rank has filled in the same weights
+            init_sync=False,  # every rank has initialized the same weights
             **no_buffers,
             gradient_as_bucket_view=True,
         )
-        # DDP waits for events to time itself in the first ten iterations, which cannot be switched off, and in every 100th
+        # DDP times itself with events, and waits for them, in its first ten iterations (always) and
+        # in every 100th
         self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
         self.model: nn.Module = self._ddp
         self._parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
         self._device_type = ranks.device.type
-        self._param_dtype = param_dtype
-        self._sync_every_micro_batch = sync_every_micro_batch
+        self._param_dtype = compute_dtype(strategy)
+        self._sync_every_micro_batch = (
+            strategy.sync_every_micro_batch is True
+        )  # auto: only after the last one
         self._group = ranks.group
         self._reductions = 0
 
     def description(self) -> str:
-        """Seen on the first parameter and on DDP itself."""
-        master = str(self._parameters[0].dtype).removeprefix("torch.")
-        compute = str(self._param_dtype).removeprefix("torch.")
+        """Read off the first parameter and DDP itself."""
+        master, compute = dtype_name(self._parameters[0].dtype), dtype_name(self._param_dtype)
         when = "each micro-batch" if self._sync_every_micro_batch else "the last micro-batch"
-        return f"ddp: whole model on each rank, {master} masters, compute in {compute}, gradients all-reduced in {master} after {when}"
+        return (
+            f"ddp: whole model on each rank, {master} masters, compute in {compute}, "
+            f"gradients all-reduced in {master} after {when}"
+        )
 
     def forward_context(self) -> AbstractContextManager[object]:
         """Autocast: weights are cast at each use, masters stay float32."""
@@ -73,8 +73,8 @@ class Ddp:
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Reduces gradients in the last micro-batch of a step, or in each.
 
-        After the first reduction DDP makes new buckets. NCCL's process group may still hold the old ones then, until it
-        has seen that their reduction is done: waiting for that once saves a copy of all gradients at the peak.
+        DDP makes new buckets after the first reduction, while NCCL's process group may still hold
+        the old ones. Waiting once for that reduction saves a copy of all gradients at the peak.
         """
         if self._reductions == 1 and self._device_type == "cuda":
             self._group._wait_for_pending_works()
@@ -84,11 +84,11 @@ class Ddp:
         self._reductions += reduces
 
     def reshard(self) -> None:
-        """Nothing is gathered."""
+        """Nothing is sharded."""
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
-        """No rank needs another for this: reduced gradients are the same on all."""
+        """Computed without communication: reduced gradients are the same on all ranks."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         return norm

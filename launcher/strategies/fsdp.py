@@ -1,29 +1,25 @@
-"""Parameters, gradients and optimizer state sharded over the ranks: FSDP2's fully_shard, a group a block."""
+"""FSDP2: parameters, gradients and optimizer state sharded over the ranks, one group per block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from launcher.distributed.process_group import DataParallel
-from launcher.strategies.base import Fill
+from launcher.recipe import schema
+from launcher.strategies.base import InitFn, compute_dtype, dtype_name
 
 
 def make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
-    """A (shard) mesh, or a (replicate, shard) one: neighbouring ranks, those of a node, shard; copies lie across."""
+    """A (shard) mesh, or a (replicate, shard) one in which the ranks of a node shard."""
     if replicate == 1:
         return DeviceMesh.from_group(ranks.group, ranks.device.type, mesh_dim_names=("shard",))
     members = torch.tensor(dist.get_process_group_ranks(ranks.group)).view(replicate, -1)
@@ -36,43 +32,37 @@ class Fsdp:
     def __init__(
         self,
         model: nn.Module,
+        strategy: schema.Strategy,
         *,
         blocks: Sequence[nn.Module],
         ranks: DataParallel,
-        param_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
-        reshard_after_forward: bool,
-        reshard_after_backward: bool,
-        replicate: int,
-        cpu_offload: bool,
-        pin_memory: bool,
-        sync_every_micro_batch: bool,
-        fill: Fill,
+        init_fn: InitFn,
     ) -> None:
-        mesh = make_mesh(ranks, replicate)
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        on_gpu = ranks.device.type == "cuda"
-        offload = (
-            CPUOffloadPolicy(pin_memory=pin_memory and on_gpu) if cpu_offload else OffloadPolicy()
+        mesh = make_mesh(ranks, strategy.replicate)
+        precision, offload = strategy.mixed_precision, strategy.cpu_offload
+        reduce_dtype = (
+            torch.float32 if precision is None else getattr(torch, precision.reduce_dtype)
         )
-        for block in blocks:
-            fully_shard(
-                block,
-                mesh=mesh,
-                mp_policy=policy,
-                offload_policy=offload,
-                reshard_after_forward=reshard_after_forward,
+        policies: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=compute_dtype(strategy), reduce_dtype=reduce_dtype
+            ),
+        }
+        if offload is not None:
+            policies["offload_policy"] = CPUOffloadPolicy(
+                pin_memory=offload.pin_memory and ranks.device.type == "cuda"
             )
-        # The root's own weights (embedding, head) end the forward pass and begin the backward pass: freed between the
-        # two they would be gathered again at once. None is fully_shard's word for that.
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=strategy.reshard_after_forward, **policies)
+        # The root's own weights (embedding, head) are used at the end of the forward pass and the
+        # start of the backward pass. None tells fully_shard to keep them unsharded in between.
         fully_shard(
             model,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=None if reshard_after_forward else False,
+            reshard_after_forward=None if strategy.reshard_after_forward else False,
+            **policies,
         )
-        fill(model, torch.device("cpu") if cpu_offload else ranks.device, ranks.device)
+        init_fn(model, torch.device("cpu") if offload is not None else ranks.device, ranks.device)
         assert isinstance(model, FSDPModule)
         self.module: nn.Module = model
         self.model: nn.Module = model
@@ -81,14 +71,14 @@ class Fsdp:
         self._parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
-        self._reshard_after_forward = reshard_after_forward
-        self._reshard_after_backward = reshard_after_backward
-        self._sync_every_micro_batch = sync_every_micro_batch
+        self._strategy = strategy
+        self._sync_every_micro_batch = (
+            strategy.sync_every_micro_batch is not False
+        )  # auto: after each one
         self._last: bool | None = None
-        self._offloaded = cpu_offload
 
     def description(self) -> str:
-        """Seen on a sharded parameter and on the groups that fully_shard made."""
+        """Read off a sharded parameter and the groups that fully_shard made."""
         groups = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
         shard = max(
             (p for p in self.module.parameters() if isinstance(p, DTensor)), key=lambda p: p.numel()
@@ -96,56 +86,57 @@ class Fsdp:
         trained = self._parameters[0].dtype
         policy = groups[0]._get_fsdp_state()._mp_policy
         names = [
-            str(dtype or shard.dtype).removeprefix("torch.")
+            dtype_name(dtype or shard.dtype)
             for dtype in (trained, policy.param_dtype, policy.reduce_dtype)
         ]
-        frozen = {
-            str(p.dtype).removeprefix("torch.")
-            for p in self.module.parameters()
-            if not p.requires_grad
-        }
+        frozen = {dtype_name(p.dtype) for p in self.module.parameters() if not p.requires_grad}
         mesh = " x ".join(
             f"{shard.device_mesh.size(dim)} {name}"
             for dim, name in enumerate(shard.device_mesh.mesh_dim_names or ())
         )
         when = "each micro-batch" if self._sync_every_micro_batch else "the last micro-batch"
-        where = f"on {shard.to_local().device}" + (" (offloaded)" if self._offloaded else "")
+        where = f"on {shard.to_local().device}" + (
+            " (offloaded)" if self._strategy.cpu_offload is not None else ""
+        )
         return (
             f"fsdp: {len(groups)} groups over a mesh of {mesh}, {names[0]} masters {where}, "
             + (f"frozen weights in {', '.join(sorted(frozen))}, " if frozen else "")
-            + f"largest tensor {tuple(shard.shape)} held as {tuple(shard.to_local().shape)}, "
+            + f"largest tensor {tuple(shard.shape)} sharded to {tuple(shard.to_local().shape)}, "
             f"gathered in {names[1]}, gradients reduced in {names[2]} after {when}"
         )
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """Nothing: the policy casts what it gathers."""
+        """Nothing to do: the mixed-precision policy casts what is all-gathered."""
         return nullcontext()
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Reduces gradients in each micro-batch or in the last, frees gathered weights after each or after the last."""
-        if last is not self._last:  # each of these walks all modules: only when something changes
+        """Reduces gradients and frees unsharded weights after each micro-batch or only the last."""
+        if (
+            last is not self._last
+        ):  # these calls walk all modules, so they are made only on a change
             self._root.set_is_last_backward(last)
             if not self._sync_every_micro_batch:
                 self._root.set_requires_gradient_sync(last)
-            if not self._reshard_after_backward:
+            if not self._strategy.reshard_after_backward:
                 self._root.set_reshard_after_backward(last)
-                if self._reshard_after_forward and not last:
-                    # What the backward pass keeps is gathered in every later forward pass of the step anyway:
-                    # freeing it there would save nothing at the peak, and cost a gathering.
+                if self._strategy.reshard_after_forward and not last:
+                    # The backward pass keeps these weights unsharded for the later micro-batches
+                    # anyway. Freeing them after the forward pass would cost an all-gather and not
+                    # lower the peak.
                     self._root.set_reshard_after_forward(False)
             self._last = last
         yield
 
     def reshard(self) -> None:
-        """The root's weights stay gathered after a forward pass; parameters are shards again after this."""
+        """Shards all parameters again: the root's stay unsharded after a forward pass."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
-        """Each rank adds up its shards, one all-reduce of one number over the shards adds up the ranks."""
+        """Sums over each rank's shards, then one all-reduce of one number over the shard group."""
         gradients = [
             _local(parameter.grad) for parameter in self._parameters if parameter.grad is not None
         ]

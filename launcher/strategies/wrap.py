@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
-from launcher.strategies.base import Fill, WrappedModel
+from launcher.strategies.base import InitFn, WrappedModel
 
 
 def wrap(
@@ -18,18 +17,17 @@ def wrap(
     compile: bool,
     blocks: dict[str, nn.Module],
     ranks: DataParallel,
-    fill: Fill,
+    init_fn: InitFn,
 ) -> WrappedModel:
-    """Wraps a meta model and fills it: checkpointing, then compile, then the strategy.
+    """Wraps a meta model and gives it its weights.
 
-    blocks: the model's blocks by name (`find_blocks`); the wrapped ones are found through it.
+    blocks: the model's blocks by name (`find_blocks`), not yet wrapped.
     """
     assert strategy.kind != "auto"
-    wrapped = dict(blocks)
     if checkpointing is not None:
         from launcher.strategies.activation_checkpointing import checkpoint_blocks
 
-        wrapped = checkpoint_blocks(
+        blocks = checkpoint_blocks(
             model,
             blocks,
             mode=checkpointing.mode,
@@ -38,34 +36,12 @@ def wrap(
             pin_memory=ranks.device.type == "cuda",
         )
     if compile:
-        for block in wrapped.values():
+        for block in blocks.values():
             block.compile()
-    precision = strategy.mixed_precision
-    param_dtype = getattr(torch, precision.param_dtype) if precision is not None else torch.float32
     if strategy.kind == "ddp":
         from launcher.strategies.ddp import Ddp
 
-        sync = (
-            False if strategy.sync_every_micro_batch == "auto" else strategy.sync_every_micro_batch
-        )
-        return Ddp(
-            model, ranks=ranks, param_dtype=param_dtype, sync_every_micro_batch=sync, fill=fill
-        )
+        return Ddp(model, strategy, ranks=ranks, init_fn=init_fn)
     from launcher.strategies.fsdp import Fsdp
 
-    return Fsdp(
-        model,
-        blocks=list(wrapped.values()),
-        ranks=ranks,
-        param_dtype=param_dtype,
-        reduce_dtype=getattr(torch, precision.reduce_dtype)
-        if precision is not None
-        else torch.float32,
-        reshard_after_forward=strategy.reshard_after_forward,
-        reshard_after_backward=strategy.reshard_after_backward,
-        replicate=strategy.replicate,
-        cpu_offload=strategy.cpu_offload is not None,
-        pin_memory=strategy.cpu_offload is not None and strategy.cpu_offload.pin_memory,
-        sync_every_micro_batch=strategy.sync_every_micro_batch is not False,
-        fill=fill,
-    )
+    return Fsdp(model, strategy, blocks=list(blocks.values()), ranks=ranks, init_fn=init_fn)

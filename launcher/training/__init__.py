@@ -1,1 +1,1 @@
-"""The run: set up, trained, evaluated, reported."""
+"""A run: its setup, the training loop, evaluation, and reports."""

@@ -1,4 +1,4 @@
-"""Loss on the validation data: weighted by tokens, every sample once."""
+"""Loss on the validation data: weighted by tokens, each sample once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from launcher.strategies.base import WrappedModel
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A validation set's loss."""
+    """The loss of a validation set."""
 
     loss: float
     """Mean over the tokens with a target."""
     tokens: int
-    """How many those are."""
+    """Tokens with a target."""
 
 
 class Evaluator:
@@ -43,7 +43,8 @@ class Evaluator:
         global_batch_size = micro_batch_size * ranks.size
         for name, dataset in datasets.items():
             batches = -(-len(dataset) // global_batch_size)
-            # Slots beyond the last sample are empty rows: every rank runs as many forward passes, which sharding needs.
+            # Slots beyond the last sample are empty rows: with sharding, all ranks need the same
+            # number of forward passes
             slots = RankSlots(
                 order=SampleOrder(samples=len(dataset), seed=0, shuffle=False, epochs=1),
                 global_batch_size=global_batch_size,
@@ -73,18 +74,24 @@ class Evaluator:
         stop_requested: Callable[[], bool] = lambda: False,
         heartbeat: Callable[[str], None] = lambda phase: None,
     ) -> dict[str, Evaluated]:
-        """Each set's loss over all ranks, in the order of the recipe; empty where one of the ranks was asked to stop, which
-        they agree on beside each micro-batch. heartbeat: told of each."""
+        """The loss of each set over all ranks, in the order of the recipe; empty if a rank was
+        asked to stop.
+
+        The ranks agree on a stop at each micro-batch. heartbeat: called at each micro-batch.
+        """
         wrapped.model.eval()
         device = self._ranks.device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        stream = None
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         asked: Counts | None = None
         stopped = False
         totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
         for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
             for collated in loader if not stopped else ():
                 heartbeat("evaluation")
-                # Of the micro-batch before, so that nobody waits for it. The same answer on all ranks, at the same micro-batch
+                # The answer from the previous micro-batch, so that nothing waits. All ranks get it
+                # at the same one
                 stopped = asked is not None and asked.read()[0] > 0
                 asked = None if stopped else Counts([int(stop_requested())], self._ranks, stream)
                 if stopped:
@@ -108,7 +115,7 @@ class Evaluator:
 
 
 def over_all(results: Mapping[str, Evaluated]) -> Evaluated:
-    """The sets taken together: the mean over the tokens of all."""
+    """The loss over the tokens of all sets."""
     tokens = sum(result.tokens for result in results.values())
     return Evaluated(
         sum(result.loss * result.tokens for result in results.values()) / max(tokens, 1), tokens

@@ -1,7 +1,7 @@
-"""Accumulate, clip, step: a generator that yields finished steps.
+"""The training loop: a generator that accumulates, clips, steps, and yields finished steps.
 
-Who consumes it logs, evaluates, saves and stops. Nothing here asks the device for a number: the loss, the norm, what is
-clipped and what is skipped stay tensors, and the CPU runs ahead until somebody reads one.
+Its caller logs, evaluates, saves and stops. Nothing here waits for the device: loss, norm, clipping
+and skipping stay tensors, and the CPU runs ahead until someone reads one.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from launcher.training.optimizer import LearningRate, LossScale
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step. Tensors are scalars, on the device or, with offload, in host memory; reading one waits for it."""
+    """One optimizer step. Its tensors are scalars; reading one waits for the device."""
 
     number: int
-    """1-based."""
+    """Counts from 1."""
     loss: torch.Tensor
     """This rank's part of the global batch's token mean: the sum over ranks is the loss."""
     grad_norm: torch.Tensor
-    """Before clipping; not finite where the step was skipped."""
+    """Before clipping; not finite if the step was skipped."""
     skipped: torch.Tensor
-    """1 where the gradients were not finite and the step left weights and optimizer as they were, else 0."""
+    """1 if the gradients were not finite and nothing was updated, else 0."""
     learning_rate: float
     batch: GlobalBatch
 
@@ -47,9 +47,9 @@ def train_steps(
 ) -> Iterator[Step]:
     """Trains on each global batch and yields it as a Step.
 
-    The loss of a global batch is the sum over its tokens divided by the tokens that have a target, counted over all
-    micro-batches and ranks before the first forward pass: no mean of means. Gradients are averaged over `ranks` by the
-    strategy, hence the factor. heartbeat: told what is begun.
+    The loss of a global batch is the sum over its tokens, divided by all its tokens with a target;
+    these are counted over all micro-batches and ranks before the first forward pass. The strategy
+    averages gradients over `ranks`, hence the factor. heartbeat: called with each phase.
     """
     model = wrapped.model
     model.train()
@@ -70,7 +70,7 @@ def train_steps(
                 (summed * scaled).backward()  # type: ignore[no-untyped-call]
                 total += summed.detach()
         heartbeat("optimizer")
-        # Where the optimizer runs: in host memory with offload
+        # On the optimizer's device: the host with offload
         norm = wrapped.grad_norm()
         scale = loss_scale.value.to(norm.device) if loss_scale.enabled else None
         if scale is not None:
@@ -79,7 +79,7 @@ def train_steps(
         rate = learning_rate(batch.step)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        # The fused step divides by grad_scale and does nothing where found_inf is 1.
+        # The fused step divides by grad_scale and does nothing if found_inf is 1
         optimizer.grad_scale = _divisor(norm, scale, max_grad_norm)  # type: ignore[attr-defined]
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
         optimizer.step()
@@ -89,14 +89,14 @@ def train_steps(
         heartbeat("data")
         batch = next(
             batches, None
-        )  # on its way to the device before anybody waits for this step's numbers
+        )  # its copy to the device starts before the caller waits for this step
         yield step
 
 
 def _divisor(
     norm: torch.Tensor, scale: torch.Tensor | None, max_grad_norm: float | None
 ) -> torch.Tensor | None:
-    """What gradients are divided by: the loss scale, and what brings their norm down to max_grad_norm."""
+    """What gradients are divided by: the loss scale, times the clipping factor."""
     if max_grad_norm is None:
         return scale
     clip = torch.clamp((norm + 1e-6) / max_grad_norm, min=1.0)

@@ -1,4 +1,4 @@
-"""Training losses: summed over targets, so that who computes one can divide by the targets of the whole global batch."""
+"""Training losses: sums over targets, which the caller divides by the global batch's targets."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from torch import nn
 
 IGNORED = -100
-"""A target that carries no loss."""
+"""A target without loss."""
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 """loss(model, micro-batch): the sum over the micro-batch's targets, a float32 scalar."""
 
 
 def summed_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-    """Sum of the next-token cross-entropies of a micro-batch, in float32; a scalar.
+    """Sum of the next-token cross-entropies of a micro-batch, a float32 scalar.
 
-    Where the model's config asks for the router's auxiliary loss (output_router_logits), the gradient includes it. The
-    value does not: it stays the cross-entropy, comparable between models and with an evaluation.
+    If the model's config asks for the router's auxiliary loss (output_router_logits), the gradient
+    includes it. The value does not, and stays comparable between models and with an evaluation.
 
-    micro_batch: `input_ids` and `targets` (batch, tokens), targets already shifted: targets[b, t] is what follows
-    input_ids[b, t], IGNORED where no loss is due; `position_ids` (batch, tokens) where documents are packed, and what
-    else the model's forward takes.
+    micro_batch: `input_ids` and `targets` (batch, tokens). Targets are shifted: targets[b, t]
+    follows input_ids[b, t], and is IGNORED where there is no loss. `position_ids` (batch, tokens)
+    for packed documents, and further arguments of the model's forward.
     """
     targets = micro_batch["targets"]
     inputs = {name: value for name, value in micro_batch.items() if name != "targets"}
@@ -40,18 +40,20 @@ def summed_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tenso
 
 
 def _with_gradient_of(loss: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The value of `loss`, and the gradient of loss + other."""
+    """The value of `loss` with the gradient of loss + other."""
     return loss + (other - other.detach())
 
 
 def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-    """The auxiliary (load balancing) loss of a mixture of experts, times its coefficient, times the micro-batch's targets.
+    """The auxiliary (load balancing) loss of a mixture of experts, times its coefficient and the
+    micro-batch's targets.
 
-    The caller sums it over micro-batches m and ranks and divides by all targets T of the global batch. So the global batch
-    has coefficient * sum_m(targets_m / T * auxiliary_m), with one micro-batch exactly what transformers' forward adds to
-    its loss. Padding does not count, as in transformers with an attention mask: it is what comes more than one token after
-    the last target of its row. Models without `num_experts` and `num_experts_per_tok` keep transformers' value, which
-    includes padding.
+    The caller sums it over micro-batches m and ranks and divides by all targets T of the global
+    batch. The result is coefficient * sum_m(targets_m / T * auxiliary_m); with one micro-batch this
+    is what transformers' forward adds to its loss. Padding does not count, as in transformers with
+    an attention mask: it is everything more than one token after the last target of its row. Models
+    without `num_experts` and `num_experts_per_tok` keep transformers' value, which includes
+    padding.
     """
     model = getattr(model, "module", model)  # unwrap DistributedDataParallel
     config: Any = model.config
@@ -62,8 +64,8 @@ def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch
     )
     if coefficient is None:
         raise ValueError(
-            f"{type(model).__name__} returns an auxiliary loss and has no router_aux_loss_coef to weight it with; "
-            "set output_router_logits to false in its config to train without it"
+            f"{type(model).__name__} returns an auxiliary loss and has no router_aux_loss_coef to "
+            "weight it with; set output_router_logits to false in its config to train without it"
         )
     auxiliary = outputs.aux_loss
     trained = targets != IGNORED
@@ -81,9 +83,9 @@ def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch
 
 
 def summed_classification_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-    """Sum of the cross-entropies of a micro-batch's classes, in float32; a scalar.
+    """Sum of the cross-entropies of a micro-batch's classes, a float32 scalar.
 
-    micro_batch: `input_ids` and `attention_mask` (batch, tokens), `targets` (batch,), IGNORED where no loss is due.
+    micro_batch: `input_ids` and `attention_mask` (batch, tokens), `targets` (batch,), or IGNORED.
     """
     inputs = {name: value for name, value in micro_batch.items() if name != "targets"}
     logits = model(**inputs).logits

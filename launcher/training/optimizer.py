@@ -1,4 +1,4 @@
-"""AdamW, the learning rate over the run, and the loss scale of float16."""
+"""AdamW, the learning-rate schedule, and the loss scale of float16."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ LearningRate = Callable[[int], float]
 
 
 def make_optimizer(model: nn.Module, optimizer: schema.Optimizer) -> torch.optim.AdamW:
-    """Fused AdamW; weight decay on what has two dimensions or more (matrices, embeddings), none on norms and biases.
+    """Fused AdamW, with weight decay on parameters of two or more dimensions (not on norms and
+    biases).
 
-    The fused step takes two scalars from the device: `grad_scale`, which gradients are divided by, and `found_inf`,
-    which makes it a no-op. The loop clips and skips through them, without a pass over the gradients of its own and
-    without asking the device.
+    The fused step reads two scalars from the device: `grad_scale`, which divides the gradients, and
+    `found_inf`, which skips the step. The loop clips and skips through them, without its own pass
+    over the gradients and without waiting.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -41,9 +42,9 @@ def make_optimizer(model: nn.Module, optimizer: schema.Optimizer) -> torch.optim
 def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> LearningRate:
     """The learning rate at a step (1 to `steps`).
 
-    Warm-up is linear and reaches the peak at step `warmup_steps`. After it `cosine` and `linear` fall to
-    peak * min_ratio at the last step, `constant` stays, and `wsd` (warm-up, stable, decay) stays and falls linearly
-    over the last `decay_steps`.
+    It warms up linearly to the peak at step `warmup_steps`. Then `cosine` and `linear` fall to peak
+    * min_ratio at the last step, `constant` stays, and `wsd` (warm-up, stable, decay) stays and
+    falls linearly over the last `decay_steps`.
     """
     warmup, floor = schedule.warmup_steps, schedule.min_ratio
 
@@ -70,8 +71,8 @@ def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> Lear
 class LossScale:
     """Scales the loss so that small float16 gradients do not vanish (Micikevicius et al., 2018).
 
-    Halves where a step's gradients are not finite, doubles after 2,000 steps that were. It lives on the device: neither
-    scaling nor updating waits for it. Outside float16 it is one, and stays so.
+    Halves after a step with gradients that are not finite, doubles after 2,000 finite steps. It is
+    a tensor on the device, so nothing waits for it. It stays 1 outside float16.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
@@ -80,19 +81,19 @@ class LossScale:
         self._good_steps = torch.zeros((), device=device)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps of it; waits for the device where the scale is used."""
+        """For a checkpoint. Waits for the device if the scale is used."""
         if not self.enabled:
             return {"value": 1.0, "good_steps": 0.0}
         return {"value": self.value.item(), "good_steps": self._good_steps.item()}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """As `state` gave it; a scale of another precision is left as it is."""
+        """Restores what `state` returned; does nothing without float16."""
         if self.enabled:
             self.value = torch.full_like(self.value, state["value"])
             self._good_steps = torch.full_like(self._good_steps, state["good_steps"])
 
     def update(self, skipped: torch.Tensor) -> None:
-        """skipped: a scalar, 1 where the step's gradients were not finite, else 0."""
+        """skipped: a scalar, 1 if the step's gradients were not finite, else 0."""
         if not self.enabled:
             return
         skipped = skipped.to(self.value.device, non_blocking=True)

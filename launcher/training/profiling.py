@@ -1,4 +1,4 @@
-"""torch.profiler over a few steps of a run."""
+"""torch.profiler over some steps of a run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def profiled(
     device: torch.device,
     first_step: int,
 ) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with the number of each finished step. Writes `profile/rank_N.json`, a Chrome trace.
+    """Yields a function to call with the number of each finished step. Writes
+    `profile/rank_N.json`, a Chrome trace.
 
-    first_step: steps that were done before; `profile.start_step` is a step of the run, also after a resume. Where the run
-    resumes among the profiled steps, the rest of them is profiled; after them, none.
+    first_step: steps done before this start. `profile.start_step` counts steps of the run: after a
+    resume among the profiled steps only the rest of them is profiled, and after them none.
     """
     if profile is None or first_step >= profile.start_step - 1 + profile.steps:
         yield lambda step: None
@@ -44,9 +45,7 @@ def profiled(
     done = first_step
     with torch_profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-        schedule=lambda calls: action(
-            done
-        ),  # not the calls of this start, but the steps of the run
+        schedule=lambda calls: action(done),  # steps of the run, not calls of this start
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(target / f"rank_{rank}.json")),
         record_shapes=True,
     ) as trace:
@@ -58,5 +57,6 @@ def profiled(
 
         yield step_done
     if snapshot:
-        torch.cuda.memory._dump_snapshot(str(target / f"memory_rank_{rank}.pickle"))  # type: ignore[no-untyped-call]
+        file = str(target / f"memory_rank_{rank}.pickle")
+        torch.cuda.memory._dump_snapshot(file)  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -31,11 +31,11 @@ from launcher.training.loop import Step
 logger = logging.getLogger(__name__)
 
 _LOSSES, _FEWEST_LOSSES = 50, 10
-"""Logged losses that a new one is held against."""
+"""Number of recent losses that a new one is compared with."""
 
 
 class Reporter:
-    """Logs steps and evaluations. Every rank has one, since a record takes numbers from all; rank 0's writes and prints."""
+    """Logs steps and evaluations. Every rank has one for its numbers; rank 0 writes and prints."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class Reporter:
             )
             folder.write_status("running", step=first_step, steps=steps)
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        # Last, because it starts the clock of the first step
+        # Last, because it starts the first step's clock
         self._recorder = StepRecorder(ranks, flops_per_token=flops_per_token, peak_flops=peak)
 
     def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
-        """Writes the rows of the data that could not be used, a JSON object a line."""
+        """Writes the rows of the data that could not be used, one JSON object per line."""
         if self._main and rows:
             file.write_text(
                 "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
@@ -86,10 +86,10 @@ class Reporter:
             )
 
     def step(self, step: Step) -> None:
-        """Logs the step before, where that is due, and starts to gather the numbers of this one.
+        """Logs the previous step if it is due, and starts to gather the numbers of this one.
 
-        So the device already works on this step while the host waits for the one before: logging leaves no gap.
-        Raises DivergedError after too many skipped steps in a row, or where the loss leaps.
+        The device works on this step while the host waits for the previous one: logging leaves no
+        gap. Raises DivergedError after too many skipped steps in a row, or if the loss jumps.
         """
         self._last_step = step.number
         self._recorder.add(step)
@@ -98,17 +98,17 @@ class Reporter:
         if previous is not None:
             self._log(previous)
         if step.number == self._first_step + 1:
-            self.flush()  # the first sign that a run trains is not kept back
+            self.flush()  # shows early that the run trains
 
     def flush(self) -> None:
-        """Logs the last step now: before an evaluation or a checkpoint, and at the end. Raises as `step`."""
+        """Logs the last step now, before an evaluation or a checkpoint. Raises as `step`."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._log(pending)
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Around an evaluation or a checkpoint: what is pending is logged first, and the time inside counts for no step."""
+        """Around an evaluation or a checkpoint: the time inside belongs to no step."""
         self.flush()
         with self._recorder.excluded():
             yield
@@ -129,20 +129,22 @@ class Reporter:
         try:
             self._check(record)
         except DivergedError:
-            self._pending = None  # nothing is logged of the step that came after
+            self._pending = None  # the following step is not logged
             raise
 
     def peak_memory(self, *, after: int) -> int | None:
-        """Peak in bytes since the record before, of the rank that has most; None: no step after `after` was logged."""
+        """Largest peak of a rank in the last record; None if no step after `after` was logged."""
         return self._peak[1] if self._peak is not None and self._peak[0] > after else None
 
     def _check(self, record: dict[str, Any]) -> None:
-        """Every rank has the same record, and comes to the same end."""
+        """Every rank has the same record and makes the same decision."""
         step, in_a_row = record["step"], self._recorder.skipped_in_a_row
         if in_a_row >= self._max_skipped:
             raise DivergedError(
-                f"gradients not finite in {in_a_row} steps in a row (run.max_skipped_steps={self._max_skipped}); "
-                "try a lower optimizer.learning_rate, a longer schedule.warmup_steps, or bfloat16 in the place of float16",
+                f"gradients not finite in {in_a_row} steps in a row "
+                f"(run.max_skipped_steps={self._max_skipped}); try a lower "
+                "optimizer.learning_rate, a longer schedule.warmup_steps, or bfloat16 in the "
+                "place of float16",
                 reason="not_finite",
                 first_step=step - in_a_row + 1,
                 last_step=step,
@@ -153,7 +155,8 @@ class Reporter:
             usual = statistics.median(self._recent)
             if record["loss"] > self._max_loss_ratio * usual:
                 raise DivergedError(
-                    f"the loss of step {step}, {record['loss']:.4g}, is more than run.max_loss_ratio={self._max_loss_ratio:g} times the "
+                    f"the loss of step {step}, {record['loss']:.4g}, is more than "
+                    f"run.max_loss_ratio={self._max_loss_ratio:g} times the "
                     f"median of the {len(self._recent)} before it, {usual:.4g}; "
                     "try a lower optimizer.learning_rate, or run.on_divergence: rewind",
                     reason="loss_spike",
@@ -163,7 +166,7 @@ class Reporter:
         self._recent.append(record["loss"])
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: what is looked back on to notice that a run diverges."""
+        """For a checkpoint: what is needed to notice that a run diverges."""
         recorder = self._recorder
         return {
             "skipped": recorder.skipped,
@@ -172,7 +175,7 @@ class Reporter:
         }
 
     def restore(self, state: Mapping[str, Any], *, step: int) -> None:
-        """As `state` gave it, at this step; the clock starts anew."""
+        """Restores what `state` returned, at this step, and restarts the clock."""
         self._recorder.restart(skipped=state["skipped"], skipped_in_a_row=state["skipped_in_a_row"])
         self._recent = deque(state["recent_losses"], maxlen=_LOSSES)
         self._pending = None
@@ -181,7 +184,7 @@ class Reporter:
     def evaluation(
         self, step: int, results: Mapping[str, Evaluated], seconds: float
     ) -> float | None:
-        """Logs an evaluation: of all sets together, and of each where there are several. Returns the loss of all, where finite."""
+        """Logs an evaluation, in all and of each set. Returns the loss of all, if finite."""
         whole = over_all(results)
         if not self._main:
             return _finite(whole.loss)
@@ -190,7 +193,10 @@ class Reporter:
             "eval_loss": _finite(whole.loss),
             "eval_tokens": whole.tokens,
         }
-        text = f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} tokens ({seconds_as_text(seconds)})"
+        text = (
+            f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} tokens "
+            f"({seconds_as_text(seconds)})"
+        )
         if len(results) > 1:
             record["eval_losses"] = {name: _finite(result.loss) for name, result in results.items()}
             text += "; " + ", ".join(
@@ -212,11 +218,11 @@ class Reporter:
             )
 
     def resumed(self, resumed: Resumed, *, ranks: int) -> None:
-        """The run goes on from a checkpoint: said, and the record cut back to it."""
+        """The run resumes from a checkpoint: logs it and removes later lines from metrics.jsonl."""
         self.restore(resumed.observed, step=resumed.position.step)
         if not self._main:
             return
-        removed = self._cut_back(resumed.position.step)
+        removed = self._remove_later_steps(resumed.position.step)
         logger.info(
             f"resumed from {resumed.path}, step {resumed.position.step}"
             + (f", written by {resumed.ranks} ranks" if resumed.ranks != ranks else "")
@@ -228,23 +234,23 @@ class Reporter:
         self._folder.note("resumed", ranks=ranks, step=resumed.position.step, **origin)
 
     def rewound(self, resumed: Resumed, error: DivergedError) -> None:
-        """The run went back to before it diverged."""
+        """The run went back to a step before it diverged."""
         step = resumed.position.step
         self.restore(resumed.observed, step=step)
         if self._main:
-            self._cut_back(step)
+            self._remove_later_steps(step)
             logger.info(
                 f"diverged: {error}\nback to the checkpoint of step {step}; the samples of steps "
                 f"{step + 1} to {error.last_step} are skipped (run.on_divergence: rewind)"
             )
             self._folder.note("resumed", step=step, reason=error.reason)
 
-    def _cut_back(self, step: int) -> int:
+    def _remove_later_steps(self, step: int) -> int:
         self._folder.check()
         removed = 0
         for sink in self._sinks:
             if isinstance(sink, JsonLines):
-                removed += sink.cut_back(step)
+                removed += sink.remove_later_steps(step)
         return removed
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -258,12 +264,13 @@ class Reporter:
             sink.close(state)
 
     def abort(self) -> None:
-        """The run fails: logs the last step if its numbers are on the host, then flushes and closes the sinks.
+        """The run fails: logs the last step if its numbers are on the host, then flushes and closes
+        the sinks.
 
-        Waits for no other rank. From any thread, where the main thread does not get any further.
+        Waits for no other rank. May be called from any thread, since the main thread may be stuck.
         """
         pending, self._pending = self._pending, None
-        with suppress(Exception):  # the device may be in an error state, the folder another run's
+        with suppress(Exception):  # the device may have failed, or another run may own the folder
             if self._main and pending is not None and pending.ready():
                 self._write(self._recorder.collect(pending))
         self._close("failed")
@@ -276,9 +283,9 @@ class Reporter:
         exported: str | None = None,
         kept: int | None = None,
     ) -> None:
-        """Writes the final status and says where everything is.
+        """Writes the final status and logs where everything is.
 
-        exported: what was exported, for people. kept: step of the newest checkpoint.
+        exported: a description of what was exported. kept: step of the newest checkpoint.
         """
         if not self._main:
             return
@@ -317,7 +324,8 @@ class Reporter:
             logger.info(f"  {path}  {text}")
         if state == "finished":
             logger.info(
-                f"next: check that every strategy gives the same losses: launcher selftest recipe={recipe}"
+                "next: check that every strategy gives the same losses: launcher selftest "
+                f"recipe={recipe}"
             )
 
 

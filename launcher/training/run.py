@@ -57,8 +57,8 @@ class Rank:
 def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int:
     """Joins the other ranks and trains with them. Returns the exit status.
 
-    A failure of any rank ends this process (`failing_together`). Raises TrainingError if the ranks do not meet or
-    lack a GPU.
+    A failure of any rank ends this process (`failing_together`). Raises TrainingError if the ranks
+    do not meet or lack a GPU.
     """
     recipe, progress = loaded.recipe, Progress()
     numerics = recipe.run
@@ -79,15 +79,18 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
     ):
         configure_logging()
         if environment.world_size > 1:
-            process_group.notice_silence(environment)
+            process_group.enable_keepalive(environment)
         rank = Rank(environment, ranks, run, stop, failures, watch, progress)
         finished = Run(loaded, rank).execute()
-    # torchrun's agent takes any other status for a failure and restarts; status.json has the outcome
+    # torchrun's agent takes any other status for a failure and restarts; status.json has the
+    # outcome
     return EXIT_DONE if finished or environment.torchrun else EXIT_STOPPED
 
 
 class Run:
-    """A run on this rank: `auto` resolved, everything built, the checkpoint loaded. `execute` trains."""
+    """A run on this rank: `auto` resolved, everything built, the checkpoint loaded. `execute`
+    trains.
+    """
 
     def __init__(self, loaded: LoadedRecipe, rank: Rank) -> None:
         self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
@@ -154,7 +157,9 @@ class Run:
             raise loaded.refuse(key, str(error)) from None
 
     def execute(self) -> bool:
-        """Evaluates, trains, saves, stops, exports. Returns False if the run was asked to stop before its end."""
+        """Evaluates, trains, saves, stops, exports. Returns False if the run was asked to stop
+        before its end.
+        """
         at_start = self._recipe.evaluation.at_start and self._position.step == 0
         if at_start or (self._resumed is not None and self._resumed.evaluation_due):
             self._evaluate(self._position.step)
@@ -172,7 +177,9 @@ class Run:
         return finished
 
     def _train(self) -> bool:
-        """Trains to the end, or until the run is asked to stop. Goes back to a checkpoint if the run diverges."""
+        """Trains to the end, or until the run is asked to stop. Goes back to a checkpoint if the
+        run diverges.
+        """
         rewinds = 0
         with profiled(
             self._recipe.profile,
@@ -241,7 +248,7 @@ class Run:
         if checkpoints is None:
             return
         checkpoints.report()
-        # One request is in the counts of two batches: the second was counted before the first was read
+        # Two batches contain one request: the second was counted before the first was read
         requested_now = requested and step.number > self._saved_after + 1
         last = step.number == self._steps
         if last or stopping or requested_now or checkpoints.due(step.number):
@@ -265,11 +272,13 @@ class Run:
         self._reporter.warn(checkpoints.trouble)
 
     def _rewind(self, error: DivergedError, *, allowed: bool) -> None:
-        """Goes back to the last checkpoint before the steps that diverged, and skips their batches from then on.
+        """Goes back to the last checkpoint before the steps that diverged, and skips their batches
+        from then on.
 
         Raises the error again if there is no such checkpoint, or if the recipe does not want it.
+
         """
-        self._progress.step = error.last_step  # nothing is kept of the step that was trained since
+        self._progress.step = error.last_step  # the step trained since then is discarded
         self._progress.slow_until_step("rewind")
         checkpoints = self._checkpoints
         if self._recipe.run.on_divergence == "stop" or checkpoints is None or not allowed:
@@ -296,7 +305,8 @@ class Run:
             return
         if not finished and checkpoints.saved_step != self._progress.step:
             raise TrainingError(
-                f"the run was asked to stop, and the final checkpoint could not be saved: {checkpoints.trouble}",
+                "the run was asked to stop, and the final checkpoint could not be saved: "
+                f"{checkpoints.trouble}",
                 reason="checkpoint_failed",
             )
         self._reporter.warn(checkpoints.trouble)
@@ -337,8 +347,10 @@ class Evaluation:
 def open_checkpoints(
     recipe: Recipe, directory: RunFolder, training: Training, *, ranks: DataParallel
 ) -> tuple[CheckpointManager | None, Resumed | None]:
-    """The manager of the run's checkpoints, and the checkpoint that was loaded. None: the recipe wants none, or there is none."""
-    # Rank 0 has chosen: another node may see the folder a little later
+    """The manager of the run's checkpoints, and the checkpoint that was loaded. None: the recipe
+    wants none, or there is none.
+    """
+    # Rank 0's choice: another node may see the folder a little later
     chosen: list[Any] = [directory.resume]
     dist.broadcast_object_list(chosen, group=ranks.group, group_src=0)
     resume: str = chosen[0]

@@ -37,7 +37,7 @@ from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
-from launcher.strategies.base import Fill, WrappedModel
+from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
 from launcher.strategies.wrap import wrap
 from launcher.training.evaluation import Evaluator
 from launcher.training.loop import Step, train_steps
@@ -113,7 +113,7 @@ class PreparedModel:
 
     model: nn.Module
     blocks: dict[str, nn.Module]
-    fill: Fill
+    init_fn: InitFn
     """Gives it its weights, once it is wrapped."""
     export_dtype: torch.dtype
     compute_dtype: torch.dtype
@@ -123,9 +123,9 @@ class PreparedModel:
     vocabulary: int | None
 
     def wrap(
-        self, recipe: Recipe, ranks: DataParallel, *, fill: Fill | None = None
+        self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None
     ) -> WrappedModel:
-        """Spreads it over the ranks. fill: in the place of its own."""
+        """Spreads it over the ranks. init_fn: instead of its own."""
         return wrap(
             self.model,
             strategy=recipe.strategy,
@@ -133,7 +133,7 @@ class PreparedModel:
             compile=recipe.model.compile,
             blocks=self.blocks,
             ranks=ranks,
-            fill=fill if fill is not None else self.fill,
+            init_fn=init_fn if init_fn is not None else self.init_fn,
         )
 
     def synthetic_data(self, data: schema.Data, batch: schema.Batch) -> SyntheticData:
@@ -148,7 +148,9 @@ class PreparedModel:
         )
 
     def check_isolation(self, wrapped: WrappedModel, *, device: torch.device) -> None:
-        """Raises RecipeError if the model's attention does not keep the documents of a row apart."""
+        """Raises RecipeError if the model's attention does not keep the documents of a row
+        apart.
+        """
         if not self.packed or self.isolation != "mask" or self.vocabulary is None:
             return
         with wrapped.forward_context():
@@ -165,21 +167,18 @@ class PreparedModel:
 def prepare_model(
     recipe: Recipe, *, device: torch.device, group: dist.ProcessGroup | None
 ) -> PreparedModel:
-    """Builds the recipe's model, plans where its weights come from, adds adapters, chooses how documents are kept apart.
+    """Builds the recipe's model, plans where its weights come from, adds adapters, chooses how
+    documents are kept apart.
 
-    device: that it will run on; this decides which attention it has. group: ranks that read the weights together.
+    device: that it will run on; this decides which attention it has. group: ranks that read the
+    weights together.
     """
-    data, precision = recipe.data, recipe.strategy.mixed_precision
-    compute_dtype = (
-        getattr(torch, precision.param_dtype) if precision is not None else torch.float32
-    )
+    data, dtype = recipe.data, compute_dtype(recipe.strategy)
     model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
     blocks = find_blocks(model)
-    fill, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed, group=group)
+    init_fn, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed, group=group)
     if recipe.lora is not None:
-        add_adapters(
-            model, recipe.lora, blocks=blocks, base_dtype=compute_dtype, base=recipe.model.path
-        )
+        add_adapters(model, recipe.lora, base_dtype=dtype, base=recipe.model.path)
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
@@ -190,12 +189,12 @@ def prepare_model(
     return PreparedModel(
         model,
         blocks,
-        fill,
+        init_fn,
         export_dtype=export_dtype,
-        compute_dtype=compute_dtype,
+        compute_dtype=dtype,
         packed=packed,
         isolation=isolate_documents(
-            model, sequence_length=data.sequence_length, device=device, compute_dtype=compute_dtype
+            model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
         )
         if packed
         else "mask",
@@ -231,7 +230,7 @@ def assemble(
     )
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_isolation(wrapped, device=ranks.device)
-    # Dropout, and the random numbers of a user's own code: different ones on each rank
+    # Dropout and the user's own code draw different random numbers on each rank
     torch.manual_seed(recipe.run.seed + ranks.rank)
     random.seed(recipe.run.seed + ranks.rank)
     np.random.seed((recipe.run.seed + ranks.rank) % 2**32)

@@ -57,13 +57,13 @@ def _bytes(tensors: list[nn.Parameter]) -> int:
 def describe_model(
     wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[str, nn.Module], mode: str | None
 ) -> str:
-    """What was really done, for the first lines on the console: read off the wrapped model, not off the recipe.
+    """Model, strategy and memory, for the console: read off the wrapped model, not off the recipe.
 
-    blocks: as `find_blocks` found them; mode: of activation checkpointing, None: off.
+    blocks: of `find_blocks`. mode: of activation checkpointing; None: off.
     """
     parameters = list(wrapped.module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    held, updated = _bytes(parameters), _bytes(trained)
+    parameter_bytes, trained_bytes = _bytes(parameters), _bytes(trained)
     config: Any = getattr(wrapped.module, "config", None)
     total = sum(parameter.numel() for parameter in parameters)
     device = (
@@ -78,12 +78,14 @@ def describe_model(
         f", {_count(updates)} of them trained ({updates / total:.2%})" if updates < total else ""
     )
     lines = [
-        f"model: {name}, {_count(total)} parameters{share}, {len(blocks)} blocks ({kind}); a rank is a {device}",
+        f"model: {name}, {_count(total)} parameters{share}, {len(blocks)} blocks ({kind}); a rank "
+        f"is a {device}",
         wrapped.description(),
     ]
     if not blocks:
         lines.append(
-            "note: the model's class names no blocks (_no_split_modules): it is gathered whole, and nothing is checkpointed"
+            "note: the model's class names no blocks (_no_split_modules): it is sharded as one "
+            "group, and nothing is checkpointed"
         )
     if mode is not None:
         wrapped_blocks = sum(is_checkpointed(module) for module in wrapped.module.modules())
@@ -91,19 +93,21 @@ def describe_model(
         left_alone = sum(recomputation_changes_state(block) for block in blocks.values())
         if left_alone:
             lines.append(
-                f"note: {left_alone} blocks are not checkpointed, recomputation would update their BatchNorm twice"
+                f"note: {left_alone} blocks are not checkpointed, recomputation would update their "
+                "BatchNorm twice"
             )
     lines.append(
-        f"a rank holds {bytes_as_text(held + 3 * updated)}: parameters {bytes_as_text(held)}, gradients {bytes_as_text(updated)}, "
-        f"optimizer {bytes_as_text(2 * updated)}; activations and gathered blocks come on top"
+        f"a rank holds {bytes_as_text(parameter_bytes + 3 * trained_bytes)}: parameters "
+        f"{bytes_as_text(parameter_bytes)}, gradients {bytes_as_text(trained_bytes)}, optimizer "
+        f"{bytes_as_text(2 * trained_bytes)}; activations and unsharded blocks come on top"
     )
     return "\n".join(lines)
 
 
 def describe_data(dataset: TrainingData, *, shuffled: bool, padding: float | None) -> str:
-    """Counts of a data set, what was cut, and what padding costs.
+    """Size of a data set, truncation, and padding.
 
-    padding: expected share, where rows are padded to the longest of a micro-batch.
+    padding: expected share, if rows are padded to the longest of a micro-batch.
     """
     first, *rest = dataset.describe()
     if not dataset.packed and padding is not None:
@@ -120,14 +124,20 @@ def describe_data(dataset: TrainingData, *, shuffled: bool, padding: float | Non
 def describe_batch(
     batch: Batch, *, slots: Slots, ranks: int, steps: int, passes: list[float], warmup: int
 ) -> str:
-    """How the global batch is put together, and how often the run sees the data."""
+    """How the global batch is divided, and how often the run sees the data."""
     if batch.micro_batch_size is not None:
         accumulation = slots.micro_batches(0)
-        parts = f"{batch.micro_batch_size} a micro-batch x {accumulation} accumulation steps x {ranks} ranks"
+        parts = (
+            f"{batch.micro_batch_size} a micro-batch x {accumulation} accumulation steps "
+            f"x {ranks} ranks"
+        )
     else:
         counts = [slots.micro_batches(step) for step in range(min(steps, 20))]
         number = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-        parts = f"micro-batches of up to {batch.micro_batch_tokens} tokens, {number} a step on each of {ranks} ranks"
+        parts = (
+            f"micro-batches of up to {batch.micro_batch_tokens} tokens, "
+            f"{number} a step on each of {ranks} ranks"
+        )
     text = f"batch: {batch.global_batch_size} sequences = {parts}; {steps} steps"
     if passes:
         text += f" are {' and '.join(f'{number:.2g}' for number in passes)} passes over the data"

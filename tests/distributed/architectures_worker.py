@@ -15,6 +15,7 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 import transformers
 
 from launcher.distributed.process_group import DataParallel
+from launcher.models import safetensors_files
 from launcher.models.build import build_model, find_blocks
 from launcher.models.export import export_hugging_face
 from launcher.models.initialization import random_weights
@@ -170,18 +172,19 @@ class Worker:
         num_labels=None,
         freeze=None,
     ):
+        attention = ATTENTION.get(path.name, "sdpa")
         section = Model(
-            path=str(path), task=task, attention=ATTENTION.get(path.name, "sdpa"), freeze=freeze
+            path=str(path), task=task, attention=attention, freeze=freeze, num_labels=num_labels
         )
-        model = build_model(section, sequence_length=16, num_labels=num_labels)
+        model = build_model(section, sequence_length=16)
         blocks = find_blocks(model)
         assert blocks, f"{type(model).__name__} has no blocks"
         checkpoint = open_checkpoint(path, model)
         if lora is not None:
             precision = strategy.mixed_precision
             dtype = torch.float32 if precision is None else getattr(torch, precision.param_dtype)
-            add_adapters(model, lora, blocks=blocks, base_dtype=dtype, base=str(path))
-        fill = partial(pretrained_weights, checkpoint=checkpoint, seed=5, group=self.ranks.group)
+            add_adapters(model, lora, base_dtype=dtype, base=str(path))
+        init_fn = partial(pretrained_weights, checkpoint=checkpoint, seed=5, group=self.ranks.group)
         return wrap(
             model,
             strategy=strategy,
@@ -189,7 +192,7 @@ class Worker:
             compile=False,
             blocks=blocks,
             ranks=self.ranks,
-            fill=fill,
+            init_fn=init_fn,
         )
 
     def no_cache(self, wrapped):
@@ -248,8 +251,8 @@ class Worker:
             note["losses"] = self.train(wrapped)
             trained = self.logits(wrapped)
             note["changed"] = (trained - expected).abs().max().item()
-            # Small files, so that there are several
-            out = self.export(wrapped, f"{name}-{strategy_name}", max_file_bytes=30_000)
+            with mock.patch.object(safetensors_files, "MAX_FILE_BYTES", 30_000):  # several files
+                out = self.export(wrapped, f"{name}-{strategy_name}")
             note["reloaded"] = (self.reference(out, task) - trained).abs().max().item()
             note["same_names"] = stored_names(out) == stored_names(path)
             result[strategy_name] = note
@@ -287,7 +290,7 @@ class Worker:
         for strategy_name, strategy in STRATEGIES.items():
             model = build_model(Model(config={"model_type": name} | config), sequence_length=16)
             blocks = find_blocks(model)
-            fill = partial(random_weights, seed=5)
+            init_fn = partial(random_weights, seed=5)
             wrapped = wrap(
                 model,
                 strategy=strategy,
@@ -295,7 +298,7 @@ class Worker:
                 compile=False,
                 blocks=blocks,
                 ranks=self.ranks,
-                fill=fill,
+                init_fn=init_fn,
             )
             losses = self.train(wrapped)
             trained = self.logits(wrapped)
@@ -352,16 +355,16 @@ class Worker:
             model = build_model(Model(path=str(path)), sequence_length=16)
             blocks = find_blocks(model)
             checkpoint = open_checkpoint(path, model)
-            fill = partial(
+            init_fn = partial(
                 pretrained_weights, checkpoint=checkpoint, seed=5, group=self.ranks.group
             )
             figures = {"whole": sum(p.numel() for p in model.parameters()) * 4}
             figures["block"] = sum(p.numel() for p in blocks["model.layers.0"].parameters()) * 4
 
-            def measured(model, *devices, fill=fill, figures=figures):
+            def measured(model, *devices, init_fn=init_fn, figures=figures):
                 gc.collect()
                 with Peak() as peak:
-                    fill(model, *devices)
+                    init_fn(model, *devices)
                 figures["peak"] = peak.grown
                 figures["held"] = sum(local(p).numel() for p in model.parameters()) * 4
 
@@ -372,7 +375,7 @@ class Worker:
                 compile=False,
                 blocks=blocks,
                 ranks=self.ranks,
-                fill=measured,
+                init_fn=measured,
             )
             figures["largest"] = max(p.numel() for p in wrapped.module.parameters()) * 4
             with Peak() as peak:

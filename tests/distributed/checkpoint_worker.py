@@ -28,6 +28,7 @@ from launcher.distributed.process_group import DataParallel
 from launcher.models.build import build_model, find_blocks
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
+from launcher.recipe import schema
 from launcher.recipe.load import load_recipe
 from launcher.strategies.wrap import wrap
 from launcher.training.optimizer import make_optimizer
@@ -85,9 +86,9 @@ class Run:
         self.group = worker.checkpoint_groups[size]
         model = build_model(recipe.model, sequence_length=32, labels=None)
         blocks = find_blocks(model)
-        fill, _ = starting_weights(recipe.model, model, seed=size, group=self.ranks.group)
+        init_fn, _ = starting_weights(recipe.model, model, seed=size, group=self.ranks.group)
         if recipe.lora is not None:
-            add_adapters(model, recipe.lora, blocks=blocks, base_dtype=torch.float32)
+            add_adapters(model, recipe.lora, base_dtype=torch.float32)
         self.wrapped = wrap(
             model,
             strategy=recipe.strategy,
@@ -95,16 +96,15 @@ class Run:
             compile=False,
             blocks=blocks,
             ranks=self.ranks,
-            fill=fill,
+            init_fn=init_fn,
         )
         self.optimizer = make_optimizer(self.wrapped.module, recipe.optimizer)
         self.checkpointer = Checkpointer(
             self.folder,
+            schema.Checkpoint(asynchronous=asynchronous),
             group=self.group,
             device=CPU,
             optimizer=self.optimizer,
-            asynchronous=asynchronous,
-            keep_last=2,
         )
 
     def step(self):
@@ -243,11 +243,10 @@ def goes_on(worker):
     third = run.finish().path
     other = Checkpointer(
         run.folder,
+        schema.Checkpoint(asynchronous=False),
         group=run.group,
         device=CPU,
         optimizer=run.optimizer,
-        asynchronous=False,
-        keep_last=2,
     )
     other.save(4, run.tensors(), state={}, local=rank_state(run.wrapped.module, CPU))
     (fourth,) = other.finish()

@@ -347,7 +347,7 @@ def initial_weights(worker):
                 model = torch.nn.Sequential(Odd((1,)), Odd((1,)))
             blocks = {"0": model[0]}
 
-            def fill(model, *devices, note=note):
+            def init_fn(model, *devices, note=note):
                 with CommDebugMode() as communication:
                     random_weights(model, *devices, seed=3)
                 note["collectives"] = communication.get_total_counts()
@@ -363,7 +363,7 @@ def initial_weights(worker):
                 compile=False,
                 blocks=blocks,
                 ranks=data_parallel,
-                fill=fill,
+                init_fn=init_fn,
             )
             digest = hashlib.sha256()
             for _, parameter in sorted(wrapped.module.named_parameters()):

@@ -106,7 +106,7 @@ def test_logits_are_from_pretraineds(saved, monkeypatch, piece):
     assert torch.equal(logits(load(saved)), reference(saved))
 
 
-def test_all_mistakes_are_told_at_once(copy):
+def test_all_mistakes_are_reported_at_once(copy):
     change(
         copy,
         model__norm__weight=None,
@@ -126,7 +126,7 @@ def test_all_mistakes_are_told_at_once(copy):
     assert len(told.splitlines()) == 5
 
 
-def test_what_another_task_left_behind_is_said(copy, messages):
+def test_another_tasks_head_is_logged(copy, messages):
     change(
         copy,
         score__weight=torch.zeros(2, 32),
@@ -157,7 +157,7 @@ def test_a_layer_more_in_a_base_models_checkpoint_is_not_taken_for_a_head(tmp_pa
     )
 
 
-def test_a_tied_head_that_is_stored_all_the_same(tmp_path):
+def test_a_tied_head_that_is_stored_twice(tmp_path):
     save(tmp_path, tie_word_embeddings=True)
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     change(tmp_path, lm_head__weight=embedding.clone())
@@ -173,7 +173,7 @@ def test_a_tied_head_alone_is_enough(tmp_path):
     assert torch.equal(logits(load(tmp_path)), reference(tmp_path))
 
 
-def test_a_tied_head_that_is_another_is_not_tied(tmp_path, messages):
+def test_a_different_tied_head_is_untied(tmp_path, messages):
     save(tmp_path, tie_word_embeddings=True)
     change(tmp_path, lm_head__weight=torch.randn(64, 32))
     model = load(tmp_path)
@@ -229,7 +229,7 @@ LATENT = {
         ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     ],
 )
-def test_what_is_made_of_several_tensors(tmp_path, model_type, fields):
+def test_a_tensor_made_of_several_stored_ones(tmp_path, model_type, fields):
     attention = "eager" if model_type == "gpt_oss" else "sdpa"
     save(tmp_path, model_type=model_type, **fields)
     model = load(tmp_path, attention=attention)
@@ -326,7 +326,7 @@ class Mine(PreTrainedModel):
 """
 
 
-def test_code_of_a_checkpoint_is_run_where_it_is_trusted_and_goes_along(tmp_path, monkeypatch):
+def test_trusted_code_of_a_checkpoint_is_run_and_exported(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM, dynamic_module_utils
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -384,13 +384,11 @@ def test_longer_than_the_positions(saved):
         build_model(Model(path=str(saved)), sequence_length=65)
 
 
-def test_a_classifiers_head_is_new_drawn_from_the_seed_and_knows_its_labels(saved, messages):
+def test_a_classifiers_new_head_is_drawn_from_the_seed(saved, messages):
     section = Model(path=str(saved), task="sequence_classification")
 
     def loaded(seed):
-        model = build_model(
-            section, sequence_length=16, labels=["bad", "good", "other"], pad_token_id=5
-        )
+        model = build_model(section, sequence_length=16, labels=["bad", "good", "other"])
         found = open_checkpoint(saved, model)
         pretrained_weights(model, CPU, CPU, checkpoint=found, seed=seed)
         return model
@@ -398,14 +396,14 @@ def test_a_classifiers_head_is_new_drawn_from_the_seed_and_knows_its_labels(save
     first, again, other = loaded(1), loaded(1), loaded(2)
     assert "note: not in the checkpoint, initialized anew: score.weight" in messages()
     assert first.config.id2label == {0: "bad", 1: "good", 2: "other"}
-    assert first.config.pad_token_id == 5
+    assert first.config.pad_token_id == first.config.eos_token_id == 2
     assert first(IDS).logits.shape == (2, 3)
     assert torch.equal(first.score.weight, again.score.weight)
     assert not torch.equal(first.score.weight, other.score.weight)
     assert torch.equal(first.model.norm.weight, other.model.norm.weight)
 
 
-def test_another_number_of_classes_than_the_checkpoints(tmp_path):
+def test_a_checkpoint_with_another_number_of_classes(tmp_path):
     save(tmp_path, auto="AutoModelForSequenceClassification", num_labels=3, pad_token_id=0)
     assert torch.equal(
         logits(load(tmp_path, task="sequence_classification")),

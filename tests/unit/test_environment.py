@@ -87,7 +87,7 @@ def test_one_process_alone():
     assert read.main
 
 
-def test_a_job_that_goes_on_with_anothers_work_counts_as_that_one():
+def test_a_successor_job_has_the_id_of_the_first():
     read = read_environment({"SLURM_JOB_ID": "9", "LAUNCHER_JOB": "7", "LAUNCHER_START": "2"})
     assert (read.job, read.job_restart_count, read.restarted) == ("7", 2, True)
 
@@ -159,7 +159,7 @@ def test_srun_starts_torchrun_on_each_node():
     assert read_environment(TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}).rank == 5
 
 
-def test_the_agent_is_told_why(tmp_path):
+def test_the_agent_gets_the_reason(tmp_path):
     file = tmp_path / "error.json"
     read_environment(TORCHRUN | {"TORCHELASTIC_ERROR_FILE": str(file)}).tell_agent(
         "the recipe is wrong"

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from launcher.cli.main import main
 from launcher.errors import RecipeError
-from launcher.models.build import build_model, find_blocks
+from launcher.models import safetensors_files
+from launcher.models.build import build_model
 from launcher.models.export import export_hugging_face
 from launcher.models.initialization import initialize, materialize
 from launcher.models.load import open_checkpoint, pretrained_weights
@@ -25,11 +26,8 @@ def adapted(folder, *, lora=None, seed=3, dtype=torch.float32, task="causal_lm",
         sequence_length=16,
         labels=["a", "b", "c"] if task != "causal_lm" else None,
     )
-    blocks = find_blocks(model)
     found = open_checkpoint(folder, model)
-    add_adapters(
-        model, lora or Lora(rank=4, alpha=6.0), blocks=blocks, base_dtype=dtype, base=str(folder)
-    )
+    add_adapters(model, lora or Lora(rank=4, alpha=6.0), base_dtype=dtype, base=str(folder))
     pretrained_weights(model, CPU, CPU, checkpoint=found, seed=seed)
     if trained:
         torch.manual_seed(5)
@@ -79,13 +77,13 @@ def test_every_linear_layer_in_the_blocks_is_adapted_by_default(llama):
     }
 
 
-def test_a_name_that_also_stands_outside_the_blocks_is_not_adapted_there(tmp_path):
+def test_a_layer_of_the_same_name_outside_the_blocks_is_not_adapted(tmp_path):
     """OPT's blocks have fc1 and out_proj; here a projection outside of them is called fc1 too."""
     model = build_model(Model(config={"model_type": "opt", "vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2,
                                       "num_attention_heads": 4, "max_position_embeddings": 64}), sequence_length=16)  # fmt: skip
     with torch.device("meta"):
         model.model.fc1 = torch.nn.Linear(32, 32)
-    add_adapters(model, Lora(rank=2), blocks=find_blocks(model), base_dtype=torch.float32)
+    add_adapters(model, Lora(rank=2), base_dtype=torch.float32)
     adapters = {
         name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name
     }
@@ -103,7 +101,7 @@ def test_target_modules_that_are_not_there(llama):
     ]
 
 
-def test_adapters_start_as_nothing_by_the_seed_and_the_base_is_held_in_fewer_bits(llama):
+def test_adapters_start_at_zero_from_the_seed_on_a_base_of_fewer_bits(llama):
     first, again, other = (adapted(llama, seed=seed, trained=False) for seed in (1, 1, 2))
     assert torch.equal(logits(first), reference(llama))
     name = "model.layers.1.mlp.up_proj.lora_A.default.weight"
@@ -116,7 +114,7 @@ def test_adapters_start_as_nothing_by_the_seed_and_the_base_is_held_in_fewer_bit
     assert {p.dtype for key, p in half.items() if "lora_" not in key} == {torch.bfloat16}
 
 
-def test_experts_get_no_adapters_and_that_is_said(mixtral, messages):
+def test_experts_get_no_adapters_and_a_note(mixtral, messages):
     adapted(mixtral)
     (message,) = messages()
     assert message.startswith(
@@ -125,7 +123,7 @@ def test_experts_get_no_adapters_and_that_is_said(mixtral, messages):
     assert message.endswith("model.layers.0.mlp.experts.gate_up_proj")
 
 
-def test_gpt2s_projections_start_as_nothing_too(tmp_path):
+def test_gpt2s_adapted_projections_start_at_zero(tmp_path):
     """Its class draws every c_proj again in the block: an adapter in it must not be drawn with it."""
     save(tmp_path, model_type="gpt2", n_positions=64)
     model = adapted(tmp_path, trained=False)
@@ -151,7 +149,7 @@ def test_dtype_of_an_export(llama, tmp_path, dtype, expected):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == expected
 
 
-def test_tokenizer_and_generation_config_go_along(tmp_path):
+def test_tokenizer_and_generation_config_are_exported(tmp_path):
     base = save(tmp_path / "base")
     (base / "generation_config.json").write_text(
         json.dumps({"temperature": 0.3, "top_p": 0.7, "eos_token_id": [2, 5]})
@@ -170,7 +168,7 @@ def test_tokenizer_and_generation_config_go_along(tmp_path):
     assert (kept["temperature"], kept["eos_token_id"]) == (0.3, [2, 5])
 
 
-def test_an_export_takes_the_place_of_an_older_one_whole(llama, tmp_path):
+def test_an_export_replaces_an_older_one_completely(llama, tmp_path):
     model = adapted(llama)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("")
@@ -212,13 +210,14 @@ def test_the_written_file_is_what_safetensors_reads(tmp_path):
     assert torch.equal(stored.rows("scalar"), tensors["scalar"])
 
 
-def test_export_of_a_run(tmp_path, llama, capsys):
+def test_export_of_a_run(tmp_path, llama, capsys, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
     model = build_model(Model(path=str(llama)), sequence_length=16)
     materialize(model, parameters=CPU, buffers=CPU)
     initialize(model, seed=9)
-    exported(model, run / "hf", max_file_bytes=20_000)
+    monkeypatch.setattr(safetensors_files, "MAX_FILE_BYTES", 20_000)
+    exported(model, run / "hf")
     (run / "hf" / "tokenizer.json").write_text("{}")
     assert main(["export", str(run), str(tmp_path / "out"), "dtype=bfloat16"]) == 0
     assert "for from_pretrained" in capsys.readouterr().out

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "models": {"errors", "recipe"},
     "strategies": {"distributed", "recipe"},
     "data": {"distributed", "errors", "recipe", "reliability", "training"},
-    "metrics": {"distributed", "recipe", "training"},
+    "metrics": {"distributed", "errors", "recipe", "training"},
     "checkpoint": {
         "data",
         "distributed",

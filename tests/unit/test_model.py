@@ -122,7 +122,7 @@ def test_first_values_of_every_kind():
     assert state["doubled"].abs().max() > 3
 
 
-def test_what_is_drawn_at_once_changes_nothing(monkeypatch):
+def test_the_number_of_values_drawn_at_once_changes_nothing(monkeypatch):
     whole = odd()
     asked = []
     draw = philox.normal
@@ -144,7 +144,7 @@ def test_weights_in_fewer_bits_are_the_same_draw_rounded():
     )
 
 
-def test_what_is_loaded_is_not_drawn():
+def test_loaded_tensors_are_not_drawn():
     with torch.device("meta"):
         model = Odd()
     materialize(model, parameters=CPU, buffers=CPU)
@@ -244,12 +244,12 @@ def test_a_bert_from_a_config_is_refused_unless_it_is_a_decoder():
         build_model(Model(config=bert), sequence_length=16)
     assert find_blocks(build_model(Model(config=bert | {"is_decoder": True}), sequence_length=16))
     classifier = build_model(
-        Model(config=bert, task="sequence_classification"), sequence_length=16, num_labels=5
+        Model(config=bert, task="sequence_classification", num_labels=5), sequence_length=16
     )
     assert classifier.config.num_labels == 5
 
 
-def test_an_attention_that_the_model_has_not(monkeypatch):
+def test_an_attention_that_the_model_does_not_support(monkeypatch):
     from transformers import LlamaForCausalLM
 
     monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
@@ -429,7 +429,7 @@ def test_builder_refused(builder, arguments, message):
         ),
     ],
 )
-def test_what_a_builder_leaves_without_a_value(builder, message):
+def test_a_builders_parameter_without_a_value(builder, message):
     model = build_model(Model(builder=builder), sequence_length=16)
     with pytest.raises(RecipeError, match=message):
         random_weights(model, CPU, CPU, seed=1)

@@ -94,7 +94,7 @@ def attention(request, monkeypatch):
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_packed_documents_are_as_alone(model_type, attention):
+def test_packed_documents_give_the_same_logits_as_alone(model_type, attention):
     if (model_type, attention) == ("gemma2", "sdpa"):
         attention = None  # it has eager attention alone
     isolation, name = isolate(model_type, attention)

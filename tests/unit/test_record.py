@@ -105,7 +105,7 @@ def test_a_line_is_written_after_the_next_step_or_before_a_pause(reporter, folde
     assert lines(folder) == [1, 2, 3, 4]
 
 
-def test_what_comes_after_a_step_that_diverged_is_not_logged(reporter, folder):
+def test_steps_after_a_diverged_one_are_not_logged(reporter, folder):
     reporter.step(step(1))
     for number in (2, 3):
         reporter.step(step(number, skipped=1.0))

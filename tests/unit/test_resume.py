@@ -19,7 +19,7 @@ from launcher.data.setup import open_run_data
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
-from launcher.metrics.sinks import keep_until
+from launcher.metrics.sinks import remove_later_steps
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.run_directory import RunFolder
@@ -195,16 +195,16 @@ def test_another_tokenizer_or_template_is_a_change_of_a_stream():
     assert list(data_changes({"samples": 1000}, {"samples": 1100})) == ["samples: 1,000 -> 1,100"]
 
 
-def test_the_record_ends_with_the_checkpoint(tmp_path):
+def test_metrics_end_at_the_checkpoint(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3, 4)]
     lines.insert(2, json.dumps({"step": 2, "eval_loss": 1.0}))
     metrics.write_text("\n".join(lines) + '\n{"step": 2, "lo')
-    assert keep_until(metrics, 2) == 3
+    assert remove_later_steps(metrics, 2) == 3
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2, 2]
-    assert keep_until(metrics, 2) == 0
-    assert keep_until(tmp_path / "none.jsonl", 2) == 0
-    assert keep_until(metrics, 0) == 3
+    assert remove_later_steps(metrics, 2) == 0
+    assert remove_later_steps(tmp_path / "none.jsonl", 2) == 0
+    assert remove_later_steps(metrics, 0) == 3
     assert metrics.read_text() == ""
 
 
@@ -233,7 +233,7 @@ def environment(**more):
         ({"job": "8", "parent": 5}, {"job": "9", "job_restart_count": 1}, False),
     ],
 )
-def test_a_restart_goes_on_in_its_own_folder_alone(tmp_path, first, second, same):
+def test_a_restart_resumes_in_its_own_folder_only(tmp_path, first, second, same):
     """A job that was refused is restarted by torchrun as well: the folder is still another's."""
     run = RunFolder(tmp_path)
     run.note_start(environment(**first))
@@ -312,7 +312,7 @@ def test_a_path_into_a_folder_with_another_history_is_refused(tmp_path):
     assert choose(run.path, own[0]) == "auto", "which a restart does not repeat"
 
 
-def test_a_stream_does_not_go_on_in_another_order_unless_it_may():
+def test_a_stream_continues_in_another_order_only_if_allowed():
     saved = {"version": 2, "order": "a", "samples": 8, "places": [[0, 0, 0, 0]]}
     check_stream(saved, "a", allow=False, checkpoint=Path("c"))
     check_stream(None, None, allow=False, checkpoint=Path("c"))

@@ -19,7 +19,7 @@ sink.close("finished")
 """
 
 
-def test_wandb_keeps_the_steps_that_are_trained_again(tmp_path):
+def test_wandb_keeps_repeated_steps(tmp_path):
     """After a rewind in the same process, and after a resume in the next one, which is the same run."""
     for steps in ((1, 2, 3, 2, 3, 4), (3, 4, 5)):
         run([sys.executable, "-c", WRITE, tmp_path, *steps], timeout=60).check()

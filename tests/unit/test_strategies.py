@@ -15,6 +15,7 @@ from launcher import train
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.errors import TrainingError
+from launcher.recipe import schema
 from launcher.strategies.activation_checkpointing import checkpoint_blocks, is_checkpointed
 from launcher.strategies.ddp import Ddp
 
@@ -196,7 +197,7 @@ def node(host="n1", gpus=8, ranks=8, build="CUDA 12.8"):
     ],
 )
 def test_all_ranks_compute_on_one_kind_of_device(wanted, nodes, kind):
-    assert process_group.device_for(wanted, nodes) == (kind, None)
+    assert process_group.agree_on_device(wanted, nodes) == (kind, None)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_all_ranks_compute_on_one_kind_of_device(wanted, nodes, kind):
     ],
 )
 def test_a_rank_without_a_gpu_is_an_error_that_names_the_node(wanted, nodes, lines):
-    kind, problem = process_group.device_for(wanted, nodes)
+    kind, problem = process_group.agree_on_device(wanted, nodes)
     assert kind is None
     first, *told, last = problem.splitlines()
     assert first == f"run.device is {wanted}, and not every rank has a GPU:"
@@ -289,7 +290,7 @@ def test_ranks_agree_on_the_device_before_there_is_a_process_group(gpus, second,
         assert "  node n2: " in problem
 
 
-def test_a_run_without_its_gpu_says_so_and_is_failed(monkeypatch, capsys, tmp_path):
+def test_a_run_without_its_gpu_fails_with_the_reason(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(train, "prepare_cuda", lambda **settings: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -336,7 +337,7 @@ def test_stop_requests(monkeypatch):
 
 
 def test_a_sink_that_fails_is_logged_once_and_not_used_again(messages):
-    from launcher.metrics.sinks import Forgiving
+    from launcher.metrics.sinks import OptionalSink
 
     class Outage:
         writes = 0
@@ -348,7 +349,7 @@ def test_a_sink_that_fails_is_logged_once_and_not_used_again(messages):
         def close(self, state):
             raise AssertionError("not asked any more")
 
-    sink = Forgiving("wandb", Outage)
+    sink = OptionalSink("wandb", Outage)
     for step in range(3):
         sink.write({"step": step})
     sink.close("finished")
@@ -358,7 +359,7 @@ def test_a_sink_that_fails_is_logged_once_and_not_used_again(messages):
     def refused():
         raise RuntimeError("no API key")
 
-    Forgiving("wandb", refused).write({"step": 1})
+    OptionalSink("wandb", refused).write({"step": 1})
     assert messages()[1] == "wandb is disabled from here on, training continues: no API key"
 
 
@@ -391,10 +392,9 @@ def test_ddp_does_not_time_itself_after_ten_steps(gloo_group):
     )
     wrapped = Ddp(
         nn.Linear(2, 2),
+        schema.Strategy(kind="ddp", mixed_precision=None),
         ranks=ranks,
-        param_dtype=torch.float32,
-        sync_every_micro_batch=False,
-        fill=lambda *_: None,
+        init_fn=lambda *_: None,
     )
     for _ in range(101):
         wrapped.model(torch.ones(1, 2)).sum().backward()
