@@ -30,6 +30,7 @@ from launcher.models.safetensors_files import (
     open_folder,
     write_files,
 )
+from launcher.recipe.decode import decode
 from launcher.recipe.hub import model_folder
 from launcher.recipe.schema import Model, Recipe
 
