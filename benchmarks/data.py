@@ -29,11 +29,12 @@ LAUNCHER = """
 import json, sys, time
 started = time.perf_counter()
 from launcher.data.dataset import open_dataset
+from launcher.data.token_store import ModelInputs
 from launcher.recipe.schema import Data
 folder, processes = sys.argv[1], int(sys.argv[2])
 data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer", cache=folder + "/cache", processes=processes)
 imported = time.perf_counter()
-found = open_dataset(data, data.train, tokenizer=data.tokenizer, vocabulary=8192, build=True)
+found = open_dataset(data, data.train, tokenizer=data.tokenizer, model=ModelInputs(vocabulary=8192), build=True)
 print(json.dumps({"tokens": int(found.store.offsets[-1]), "seconds": time.perf_counter() - imported, "imports": imported - started}))
 """
 BY_HAND = """
@@ -59,15 +60,15 @@ from launcher.data.batching import RankSlots
 from launcher.data.encoder import make_encoder
 from launcher.data.sources import find_parts
 from launcher.data.streaming import StreamingDataset, StreamOrder
+from launcher.data.token_store import ModelInputs
 from launcher.recipe.schema import Data
 folder, step, length, places = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer")
+data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer", sequence_length=length)
 started, cpu = time.perf_counter(), time.process_time()
 slots = RankSlots(order=StreamOrder(), global_batch_size=1024, micro_batch_size=8, rank=0, ranks=1, first_step=step, steps=step + 1)
 stream = StreamingDataset(
-    find_parts(data.train, kind="text"), make_encoder("text", data, tokenizer=data.tokenizer), slots=slots, seed=1, shuffle=True,
-    shuffle_buffer=data.shuffle_buffer, length=length, packing=True, isolation="mask", vocabulary=None, skip_bad_rows=False,
-    skipped_rows=None,
+    find_parts(data.train, kind="text"), make_encoder("text", data, tokenizer=data.tokenizer), slots=slots, data=data, seed=1,
+    model=ModelInputs(), skipped_rows=None,
 )
 # Places after the step: one step on
 start = {"order": stream.order, "samples": step * 1024, "places": places} if places else None

@@ -101,6 +101,7 @@ class _Page:
     ) -> None:
         from launcher.data.dataset import open_dataset
         from launcher.data.samples import first_documents, load_decoder
+        from launcher.data.token_store import ModelInputs
 
         tokenizer = recipe.data.tokenizer if recipe.data.tokenizer is not None else recipe.model.path
         vocabulary, validates = _vocabulary(recipe.model), not _trained(recipe.data, name)
@@ -110,7 +111,8 @@ class _Page:
             if data.streaming and not validates:
                 opened[part] = first_documents(data, files, tokenizer=tokenizer, seed=recipe.run.seed, most=_STREAMED)
             else:
-                opened[part] = open_dataset(data, files, tokenizer=tokenizer, vocabulary=vocabulary, build=True, validation=validates)
+                model = ModelInputs(vocabulary=vocabulary)
+                opened[part] = open_dataset(data, files, tokenizer=tokenizer, model=model, build=True, validation=validates)
         decoder = load_decoder(tokenizer)
         data, order = recipe.data, _Order(opened, weights, recipe, validates=validates)
         self._title(recipe.run.name, name, "validation" if validates else f"the first {_STREAMED:,} rows" if data.streaming else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,16 +38,14 @@ def main(arguments: Sequence[str]) -> int:
             say(f"{name}: read while training (data.streaming)" + (f", {', '.join(remote)} through the network" if remote else ""))
             offline = offline and not remote
             continue
-        from launcher.data.token_store import open_store
+        from launcher.data.token_store import ModelInputs, open_store
 
         store = open_store(
-            kind=kind,
-            patterns=patterns,
-            data=data,
+            patterns,
+            dataclasses.replace(data, kind=kind),
             tokenizer=tokenizer,
+            model=ModelInputs(vocabulary=(model.config or {}).get("vocab_size"), classes=model.num_labels),
             validation=validation,
-            vocabulary=(model.config or {}).get("vocab_size"),
-            num_labels=model.num_labels,
             build=True,
             refresh=True,
         )

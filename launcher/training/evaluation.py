@@ -56,10 +56,8 @@ class Evaluator:
             loader = make_loader(
                 dataset,
                 slots,
-                workers=data.workers,
-                prefetch_factor=data.prefetch_factor,
+                data,
                 persistent_workers=data.persistent_workers and len(datasets) == 1,
-                pin_memory=data.pin_memory,
                 device=ranks.device,
             )
             self._loaders[name] = (dataset, loader)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.data.batching import Position
-from launcher.data.loader import training_batches
 from launcher.data.setup import RunData, open_run_data, tokenizer_to_keep
 from launcher.data.synthetic import SyntheticData, synthetic_data
+from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
 from launcher.models.attention import Isolation, check_isolation, drop_causal_mask, isolate_documents
 from launcher.models.build import build_model, class_count, find_blocks, flops_per_token, padding_id, vocabulary_size
@@ -62,16 +62,8 @@ class Training:
     def steps_from(self, position: Position) -> Iterator[Step]:
         """Trains one step for each item, from a position that model and optimizer are at."""
         recipe, hooks = self.recipe, self.hooks
-        dataset, slots = self.data.starting(position, self.ranks)
-        batches = training_batches(
-            dataset,
-            data=recipe.data,
-            slots=slots,
-            global_batch_size=recipe.batch.global_batch_size,
-            samples=self.data.samples,
-            first_step=position.step,
-            skipped_batches=position.skipped_batches,
-            steps=self.data.steps,
+        batches = self.data.batches(
+            position,
             ranks=self.ranks,
             stop_requested=hooks.stop_requested,
             save_requested=hooks.save_requested,
@@ -199,10 +191,12 @@ def assemble(
     flops = flops_per_token(model, sequence_length=recipe.data.sequence_length)
     data = open_run_data(
         recipe,
-        vocabulary=prepared.vocabulary,
-        classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
-        padding=padding_id(model),
-        isolation=prepared.isolation,
+        model=ModelInputs(
+            vocabulary=prepared.vocabulary,
+            classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
+            padding=padding_id(model),
+            isolation=prepared.isolation,
+        ),
         ranks=ranks,
         build=build_data,
         skipped_rows=skipped_rows,

@@ -43,16 +43,16 @@ def test_a_process_that_is_killed_takes_those_it_started_with_it(tmp_path):
         "from launcher.data.token_store import open_store; from launcher.recipe import schema;"
         "import time, launcher.data.encoder as encoder; slow = encoder.read_prompt;"
         "encoder.read_prompt = lambda *a, **k: (time.sleep(0.01), slow(*a, **k))[1];"
-        "open_store(kind='instruct', patterns=(sys.argv[1],), data=schema.Data(cache=sys.argv[2], processes=2), tokenizer='bytes',"
+        "open_store((sys.argv[1],), schema.Data(kind='instruct', cache=sys.argv[2], processes=2), tokenizer='bytes',"
         " build=True)"
     )
     cache = tmp_path / "cache"
 
     def kill(process):
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not any(cache.glob(".making-*/arrow/**/*.arrow")):
+        while time.monotonic() < deadline and not any(cache.glob(".making-*/blocks/*")):
             time.sleep(0.1)
-        assert any(cache.glob(".making-*/arrow/**/*.arrow")), "no process writes"
+        assert any(cache.glob(".making-*/blocks/*")), "no process writes"
         os.kill(process.pid, signal.SIGKILL)
         time.sleep(1)
 
@@ -67,7 +67,7 @@ def test_one_of_several_processes_tokenizes_and_another_one_takes_over_when_it_i
         "from launcher.metrics.console import configure_logging; configure_logging();"
         "import launcher.data.encoder as encoder; slow = encoder.read_prompt;"
         "encoder.read_prompt = lambda *a, **k: (time.sleep(float(sys.argv[3])), slow(*a, **k))[1];"
-        "found = open_store(kind='instruct', patterns=(sys.argv[1],), data=schema.Data(cache=sys.argv[2], processes=1), tokenizer='bytes',"
+        "found = open_store((sys.argv[1],), schema.Data(kind='instruct', cache=sys.argv[2], processes=1), tokenizer='bytes',"
         " build=True); print('documents:', found.documents)"
     )
     file, cache = tmp_path / "rows.jsonl", tmp_path / "cache"

@@ -126,11 +126,12 @@ def test_exported_weights_are_those_of_the_run(ddp):
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
     recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
     from launcher.data.dataset import open_dataset
+    from launcher.data.token_store import ModelInputs
     from launcher.recipe.load import load_recipe
     from launcher.training.loss import summed_loss
 
     data = load_recipe([f"recipe={run_dir}/recipe.yaml"], ranks=2).recipe.data
-    dataset = open_dataset(data, tuple(recipe["data"]["validation"]), tokenizer="bytes", vocabulary=512, build=True)
+    dataset = open_dataset(data, tuple(recipe["data"]["validation"]), tokenizer="bytes", model=ModelInputs(vocabulary=512), build=True)
     total = tokens = 0
     with torch.no_grad():
         for first in range(0, 24, 8):  # three micro-batches on each of two ranks

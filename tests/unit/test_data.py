@@ -17,7 +17,7 @@ from launcher.data.batching import NO_SAMPLE
 from launcher.data.dataset import SequenceDataset, open_dataset
 from launcher.data.encoder import make_encoder
 from launcher.data.sources import file_part, find_files, read_rows
-from launcher.data.token_store import TokenStore, cache_folder, open_store
+from launcher.data.token_store import ModelInputs, TokenStore, cache_folder, open_store
 from launcher.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, tokenizer_identity
 from launcher.errors import RecipeError
 from launcher.recipe import schema
@@ -264,9 +264,8 @@ def test_folder_without_a_tokenizer(tmp_path, content):
 
 def store_of(*patterns, cache, kind="text", tokenizer="bytes", column="text", build=True):
     return open_store(
-        kind=kind,
-        patterns=tuple(map(str, patterns)),
-        data=schema.Data(text_column=column, cache=cache),
+        tuple(map(str, patterns)),
+        schema.Data(kind=kind, text_column=column, cache=cache),
         tokenizer=tokenizer if kind == "text" else None,
         build=build,
     )
@@ -613,7 +612,7 @@ def data_section(file, cache, **more):
 
 def opened(file, cache, *, vocabulary=1000, **more):
     data = data_section(file, cache, **more)
-    return open_dataset(data, data.train, tokenizer=data.tokenizer, vocabulary=vocabulary, build=True)
+    return open_dataset(data, data.train, tokenizer=data.tokenizer, model=ModelInputs(vocabulary=vocabulary), build=True)
 
 
 def test_each_kind_is_packed_its_way(tmp_path, cache):

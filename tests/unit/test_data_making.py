@@ -12,7 +12,7 @@ import pytest
 
 from launcher.data import token_store, tokenization
 from launcher.data.sources import Part, file_part, find_parts, read_all, read_rows, split
-from launcher.data.token_store import open_store
+from launcher.data.token_store import ModelInputs, open_store
 from launcher.errors import RecipeError
 from launcher.recipe import hub, schema
 from tests.unit.small_recipe import says
@@ -37,14 +37,13 @@ def jsonl(file, texts):
 
 def opened(tmp_path, *patterns, kind="text", tokenizer="bytes", build=True, validation=False, refresh=False, num_labels=None, **data):
     return open_store(
-        kind=kind,
-        patterns=tuple(map(str, patterns)),
-        data=schema.Data(kind=kind, cache=str(tmp_path / "cache"), **data),
+        tuple(map(str, patterns)),
+        schema.Data(kind=kind, cache=str(tmp_path / "cache"), **data),
         tokenizer=tokenizer,
         build=build,
         validation=validation,
         refresh=refresh,
-        num_labels=num_labels,
+        model=ModelInputs(classes=num_labels),
     )
 
 
@@ -139,7 +138,7 @@ def test_labels_and_classes_come_through_processes(tmp_path, many_tasks):
 def test_progress_is_logged(monkeypatch, messages):
     monkeypatch.setattr(tokenization, "_PROGRESS_SECONDS", 0.001)
     progress = np.array([[2**20, 10], [2**20, 30]], dtype=np.int64)
-    with tokenization._watched(progress, 8 * 2**20, time.monotonic() - 2):
+    with tokenization._logged_progress(progress, 8 * 2**20, time.monotonic() - 2):
         deadline = time.monotonic() + 20
         while not messages() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -240,18 +239,18 @@ def test_a_lock_of_another_machine_is_abandoned_when_it_is_not_touched(tmp_path,
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     lock = tmp_path / "lock"
     lock.write_text(record(machine="another", host="node7", pid=12))
-    watched = token_store._Watched(lock)
+    watched = token_store._Lock(lock)
     for touched in range(10):
         os.utime(lock, (touched, touched))  # a clock of 1970
-        watched.look()
+        watched.read()
         now[0] += token_store.STALE_SECONDS - 1
         assert not watched.abandoned()
     now[0] += 2
-    watched.look()
+    watched.read()
     assert watched.abandoned()
     assert watched.describe() == "process 12 on node7"
     lock.unlink()
-    watched.look()
+    watched.read()
     assert not watched.abandoned(), "released"
 
 
@@ -260,12 +259,12 @@ def test_looks_become_rare(monkeypatch, messages):
     now, slept = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), now.__setitem__(0, now[0] + seconds)))
-    for _ in token_store._looks(lambda: "process 1 on node7"):
+    for _ in token_store._poll(lambda: "process 1 on node7"):
         if now[0] > 3600:
             break
     assert len(slept) < 800
     assert slept[0] < 0.1
-    assert slept[-1] == token_store.LOOK_SECONDS
+    assert slept[-1] == token_store.POLL_SECONDS
     assert messages()[0].startswith("waiting for process 1 on node7 to tokenize (6")
 
 

@@ -10,9 +10,10 @@ import pytest
 from launcher.data import streaming
 from launcher.data.batching import RankSlots
 from launcher.data.encoder import Encoder, make_encoder
-from launcher.data.loader import _sound
+from launcher.data.setup import raise_error
 from launcher.data.sources import find_parts, read_rows
 from launcher.data.streaming import StreamingDataset, StreamOrder, deal
+from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
@@ -27,27 +28,27 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(streaming, "_SHARD_BYTES", 50)
 
 
-def make_stream(source, *, batch=4, micro=2, rank=0, ranks=1, first_step=0, steps=3, kind="text", shuffle=True, skip=False, **more):
-    folder, saved = more.pop("folder", source), more.pop("saved", None)
-    data = schema.Data(train=(str(source),), kind=kind, tokenizer="bytes")
+def make_stream(source, *, batch=4, micro=2, rank=0, ranks=1, first_step=0, steps=3, kind="text", skip=False, vocabulary=260, **more):
+    folder, saved, seed = more.pop("folder", source), more.pop("saved", None), more.pop("seed", 3)
+    options = {"sequence_length": 16, "shuffle_buffer": 1000, "on_error": "skip" if skip else "fail"} | more
+    data = schema.Data(train=(str(source),), kind=kind, tokenizer="bytes", **options)
     slots = RankSlots(
         order=StreamOrder(), global_batch_size=batch, micro_batch_size=micro, rank=rank, ranks=ranks, first_step=first_step, steps=steps
     )
-    options = {"length": 16, "packing": True, "isolation": "mask", "vocabulary": 260, "seed": 3, "shuffle_buffer": 1000} | more
     return StreamingDataset(
         find_parts(data.train, kind=kind),
         make_encoder(kind, data, tokenizer="bytes"),
         slots=slots,
-        shuffle=shuffle,
-        skip_bad_rows=skip,
+        data=data,
+        seed=seed,
+        model=ModelInputs(vocabulary=vocabulary),
         skipped_rows=folder.parent / "skipped_rows.jsonl",
-        **options,
     ).starting(slots, saved)
 
 
 def rows_of(stream):
     """input_ids and targets of each row, as lists, in the order of the stream; what is wrong is raised, as the loader does."""
-    stream = [_sound(collated) for collated in stream]
+    stream = [raise_error(collated) for collated in stream]
     return [
         (ids, targets)
         for collated in stream
@@ -100,10 +101,10 @@ def test_every_row_belongs_to_one_shard(texts, monkeypatch, size, shuffle):
     parts = find_parts((str(texts),), kind="text")
     dealt = deal(parts, seed=3, shuffle=shuffle)
     assert len(dealt) == {50: 8, 350: 2, 10**6: 1}[size], "a power of two"
-    rows = [row.values["text"] for shard in dealt for unit in shard for row in unit.rows("text")]
+    rows = [row.values["text"] for shard in dealt for part in shard for row in read_rows(part)]
     assert sorted(rows) == sorted(f"<{number}>" for number in range(47)), "each file is read once, each line by one shard"
-    held = [sum(unit.part.size for unit in shard) for shard in dealt]
-    assert max(held) - min(held) <= max(unit.part.size for shard in dealt for unit in shard)
+    held = [sum(part.size for part in shard) for shard in dealt]
+    assert max(held) - min(held) <= max(part.size for shard in dealt for part in shard)
     assert dealt == deal(parts, seed=3, shuffle=shuffle)
 
 
@@ -112,7 +113,7 @@ def test_a_line_longer_than_a_unit_is_read_once(tmp_path, small_shards):
     texts = ["a" * 500, "b", "c" * 130, "d" * 3, "e" * 49]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     dealt = deal(find_parts((str(file),), kind="text"), seed=3, shuffle=False)
-    assert sorted(row.values["text"] for shard in dealt for unit in shard for row in unit.rows("text")) == texts
+    assert sorted(row.values["text"] for shard in dealt for part in shard for row in read_rows(part)) == texts
 
 
 def test_the_shards_do_not_depend_on_the_batch(texts, small_shards):
@@ -129,7 +130,7 @@ def test_the_first_step_reads_no_more_for_a_larger_batch(tmp_path, monkeypatch, 
     counts = []
     for batch in (16, 1024):
         read.clear()
-        next(iter(make_stream(file, batch=batch, micro=2, shuffle_buffer=640, length=64)))
+        next(iter(make_stream(file, batch=batch, micro=2, shuffle_buffer=640, sequence_length=64)))
         counts.append(len(read))
     assert counts[0] == counts[1] <= 640 + 64 * (streaming._ENCODED_ROWS + 1)
 
@@ -148,7 +149,7 @@ def test_without_shuffle_documents_come_in_the_order_of_the_files(texts):
 
 
 def test_every_token_is_the_target_of_the_one_before_it_also_over_a_cut(texts):
-    rows = rows_of(make_stream(texts, batch=1, micro=1, steps=8, length=7))
+    rows = rows_of(make_stream(texts, batch=1, micro=1, steps=8, sequence_length=7))
     ids, targets = ([token for row in rows for token in row[side]] for side in (0, 1))
     for token, target, following in zip(ids, targets, ids[1:], strict=False):
         assert target == (IGNORED if token == END else following)
@@ -295,7 +296,8 @@ def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
         asked.append((repository, config, split, streaming))
         return real("json", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "cache"))
 
-    monkeypatch.setattr("launcher.data.streaming.load_data_set", functools.cache(load_data_set.__wrapped__))
+    for module in ("sources", "streaming"):
+        monkeypatch.setattr(f"launcher.data.{module}.load_data_set", functools.cache(load_data_set.__wrapped__))
     real = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     whole, states = steps_of("owner/set", batch=2, micro=1, steps=16, folder=tmp_path)

@@ -1,0 +1,110 @@
+"""Starting ranks under torchrun, and processes that end with their parent.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.distributed.environment import read_environment
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+_SHUTDOWN_SECONDS = 45
+"""torchrun gives its ranks 30 seconds to end."""
+
+
+@dataclass(frozen=True)
+class RanksEnded:
+    """How the ranks of `run_ranks` ended."""
+
+    result: Any
+    """What rank 0 returned; None: it failed, or was not done in time."""
+    error: str | None
+    """The first exception of a rank, with its traceback."""
+    status: int | None
+    """torchrun's exit status; None: out of time."""
+    printed: str
+    """What the ranks printed; empty where they had the console."""
+
+
+def run_ranks(
+    module: str,
+    setting: Mapping[str, Any],
+    *,
+    ranks: int,
+    seconds: float | None = None,
+    variables: Mapping[str, str] = os.environ,
+    console: bool = False,
+) -> RanksEnded:
+    """Runs `python -m MODULE SETTING` on so many processes of this machine, under torchrun.
+
+    module: calls `rank_main`. setting: its argument, as JSON. seconds: time limit, after which all
+    processes are ended. console: the ranks print to the console.
+    """
+    # torchrun's own default, without its warning
+    environment = {"OMP_NUM_THREADS": "1"} | dict(variables)
+    with tempfile.TemporaryDirectory(prefix="launcher-ranks-") as folder:
+        file, log = Path(folder, "result"), Path(folder, "log")
+        argument = json.dumps({**setting, "result": str(file)})
+        command = [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", module, argument]
+        with log.open("w") as output:
+            stdout = None if console else output
+            process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stdout)
+            try:
+                status: int | None = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                _end(process)
+        result = json.loads(file.read_text()) if file.exists() else None
+        errors = sorted(Path(folder).glob("error_*"), key=lambda error: error.stat().st_mtime_ns)
+        error = errors[0].read_text() if errors else None
+        return RanksEnded(result, error, status, log.read_text(errors="replace"))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends torchrun, which ends its ranks: each is in a session of its own."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_SHUTDOWN_SECONDS)
+        process.kill()
+        process.wait()
+
+
+def rank_main(run: Callable[[dict[str, Any]], Any]) -> None:
+    """The main program of a module for `run_ranks`: hands over what `run` returns on rank 0."""
+    setting = json.loads(sys.argv[1])
+    file = Path(setting["result"])
+    try:
+        result = run(setting)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        file.with_name(f"error_{os.getpid()}").write_text(text)
+        raise
+    if read_environment().main:
+        file.write_text(json.dumps(result))
+
+
+def end_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends. parent: its process id.
+
+    prctl(2), PR_SET_PDEATHSIG. Ends at once where the parent is gone already.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
