@@ -319,20 +319,22 @@ class _Order:
 
     def padding(self, part: str) -> str:
         """Its share; where rows are padded to the longest of a micro-batch, in the first of them."""
-        from launcher.data.batching import RankSlots, Slots, TokenSlots
+        from launcher.data.batching import BatchSampler, RankBatchSampler, TokenBatchSampler
         from launcher.data.loader import expected_padding
 
         dataset, batch = self._opened[part], self._batch
         if dataset.packed:
             return f"{1 - int(dataset.sequences.lengths.sum()) / (len(dataset) * dataset.length):.1%}"
         one = {"global_batch_size": batch.global_batch_size, "rank": 0, "ranks": 1, "first_step": 0, "steps": 64}
-        slots: Slots
+        sampler: BatchSampler
         if batch.micro_batch_tokens is not None:
-            slots = TokenSlots(order=self._orders[part], lengths=dataset.lengths, micro_batch_tokens=batch.micro_batch_tokens, **one)
+            sampler = TokenBatchSampler(
+                order=self._orders[part], lengths=dataset.lengths, micro_batch_tokens=batch.micro_batch_tokens, **one
+            )
         else:
             micro_batch_size = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1
-            slots = RankSlots(order=self._orders[part], micro_batch_size=micro_batch_size, **one)
-        share = expected_padding(dataset, slots)
+            sampler = RankBatchSampler(order=self._orders[part], micro_batch_size=micro_batch_size, **one)
+        share = expected_padding(dataset, sampler)
         return "" if share is None else f"{share:.1%}"
 
 

@@ -174,7 +174,7 @@ def _apportion(weights: Sequence[float], total: int) -> list[int]:
     return counts
 
 
-class Slots(Protocol):
+class BatchSampler(Protocol):
     """One rank's micro-batches as lists of sample indices, step after step."""
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -198,7 +198,7 @@ class _RankPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSlots(_RankPart):
+class RankBatchSampler(_RankPart):
     """Micro-batches of a fixed number of rows.
 
     Micro-batch m of rank r has the positions from (m * ranks + r) * micro_batch_size on. So with
@@ -223,11 +223,11 @@ class RankSlots(_RankPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenSlots(_RankPart):
+class TokenBatchSampler(_RankPart):
     """Micro-batches of a limited number of tokens, padding included: a step's samples, sorted by
     length and cut into groups.
 
-    A step has the same samples as with RankSlots. The groups follow from the lengths alone, so
+    A step has the same samples as with RankBatchSampler. The groups follow from the lengths alone, so
     every rank knows those of all ranks.
     """
 

@@ -22,7 +22,7 @@ from launcher.training import loss
 from launcher.training.loss import IGNORED
 
 if TYPE_CHECKING:
-    from launcher.models.attention import Isolation
+    from launcher.models.attention import Masking
 
 Integers = npt.NDArray[np.int64]
 Row = dict[str, Integers]
@@ -127,7 +127,7 @@ class SequenceDataset(_Stored):
     """Sequences for next-token training."""
 
     packed: bool
-    isolation: Isolation = "mask"
+    masking: Masking = "mask"
 
     def __getitem__(self, index: int) -> Row:
         """`input_ids`, `targets` and `position_ids`, each (tokens,).
@@ -151,7 +151,7 @@ class SequenceDataset(_Stored):
 
     def collate(self, rows: list[Row]) -> Collated:
         """See `collate_sequences`."""
-        return collate_sequences(rows, length=self.length, packed=self.packed, isolation=self.isolation)
+        return collate_sequences(rows, length=self.length, packed=self.packed, masking=self.masking)
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         return loss.summed_loss(model, tensors)
@@ -161,7 +161,7 @@ class SequenceDataset(_Stored):
         text = f"{self.store.documents:,} documents, {tokens:,} tokens in {count:,} sequences "
         text += f"of up to {self.length}"
         if self.packed:
-            how = {"mask": "a mask", "varlen": "variable-length attention"}[self.isolation]
+            how = {"mask": "a mask", "varlen": "variable-length attention"}[self.masking]
             padding = 1 - tokens / (count * self.length)
             text += f", packed ({padding:.1%} padding; kept apart by {how})"
         if self.store.labels is not None and self.store.trained is not None:
@@ -184,7 +184,7 @@ def joined(pieces: list[Row]) -> Row:
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in EMPTY}
 
 
-def collate_sequences(rows: list[Row], *, length: int, packed: bool, isolation: Isolation) -> Collated:
+def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Masking) -> Collated:
     """A micro-batch: tensors (rows, tokens), padded on the right to the longest row (packed: to
     `length`).
 
@@ -204,7 +204,7 @@ def collate_sequences(rows: list[Row], *, length: int, packed: bool, isolation: 
         pairs = zip(rows, filled, strict=True)
         positions = np.stack([np.append(row["position_ids"], padding) for row, padding in pairs])
         tensors["position_ids"] = torch.from_numpy(positions)
-        if isolation == "varlen":
+        if masking == "varlen":
             starts = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
             tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(starts)
             # An upper bound; a constant one saves compiled blocks from recompilation
@@ -356,7 +356,7 @@ def open_dataset(
     sequences = pack(store.offsets, data.kind, packing=data.packing, sequence_length=length)
     if data.kind == "classification":
         return ClassificationDataset(store, sequences, length, model.padding)
-    return SequenceDataset(store, sequences, length, data.packing, model.isolation)
+    return SequenceDataset(store, sequences, length, data.packing, model.masking)
 
 
 def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from launcher.data.batching import NO_SAMPLE, Order, RankSlots, Slots, TokenSlots
+from launcher.data.batching import NO_SAMPLE, BatchSampler, Order, RankBatchSampler, TokenBatchSampler
 from launcher.data.dataset import MapData, TrainingData
-from launcher.data.streaming import Place, StreamingDataset
+from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
@@ -22,7 +22,7 @@ Tensors = dict[str, Any]
 """A micro-batch: tensors, and whatever else its loss takes."""
 
 
-class Counts:
+class StepStatistics:
     """Integers summed over the ranks by one all-reduce, which overlaps with the step before.
 
     On CUDA it runs on a stream of its own: `loss_tokens` stays on the device, and `read` waits for
@@ -75,32 +75,32 @@ class GlobalBatch:
     step: int
     """1-based."""
     micro_batches: list[Tensors]
-    counts: Counts
+    statistics: StepStatistics
     """Tokens with a target, tokens without padding, ranks asked to stop, ranks asked to save."""
     samples_seen: int
     """Since the start of the run, over all ranks, including this step."""
     seconds_waited: float
     """For this rank's loader."""
-    stream_places: Mapping[int, Place] = field(default_factory=dict)
+    stream_positions: Mapping[int, ShardPosition] = field(default_factory=dict)
     """data.streaming: the positions of this rank's shards after this batch."""
 
 
 def make_loader(
     dataset: MapData | StreamingDataset,
-    slots: Slots,
+    sampler: BatchSampler,
     data: schema.Data,
     *,
     persistent_workers: bool,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """Loads the micro-batches of `slots`. A stream has its own order."""
+    """Loads the micro-batches of `sampler`. A stream has its own order."""
     workers = data.workers
     batches: dict[str, Any]
     if isinstance(dataset, StreamingDataset):
         workers = dataset.workers(workers)
         batches = {"batch_size": None, "collate_fn": _unchanged}
     else:
-        batches = {"batch_sampler": slots, "collate_fn": dataset.collate}
+        batches = {"batch_sampler": sampler, "collate_fn": dataset.collate}
     return DataLoader(
         dataset,  # type: ignore[arg-type]
         num_workers=workers,
@@ -162,7 +162,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def make_slots(
+def make_batch_sampler(
     batch: schema.Batch,
     *,
     order: Order,
@@ -170,7 +170,7 @@ def make_slots(
     steps: int,
     ranks: DataParallel,
     first_step: int = 0,
-) -> Slots:
+) -> BatchSampler:
     """This rank's micro-batches, of a number of rows or of tokens.
 
     lengths: tokens of each sample, needed with micro_batch_tokens.
@@ -185,19 +185,19 @@ def make_slots(
     }
     if batch.micro_batch_tokens is None:
         assert isinstance(batch.micro_batch_size, int)  # `auto` was resolved before
-        return RankSlots(micro_batch_size=batch.micro_batch_size, **common)
+        return RankBatchSampler(micro_batch_size=batch.micro_batch_size, **common)
     assert lengths is not None
-    return TokenSlots(micro_batch_tokens=batch.micro_batch_tokens, lengths=lengths, **common)
+    return TokenBatchSampler(micro_batch_tokens=batch.micro_batch_tokens, lengths=lengths, **common)
 
 
-def expected_padding(dataset: TrainingData, slots: Slots, *, micro_batches: int = 64) -> float | None:
+def expected_padding(dataset: TrainingData, sampler: BatchSampler, *, micro_batches: int = 64) -> float | None:
     """Share of padding in the first micro-batches if rows are padded to the longest; None if the
     lengths are not known."""
     lengths = dataset.lengths
     if lengths is None:
         return None
     held = padded = 0
-    for indices in itertools.islice(slots, micro_batches):
+    for indices in itertools.islice(sampler, micro_batches):
         rows = [int(lengths[index]) for index in indices if index != NO_SAMPLE]
         held += sum(rows)
         padded += max(rows, default=0) * len(rows)

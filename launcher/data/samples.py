@@ -14,7 +14,7 @@ from launcher.data.dataset import SequenceDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.packing import Sequences, pack
 from launcher.data.sources import find_parts, read_all
-from launcher.data.streaming import deal
+from launcher.data.streaming import assign_shards
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
@@ -137,7 +137,7 @@ def first_documents(data: schema.Data, files: tuple[str, ...], *, tokenizer: str
     """The first documents of a stream, packed as they are without streaming."""
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
     parts = find_parts(files, kind=data.kind)
-    shard = deal(parts, shards=1, seed=seed, shuffle=data.shuffle)[0]
+    shard = assign_shards(parts, shards=1, seed=seed, shuffle=data.shuffle)[0]
     rows = itertools.islice(read_all(shard, column=encoder.text_column), most)
     ids, labels, skipped = [], [], []
     for encoded in encoder.encode_rows(rows):

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launcher.data.batching import Order, Position, RankSlots, Slots, total_steps
+from launcher.data.batching import BatchSampler, Order, Position, RankBatchSampler, total_steps
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import Collated, MapData, make_order, open_dataset
 from launcher.data.encoder import make_encoder
-from launcher.data.loader import Counts, GlobalBatch, Mover, make_loader, make_slots
+from launcher.data.loader import GlobalBatch, Mover, StepStatistics, make_batch_sampler, make_loader
 from launcher.data.sources import find_parts
 from launcher.data.streaming import StreamingDataset, StreamOrder
 from launcher.data.token_store import ModelInputs
@@ -31,7 +31,7 @@ class RunData:
     validation: dict[str, MapData]
     """By name."""
     order: Order
-    slots: Slots
+    sampler: BatchSampler
     """This rank's micro-batches."""
     steps: int
     data: schema.Data
@@ -53,7 +53,7 @@ class RunData:
         without waiting.
         """
         skipped = position.skipped_batches
-        slots = make_slots(
+        sampler = make_batch_sampler(
             self.batch,
             order=self.order,
             lengths=self.training.lengths,
@@ -63,13 +63,13 @@ class RunData:
         )
         dataset = self.training
         if isinstance(dataset, StreamingDataset):
-            assert isinstance(slots, RankSlots)
-            dataset = dataset.starting(slots, position.stream)
-        loader = make_loader(dataset, slots, self.data, persistent_workers=False, device=ranks.device)
+            assert isinstance(sampler, RankBatchSampler)
+            dataset = dataset.starting(sampler, position.stream)
+        loader = make_loader(dataset, sampler, self.data, persistent_workers=False, device=ranks.device)
         mover, loaded = Mover(ranks.device), iter(loader)
         for step in range(position.step, self.steps):
             started = time.perf_counter()
-            count = slots.micro_batches(step + skipped)
+            count = sampler.micro_batches(step + skipped)
             collated = [raise_error(next(loaded)) for _ in range(count)]
             waited = time.perf_counter() - started
             seen = (step + 1) * self.batch.global_batch_size
@@ -78,10 +78,10 @@ class RunData:
             yield GlobalBatch(
                 step=step + 1,
                 micro_batches=[mover.move(one["tensors"]) for one in collated],
-                counts=Counts(values, ranks, mover.stream),
+                statistics=StepStatistics(values, ranks, mover.stream),
                 samples_seen=seen if self.samples is None else min(seen, self.samples),
                 seconds_waited=waited,
-                stream_places={shard: place for one in collated for shard, place in one.get("places", {}).items()},
+                stream_positions={shard: position for one in collated for shard, position in one.get("positions", {}).items()},
             )
 
     @property
@@ -103,7 +103,7 @@ class RunData:
         if not isinstance(self.training, StreamingDataset):
             return None
         samples = (batch.step + skipped_batches) * self.batch.global_batch_size
-        return self.training.state(batch.stream_places, samples=samples, ranks=ranks)
+        return self.training.state(batch.stream_positions, samples=samples, ranks=ranks)
 
 
 def raise_error(collated: Collated) -> Collated:
@@ -154,8 +154,8 @@ def open_run_data(
         samples=order.samples,
         global_batch_size=batch.global_batch_size,
     )
-    slots = make_slots(batch, order=order, lengths=training.lengths, steps=steps, ranks=ranks)
-    return RunData(training, validation, order, slots, steps, data, batch, training.fingerprint)
+    sampler = make_batch_sampler(batch, order=order, lengths=training.lengths, steps=steps, ranks=ranks)
+    return RunData(training, validation, order, sampler, steps, data, batch, training.fingerprint)
 
 
 def _open_stream(
@@ -169,21 +169,21 @@ def _open_stream(
     data, batch, steps = recipe.data, recipe.batch, recipe.run.max_steps
     assert isinstance(data.train, tuple)
     assert steps is not None
-    slots = make_slots(batch, order=StreamOrder(), lengths=None, steps=steps, ranks=ranks)
+    sampler = make_batch_sampler(batch, order=StreamOrder(), lengths=None, steps=steps, ranks=ranks)
     parts = find_parts(data.train, kind=data.kind)
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
     fingerprint = {"files": {part.name: part.size for part in parts}, **encoder.fingerprint()}
-    assert isinstance(slots, RankSlots)
+    assert isinstance(sampler, RankBatchSampler)
     stream = StreamingDataset(
         parts,
         encoder,
-        slots=slots,
+        sampler=sampler,
         data=data,
         seed=recipe.run.seed,
         model=model,
         skipped_rows=skipped_rows,
     )
-    return RunData(stream, validation, StreamOrder(), slots, steps, data, batch, fingerprint)
+    return RunData(stream, validation, StreamOrder(), sampler, steps, data, batch, fingerprint)
 
 
 def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:

@@ -49,7 +49,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from launcher.data.batching import RankSlots
+from launcher.data.batching import RankBatchSampler
 from launcher.data.dataset import EMPTY, Collated, Row, collate_sequences, joined, sequence_piece
 from launcher.data.encoder import Encoder
 from launcher.data.sources import Part, read_rows, split
@@ -77,9 +77,9 @@ _GROUP = 8
 _ENCODED_ROWS = 16
 """Rows tokenized at once. More are faster per row; fewer are ready sooner."""
 
-Place = tuple[int, int, int, int]
+ShardPosition = tuple[int, int, int, int]
 """Where a shard's next sequence starts: pass, part in the pass, row in the part, token in it."""
-_START: Place = (0, 0, 0, 0)
+_START: ShardPosition = (0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class StreamOrder:
         return []
 
 
-def deal(parts: Sequence[Part], *, seed: int, shuffle: bool, shards: int = SHARDS) -> list[list[Part]]:
+def assign_shards(parts: Sequence[Part], *, seed: int, shuffle: bool, shards: int = SHARDS) -> list[list[Part]]:
     """The parts of each shard, about as many bytes each. Depends on the arguments and files alone.
 
     shards: the most shards. Their number is a power of two and at most that of the parts.
@@ -111,13 +111,13 @@ def deal(parts: Sequence[Part], *, seed: int, shuffle: bool, shards: int = SHARD
     number = 1 << (max(1, min(shards, most)).bit_length() - 1)
     if shuffle:
         random.Random(f"units {seed}").shuffle(pieces)
-    dealt: list[list[Part]] = [[] for _ in range(number)]
+    assigned: list[list[Part]] = [[] for _ in range(number)]
     smallest = [(0, 0, shard) for shard in range(number)]  # a heap of (bytes, parts, shard)
     for piece in pieces:
         held, count, shard = smallest[0]
-        dealt[shard].append(piece)
+        assigned[shard].append(piece)
         heapq.heapreplace(smallest, (held + piece.size, count + 1, shard))
-    return dealt
+    return assigned
 
 
 def _divide(part: Part, size: int) -> list[Part]:
@@ -130,27 +130,27 @@ def _divide(part: Part, size: int) -> list[Part]:
 class _Reader:
     """Reads the sequences of a shard in order."""
 
-    def __init__(self, samples: Iterator[tuple[Row, Place]], *, given: int, place: Place) -> None:
-        """given: sequences before the first of `samples`, which starts at `place`."""
-        self._samples, self._given, self.place = samples, given, place
+    def __init__(self, samples: Iterator[tuple[Row, ShardPosition]], *, given: int, position: ShardPosition) -> None:
+        """given: sequences before the first of `samples`, which starts at `position`."""
+        self._samples, self._given, self.position = samples, given, position
 
     def take(self, number: int) -> Row:
         """Sequence `number` of the shard. Skips those before it."""
         self.skip_to(number)
-        row, self.place = next(self._samples)
+        row, self.position = next(self._samples)
         self._given += 1
         return row
 
     def skip_to(self, number: int) -> None:
         while self._given < number:
-            _, self.place = next(self._samples)
+            _, self.position = next(self._samples)
             self._given += 1
 
 
 class StreamingDataset(IterableDataset[Collated]):
     """This rank's micro-batches in order, for torch's DataLoader with batch_size=None.
 
-    Each of n loader processes yields every n-th micro-batch of a step. A micro-batch has `places`:
+    Each of n loader processes yields every n-th micro-batch of a step. A micro-batch has `positions`:
     where, after the last one of a step, the shards of its loader process stand.
     """
 
@@ -162,15 +162,15 @@ class StreamingDataset(IterableDataset[Collated]):
         parts: Sequence[Part],
         encoder: Encoder,
         *,
-        slots: RankSlots,
+        sampler: RankBatchSampler,
         data: schema.Data,
         seed: int,
         model: ModelInputs,
         skipped_rows: Path | None,
     ) -> None:
         """skipped_rows: file that lists the rows that cannot be used (data.on_error: skip)."""
-        self._shards = deal(parts, seed=seed, shuffle=data.shuffle)
-        self._encoder, self._slots, self._data, self._model = encoder, slots, data, model
+        self._shards = assign_shards(parts, seed=seed, shuffle=data.shuffle)
+        self._encoder, self._sampler, self._data, self._model = encoder, sampler, data, model
         self._seed, self._skipped_rows = seed, skipped_rows
         self._buffer_rows = max(1, data.shuffle_buffer // len(self._shards))
         self._files, self._bytes = len(parts), sum(part.size for part in parts)
@@ -180,31 +180,31 @@ class StreamingDataset(IterableDataset[Collated]):
         order = [VERSION, shards, seed, *settings, data.on_error == "skip", repr(encoder)]
         self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
         """Digest of all that the order of samples depends on."""
-        self._saved_samples, self._saved_places = 0, [_START] * len(self._shards)
+        self._saved_samples, self._saved_positions = 0, [_START] * len(self._shards)
 
-    def starting(self, slots: RankSlots, saved: Mapping[str, Any] | None) -> StreamingDataset:
-        """The same stream from the first step of `slots` on.
+    def starting(self, sampler: RankBatchSampler, saved: Mapping[str, Any] | None) -> StreamingDataset:
+        """The same stream from the first step of `sampler` on.
 
         saved: of `state`, for an earlier step or this one. Without it, or if it is of another
         order, everything before is tokenized again.
         """
         other = copy.copy(self)
-        other._slots = slots
-        first_sample = slots.first_step * slots.global_batch_size
+        other._sampler = sampler
+        first_sample = sampler.first_step * sampler.global_batch_size
         usable = saved is not None and saved["order"] == self.order
         if saved is not None and usable and saved["samples"] <= first_sample:
             other._saved_samples = saved["samples"]
-            other._saved_places = [(turn, *rest) for turn, *rest in saved["places"]]
+            other._saved_positions = [(turn, *rest) for turn, *rest in saved["places"]]
         return other
 
-    def state(self, places: Mapping[int, Place], *, samples: int, ranks: DataParallel) -> dict[str, Any]:
+    def state(self, positions: Mapping[int, ShardPosition], *, samples: int, ranks: DataParallel) -> dict[str, Any]:
         """What `starting` needs to continue after `samples` samples. Every rank must call it.
 
-        places: the positions of the shards that this rank reads.
+        positions: the positions of the shards that this rank reads.
         """
         table = torch.full((len(self._shards), len(_START)), -1, dtype=torch.int64)
-        for shard, place in places.items():
-            table[shard] = torch.tensor(place)
+        for shard, position in positions.items():
+            table[shard] = torch.tensor(position)
         if ranks.size > 1:  # each shard is read by some rank; those that share one agree
             table = table.to(ranks.device)
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=ranks.group)
@@ -219,7 +219,7 @@ class StreamingDataset(IterableDataset[Collated]):
     @property
     def _group(self) -> int:
         """Micro-batches that are read together: a divisor of those of a step."""
-        return math.gcd(self._slots.micro_batches(0), _GROUP)
+        return math.gcd(self._sampler.micro_batches(0), _GROUP)
 
     def __iter__(self) -> Iterator[Collated]:
         worker = get_worker_info()
@@ -231,10 +231,10 @@ class StreamingDataset(IterableDataset[Collated]):
 
     def _micro_batches(self, number: int, of: int) -> Iterator[Collated]:
         """Those of loader process `number` of `of`, in order. A step is read in groups."""
-        slots, shards, group = self._slots, len(self._shards), self._group
+        sampler, shards, group = self._sampler, len(self._shards), self._group
         # Micro-batch m of every group has the samples k with k % (ranks * group) == m * ranks + rank
-        cells = slots.ranks * group
-        own = [micro * slots.ranks + slots.rank for micro in range(number, group, of)]
+        cells = sampler.ranks * group
+        own = [micro * sampler.ranks + sampler.rank for micro in range(number, group, of)]
         common = math.gcd(shards, cells)
         read = {cell % common for cell in own}
         readers = {
@@ -242,11 +242,11 @@ class StreamingDataset(IterableDataset[Collated]):
             for shard in range(shards)
             if shard % common in read
         }
-        size = slots.micro_batch_size
-        for step in range(slots.first_step, slots.steps):
-            begin, end = step * slots.global_batch_size, (step + 1) * slots.global_batch_size
+        size = sampler.micro_batch_size
+        for step in range(sampler.first_step, sampler.steps):
+            begin, end = step * sampler.global_batch_size, (step + 1) * sampler.global_batch_size
             of_step = [range(begin + (cell - begin) % cells, end, cells) for cell in own]
-            groups = slots.micro_batches(step) // group
+            groups = sampler.micro_batches(step) // group
             for index in range(groups):
                 samples = [one[index * size : (index + 1) * size] for one in of_step]
                 wanted = sorted(itertools.chain.from_iterable(samples))
@@ -254,27 +254,27 @@ class StreamingDataset(IterableDataset[Collated]):
                 if index == groups - 1:
                     for shard, reader in readers.items():
                         reader.skip_to(_given(end, shard, shards))
-                places = {shard: reader.place for shard, reader in readers.items()}
+                positions = {shard: reader.position for shard, reader in readers.items()}
                 for one in samples:
                     held = [rows[k] for k in one] + [EMPTY] * (size - len(one))
-                    yield self._collate(held) | {"places": places}
+                    yield self._collate(held) | {"positions": positions}
 
     def _collate(self, rows: list[Row]) -> Collated:
         return collate_sequences(
             rows,
             length=self._data.sequence_length,
             packed=self._data.packing,
-            isolation=self._model.isolation,
+            masking=self._model.masking,
         )
 
     def _reader(self, shard: int, *, list_bad_rows: bool) -> _Reader:
-        place = self._saved_places[shard]
-        samples = self._sequences(shard, place, list_bad_rows=list_bad_rows)
+        position = self._saved_positions[shard]
+        samples = self._sequences(shard, position, list_bad_rows=list_bad_rows)
         given = _given(self._saved_samples, shard, len(self._shards))
-        return _Reader(samples, given=given, place=place)
+        return _Reader(samples, given=given, position=position)
 
-    def _rows(self, shard: int, start: Place, places: deque[tuple[int, int, int]]) -> Iterator[Source]:
-        """The shard's rows from `start`, endless. Appends pass, part and row of each to `places`."""
+    def _rows(self, shard: int, start: ShardPosition, positions: deque[tuple[int, int, int]]) -> Iterator[Source]:
+        """The shard's rows from `start`, endless. Appends pass, part and row of each to `positions`."""
         turn, first_part, first_row, _ = start
         while True:
             parts = list(self._shards[shard])
@@ -288,25 +288,25 @@ class StreamingDataset(IterableDataset[Collated]):
                     rows = _through_buffer(rows, self._buffer_rows, random.Random(key))
                 for index, row in enumerate(itertools.islice(rows, first_row, None), first_row):
                     found = True
-                    places.append((turn, number, index))
+                    positions.append((turn, number, index))
                     yield row
                 first_row = 0
             if not found:
                 raise self._no_documents(shard)
             turn, first_part = turn + 1, 0
 
-    def _documents(self, shard: int, start: Place, *, list_bad_rows: bool) -> Iterator[tuple[Any, Any, tuple[int, int, int]]]:
+    def _documents(self, shard: int, start: ShardPosition, *, list_bad_rows: bool) -> Iterator[tuple[Any, Any, tuple[int, int, int]]]:
         """The shard's documents from `start`, endless: ids, labels, and pass, part and row."""
-        places: deque[tuple[int, int, int]] = deque()
+        positions: deque[tuple[int, int, int]] = deque()
         # The rows before a start inside a pass are not seen, so they count as documents
         turn, found = start[0], start != _START
-        rows, limit = self._rows(shard, start, places), self._model.vocabulary
+        rows, limit = self._rows(shard, start, positions), self._model.vocabulary
         for encoded in self._encoder.encode_rows(rows, batch_rows=_ENCODED_ROWS):
-            place = places.popleft()
-            if place[0] > turn:
+            position = positions.popleft()
+            if position[0] > turn:
                 if not found:
                     raise self._no_documents(shard)
-                turn, found = place[0], False
+                turn, found = position[0], False
             if encoded.ids is None:
                 if self._data.on_error != "skip":
                     raise RecipeError(f"{encoded.row.where}: {encoded.problem}")
@@ -321,7 +321,7 @@ class StreamingDataset(IterableDataset[Collated]):
                     raise RecipeError(f"{encoded.row.where}: token id {largest} is beyond the model's vocabulary of {limit}")
                 found = True
                 labels = encoded.ids if encoded.labels is None else encoded.labels
-                yield encoded.ids, labels, place
+                yield encoded.ids, labels, position
 
     def _no_documents(self, shard: int) -> RecipeError:
         names = list(dict.fromkeys(part.name for part in self._shards[shard]))
@@ -331,7 +331,7 @@ class StreamingDataset(IterableDataset[Collated]):
             f"data.streaming: there is no document with text in {shown}{more}; leave these files out, or use streaming: false"
         )
 
-    def _sequences(self, shard: int, start: Place, *, list_bad_rows: bool) -> Iterator[tuple[Row, Place]]:
+    def _sequences(self, shard: int, start: ShardPosition, *, list_bad_rows: bool) -> Iterator[tuple[Row, ShardPosition]]:
         """The shard's sequences from `start`, endless, each with where the next one starts.
 
         Text continues in the next sequence. Documents of other kinds start a new sequence if they
@@ -341,11 +341,11 @@ class StreamingDataset(IterableDataset[Collated]):
         cut = kind in ("chat", "instruct")
         pieces: list[Row] = []
         room, done = length, start[3]
-        for ids, labels, place in self._documents(shard, start, list_bad_rows=list_bad_rows):
+        for ids, labels, position in self._documents(shard, start, list_bad_rows=list_bad_rows):
             targets = np.append(labels[1:], IGNORED).astype(np.int64)
             whole = not (kind == "text" and packing)
             if whole and pieces and min(len(ids), length) > room:
-                yield joined(pieces), (*place, 0)
+                yield joined(pieces), (*position, 0)
                 pieces, room = [], length
             while done < len(ids):
                 end = done + min(room, len(ids) - done)
@@ -353,7 +353,7 @@ class StreamingDataset(IterableDataset[Collated]):
                 room -= end - done
                 done = len(ids) if cut else end
                 if room == 0 or not packing:
-                    turn, part, row = place
+                    turn, part, row = position
                     following = (row, done) if done < len(ids) else (row + 1, 0)
                     yield joined(pieces), (turn, part, *following)
                     pieces, room = [], length
@@ -363,7 +363,7 @@ class StreamingDataset(IterableDataset[Collated]):
         return loss.summed_loss(model, tensors)
 
     def describe(self) -> list[str]:
-        parts, shards, ranks = sum(map(len, self._shards)), len(self._shards), self._slots.ranks
+        parts, shards, ranks = sum(map(len, self._shards)), len(self._shards), self._sampler.ranks
         divided = math.gcd(shards, ranks)
         packed = "packed" if self._data.packing else "not packed"
         lines = [

@@ -11,13 +11,13 @@ import torch
 
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import collate_sequences
-from launcher.data.loader import Counts, GlobalBatch, Mover, Tensors
+from launcher.data.loader import GlobalBatch, Mover, StepStatistics, Tensors
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
 from launcher.training import loss
 
 if TYPE_CHECKING:
-    from launcher.models.attention import Isolation
+    from launcher.models.attention import Masking
 
 PACKED_DOCUMENTS = 2
 """Documents in a packed row."""
@@ -38,7 +38,7 @@ class SyntheticData:
         mover = Mover(ranks.device)
         for step in range(1, steps + 1):
             moved = [mover.move(self.tensors) for _ in range(micro_batches)]
-            yield GlobalBatch(step, moved, Counts(values, ranks, mover.stream), step, 0.0)
+            yield GlobalBatch(step, moved, StepStatistics(values, ranks, mover.stream), step, 0.0)
 
 
 def rows_of(batch: schema.Batch, *, sequence_length: int) -> int:
@@ -55,7 +55,7 @@ def synthetic_data(
     vocabulary: int | None,
     classes: int | None,
     packed: bool,
-    isolation: Isolation,
+    masking: Masking,
 ) -> SyntheticData:
     """A micro-batch of full sequences; with data.builder, of its first samples.
 
@@ -87,7 +87,7 @@ def synthetic_data(
         [{"input_ids": row, "targets": row, "position_ids": positions} for row in ids],
         length=length,
         packed=packed,
-        isolation=isolation,
+        masking=masking,
     )
     return _data(collated, loss.summed_loss)
 

@@ -41,7 +41,7 @@ from launcher.recipe.hub import load_data_set
 from launcher.reliability.lock import process_start, this_machine
 
 if TYPE_CHECKING:
-    from launcher.models.attention import Isolation
+    from launcher.models.attention import Masking
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class ModelInputs:
     """Of a sequence classifier."""
     padding: int = 0
     """Padding id."""
-    isolation: Isolation = "mask"
+    masking: Masking = "mask"
     """How attention stays inside a packed document."""
 
 

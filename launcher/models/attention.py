@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from launcher.errors import RecipeError
 
-Isolation = Literal["mask", "varlen"]
+Masking = Literal["mask", "varlen"]
 """How attention stays inside a packed document: by a mask that the model makes from position_ids, or by attention that is
 handed the documents' bounds."""
 
@@ -32,7 +32,7 @@ _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-def isolate_documents(model: nn.Module, *, sequence_length: int, device: torch.device, compute_dtype: torch.dtype) -> Isolation:
+def isolate_documents(model: nn.Module, *, sequence_length: int, device: torch.device, compute_dtype: torch.dtype) -> Masking:
     """How this model keeps packed documents apart: `varlen` or `mask`.
 
     Where the model attends through `sdpa`, its attention is replaced by one that takes the documents' bounds, if the model

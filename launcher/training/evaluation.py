@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launcher.data.batching import RankSlots, SampleOrder
+from launcher.data.batching import RankBatchSampler, SampleOrder
 from launcher.data.dataset import MapData
-from launcher.data.loader import Counts, make_loader, to_device
+from launcher.data.loader import StepStatistics, make_loader, to_device
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
@@ -43,8 +43,8 @@ class Evaluator:
         global_batch_size = micro_batch_size * ranks.size
         for name, dataset in datasets.items():
             batches = -(-len(dataset) // global_batch_size)
-            # Slots beyond the last sample are empty rows: every rank runs as many forward passes, which sharding needs.
-            slots = RankSlots(
+            # Positions beyond the last sample are empty rows: every rank runs as many forward passes, which sharding needs.
+            sampler = RankBatchSampler(
                 order=SampleOrder(samples=len(dataset), seed=0, shuffle=False, epochs=1),
                 global_batch_size=global_batch_size,
                 micro_batch_size=micro_batch_size,
@@ -55,7 +55,7 @@ class Evaluator:
             )
             loader = make_loader(
                 dataset,
-                slots,
+                sampler,
                 data,
                 persistent_workers=data.persistent_workers and len(datasets) == 1,
                 device=ranks.device,
@@ -76,7 +76,7 @@ class Evaluator:
         wrapped.model.eval()
         device = self._ranks.device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        asked: Counts | None = None
+        asked: StepStatistics | None = None
         stopped = False
         totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
         for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
@@ -84,7 +84,7 @@ class Evaluator:
                 heartbeat("evaluation")
                 # Of the micro-batch before, so that nobody waits for it. The same answer on all ranks, at the same micro-batch
                 stopped = asked is not None and asked.read()[0] > 0
-                asked = None if stopped else Counts([int(stop_requested())], self._ranks, stream)
+                asked = None if stopped else StepStatistics([int(stop_requested())], self._ranks, stream)
                 if stopped:
                     break
                 micro_batch = to_device(collated["tensors"], device)

@@ -18,7 +18,7 @@ from launcher.data.setup import RunData, open_run_data, tokenizer_to_keep
 from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
-from launcher.models.attention import Isolation, check_isolation, drop_causal_mask, isolate_documents
+from launcher.models.attention import Masking, check_isolation, drop_causal_mask, isolate_documents
 from launcher.models.build import build_model, class_count, find_blocks, flops_per_token, padding_id, vocabulary_size
 from launcher.models.export import export_hugging_face
 from launcher.models.load import starting_weights
@@ -99,7 +99,7 @@ class PreparedModel:
     compute_dtype: torch.dtype
     packed: bool
     """Whether several documents share a row."""
-    isolation: Isolation
+    masking: Masking
     vocabulary: int | None
 
     def wrap(self, recipe: Recipe, ranks: DataParallel, *, fill: Fill | None = None) -> WrappedModel:
@@ -122,12 +122,12 @@ class PreparedModel:
             vocabulary=self.vocabulary,
             classes=class_count(self.model),
             packed=self.packed,
-            isolation=self.isolation,
+            masking=self.masking,
         )
 
     def check_isolation(self, wrapped: WrappedModel, *, device: torch.device) -> None:
         """Raises RecipeError if the model's attention does not keep the documents of a row apart."""
-        if not self.packed or self.isolation != "mask" or self.vocabulary is None:
+        if not self.packed or self.masking != "mask" or self.vocabulary is None:
             return
         with wrapped.forward_context():
             check_isolation(
@@ -166,7 +166,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device, group: dist.ProcessGr
         export_dtype=export_dtype,
         compute_dtype=compute_dtype,
         packed=packed,
-        isolation=isolate_documents(model, sequence_length=data.sequence_length, device=device, compute_dtype=compute_dtype)
+        masking=isolate_documents(model, sequence_length=data.sequence_length, device=device, compute_dtype=compute_dtype)
         if packed
         else "mask",
         vocabulary=vocabulary_size(model),
@@ -195,7 +195,7 @@ def assemble(
             vocabulary=prepared.vocabulary,
             classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
             padding=padding_id(model),
-            isolation=prepared.isolation,
+            masking=prepared.masking,
         ),
         ranks=ranks,
         build=build_data,

@@ -400,10 +400,10 @@ def test_selftest_says_no_where_losses_differ(tmp_path):
         "if 'launcher.diagnostics.selftest' in sys.orig_argv:\n"
         "    import torch\n"
         "    from launcher import loss\n"
-        "    from launcher.data.loader import Counts\n"
+        "    from launcher.data.loader import StepStatistics\n"
         "    original = loss.summed_loss\n"
         "    loss.summed_loss = lambda m, b: original(m, b) / (b['targets'] != -100).sum()\n"
-        "    Counts.loss_tokens = lambda self: torch.tensor(8.0)\n"
+        "    StepStatistics.loss_tokens = lambda self: torch.tensor(8.0)\n"
     )
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"input_ids": list(range(2 + 5 * (i % 4), 30))}) + "\n" for i in range(8)))

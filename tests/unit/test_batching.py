@@ -6,7 +6,16 @@ import statistics
 
 import pytest
 
-from launcher.data.batching import NO_SAMPLE, MixtureOrder, RankSlots, SampleOrder, TokenSlots, accumulation_steps, permuted, total_steps
+from launcher.data.batching import (
+    NO_SAMPLE,
+    MixtureOrder,
+    RankBatchSampler,
+    SampleOrder,
+    TokenBatchSampler,
+    accumulation_steps,
+    permuted,
+    total_steps,
+)
 
 
 def permutation(size, *, seed=0, epoch=0):
@@ -89,9 +98,11 @@ def test_after_the_last_epoch_there_is_no_sample(shuffle):
     assert samples[10:] == [NO_SAMPLE] * 3
 
 
-def slots(ranks, micro, *, rank, order, size=16, first_step=0, steps=3):
+def batches_of(ranks, micro, *, rank, order, size=16, first_step=0, steps=3):
     return list(
-        RankSlots(order=order, global_batch_size=size, micro_batch_size=micro, rank=rank, ranks=ranks, first_step=first_step, steps=steps)
+        RankBatchSampler(
+            order=order, global_batch_size=size, micro_batch_size=micro, rank=rank, ranks=ranks, first_step=first_step, steps=steps
+        )
     )
 
 
@@ -101,7 +112,7 @@ def slots(ranks, micro, *, rank, order, size=16, first_step=0, steps=3):
 def test_any_ranks_and_micro_batches_share_the_same_steps(ranks, micro, epochs):
     """Read micro-batch by micro-batch and rank by rank, the samples of a step stand in the order of their positions."""
     order = SampleOrder(samples=21, seed=9, shuffle=True, epochs=epochs)  # 42 samples of the 48 places of 3 steps
-    of_rank = [slots(ranks, micro, rank=rank, order=order) for rank in range(ranks)]
+    of_rank = [batches_of(ranks, micro, rank=rank, order=order) for rank in range(ranks)]
     accumulation = 16 // (micro * ranks)
     assert {len(batches) for batches in of_rank} == {3 * accumulation}
     assert {len(batch) for batches in of_rank for batch in batches} == {micro}
@@ -110,11 +121,11 @@ def test_any_ranks_and_micro_batches_share_the_same_steps(ranks, micro, epochs):
     assert read.count(NO_SAMPLE) == (0 if epochs is None else 6)
 
 
-def test_slots_can_start_at_a_later_step():
+def test_a_sampler_can_start_at_a_later_step():
     order = SampleOrder(samples=100, seed=9, shuffle=True)
-    whole = slots(2, 4, rank=1, order=order, steps=5)
-    assert slots(2, 4, rank=1, order=order, steps=5, first_step=2) == whole[2 * 2 :]
-    assert slots(2, 4, rank=1, order=order, steps=5, first_step=5) == []
+    whole = batches_of(2, 4, rank=1, order=order, steps=5)
+    assert batches_of(2, 4, rank=1, order=order, steps=5, first_step=2) == whole[2 * 2 :]
+    assert batches_of(2, 4, rank=1, order=order, steps=5, first_step=5) == []
 
 
 @pytest.mark.parametrize(("micro", "ranks", "accumulation"), [(1, 1, 64), (8, 1, 8), (8, 2, 4), (8, 8, 1), (64, 1, 1), (1, 64, 1)])
@@ -134,7 +145,7 @@ def test_total_steps_round_up(epochs, samples, size, steps):
 def test_the_last_step_of_the_last_epoch_holds_the_rest():
     steps = total_steps(max_steps=None, epochs=3, samples=21, global_batch_size=16)
     order = SampleOrder(samples=21, seed=0, shuffle=True, epochs=3)
-    seen = [sample for rank in range(2) for batch in slots(2, 2, rank=rank, order=order, steps=steps) for sample in batch]
+    seen = [sample for rank in range(2) for batch in batches_of(2, 2, rank=rank, order=order, steps=steps) for sample in batch]
     counts = {sample: seen.count(sample) for sample in set(seen) - {NO_SAMPLE}}
     assert counts == dict.fromkeys(range(21), 3)
 
@@ -194,20 +205,20 @@ def test_a_token_budget_holds_and_keeps_the_steps_samples(ranks):
     lengths = [generator.choice([1, 7, 30, 100, 128]) for _ in range(113)]
     order = SampleOrder(samples=113, seed=1, shuffle=True, epochs=1)
     common = {"order": order, "lengths": lengths, "global_batch_size": 50, "micro_batch_tokens": 256, "ranks": ranks, "steps": 3}
-    of_rank = [TokenSlots(rank=rank, first_step=0, **common) for rank in range(ranks)]
-    batches = [list(slots) for slots in of_rank]
+    of_rank = [TokenBatchSampler(rank=rank, first_step=0, **common) for rank in range(ranks)]
+    batches = [list(sampler) for sampler in of_rank]
     assert len({len(one) for one in batches}) == 1, "every rank has as many micro-batches"
     position = 0
     for step in range(3):
         number = of_rank[0].micro_batches(step)
-        assert {slots.micro_batches(step) for slots in of_rank} == {number}
+        assert {sampler.micro_batches(step) for sampler in of_rank} == {number}
         samples = [sample for one in batches for batch in one[position : position + number] for sample in batch if sample != NO_SAMPLE]
         assert sorted(samples) == sorted(s for s in (order.sample(p) for p in range(50 * step, 50 * step + 50)) if s != NO_SAMPLE)
         position += number
     padded = [len(batch) * max(lengths[sample] for sample in batch) for one in batches for batch in one if batch != [NO_SAMPLE]]
     assert max(padded) <= 256
-    rows = RankSlots(order=order, global_batch_size=50, micro_batch_size=2, rank=0, ranks=1, first_step=0, steps=2)
+    rows = RankBatchSampler(order=order, global_batch_size=50, micro_batch_size=2, rank=0, ranks=1, first_step=0, steps=2)
     unsorted = sum(2 * max(lengths[sample] for sample in batch) for batch in rows)
     assert sum(padded) < unsorted, "like lengths meet: less padding"
-    later = list(TokenSlots(rank=0, first_step=2, **common))
+    later = list(TokenBatchSampler(rank=0, first_step=2, **common))
     assert later == batches[0][-len(later) :]

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.data import streaming
-from launcher.data.batching import RankSlots
+from launcher.data.batching import RankBatchSampler
 from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.setup import raise_error
 from launcher.data.sources import find_parts, read_rows
-from launcher.data.streaming import StreamingDataset, StreamOrder, deal
+from launcher.data.streaming import StreamingDataset, StreamOrder, assign_shards
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.recipe import schema
@@ -32,18 +32,18 @@ def make_stream(source, *, batch=4, micro=2, rank=0, ranks=1, first_step=0, step
     folder, saved, seed = more.pop("folder", source), more.pop("saved", None), more.pop("seed", 3)
     options = {"sequence_length": 16, "shuffle_buffer": 1000, "on_error": "skip" if skip else "fail"} | more
     data = schema.Data(train=(str(source),), kind=kind, tokenizer="bytes", **options)
-    slots = RankSlots(
+    sampler = RankBatchSampler(
         order=StreamOrder(), global_batch_size=batch, micro_batch_size=micro, rank=rank, ranks=ranks, first_step=first_step, steps=steps
     )
     return StreamingDataset(
         find_parts(data.train, kind=kind),
         make_encoder(kind, data, tokenizer="bytes"),
-        slots=slots,
+        sampler=sampler,
         data=data,
         seed=seed,
         model=ModelInputs(vocabulary=vocabulary),
         skipped_rows=folder.parent / "skipped_rows.jsonl",
-    ).starting(slots, saved)
+    ).starting(sampler, saved)
 
 
 def rows_of(stream):
@@ -77,19 +77,18 @@ def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
     streams = [make_stream(source, rank=rank, ranks=ranks, steps=steps, first_step=first_step, **more) for rank in range(ranks)]
     assert streams[0].workers(workers) == workers
     running = [[stream._micro_batches(worker, workers) for worker in range(workers)] for stream in streams]
-    micro_batches, batch = streams[0]._slots.micro_batches(0), streams[0]._slots.global_batch_size
+    micro_batches, batch = streams[0]._sampler.micro_batches(0), streams[0]._sampler.global_batch_size
     found, states = [], []
     for step in range(first_step, steps):
-        places, rows = {}, []
+        positions, rows = {}, []
         for of_rank in running:
             for number in range(micro_batches):
                 collated = next(of_rank[number % workers])
                 rows += [row for row in rows_of([collated]) if any(row[0])]
-                of_rank_places = collated["places"]
-                places |= of_rank_places
+                positions |= collated["positions"]
         found.append(sorted(rows))
         alone = SimpleNamespace(size=1)
-        states.append(streams[0].state(places, samples=(step + 1) * batch, ranks=alone))
+        states.append(streams[0].state(positions, samples=(step + 1) * batch, ranks=alone))
     return found, json.loads(json.dumps(states))
 
 
@@ -99,21 +98,21 @@ def test_every_row_belongs_to_one_shard(texts, monkeypatch, size, shuffle):
     monkeypatch.setattr(streaming, "_SHARD_BYTES", size)
     (texts / "empty.txt").write_text("")
     parts = find_parts((str(texts),), kind="text")
-    dealt = deal(parts, seed=3, shuffle=shuffle)
-    assert len(dealt) == {50: 8, 350: 2, 10**6: 1}[size], "a power of two"
-    rows = [row.values["text"] for shard in dealt for part in shard for row in read_rows(part)]
+    assigned = assign_shards(parts, seed=3, shuffle=shuffle)
+    assert len(assigned) == {50: 8, 350: 2, 10**6: 1}[size], "a power of two"
+    rows = [row.values["text"] for shard in assigned for part in shard for row in read_rows(part)]
     assert sorted(rows) == sorted(f"<{number}>" for number in range(47)), "each file is read once, each line by one shard"
-    held = [sum(part.size for part in shard) for shard in dealt]
-    assert max(held) - min(held) <= max(part.size for shard in dealt for part in shard)
-    assert dealt == deal(parts, seed=3, shuffle=shuffle)
+    held = [sum(part.size for part in shard) for shard in assigned]
+    assert max(held) - min(held) <= max(part.size for shard in assigned for part in shard)
+    assert assigned == assign_shards(parts, seed=3, shuffle=shuffle)
 
 
 def test_a_line_longer_than_a_unit_is_read_once(tmp_path, small_shards):
     file = tmp_path / "long.jsonl"
     texts = ["a" * 500, "b", "c" * 130, "d" * 3, "e" * 49]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    dealt = deal(find_parts((str(file),), kind="text"), seed=3, shuffle=False)
-    assert sorted(row.values["text"] for shard in dealt for part in shard for row in read_rows(part)) == texts
+    assigned = assign_shards(find_parts((str(file),), kind="text"), seed=3, shuffle=False)
+    assert sorted(row.values["text"] for shard in assigned for part in shard for row in read_rows(part)) == texts
 
 
 def test_the_shards_do_not_depend_on_the_batch(texts, small_shards):
@@ -188,7 +187,7 @@ def test_a_resume_goes_on_where_the_shards_stood(tmp_path, small_shards, kind):
         found, again = steps_of(folder, first_step=18, saved=states[17], **way, **options)
         assert found == whole[18:]
         assert again == states[18:]
-    # Batches are left out after the checkpoint; and without the places all is tokenized again
+    # Batches may be skipped after the checkpoint; without the positions everything is tokenized again
     assert steps_of(folder, first_step=18, saved=states[14], **WAYS[2], **options)[0] == whole[18:]
     assert steps_of(folder, first_step=18, **WAYS[2], **options)[0] == whole[18:]
 
@@ -207,7 +206,7 @@ def test_a_resume_does_not_tokenize_what_was_seen(tmp_path, monkeypatch):
     assert len(encoded) < 60
 
 
-def test_places_of_another_order_are_not_used(texts, small_shards):
+def test_positions_of_another_order_are_not_used(texts, small_shards):
     whole, states = steps_of(texts, batch=12, micro=12, seed=4)
     _, others = steps_of(texts, batch=12, micro=12, seed=5)
     assert others[0]["order"] != states[0]["order"]
@@ -217,7 +216,7 @@ def test_places_of_another_order_are_not_used(texts, small_shards):
 def test_the_ranks_divide_the_tokenization(texts, small_shards):
     """Each of two ranks, each with two loader processes, tokenizes a quarter of the shards."""
     stream = [make_stream(texts, batch=8, micro=1, rank=rank, ranks=2) for rank in range(2)]
-    read = [set(next(one._micro_batches(worker, 2))["places"]) for one in stream for worker in range(2)]
+    read = [set(next(one._micro_batches(worker, 2))["positions"]) for one in stream for worker in range(2)]
     assert [len(shards) for shards in read] == [2, 2, 2, 2]
     assert set.union(*read) == set(range(8))
     assert stream[0].describe()[0].endswith("in 8 shards, sequences of up to 16, packed; each rank reads 4 shards")
