@@ -36,7 +36,9 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, ranks: 
     return -(-global_batch_size // (micro_batch_size * ranks))
 
 
-def total_steps(*, max_steps: int | None, epochs: int | None, samples: int, global_batch_size: int) -> int:
+def total_steps(
+    *, max_steps: int | None, epochs: int | None, samples: int, global_batch_size: int
+) -> int:
     """Optimizer steps of the run. The last step of the last epoch may be incomplete."""
     if max_steps is not None:
         return max_steps
@@ -87,7 +89,11 @@ class SampleOrder:
         epoch, index = divmod(position, self.samples)
         if self.epochs is not None and epoch >= self.epochs:
             return NO_SAMPLE
-        return permuted(index, size=self.samples, seed=self.seed, epoch=epoch) if self.shuffle else index
+        return (
+            permuted(index, size=self.samples, seed=self.seed, epoch=epoch)
+            if self.shuffle
+            else index
+        )
 
     def passes(self, positions: int) -> list[float]:
         return [positions / self.samples]
@@ -135,7 +141,10 @@ class MixtureOrder:
         self.samples, self.epochs, count = sum(sizes), epochs, len(sizes)
         self._offsets = [sum(sizes[:source]) for source in range(count)]
         seeds = [_mix((seed * count + source) & _MASK) for source in range(count)]
-        self._orders = [SampleOrder(samples=size, seed=own, shuffle=shuffle) for size, own in zip(sizes, seeds, strict=True)]
+        self._orders = [
+            SampleOrder(samples=size, seed=own, shuffle=shuffle)
+            for size, own in zip(sizes, seeds, strict=True)
+        ]
         self._counts = _apportion(weights, _PERIOD)
         self._turns: list[tuple[int, int]] = []
         """For each position of a period: the source, and its turns before in the period."""
@@ -152,11 +161,16 @@ class MixtureOrder:
             return NO_SAMPLE
         period, index = divmod(position, _PERIOD)
         source, before = self._turns[index]
-        return self._offsets[source] + self._orders[source].sample(period * self._counts[source] + before)
+        return self._offsets[source] + self._orders[source].sample(
+            period * self._counts[source] + before
+        )
 
     def passes(self, positions: int) -> list[float]:
         shares = [count / _PERIOD for count in self._counts]
-        return [positions * share / order.samples for share, order in zip(shares, self._orders, strict=True)]
+        return [
+            positions * share / order.samples
+            for share, order in zip(shares, self._orders, strict=True)
+        ]
 
 
 def _apportion(weights: Sequence[float], total: int) -> list[int]:
@@ -219,7 +233,10 @@ class RankBatchSampler(_RankPart):
             first, size = step * self.global_batch_size, self.micro_batch_size
             for micro in range(self.micro_batches(step)):
                 start = (micro * self.ranks + self.rank) * size
-                yield [self.order.sample(first + row) if row < self.global_batch_size else NO_SAMPLE for row in range(start, start + size)]
+                yield [
+                    self.order.sample(first + row) if row < self.global_batch_size else NO_SAMPLE
+                    for row in range(start, start + size)
+                ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +244,8 @@ class TokenBatchSampler(_RankPart):
     """Micro-batches of a limited number of tokens, padding included: a step's samples, sorted by
     length and cut into groups.
 
-    A step has the same samples as with RankBatchSampler. The groups follow from the lengths alone, so
-    every rank knows those of all ranks.
+    A step has the same samples as with RankBatchSampler. The groups follow from the lengths alone,
+    so every rank knows those of all ranks.
     """
 
     lengths: Sequence[int]

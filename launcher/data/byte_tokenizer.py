@@ -49,7 +49,9 @@ def hugging_face_byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in (END, *roles)])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in (END, *roles)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,

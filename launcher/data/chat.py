@@ -34,7 +34,8 @@ _SPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thi
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 _ADVICE = (
-    "put {% generation %} and {% endgeneration %} around what the assistant says in the template, and name that file in data.chat_template"
+    "put {% generation %} and {% endgeneration %} around what the assistant says in the template, "
+    "and name that file in data.chat_template"
 )
 
 
@@ -51,7 +52,10 @@ def read_messages(value: Any, column: str) -> list[Message]:
     """
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
         return [_message(turn, f"message {number}") for number, turn in enumerate(value, start=1)]
-    raise RowError(f"column {column!r} must hold a list of messages, each with role and content (or from and value); got {_shown(value)}")
+    raise RowError(
+        f"column {column!r} must hold a list of messages, each with role and content (or from and "
+        f"value); got {_shown(value)}"
+    )
 
 
 def _message(turn: Message, what: str) -> Message:
@@ -119,7 +123,10 @@ class ChatTemplate:
         """name: of the tokenizer, for messages. Raises RecipeError if no template can be used."""
         self._tokenizer, self._template = tokenizer, template
         if template is None and not tokenizer.chat_template:
-            raise RecipeError(f"data.tokenizer: {name}: has no chat template; give a file with one as data.chat_template")
+            raise RecipeError(
+                f"data.tokenizer: {name}: has no chat template; give a file with one as "
+                "data.chat_template"
+            )
         if not tokenizer.is_fast:
             raise RecipeError(
                 f"data.tokenizer: {name}: is a slow tokenizer ({type(tokenizer).__name__}), which "
@@ -130,7 +137,9 @@ class ChatTemplate:
         special = (number for number, token in added if token.special)
         self._special = {*tokenizer.all_special_ids, *special}
 
-    def render(self, messages: list[Message], tools: list[Any] | None, *, loss_from: int = 0) -> Rendered:
+    def render(
+        self, messages: list[Message], tools: list[Any] | None, *, loss_from: int = 0
+    ) -> Rendered:
         """Text and spans. loss_from: index of the first message that may carry loss.
 
         Raises RowError.
@@ -172,7 +181,9 @@ class ChatTemplate:
         rows = zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return [self._labelled(*row) for row in rows]
 
-    def _labelled(self, rendered: Rendered, token_ids: list[int], offsets: list[Span]) -> tuple[Ids, Ids]:
+    def _labelled(
+        self, rendered: Rendered, token_ids: list[int], offsets: list[Span]
+    ) -> tuple[Ids, Ids]:
         ids = np.array(token_ids, dtype=np.int32)
         ends = np.maximum.accumulate(np.array([end for _, end in offsets], dtype=np.int64))
         # Some tokenizers leave white space out of the offsets, so a token starts where the one
@@ -251,14 +262,22 @@ class ChatTemplate:
             raise RowError(f"the chat template fails on this conversation: {what}") from None
         return texts[0], list(spans[0]) if marks else []
 
-    def _marked(self, messages: list[Message], tools: list[Any] | None, turns: list[int], loss_from: int) -> tuple[str, list[Span]]:
+    def _marked(
+        self, messages: list[Message], tools: list[Any] | None, turns: list[int], loss_from: int
+    ) -> tuple[str, list[Span]]:
         text, marks = self._apply(messages, tools, marks=True)
         marks = [(start, end) for start, end in marks if end > start]
         if not marks:
-            raise RowError("the template's {% generation %} marks hold nothing here; are they where the assistant speaks?")
+            raise RowError(
+                "the template's {% generation %} marks hold nothing here; are they where the "
+                "assistant speaks?"
+            )
         if turns[0] < loss_from:
             if len(marks) != len(turns):
-                raise RowError(f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks: which are the prompt's?")
+                raise RowError(
+                    f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks: "
+                    "which are the prompt's?"
+                )
             marks = marks[sum(index < loss_from for index in turns) :]
         return text, marks
 
@@ -317,7 +336,9 @@ class ChatTemplate:
             spans.append((start, found[own[-1]][1]))
         return spans
 
-    def _by_turns(self, messages: list[Message], tools: list[Any] | None, text: str, turns: list[int]) -> list[Span]:
+    def _by_turns(
+        self, messages: list[Message], tools: list[Any] | None, text: str, turns: list[int]
+    ) -> list[Span]:
         """The spans of the answers in `text`, from the generation prompt to the end of the turn.
 
         Each prefix of the conversation must render to a prefix of the text. Covers tool calls and
@@ -334,7 +355,10 @@ class ChatTemplate:
             # Without a generation prompt, the heading of the turn would count as the answer
             known = len(bare) < len(before) < len(until)
             if not (known and text.startswith(before) and text.startswith(until)):
-                raise RowError(f"message {index + 1}: which part of the rendered text is the assistant's cannot be verified; {_ADVICE}")
+                raise RowError(
+                    f"message {index + 1}: which part of the rendered text is the assistant's "
+                    f"cannot be verified; {_ADVICE}"
+                )
             spans.append((len(before), self._without_ending(until, len(before))))
         return spans
 

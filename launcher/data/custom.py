@@ -68,7 +68,10 @@ class CustomDataset:
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         loss = self.data.loss(model, tensors["batch"])
         if loss.ndim:
-            raise RecipeError(f"data.builder: its loss must be a scalar, the sum over the micro-batch; got the shape {tuple(loss.shape)}")
+            raise RecipeError(
+                "data.builder: its loss must be a scalar, the sum over the micro-batch; got the "
+                f"shape {tuple(loss.shape)}"
+            )
         weighted: torch.Tensor = loss.float() * tensors["weight"]
         return weighted
 
@@ -95,7 +98,10 @@ def build_custom_data(builder: str, arguments: Mapping[str, Any] | None) -> Cust
     """
     built = call_function(builder, arguments or {}, key="data.builder")
     if not isinstance(built, CustomData):
-        raise RecipeError(f"data.builder: {builder} must return a launcher.data.custom.CustomData; got {type(built).__name__}")
+        raise RecipeError(
+            f"data.builder: {builder} must return a launcher.data.custom.CustomData; got "
+            f"{type(built).__name__}"
+        )
     if not len(built.train):
         raise RecipeError(f"data.builder: {builder} returned an empty training set")
     return built

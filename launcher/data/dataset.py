@@ -29,7 +29,9 @@ Row = dict[str, Integers]
 Collated = dict[str, Any]
 """A micro-batch: `tensors`, the arguments of the loss, rows first; `tokens` without padding;
 `loss_tokens`, the number of targets."""
-EMPTY: Row = {name: np.zeros(0, dtype=np.int64) for name in ("input_ids", "targets", "position_ids")}
+EMPTY: Row = {
+    name: np.zeros(0, dtype=np.int64) for name in ("input_ids", "targets", "position_ids")
+}
 
 
 class TrainingData(Protocol):
@@ -105,7 +107,10 @@ class _Stored:
         sequences, documents = self.sequences, f"{self.store.documents:,} documents are longer than"
         lines = []
         if sequences.split_documents:
-            lines.append(f"{sequences.split_documents:,} documents are longer than {self.length} tokens and go on in another sequence")
+            lines.append(
+                f"{sequences.split_documents:,} documents are longer than {self.length} tokens and "
+                "go on in another sequence"
+            )
         if sequences.cut_documents:
             share = sequences.cut_tokens / int(self.store.offsets[-1])
             lines.append(
@@ -351,7 +356,9 @@ def open_dataset(
             for name, part in source.items()
         }
         return MixtureDataset(parts, tuple(part.weight for part in source.values()))
-    store = open_store(source, data, tokenizer=tokenizer, model=model, validation=validation, build=build)
+    store = open_store(
+        source, data, tokenizer=tokenizer, model=model, validation=validation, build=build
+    )
     length = data.sequence_length
     sequences = pack(store.offsets, data.kind, packing=data.packing, sequence_length=length)
     if data.kind == "classification":

@@ -138,9 +138,13 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
         try:
             template = Path(file).read_text(encoding="utf-8")
         except OSError as error:
-            raise RecipeError(f"data.chat_template: {file}: cannot be read: {error.strerror}") from None
+            raise RecipeError(
+                f"data.chat_template: {file}: cannot be read: {error.strerror}"
+            ) from None
         except UnicodeDecodeError as error:
-            raise RecipeError(f"data.chat_template: {file}: not UTF-8 text (byte {error.start})") from None
+            raise RecipeError(
+                f"data.chat_template: {file}: not UTF-8 text (byte {error.start})"
+            ) from None
     assert tokenizer is not None or kind == "tokens", "the model's own tokenizer is the default"
     return Encoder(
         kind=kind,
@@ -184,7 +188,10 @@ class _Text(_Kind):
         value = row.get(column)
         if not isinstance(value, str):
             got = "no such column" if column not in row else f"got {type(value).__name__}"
-            raise RowError(f"column {column!r} must hold text; {got}; columns: {', '.join(row)} (data.text_column names it)")
+            raise RowError(
+                f"column {column!r} must hold text; {got}; columns: {', '.join(row)} "
+                "(data.text_column names it)"
+            )
         return _encodable(value, f"column {column!r}")
 
     def encode(self, batch: list[str]) -> Iterator[_Tokens]:
@@ -201,10 +208,15 @@ class _TokenRows(_Kind):
             return ids, None, None
         labels = _integers(row, "labels")
         if len(labels) != len(ids):
-            raise RowError(f"{len(ids)} input_ids, but {len(labels)} labels; there must be one a token (-100: no loss)")
+            raise RowError(
+                f"{len(ids)} input_ids, but {len(labels)} labels; there must be one a token (-100: "
+                "no loss)"
+            )
         wrong = labels[(labels < 0) & (labels != IGNORED)]
         if wrong.size:
-            raise RowError(f"labels must be token ids, or -100 where no loss is due; got {int(wrong[0])}")
+            raise RowError(
+                f"labels must be token ids, or -100 where no loss is due; got {int(wrong[0])}"
+            )
         return ids, labels, None
 
     def encode(self, batch: list[_Tokens]) -> list[_Tokens]:
@@ -217,7 +229,8 @@ class _Chat(_Kind):
         column = self.encoder.columns["messages_column"] or (names or ["messages"])[0]
         if column not in row:
             raise RowError(
-                f"no column {column!r}; columns: {', '.join(row)} (data.messages_column names it; null: messages, or conversations)"
+                f"no column {column!r}; columns: {', '.join(row)} (data.messages_column names it; "
+                "null: messages, or conversations)"
             )
         return self.render(row, read_messages(row[column], column))
 
@@ -281,14 +294,20 @@ class _Classification(_Text):
         names, value = self.encoder.labels, row.get(column)
         if value is None:
             got = "no such column" if column not in row else "it holds nothing"
-            raise RowError(f"column {column!r} must hold the label; {got}; columns: {', '.join(row)} (data.label_column names it)")
+            raise RowError(
+                f"column {column!r} must hold the label; {got}; columns: {', '.join(row)} "
+                "(data.label_column names it)"
+            )
         if names is not None and value in names:
             return names.index(value)
         digits = isinstance(value, str) and value.strip().isdecimal()  # a .csv holds only text
         number = int(value) if digits else value
         if type(number) is not int:
             known = ", ".join(names) if names is not None else "none; data.labels gives names"
-            raise RowError(f"column {column!r}: {value!r} is no class; it must be a whole number from 0, or one of the names ({known})")
+            raise RowError(
+                f"column {column!r}: {value!r} is no class; it must be a whole number from 0, or "
+                f"one of the names ({known})"
+            )
         if not 0 <= number < (2**31 if names is None else len(names)):
             limit = "0 or more" if names is None else f"0 to {len(names) - 1}"
             raise RowError(f"column {column!r}: label {number} is out of range; there are {limit}")
@@ -315,7 +334,9 @@ def _encodable(text: str, where: str) -> str:
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError:
-        raise RowError(f"{where} holds half a surrogate pair (\\ud800 to \\udfff), which is no character") from None
+        raise RowError(
+            f"{where} holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
+        ) from None
     return text
 
 

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from launcher.data.batching import NO_SAMPLE, BatchSampler, Order, RankBatchSampler, TokenBatchSampler
+from launcher.data.batching import (
+    NO_SAMPLE,
+    BatchSampler,
+    Order,
+    RankBatchSampler,
+    TokenBatchSampler,
+)
 from launcher.data.dataset import MapData, TrainingData
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.tokenizer import prepare_worker_process
@@ -29,7 +35,9 @@ class StepStatistics:
     the sum alone, not for queued compute.
     """
 
-    def __init__(self, values: list[int], ranks: DataParallel, stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, values: list[int], ranks: DataParallel, stream: torch.cuda.Stream | None
+    ) -> None:
         self._host = torch.tensor(values, dtype=torch.int64)
         self._device, self._work, self._event = self._host, None, None
         if stream is None:
@@ -190,7 +198,9 @@ def make_batch_sampler(
     return TokenBatchSampler(micro_batch_tokens=batch.micro_batch_tokens, lengths=lengths, **common)
 
 
-def expected_padding(dataset: TrainingData, sampler: BatchSampler, *, micro_batches: int = 64) -> float | None:
+def expected_padding(
+    dataset: TrainingData, sampler: BatchSampler, *, micro_batches: int = 64
+) -> float | None:
     """Share of padding in the first micro-batches if rows are padded to the longest; None if the
     lengths are not known."""
     lengths = dataset.lengths

@@ -45,7 +45,11 @@ def pack(offsets: Integers, kind: str, *, packing: bool, sequence_length: int) -
     cut = kind in ("chat", "instruct", "classification")
     if not packing or kind == "classification":
         return separate(offsets, sequence_length, cut=cut)
-    return stream(offsets, sequence_length) if kind == "text" else best_fit(offsets, sequence_length, cut=cut)
+    return (
+        stream(offsets, sequence_length)
+        if kind == "text"
+        else best_fit(offsets, sequence_length, cut=cut)
+    )
 
 
 def stream(offsets: Integers, length: int) -> Sequences:

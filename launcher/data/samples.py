@@ -66,7 +66,9 @@ def load_decoder(tokenizer: str | None) -> Decoder:
         unknown = next((index for index, token in enumerate(ids) if token >= size), None)
         if unknown is not None:  # token rows may hold any id
             return text(ids[:unknown]) + f"<{ids[unknown]}>" + text(ids[unknown + 1 :])
-        decoded = loaded.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        decoded = loaded.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return str(decoded)
 
     return Decoder(text, frozenset(loaded.all_special_ids))
@@ -133,7 +135,9 @@ def _symbol(character: str) -> str:
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"<{code:02x}>"
 
 
-def first_documents(data: schema.Data, files: tuple[str, ...], *, tokenizer: str | None, seed: int, most: int) -> SequenceDataset:
+def first_documents(
+    data: schema.Data, files: tuple[str, ...], *, tokenizer: str | None, seed: int, most: int
+) -> SequenceDataset:
     """The first documents of a stream, packed as they are without streaming."""
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
     parts = find_parts(files, kind=data.kind)

@@ -65,7 +65,9 @@ class RunData:
         if isinstance(dataset, StreamingDataset):
             assert isinstance(sampler, RankBatchSampler)
             dataset = dataset.starting(sampler, position.stream)
-        loader = make_loader(dataset, sampler, self.data, persistent_workers=False, device=ranks.device)
+        loader = make_loader(
+            dataset, sampler, self.data, persistent_workers=False, device=ranks.device
+        )
         mover, loaded = Mover(ranks.device), iter(loader)
         for step in range(position.step, self.steps):
             started = time.perf_counter()
@@ -81,7 +83,11 @@ class RunData:
                 statistics=StepStatistics(values, ranks, mover.stream),
                 samples_seen=seen if self.samples is None else min(seen, self.samples),
                 seconds_waited=waited,
-                stream_positions={shard: position for one in collated for shard, position in one.get("positions", {}).items()},
+                stream_positions={
+                    shard: position
+                    for one in collated
+                    for shard, position in one.get("positions", {}).items()
+                },
             )
 
     @property
@@ -95,7 +101,9 @@ class RunData:
         """Digest of the order of a stream's samples; None without data.streaming."""
         return self.training.order if isinstance(self.training, StreamingDataset) else None
 
-    def stream_state(self, batch: GlobalBatch, skipped_batches: int, ranks: DataParallel) -> dict[str, Any] | None:
+    def stream_state(
+        self, batch: GlobalBatch, skipped_batches: int, ranks: DataParallel
+    ) -> dict[str, Any] | None:
         """The stream's position after a batch, for a checkpoint; None without data.streaming.
 
         Every rank must call it.
@@ -134,7 +142,9 @@ def open_run_data(
             sets = {"validation": sets}
         training: MapData = CustomDataset(custom.train, custom, data.builder)
         validation: dict[str, MapData] = {
-            name: CustomDataset(samples, custom, data.builder) for name, samples in sets.items() if samples is not None
+            name: CustomDataset(samples, custom, data.builder)
+            for name, samples in sets.items()
+            if samples is not None
         }
     else:
         tokenizer = data.tokenizer if data.tokenizer is not None else recipe.model.path
@@ -154,7 +164,9 @@ def open_run_data(
         samples=order.samples,
         global_batch_size=batch.global_batch_size,
     )
-    sampler = make_batch_sampler(batch, order=order, lengths=training.lengths, steps=steps, ranks=ranks)
+    sampler = make_batch_sampler(
+        batch, order=order, lengths=training.lengths, steps=steps, ranks=ranks
+    )
     return RunData(training, validation, order, sampler, steps, data, batch, training.fingerprint)
 
 

@@ -142,7 +142,9 @@ def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False
             part = file_part(file, named=str(file) == str(Path(pattern)))
             if part.form == "text" and kind != "text":
                 forms = ", ".join(ROW_FILES)
-                raise RecipeError(f"{file}: kind {kind} reads {forms}; use kind text for text files")
+                raise RecipeError(
+                    f"{file}: kind {kind} reads {forms}; use kind text for text files"
+                )
             parts.setdefault(part.name, part)
     return list(parts.values())
 
@@ -170,7 +172,11 @@ def split(part: Part, size: int) -> list[Part]:
     if part.form == "jsonl" and part.size > size:
         cuts = [part.start, *_line_starts(part, size)]
         ends = [*cuts[1:], part.start + part.size]
-        return [replace(part, start=a, end=b, size=b - a) for a, b in zip(cuts, ends, strict=True) if b > a]
+        return [
+            replace(part, start=a, end=b, size=b - a)
+            for a, b in zip(cuts, ends, strict=True)
+            if b > a
+        ]
     if part.end is not None or part.form not in ("parquet", "hub"):
         return [part]
     if part.form == "hub":
@@ -178,9 +184,10 @@ def split(part: Part, size: int) -> list[Part]:
         each = max(1, int(rows.data.nbytes / max(1, len(rows))))
         count = max(1, size // each)
         ends = [min(start + count, len(rows)) for start in range(0, len(rows), count)]
-        return [replace(part, start=start, end=end, size=(end - start) * each) for start, end in zip([0, *ends], ends, strict=False)] or [
-            part
-        ]
+        return [
+            replace(part, start=start, end=end, size=(end - start) * each)
+            for start, end in zip([0, *ends], ends, strict=False)
+        ] or [part]
     parts, first, held = [], 0, 0
     sizes = _row_group_sizes(Path(part.name))
     for group, bytes_ in enumerate(sizes):

@@ -1,31 +1,27 @@
 """Documents tokenized while training, for data larger than the disk.
 
 Order. The data is divided into at most SHARDS shards, each an endless stream of sequences; sequence
-k of the run is sequence k // shards of shard k % shards. Which documents a shard holds, and their
-order, follows from the files, the seed, data.shuffle_buffer and SHARDS alone. A run with other
-ranks, micro-batches, loader processes or another batch size sees the same samples in the same
-order.
+k of the run is sequence k // shards of shard k % shards. The documents of a shard and their order
+follow from the files, the seed, data.shuffle_buffer and SHARDS alone, so a run with other ranks,
+micro-batches, loader processes or another batch size sees the same samples in the same order.
 
 Reading. Rank r of R has the samples k with k % R == r, so it reads every gcd(shards, R)-th shard;
 its loader processes divide those if they can. The number of shards is a power of two: if R is one
-too, and not larger, no two ranks tokenize the same text. Otherwise several ranks read a shard, each
-of them all of it.
+too, and not larger, no two ranks tokenize the same text. Otherwise several ranks read a shard.
 
 Start-up. Before its first sample a process reads at most data.shuffle_buffer rows, over all shards,
 and tokenizes _ENCODED_ROWS rows per shard. It holds no more than these, the sequences of _GROUP
-micro-batches, and what the file format reads at once: a whole .json or text file, 128 rows of a
+micro-batches, and what a file format reads at once: a whole .json or text file, 128 rows of a
 .parquet. None of this depends on the global batch size.
 
 Resume. A shard's position is four numbers: pass, part in the pass, row in the part, and first
-unused token of the row. Micro-batches carry the positions to the training process, and a checkpoint
-holds those of all shards, for any number of ranks. A resume reads one part per shard up to there
-and tokenizes none of it. Without saved positions everything before is tokenized again, with the
-same samples.
+unused token of the row. A checkpoint holds those of all shards, for any number of ranks. A resume
+reads one part per shard up to there without tokenizing it. Without saved positions everything
+before is tokenized again, with the same samples.
 
-A shard consists of parts: line ranges of a .jsonl, row groups of a .parquet, other files whole,
-files of a hub data set. After its last part a shard starts again. With shuffle, each pass has the
-parts in another random order, and rows pass through a shuffle buffer, which is emptied at the end
-of each part.
+Shards consist of parts: line ranges of a .jsonl, row groups of a .parquet, other files whole, files
+of a hub data set. After its last part a shard starts again. With shuffle, each pass has the parts
+in another random order, and rows pass through a shuffle buffer, emptied at the end of each part.
 """
 
 from __future__ import annotations
@@ -96,7 +92,9 @@ class StreamOrder:
         return []
 
 
-def assign_shards(parts: Sequence[Part], *, seed: int, shuffle: bool, shards: int = SHARDS) -> list[list[Part]]:
+def assign_shards(
+    parts: Sequence[Part], *, seed: int, shuffle: bool, shards: int = SHARDS
+) -> list[list[Part]]:
     """The parts of each shard, about as many bytes each. Depends on the arguments and files alone.
 
     shards: the most shards. Their number is a power of two and at most that of the parts.
@@ -130,7 +128,9 @@ def _divide(part: Part, size: int) -> list[Part]:
 class _Reader:
     """Reads the sequences of a shard in order."""
 
-    def __init__(self, samples: Iterator[tuple[Row, ShardPosition]], *, given: int, position: ShardPosition) -> None:
+    def __init__(
+        self, samples: Iterator[tuple[Row, ShardPosition]], *, given: int, position: ShardPosition
+    ) -> None:
         """given: sequences before the first of `samples`, which starts at `position`."""
         self._samples, self._given, self.position = samples, given, position
 
@@ -150,8 +150,8 @@ class _Reader:
 class StreamingDataset(IterableDataset[Collated]):
     """This rank's micro-batches in order, for torch's DataLoader with batch_size=None.
 
-    Each of n loader processes yields every n-th micro-batch of a step. A micro-batch has `positions`:
-    where, after the last one of a step, the shards of its loader process stand.
+    Each of n loader processes yields every n-th micro-batch of a step. After the last one of a step,
+    its `positions` are those of the loader process's shards.
     """
 
     packed = True
@@ -182,7 +182,9 @@ class StreamingDataset(IterableDataset[Collated]):
         """Digest of all that the order of samples depends on."""
         self._saved_samples, self._saved_positions = 0, [_START] * len(self._shards)
 
-    def starting(self, sampler: RankBatchSampler, saved: Mapping[str, Any] | None) -> StreamingDataset:
+    def starting(
+        self, sampler: RankBatchSampler, saved: Mapping[str, Any] | None
+    ) -> StreamingDataset:
         """The same stream from the first step of `sampler` on.
 
         saved: of `state`, for an earlier step or this one. Without it, or if it is of another
@@ -197,7 +199,9 @@ class StreamingDataset(IterableDataset[Collated]):
             other._saved_positions = [(turn, *rest) for turn, *rest in saved["places"]]
         return other
 
-    def state(self, positions: Mapping[int, ShardPosition], *, samples: int, ranks: DataParallel) -> dict[str, Any]:
+    def state(
+        self, positions: Mapping[int, ShardPosition], *, samples: int, ranks: DataParallel
+    ) -> dict[str, Any]:
         """What `starting` needs to continue after `samples` samples. Every rank must call it.
 
         positions: the positions of the shards that this rank reads.
@@ -232,7 +236,7 @@ class StreamingDataset(IterableDataset[Collated]):
     def _micro_batches(self, number: int, of: int) -> Iterator[Collated]:
         """Those of loader process `number` of `of`, in order. A step is read in groups."""
         sampler, shards, group = self._sampler, len(self._shards), self._group
-        # Micro-batch m of every group has the samples k with k % (ranks * group) == m * ranks + rank
+        # Micro-batch m of a group has the samples k with k % (ranks * group) == m * ranks + rank
         cells = sampler.ranks * group
         own = [micro * sampler.ranks + sampler.rank for micro in range(number, group, of)]
         common = math.gcd(shards, cells)
@@ -273,8 +277,10 @@ class StreamingDataset(IterableDataset[Collated]):
         given = _given(self._saved_samples, shard, len(self._shards))
         return _Reader(samples, given=given, position=position)
 
-    def _rows(self, shard: int, start: ShardPosition, positions: deque[tuple[int, int, int]]) -> Iterator[Source]:
-        """The shard's rows from `start`, endless. Appends pass, part and row of each to `positions`."""
+    def _rows(
+        self, shard: int, start: ShardPosition, positions: deque[tuple[int, int, int]]
+    ) -> Iterator[Source]:
+        """The shard's rows from `start`, endless. Adds pass, part and row of each to `positions`."""
         turn, first_part, first_row, _ = start
         while True:
             parts = list(self._shards[shard])
@@ -295,7 +301,9 @@ class StreamingDataset(IterableDataset[Collated]):
                 raise self._no_documents(shard)
             turn, first_part = turn + 1, 0
 
-    def _documents(self, shard: int, start: ShardPosition, *, list_bad_rows: bool) -> Iterator[tuple[Any, Any, tuple[int, int, int]]]:
+    def _documents(
+        self, shard: int, start: ShardPosition, *, list_bad_rows: bool
+    ) -> Iterator[tuple[Any, Any, tuple[int, int, int]]]:
         """The shard's documents from `start`, endless: ids, labels, and pass, part and row."""
         positions: deque[tuple[int, int, int]] = deque()
         # The rows before a start inside a pass are not seen, so they count as documents
@@ -318,7 +326,10 @@ class StreamingDataset(IterableDataset[Collated]):
             elif encoded.ids.size:
                 largest = int(encoded.ids.max())
                 if limit is not None and largest >= limit:
-                    raise RecipeError(f"{encoded.row.where}: token id {largest} is beyond the model's vocabulary of {limit}")
+                    raise RecipeError(
+                        f"{encoded.row.where}: token id {largest} is beyond the model's vocabulary "
+                        f"of {limit}"
+                    )
                 found = True
                 labels = encoded.ids if encoded.labels is None else encoded.labels
                 yield encoded.ids, labels, position
@@ -328,10 +339,13 @@ class StreamingDataset(IterableDataset[Collated]):
         shown = ", ".join(names[:5] or ["the files"])
         more = f" and {len(names) - 5} more files" if len(names) > 5 else ""
         return RecipeError(
-            f"data.streaming: there is no document with text in {shown}{more}; leave these files out, or use streaming: false"
+            f"data.streaming: there is no document with text in {shown}{more}; leave these files "
+            "out, or use streaming: false"
         )
 
-    def _sequences(self, shard: int, start: ShardPosition, *, list_bad_rows: bool) -> Iterator[tuple[Row, ShardPosition]]:
+    def _sequences(
+        self, shard: int, start: ShardPosition, *, list_bad_rows: bool
+    ) -> Iterator[tuple[Row, ShardPosition]]:
         """The shard's sequences from `start`, endless, each with where the next one starts.
 
         Text continues in the next sequence. Documents of other kinds start a new sequence if they
@@ -368,8 +382,8 @@ class StreamingDataset(IterableDataset[Collated]):
         packed = "packed" if self._data.packing else "not packed"
         lines = [
             f"streaming {self._files:,} files ({self._bytes / 2**20:,.1f} MiB), {parts:,} parts in "
-            f"{shards} shards, sequences of up to {self._data.sequence_length}, {packed}; each rank "
-            f"reads {shards // divided} shards"
+            f"{shards} shards, sequences of up to {self._data.sequence_length}, {packed}; "
+            f"each rank reads {shards // divided} shards"
         ]
         if divided < ranks:
             lines.append(

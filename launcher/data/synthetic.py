@@ -32,7 +32,9 @@ class SyntheticData:
     tokens: int
     loss_tokens: int
 
-    def batches(self, ranks: DataParallel, *, micro_batches: int, steps: int) -> Iterator[GlobalBatch]:
+    def batches(
+        self, ranks: DataParallel, *, micro_batches: int, steps: int
+    ) -> Iterator[GlobalBatch]:
         """The same global batch at every step."""
         values = [self.loss_tokens * micro_batches, self.tokens * micro_batches, 0, 0]
         mover = Mover(ranks.device)

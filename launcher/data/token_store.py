@@ -3,12 +3,6 @@
 A store is a folder: `ids.npy` (all documents, one after another), `offsets.npy` (documents + 1),
 `labels.npy` if targets may differ from the ids, `classes.npy` for classification, `skipped.jsonl`
 and `meta.json`. It is written to a scratch folder and then renamed, so a store is always complete.
-
-The process that creates a store's lock file tokenizes; all others, on any node and of any job,
-wait. A lock names its process, which touches it every TOUCH_SECONDS. It is abandoned once that
-process has ended or, if it is on another machine, once this machine has seen no touch for
-STALE_SECONDS. Kernel locks are not used: some shared file systems keep them per machine. If two
-processes take over a lock at once, both tokenize, and the second store is dropped.
 """
 
 from __future__ import annotations
@@ -18,13 +12,9 @@ import json
 import logging
 import os
 import shutil
-import socket
 import tempfile
-import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,11 +24,11 @@ import numpy.typing as npt
 
 from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.sources import Part, find_parts, read_all
+from launcher.data.store_lock import Lock, Owner, locked, poll, writing
 from launcher.data.tokenization import tokenize
 from launcher.errors import RecipeError
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
-from launcher.reliability.lock import process_start, this_machine
 
 if TYPE_CHECKING:
     from launcher.models.attention import Masking
@@ -47,13 +37,6 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 3
 _SCRATCH = ".making-"
-TOUCH_SECONDS = 10.0
-STALE_SECONDS = 120.0
-"""NFS caches the attributes of a file for up to 60 s by default."""
-POLL_SECONDS = 5.0
-"""The longest pause between two looks at the cache: a thousand ranks may wait."""
-_ABANDONED_SECONDS = 3600.0
-"""Leftovers of other machines are removed at this age by this machine's clock."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +108,11 @@ def open_store(
     parts = find_parts(patterns, kind=data.kind, validation=validation)
     entry = _Entry(parts, encoder, cache_folder(data.cache), data.on_error)
     if not build:
-        for _ in _poll(lambda: "the node's first rank"):
+        for _ in poll(lambda: "the node's first rank"):
             if entry.ready():
                 break
     elif refresh or not entry.ready():
-        with _locked(entry.lock, lambda: not refresh and entry.ready()) as owner:
+        with locked(entry.lock, lambda: not refresh and entry.ready()) as owner:
             if owner is not None and (refresh or not entry.ready()):
                 for part in entry.hub:
                     _pin(part, entry.cache)
@@ -148,11 +131,14 @@ def open_store(
 def _raise_out_of_range(parts: list[Part], encoder: Encoder, model: ModelInputs) -> None:
     """Reads the rows again: a store does not know where they came from."""
     for encoded in encoder.encode_rows(read_all(parts, column=encoder.text_column)):
-        arrays = [array for array in (encoded.ids, encoded.labels) if array is not None and array.size]
+        arrays = [
+            array for array in (encoded.ids, encoded.labels) if array is not None and array.size
+        ]
         largest = max((int(array.max()) for array in arrays), default=-1)
         if model.vocabulary is not None and largest >= model.vocabulary:
             raise RecipeError(
-                f"{encoded.row.where}: token id {largest} is beyond the model's vocabulary of {model.vocabulary} (model.config.vocab_size)"
+                f"{encoded.row.where}: token id {largest} is beyond the model's vocabulary of "
+                f"{model.vocabulary} (model.config.vocab_size)"
             )
         category = encoded.category
         if model.classes is not None and category is not None and category >= model.classes:
@@ -208,7 +194,9 @@ class _Entry:
         pins = {part: _read_pin(part, self.cache) for part in self.hub}
         sizes = {part.name: (pins.get(part) or {"rows": part.size})["rows"] for part in self.parts}
         meta = json.loads((folder / "meta.json").read_text())
-        labels, classes, skipped = (folder / name for name in ("labels.npy", "classes.npy", "skipped.jsonl"))
+        labels, classes, skipped = (
+            folder / name for name in ("labels.npy", "classes.npy", "skipped.jsonl")
+        )
         lines = skipped.read_text(encoding="utf-8").splitlines() if skipped.exists() else []
         return TokenStore(
             ids=np.load(folder / "ids.npy", mmap_mode="r"),
@@ -255,7 +243,7 @@ def _pin(part: Part, cache: Path) -> None:
     """Loads a hub data set and notes its version. Later starts need neither hub nor `datasets`."""
     rows = load_data_set(part.name, validation=part.validation)
     pin = _pin_file(part, cache)
-    with _writing(cache):
+    with writing(cache):
         pin.parent.mkdir(parents=True, exist_ok=True)
         scratch = pin.with_suffix(f".{os.getpid()}")
         about = {"name": part.name, "fingerprint": rows._fingerprint, "rows": len(rows)}
@@ -263,7 +251,7 @@ def _pin(part: Part, cache: Path) -> None:
         scratch.replace(pin)
 
 
-def _build(entry: _Entry, owner: _Owner, about: dict[str, Any], *, processes: int | None) -> None:
+def _build(entry: _Entry, owner: Owner, about: dict[str, Any], *, processes: int | None) -> None:
     """Tokenizes into a scratch folder, which becomes the store. about: for meta.json."""
     files = [part for part in entry.parts if part.form != "hub"]
     size = sum(part.size for part in files) / 2**20
@@ -272,7 +260,9 @@ def _build(entry: _Entry, owner: _Owner, about: dict[str, Any], *, processes: in
     folder = entry.folder
     assert folder is not None
     with _scratch(entry.cache, owner) as scratch:
-        counts = tokenize(scratch, entry.parts, entry.encoder, on_error=entry.on_error, processes=processes)
+        counts = tokenize(
+            scratch, entry.parts, entry.encoder, on_error=entry.on_error, processes=processes
+        )
         meta = {"format": _FORMAT, "files": len(entry.parts), **about, **counts}
         (scratch / "meta.json").write_text(json.dumps(meta))
         shutil.rmtree(scratch / "blocks", ignore_errors=True)
@@ -284,140 +274,13 @@ def _build(entry: _Entry, owner: _Owner, about: dict[str, Any], *, processes: in
                 raise
 
 
-# Locks
-
-
-def _poll(owner: Callable[[], str]) -> Iterator[None]:
-    """Yields again and again; pauses for a quarter of the time waited, at most POLL_SECONDS."""
-    started = logged = time.monotonic()
-    while True:
-        yield
-        waited = time.monotonic() - started
-        time.sleep(min(POLL_SECONDS, max(0.05, waited / 4)))
-        if time.monotonic() - logged > 60:
-            logged = time.monotonic()
-            logger.info(f"waiting for {owner()} to tokenize ({logged - started:.0f} s)")
-
-
-class _Owner:
-    """Creates lock files in this process's name and touches them until `close`."""
-
-    def __init__(self) -> None:
-        pid = os.getpid()
-        process = {"host": socket.gethostname(), "machine": this_machine(), "pid": pid}
-        self.text = json.dumps(process | {"started": process_start(pid), "token": uuid.uuid4().hex})
-        self._files: list[int] = []
-        self._done = threading.Event()
-        threading.Thread(target=self._touch, name="tokenization lock", daemon=True).start()
-
-    def create(self, file: Path) -> bool:
-        """Returns False if the file exists already."""
-        try:
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileExistsError:
-            return False
-        os.write(descriptor, self.text.encode())
-        os.fsync(descriptor)  # otherwise NFS may show an empty file
-        self._files.append(descriptor)
-        return True
-
-    def holds(self, file: Path) -> bool:
-        """Whether the file is still the one that this process created."""
-        with suppress(OSError):
-            return bool(self._files) and file.read_text() == self.text
-        return False
-
-    def close(self) -> None:
-        """Stops touching the files and leaves them in place."""
-        self._done.set()
-        for descriptor in self._files:
-            os.close(descriptor)
-
-    def _touch(self) -> None:
-        while not self._done.wait(TOUCH_SECONDS):
-            for descriptor in list(self._files):  # the name may belong to another process by now
-                with suppress(OSError):
-                    os.utime(descriptor)
-
-
-class _Lock:
-    """A lock file, as seen by a process that waits for it."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._seen: tuple[str, int] | None = None
-        self._since = 0.0
-        self._owner: dict[str, Any] = {}
-
-    def read(self) -> None:
-        seen = None
-        # The file is opened because NFS answers `stat` from its cache
-        with suppress(OSError, UnicodeDecodeError), self._file.open() as stream:
-            seen = stream.read(), os.fstat(stream.fileno()).st_mtime_ns
-        if seen != self._seen:
-            self._seen, self._since, self._owner = seen, time.monotonic(), {}
-            with suppress(ValueError, TypeError):
-                self._owner = dict(json.loads(seen[0])) if seen is not None else {}
-
-    def describe(self) -> str:
-        """The owner, for a message."""
-        host = self._owner.get("host", "another machine")
-        return f"process {self._owner.get('pid', '?')} on {host}"
-
-    def abandoned(self) -> bool:
-        """Whether the owner has ended, or has not touched the file while this process watched."""
-        silent = time.monotonic() - self._since > STALE_SECONDS
-        return self._seen is not None and (self.ended() or (not self.local() and silent))
-
-    def old(self) -> bool:
-        """Whether the owner has ended, or has not touched the file for a very long time."""
-        with suppress(OSError):
-            age = time.time() - self._file.stat().st_mtime
-            return self.ended() or (not self.local() and age > _ABANDONED_SECONDS)
-        return False
-
-    def local(self) -> bool:
-        """Whether this process can see the owner."""
-        return self._owner.get("machine") == this_machine()
-
-    def ended(self) -> bool:
-        """Whether the owner ran on this machine and has ended."""
-        return self.local() and process_start(self._owner["pid"]) != self._owner["started"]
+# Scratch folders
 
 
 @contextmanager
-def _locked(file: Path, ready: Callable[[], bool]) -> Iterator[_Owner | None]:
-    """Takes the lock and yields its owner; None if the store became ready first."""
-    owner, lock = _Owner(), _Lock(file)
-    try:
-        with _writing(file.parent):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            for _ in _poll(lock.describe):
-                if ready() or owner.create(file):
-                    break
-                lock.read()
-                if lock.abandoned():
-                    logger.info(f"{lock.describe()} has not finished tokenizing: taking over")
-                    file.unlink(missing_ok=True)
-        yield owner if owner.holds(file) else None
-    finally:
-        if owner.holds(file):
-            file.unlink(missing_ok=True)
-        owner.close()
-
-
-@contextmanager
-def _writing(cache: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RecipeError(f"data.cache: {cache} cannot be written to: {error.strerror}") from None
-
-
-@contextmanager
-def _scratch(cache: Path, owner: _Owner) -> Iterator[Path]:
-    """A folder for a new store. Removed afterwards unless renamed, like those of ended processes."""
-    with _writing(cache):
+def _scratch(cache: Path, owner: Owner) -> Iterator[Path]:
+    """A folder for a new store, removed unless it was renamed. Also removes abandoned ones."""
+    with writing(cache):
         _remove_abandoned(cache)
         folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=cache))
         owner.create(folder / "lock")
@@ -430,7 +293,7 @@ def _scratch(cache: Path, owner: _Owner) -> Iterator[Path]:
 def _remove_abandoned(cache: Path) -> None:
     for path in [*cache.glob(".*.lock"), *cache.glob(_SCRATCH + "*")]:
         inside = path / "lock"
-        lock = _Lock(inside if inside.exists() else path)
+        lock = Lock(inside if inside.exists() else path)
         lock.read()
         if lock.old():
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

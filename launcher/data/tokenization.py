@@ -84,7 +84,9 @@ class Block:
         }
 
 
-def tokenize(folder: Path, parts: list[Part], encoder: Encoder, *, on_error: str, processes: int | None) -> dict[str, Any]:
+def tokenize(
+    folder: Path, parts: list[Part], encoder: Encoder, *, on_error: str, processes: int | None
+) -> dict[str, Any]:
     """Writes `ids.npy`, `offsets.npy` and, if needed, `labels.npy`, `classes.npy`, `skipped.jsonl`.
 
     processes: None for one per available core.
@@ -94,7 +96,9 @@ def tokenize(folder: Path, parts: list[Part], encoder: Encoder, *, on_error: str
     started = time.monotonic()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     processes = processes or cores or 1
-    parts = [p for part in parts for p in (split(part, _TASK_BYTES) if part.form == "hub" else [part])]
+    parts = [
+        p for part in parts for p in (split(part, _TASK_BYTES) if part.form == "hub" else [part])
+    ]
     total = sum(part.size for part in parts)
     copied = encoder.kind == "text" and encoder.tokenizer == "bytes"  # almost no work per byte
     if processes == 1 or total < _IN_PROCESS_BYTES * (32 if copied else 1):
@@ -156,7 +160,9 @@ def _one_tokenizer_thread() -> Iterator[None]:
             del os.environ[name]
 
 
-def _blocks(encoder: Encoder, parts: list[Part], *, on_error: str, progress: Progress) -> Iterator[dict[str, Any]]:
+def _blocks(
+    encoder: Encoder, parts: list[Part], *, on_error: str, progress: Progress
+) -> Iterator[dict[str, Any]]:
     """Raises RecipeError with the problems of the first block that has any (on_error: fail)."""
     block = Block()
     before = dict(zip(parts, np.cumsum([0, *(part.size for part in parts)]).tolist(), strict=False))

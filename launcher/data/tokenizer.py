@@ -66,7 +66,10 @@ class HuggingFaceTokenizer:
     @property
     def end(self) -> int:
         if self.tokenizer.eos_token_id is None:
-            raise RecipeError(f"data.tokenizer: {self._name}: has no end-of-text token (eos_token), which ends each document")
+            raise RecipeError(
+                f"data.tokenizer: {self._name}: has no end-of-text token (eos_token), which ends "
+                "each document"
+            )
         return int(self.tokenizer.eos_token_id)
 
     def ids(self, texts: Sequence[str]) -> list[Ids]:

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launcher.data import token_store, tokenization
+from launcher.data import store_lock, token_store, tokenization
 from launcher.data.sources import Part, file_part, find_parts, read_all, read_rows, split
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.errors import RecipeError
@@ -206,7 +206,7 @@ def test_several_bad_rows_are_told_at_once(tmp_path):
 
 
 def record(**more):
-    mine = json.loads(token_store._Owner().text)
+    mine = json.loads(store_lock.Owner().text)
     return json.dumps(mine | more)
 
 
@@ -227,7 +227,7 @@ def test_what_a_killed_process_left_is_removed_and_never_taken_for_whole(tmp_pat
         (folder / "lock").write_text(text)
         if name not in ("dead", "elsewhere"):
             for lock in (cache / f".{name}.lock", folder / "lock"):
-                os.utime(lock, (time.time() - 2 * token_store._ABANDONED_SECONDS,) * 2)
+                os.utime(lock, (time.time() - 2 * store_lock._ABANDONED_SECONDS,) * 2)
     assert texts_of(opened(tmp_path, jsonl(tmp_path / "a.jsonl", ["x"]))) == ["x"]
     left = [path.name for path in cache.iterdir() if path.name.startswith(".")]
     assert sorted(left) == sorted([".alive.lock", ".elsewhere.lock", f"{token_store._SCRATCH}alive", f"{token_store._SCRATCH}elsewhere"])
@@ -239,11 +239,11 @@ def test_a_lock_of_another_machine_is_abandoned_when_it_is_not_touched(tmp_path,
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     lock = tmp_path / "lock"
     lock.write_text(record(machine="another", host="node7", pid=12))
-    watched = token_store._Lock(lock)
+    watched = store_lock.Lock(lock)
     for touched in range(10):
         os.utime(lock, (touched, touched))  # a clock of 1970
         watched.read()
-        now[0] += token_store.STALE_SECONDS - 1
+        now[0] += store_lock.STALE_SECONDS - 1
         assert not watched.abandoned()
     now[0] += 2
     watched.read()
@@ -259,18 +259,18 @@ def test_looks_become_rare(monkeypatch, messages):
     now, slept = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), now.__setitem__(0, now[0] + seconds)))
-    for _ in token_store._poll(lambda: "process 1 on node7"):
+    for _ in store_lock.poll(lambda: "process 1 on node7"):
         if now[0] > 3600:
             break
     assert len(slept) < 800
     assert slept[0] < 0.1
-    assert slept[-1] == token_store.POLL_SECONDS
+    assert slept[-1] == store_lock.POLL_SECONDS
     assert messages()[0].startswith("waiting for process 1 on node7 to tokenize (6")
 
 
 def test_a_lock_is_touched_while_it_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_store, "TOUCH_SECONDS", 0.01)
-    owner = token_store._Owner()
+    monkeypatch.setattr(store_lock, "TOUCH_SECONDS", 0.01)
+    owner = store_lock.Owner()
     assert owner.create(tmp_path / "lock")
     assert not owner.create(tmp_path / "lock")
     assert owner.holds(tmp_path / "lock")
