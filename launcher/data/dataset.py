@@ -194,7 +194,7 @@ def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Ma
     `length`).
 
     Padding needs no attention mask: attention is causal, and padding has no target. If a row holds
-    several documents, `position_ids` tells transformers' masks where each starts. For varlen
+    several documents, `position_ids` shows transformers' masks where each starts. For varlen
     attention there are also `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,), int32, the starts
     in the flattened rows, and `max_length_q`, `max_length_k`: transformers' names.
     """

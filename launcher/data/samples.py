@@ -13,8 +13,8 @@ import numpy.typing as npt
 from launcher.data.dataset import SequenceDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.packing import Sequences, pack
+from launcher.data.shards import assign_shards
 from launcher.data.sources import find_parts, read_all
-from launcher.data.streaming import assign_shards
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError

@@ -164,10 +164,9 @@ def file_part(file: Path, *, named: bool = True) -> Part:
 
 
 def split(part: Part, size: int) -> list[Part]:
-    """The same rows in the same order, as parts of about `size` bytes if the format allows it.
+    """The same rows in the same order, as parts of about `size` bytes.
 
-    A .jsonl is split by lines, a .parquet by row groups, a hub data set by rows. Other files stay
-    whole; line breaks inside quotes make a .csv unsafe to split.
+    A .jsonl is split by lines, a .parquet by row groups, a hub data set by rows; others stay whole.
     """
     if part.form == "jsonl" and part.size > size:
         cuts = [part.start, *_line_starts(part, size)]

@@ -28,14 +28,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import heapq
 import itertools
 import json
 import math
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,26 +47,18 @@ from torch.utils.data import IterableDataset, get_worker_info
 from launcher.data.batching import RankBatchSampler
 from launcher.data.dataset import EMPTY, Collated, Row, collate_sequences, joined, sequence_piece
 from launcher.data.encoder import Encoder
-from launcher.data.sources import Part, read_rows, split
+from launcher.data.shards import SHARDS, assign_shards, part_identity, through_buffer
+from launcher.data.sources import Part, read_rows
 from launcher.data.sources import Row as Source
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.recipe import schema
-from launcher.recipe.hub import load_data_set
 from launcher.training import loss
 from launcher.training.loss import IGNORED
 
 VERSION = 2
 """Of the order of samples. Version 1 depended on the batch size and saved no positions."""
-SHARDS = 64
-"""More would let more ranks share the tokenization, and make each start slower."""
-_SHARD_BYTES = 1 << 16
-"""The smallest shard, on average: small data has fewer shards."""
-_PART_BYTES = 16 * 2**20
-"""The largest part that a resume reads again, for data of up to _PARTS parts."""
-_PARTS = 1 << 14
-"""Finding where each part starts is one read of the file, on every rank."""
 _GROUP = 8
 """The most micro-batches that a rank reads together, so that loader processes divide its shards."""
 _ENCODED_ROWS = 16
@@ -90,39 +81,6 @@ class StreamOrder:
 
     def passes(self, positions: int) -> list[float]:
         return []
-
-
-def assign_shards(
-    parts: Sequence[Part], *, seed: int, shuffle: bool, shards: int = SHARDS
-) -> list[list[Part]]:
-    """The parts of each shard, about as many bytes each. Depends on the arguments and files alone.
-
-    shards: the most shards. Their number is a power of two and at most that of the parts.
-    """
-    parts = [part for part in parts if part.size or part.named or part.form != "text"]
-    total = sum(part.size for part in parts)
-    size = max(_SHARD_BYTES, min(_PART_BYTES, total // (4 * SHARDS)), total // _PARTS)
-    pieces = [piece for part in parts for piece in _divide(part, size)]
-    most = len(pieces)
-    if all(part.form != "hub" for part in parts):
-        most = min(most, total // _SHARD_BYTES)
-    number = 1 << (max(1, min(shards, most)).bit_length() - 1)
-    if shuffle:
-        random.Random(f"units {seed}").shuffle(pieces)
-    assigned: list[list[Part]] = [[] for _ in range(number)]
-    smallest = [(0, 0, shard) for shard in range(number)]  # a heap of (bytes, parts, shard)
-    for piece in pieces:
-        held, count, shard = smallest[0]
-        assigned[shard].append(piece)
-        heapq.heapreplace(smallest, (held + piece.size, count + 1, shard))
-    return assigned
-
-
-def _divide(part: Part, size: int) -> list[Part]:
-    if part.form != "hub":
-        return split(part, size) if part.size > size else [part]
-    count = load_data_set(part.name, validation=part.validation, streaming=True).num_shards
-    return [replace(part, form="hub_stream", start=index, end=count) for index in range(count)]
 
 
 class _Reader:
@@ -150,8 +108,8 @@ class _Reader:
 class StreamingDataset(IterableDataset[Collated]):
     """This rank's micro-batches in order, for torch's DataLoader with batch_size=None.
 
-    Each of n loader processes yields every n-th micro-batch of a step. After the last one of a step,
-    its `positions` are those of the loader process's shards.
+    Each of n loader processes yields every n-th micro-batch of a step. The `positions` of its last
+    one in a step are those of its shards after the step.
     """
 
     packed = True
@@ -175,7 +133,7 @@ class StreamingDataset(IterableDataset[Collated]):
         self._buffer_rows = max(1, data.shuffle_buffer // len(self._shards))
         self._files, self._bytes = len(parts), sum(part.size for part in parts)
         self.skipped: list[dict[str, str]] = []
-        shards = [[_part_identity(part) for part in shard] for shard in self._shards]
+        shards = [[part_identity(part) for part in shard] for shard in self._shards]
         settings = [data.shuffle, self._buffer_rows, data.sequence_length, data.packing]
         order = [VERSION, shards, seed, *settings, data.on_error == "skip", repr(encoder)]
         self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
@@ -239,13 +197,7 @@ class StreamingDataset(IterableDataset[Collated]):
         # Micro-batch m of a group has the samples k with k % (ranks * group) == m * ranks + rank
         cells = sampler.ranks * group
         own = [micro * sampler.ranks + sampler.rank for micro in range(number, group, of)]
-        common = math.gcd(shards, cells)
-        read = {cell % common for cell in own}
-        readers = {
-            shard: self._reader(shard, list_bad_rows=shard % common in own)  # one process lists
-            for shard in range(shards)
-            if shard % common in read
-        }
+        readers = self._readers(cells, own)
         size = sampler.micro_batch_size
         for step in range(sampler.first_step, sampler.steps):
             begin, end = step * sampler.global_batch_size, (step + 1) * sampler.global_batch_size
@@ -263,6 +215,20 @@ class StreamingDataset(IterableDataset[Collated]):
                     held = [rows[k] for k in one] + [EMPTY] * (size - len(one))
                     yield self._collate(held) | {"positions": positions}
 
+    def _readers(self, cells: int, own: list[int]) -> dict[int, _Reader]:
+        """Readers of the shards with the samples k for which k % cells is in `own`."""
+        shards = len(self._shards)
+        common = math.gcd(shards, cells)
+        readers = {}
+        for shard in range(shards):
+            if shard % common in {cell % common for cell in own}:
+                position = self._saved_positions[shard]
+                lists = shard % common in own  # one process lists the bad rows of a shard
+                samples = self._sequences(shard, position, list_bad_rows=lists)
+                given = _given(self._saved_samples, shard, shards)
+                readers[shard] = _Reader(samples, given=given, position=position)
+        return readers
+
     def _collate(self, rows: list[Row]) -> Collated:
         return collate_sequences(
             rows,
@@ -271,16 +237,10 @@ class StreamingDataset(IterableDataset[Collated]):
             masking=self._model.masking,
         )
 
-    def _reader(self, shard: int, *, list_bad_rows: bool) -> _Reader:
-        position = self._saved_positions[shard]
-        samples = self._sequences(shard, position, list_bad_rows=list_bad_rows)
-        given = _given(self._saved_samples, shard, len(self._shards))
-        return _Reader(samples, given=given, position=position)
-
     def _rows(
         self, shard: int, start: ShardPosition, positions: deque[tuple[int, int, int]]
     ) -> Iterator[Source]:
-        """The shard's rows from `start`, endless. Adds pass, part and row of each to `positions`."""
+        """The shard's rows from `start`, endless. Appends (pass, part, row) to `positions`."""
         turn, first_part, first_row, _ = start
         while True:
             parts = list(self._shards[shard])
@@ -291,7 +251,7 @@ class StreamingDataset(IterableDataset[Collated]):
                 rows = read_rows(parts[number], column=self._encoder.text_column)
                 if self._data.shuffle:
                     key = f"shard {shard} pass {turn} unit {number} {self._seed}"
-                    rows = _through_buffer(rows, self._buffer_rows, random.Random(key))
+                    rows = through_buffer(rows, self._buffer_rows, random.Random(key))
                 for index, row in enumerate(itertools.islice(rows, first_row, None), first_row):
                     found = True
                     positions.append((turn, number, index))
@@ -394,26 +354,6 @@ class StreamingDataset(IterableDataset[Collated]):
         return lines
 
 
-def _part_identity(part: Part) -> tuple[str, int, int, int]:
-    if part.form == "hub_stream":
-        return part.name, 0, part.size, part.start
-    return part.name, part.start, part.size, 0
-
-
 def _given(samples: int, shard: int, shards: int) -> int:
     """Sequences of a shard among the first `samples` samples of the run."""
     return (samples - shard + shards - 1) // shards
-
-
-def _through_buffer(rows: Iterator[Any], size: int, generator: random.Random) -> Iterator[Any]:
-    """The rows in random order: each leaves a buffer of `size` rows at random."""
-    buffer: list[Any] = []
-    for row in rows:
-        if len(buffer) < size:
-            buffer.append(row)
-            continue
-        index = generator.randrange(size)
-        buffer[index], row = row, buffer[index]
-        yield row
-    generator.shuffle(buffer)
-    yield from buffer

@@ -60,7 +60,7 @@ class TokenStore:
     ids: npt.NDArray[np.int32]
     """(tokens,)."""
     labels: npt.NDArray[np.int32] | None
-    """(tokens,): the target that stands for each token; None: the ids."""
+    """(tokens,): each token as a target; None: the ids."""
     offsets: npt.NDArray[np.int64]
     """Start of each document, and the end: (documents + 1,)."""
     files: int

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from launcher.data.encoder import Encoder
 from launcher.data.sources import Part, read_all, split
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.spawn import end_with_parent
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, TrainingError
 from launcher.training.loss import IGNORED
 
 logger = logging.getLogger(__name__)
@@ -227,6 +228,10 @@ def _in_processes(work: _Work, processes: int) -> Iterator[dict[str, Any]]:
                 while True:
                     yield pickle.load(stream)
             file.unlink()
+    except BrokenProcessPool:
+        raise TrainingError(
+            "a tokenization process was killed, perhaps for lack of memory; lower data.processes"
+        ) from None
     except BaseException:
         for worker in set(multiprocessing.active_children()) - others:
             worker.terminate()  # the remaining tasks are not needed

@@ -1,4 +1,4 @@
-"""Data that several ranks need: one of them tokenizes, in processes of its own, and what it finds ends all."""
+"""Data that several ranks need: one rank tokenizes in several processes, and its error ends all ranks."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def test_a_bad_row_ends_all_ranks_and_their_processes(tmp_path):
     assert list((tmp_path / "cache").iterdir()) == [], "half a store is left behind"
 
 
-def test_a_process_that_is_killed_takes_those_it_started_with_it(tmp_path):
+def test_a_killed_process_ends_its_worker_processes(tmp_path):
     """launching.run refuses to leave a process behind."""
     script = (
         "import sys; from launcher.data import sources;"
@@ -60,7 +60,7 @@ def test_a_process_that_is_killed_takes_those_it_started_with_it(tmp_path):
     assert result.status == -signal.SIGKILL
 
 
-def test_one_of_several_processes_tokenizes_and_another_one_takes_over_when_it_is_killed(tmp_path):
+def test_another_process_takes_over_when_the_one_that_tokenizes_is_killed(tmp_path):
     """Of any jobs: three start at once, the one that tokenizes is killed, and one of the others goes on."""
     script = (
         "import sys, time; from launcher.data.token_store import open_store; from launcher.recipe import schema;"

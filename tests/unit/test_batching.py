@@ -166,7 +166,7 @@ def test_a_mixture_keeps_its_shares_everywhere(weights, shares):
     assert order.passes(4096) == pytest.approx([4096 * share / size for share, size in zip(shares, sizes, strict=True)])
 
 
-def test_each_source_of_a_mixture_is_gone_through_whole_before_it_starts_again():
+def test_each_source_of_a_mixture_is_read_completely_before_it_repeats():
     sizes = (10, 100, 3)
     order = MixtureOrder(sizes=sizes, weights=(3, 1, 0.001), seed=4, shuffle=True)
     samples = [order.sample(position) for position in range(20000)]

@@ -1,4 +1,4 @@
-"""Tokenization in processes, what becomes of bad rows, and what is found again."""
+"""Tokenization in several processes, bad rows, locks, and what changes a store."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ import pytest
 from launcher.data import store_lock, token_store, tokenization
 from launcher.data.sources import Part, file_part, find_parts, read_all, read_rows, split
 from launcher.data.token_store import ModelInputs, open_store
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, TrainingError
 from launcher.recipe import hub, schema
 from tests.unit.small_recipe import says
 
@@ -119,7 +119,7 @@ def test_the_order_is_that_of_files_and_lines_however_many_processes(tmp_path, m
     assert "Generating" not in printed.out + printed.err
 
 
-def test_labels_and_classes_come_through_processes(tmp_path, many_tasks):
+def test_labels_and_classes_with_several_processes(tmp_path, many_tasks):
     file = tmp_path / "a.jsonl"
     rows = [{"input_ids": [number, 1, 2]} | ({"labels": [-100, 5, 700 + number]} if number > 20 else {}) for number in range(40)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -163,10 +163,17 @@ def test_a_bad_row_found_by_a_process(tmp_path, many_tasks):
     assert stores(tmp_path) == []
 
 
-def test_what_is_wrong_with_the_tokenizer_is_told_from_a_process(tmp_path, many_tasks):
+def test_a_tokenizer_problem_in_a_process_is_reported(tmp_path, many_tasks):
     (tmp_path / "tokenizer").mkdir()
     with pytest.raises(RecipeError, match=r"^data.tokenizer: .*: no tokenizer could be loaded: "):
         opened(tmp_path, jsonl(tmp_path / "a.jsonl", "abc" * 30), tokenizer=str(tmp_path / "tokenizer"), processes=2)
+
+
+def test_a_killed_process_is_an_error(tmp_path, many_tasks, monkeypatch):
+    monkeypatch.setattr(tokenization, "_blocks", lambda *arguments, **options: os._exit(9))
+    with pytest.raises(TrainingError, match=r"a tokenization process was killed, .*; lower data.processes"):
+        opened(tmp_path, jsonl(tmp_path / "a.jsonl", ["x"] * 60), processes=2)
+    assert stores(tmp_path) == []
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -194,7 +201,7 @@ def test_nothing_but_bad_rows(tmp_path):
     assert stores(tmp_path) == []
 
 
-def test_several_bad_rows_are_told_at_once(tmp_path):
+def test_several_bad_rows_are_reported_together(tmp_path):
     file = broken_rows(tmp_path, range(3, 20))
     with pytest.raises(RecipeError) as refused:
         opened(tmp_path, file)
@@ -210,7 +217,7 @@ def record(**more):
     return json.dumps(mine | more)
 
 
-def test_what_a_killed_process_left_is_removed_and_never_taken_for_whole(tmp_path):
+def test_leftovers_of_killed_processes_are_removed(tmp_path):
     cache = tmp_path / "cache"
     texts = {
         "dead": record(started=1),
@@ -254,7 +261,7 @@ def test_a_lock_of_another_machine_is_abandoned_when_it_is_not_touched(tmp_path,
     assert not watched.abandoned(), "released"
 
 
-def test_looks_become_rare(monkeypatch, messages):
+def test_waiting_processes_poll_less_and_less(monkeypatch, messages):
     """A thousand ranks may wait for hours on one file system."""
     now, slept = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -285,7 +292,7 @@ def test_a_lock_is_touched_while_it_is_held(tmp_path, monkeypatch):
     owner.close()
 
 
-def test_a_store_that_is_there_needs_neither_tokenizer_nor_datasets(tmp_path, many_tasks, monkeypatch):
+def test_an_existing_store_needs_neither_tokenizer_nor_datasets(tmp_path, many_tasks, monkeypatch):
     import sys
 
     file = jsonl(tmp_path / "a.jsonl", [f"text {number}" for number in range(30)])
@@ -295,7 +302,7 @@ def test_a_store_that_is_there_needs_neither_tokenizer_nor_datasets(tmp_path, ma
     assert opened(tmp_path, file, processes=4).documents == 30
 
 
-def test_what_makes_another_store(tmp_path):
+def test_settings_that_change_the_store(tmp_path):
     file = jsonl(tmp_path / "a.jsonl", ["x"])
     opened(tmp_path, file)
     for changed in (
@@ -307,7 +314,7 @@ def test_what_makes_another_store(tmp_path):
     assert len(stores(tmp_path)) == 3
 
 
-def test_columns_that_a_kind_does_not_read_make_no_other_store(tmp_path):
+def test_unused_columns_do_not_change_the_store(tmp_path):
     file = jsonl(tmp_path / "a.jsonl", ["x"])
     opened(tmp_path, file)
     opened(tmp_path, file, prompt_column="q", processes=7)

@@ -1,4 +1,4 @@
-"""A stream has the same samples whatever reads it, goes on where it stood, and starts in bounded time."""
+"""A stream has the same samples on any ranks, resumes from saved positions, and starts in bounded time."""
 
 import functools
 import itertools
@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.data import streaming
+from launcher.data import shards, streaming
 from launcher.data.batching import RankBatchSampler
 from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.setup import raise_error
+from launcher.data.shards import assign_shards
 from launcher.data.sources import find_parts, read_rows
-from launcher.data.streaming import StreamingDataset, StreamOrder, assign_shards
+from launcher.data.streaming import StreamingDataset, StreamOrder
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.recipe import schema
@@ -25,7 +26,7 @@ END = 256
 @pytest.fixture
 def small_shards(monkeypatch):
     """Small inputs are divided as large ones are."""
-    monkeypatch.setattr(streaming, "_SHARD_BYTES", 50)
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 50)
 
 
 def make_stream(source, *, batch=4, micro=2, rank=0, ranks=1, first_step=0, steps=3, kind="text", skip=False, vocabulary=260, **more):
@@ -95,7 +96,7 @@ def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
 @pytest.mark.parametrize("size", [50, 350, 10**6])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_row_belongs_to_one_shard(texts, monkeypatch, size, shuffle):
-    monkeypatch.setattr(streaming, "_SHARD_BYTES", size)
+    monkeypatch.setattr(shards, "_SHARD_BYTES", size)
     (texts / "empty.txt").write_text("")
     parts = find_parts((str(texts),), kind="text")
     assigned = assign_shards(parts, seed=3, shuffle=shuffle)
@@ -172,7 +173,7 @@ def test_ranks_micro_batches_and_loader_processes_do_not_change_a_step(texts, sm
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
-def test_a_resume_goes_on_where_the_shards_stood(tmp_path, small_shards, kind):
+def test_a_resume_continues_from_the_saved_positions(tmp_path, small_shards, kind):
     folder = tmp_path / "rows"
     folder.mkdir()
     for name in ("a", "b"):
@@ -217,7 +218,7 @@ def test_the_ranks_divide_the_tokenization(texts, small_shards):
     """Each of two ranks, each with two loader processes, tokenizes a quarter of the shards."""
     stream = [make_stream(texts, batch=8, micro=1, rank=rank, ranks=2) for rank in range(2)]
     read = [set(next(one._micro_batches(worker, 2))["positions"]) for one in stream for worker in range(2)]
-    assert [len(shards) for shards in read] == [2, 2, 2, 2]
+    assert [len(one) for one in read] == [2, 2, 2, 2]
     assert set.union(*read) == set(range(8))
     assert stream[0].describe()[0].endswith("in 8 shards, sequences of up to 16, packed; each rank reads 4 shards")
     assert "each shard is tokenized by 3 ranks" in make_stream(texts, batch=6, micro=1, ranks=6).describe()[1]
@@ -252,7 +253,7 @@ def test_rows_that_cannot_be_used(texts):
     assert [one["where"].rpartition("/")[2] for one in sorted(listed, key=lambda one: one["where"])] == ["c.jsonl:2", "c.jsonl:3"]
 
 
-def test_rows_are_listed_once_whoever_reads_them(texts, small_shards):
+def test_skipped_rows_are_listed_once(texts, small_shards):
     (texts / "c.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\nnot json\n')
     steps_of(texts, ranks=3, batch=12, micro=1, workers=4, steps=8, skip=True)
     listed = [json.loads(line)["where"] for line in (texts.parent / "skipped_rows.jsonl").read_text().splitlines()]
@@ -295,7 +296,7 @@ def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
         asked.append((repository, config, split, streaming))
         return real("json", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "cache"))
 
-    for module in ("sources", "streaming"):
+    for module in ("sources", "shards"):
         monkeypatch.setattr(f"launcher.data.{module}.load_data_set", functools.cache(load_data_set.__wrapped__))
     real = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
