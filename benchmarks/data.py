@@ -4,7 +4,7 @@
     python benchmarks/data.py --stream 500 [--length 16] [--megabytes 200]
 
 With --stream: data.streaming with a global batch of 1,024 in one process, no model. Seconds and peak memory of the process to
-the first step, and to that step (500) with and without the places that a checkpoint holds.
+the first step, and to that step (500) with and without the positions that a checkpoint holds.
 
 The text is the source of Python's own standard library, as rows of a .jsonl, over and over; the tokenizer a byte-level BPE of
 8,192 tokens trained on it, such as most models have. Each number comes from a process of its own. Beside it stands what a
@@ -29,11 +29,12 @@ LAUNCHER = """
 import json, sys, time
 started = time.perf_counter()
 from launcher.data.dataset import open_dataset
+from launcher.data.token_store import ModelInputs
 from launcher.recipe.schema import Data
 folder, processes = sys.argv[1], int(sys.argv[2])
 data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer", cache=folder + "/cache", processes=processes)
 imported = time.perf_counter()
-found = open_dataset(data, data.train, tokenizer=data.tokenizer, vocabulary=8192, build=True)
+found = open_dataset(data, data.train, tokenizer=data.tokenizer, model=ModelInputs(vocabulary=8192), build=True)
 print(json.dumps({"tokens": int(found.store.offsets[-1]), "seconds": time.perf_counter() - imported, "imports": imported - started}))
 """
 BY_HAND = """
@@ -55,26 +56,29 @@ print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - imported, "
 
 STREAM = """
 import json, resource, sys, time
-from launcher.data.batching import RankSlots
+from launcher.data.batching import RankBatchSampler
 from launcher.data.encoder import make_encoder
 from launcher.data.sources import find_parts
 from launcher.data.streaming import StreamingDataset, StreamOrder
+from launcher.data.token_store import ModelInputs
 from launcher.recipe.schema import Data
 folder, step, length, places = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer")
+data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer", sequence_length=length)
 started, cpu = time.perf_counter(), time.process_time()
-slots = RankSlots(order=StreamOrder(), global_batch_size=1024, micro_batch_size=8, rank=0, ranks=1, first_step=step, steps=step + 1)
+sampler = RankBatchSampler(
+    order=StreamOrder(), global_batch_size=1024, micro_batch_size=8, rank=0, ranks=1, first_step=step, steps=step + 1
+)
 stream = StreamingDataset(
-    find_parts(data.train, kind="text"), make_encoder("text", data, tokenizer=data.tokenizer), slots=slots, seed=1, shuffle=True,
-    shuffle_buffer=data.shuffle_buffer, length=length, packing=True, isolation="mask", vocabulary=None, skip_bad_rows=False,
-    skipped_rows=None,
+    find_parts(data.train, kind="text"), make_encoder("text", data, tokenizer=data.tokenizer), sampler=sampler, data=data, seed=1,
+    model=ModelInputs(), skipped_rows=None,
 )
 # Places after the step: one step on
 start = {"order": stream.order, "samples": step * 1024, "places": places} if places else None
-*_, last = stream.starting(slots, start)
+*_, last = stream.starting(sampler, start)
 seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak, "places": [last["places"][shard] for shard in sorted(last["places"])]}))
+places = [last["positions"][shard] for shard in sorted(last["positions"])]
+print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak, "places": places}))
 """
 
 
@@ -84,10 +88,12 @@ def stream(folder: Path, step: int, length: int) -> str:
         "| data.streaming, global batch 1,024 | seconds | CPU seconds | peak memory |",
         "|---|---:|---:|---:|",
     ]
-    before = run(STREAM, folder, step - 1, length, "null")  # its places are those of the checkpoint
+    before = run(
+        STREAM, folder, step - 1, length, "null"
+    )  # its positions are those of the checkpoint
     for what, at, places in (
         ("to the first step", 0, None),
-        (f"to step {step:,}, from a checkpoint's places", step, before["places"]),
+        (f"to step {step:,}, from a checkpoint's positions", step, before["places"]),
         (f"to step {step:,}, without them", step, None),
     ):
         found = run(STREAM, folder, at, length, json.dumps(places))

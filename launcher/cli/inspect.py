@@ -70,6 +70,7 @@ def _open(
     """Each set, tokenized; of a stream its first rows."""
     from launcher.data.dataset import open_dataset
     from launcher.data.samples import first_documents
+    from launcher.data.token_store import ModelInputs
 
     vocabulary = _vocabulary(recipe.model)
     opened: dict[str, Any] = {}
@@ -84,7 +85,7 @@ def _open(
                 data,
                 files,
                 tokenizer=tokenizer,
-                vocabulary=vocabulary,
+                model=ModelInputs(vocabulary=vocabulary),
                 build=True,
                 validation=validates,
             )
@@ -174,7 +175,7 @@ class _Order:
 
     def padding(self, part: str) -> str:
         """Share of padding; estimated over 64 steps where rows are padded to their micro-batch."""
-        from launcher.data.batching import RankSlots, Slots, TokenSlots
+        from launcher.data.batching import BatchSampler, RankBatchSampler, TokenBatchSampler
         from launcher.data.loader import expected_padding
 
         dataset, batch = self._opened[part], self._batch
@@ -189,9 +190,9 @@ class _Order:
             "first_step": 0,
             "steps": 64,
         }
-        slots: Slots
+        sampler: BatchSampler
         if batch.micro_batch_tokens is not None:
-            slots = TokenSlots(
+            sampler = TokenBatchSampler(
                 order=self._orders[part],
                 lengths=dataset.lengths,
                 micro_batch_tokens=batch.micro_batch_tokens,
@@ -201,8 +202,10 @@ class _Order:
             micro_batch_size = (
                 batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1
             )
-            slots = RankSlots(order=self._orders[part], micro_batch_size=micro_batch_size, **one)
-        share = expected_padding(dataset, slots)
+            sampler = RankBatchSampler(
+                order=self._orders[part], micro_batch_size=micro_batch_size, **one
+            )
+        share = expected_padding(dataset, sampler)
         return "" if share is None else f"{share:.1%}"
 
 

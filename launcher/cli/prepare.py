@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,16 +44,16 @@ def main(overrides: Sequence[str]) -> int:
             )
             offline = offline and not remote
             continue
-        from launcher.data.token_store import open_store
+        from launcher.data.token_store import ModelInputs, open_store
 
         store = open_store(
-            kind=kind,
-            patterns=patterns,
-            data=data,
+            patterns,
+            dataclasses.replace(data, kind=kind),
             tokenizer=tokenizer,
+            model=ModelInputs(
+                vocabulary=(model.config or {}).get("vocab_size"), classes=model.num_labels
+            ),
             validation=validation,
-            vocabulary=(model.config or {}).get("vocab_size"),
-            num_labels=model.num_labels,
             build=True,
             refresh=True,
         )

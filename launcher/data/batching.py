@@ -1,8 +1,8 @@
-"""Pure integers: how many micro-batches a step has, and which sample stands where.
+"""Which sample is at which position of the run, and which positions a rank computes.
 
-The order of samples is a function of (seed, epoch, global position) alone. Ranks, loader processes and micro-batches
-only decide who computes a position, never what stands there, so a run with other hardware sees the same samples in the
-same order, and the step is all that must be remembered to go on.
+The order of samples is a function of (seed, epoch, global position) alone. Ranks, loader processes
+and micro-batches only decide who computes a position. So a run on other hardware sees the same
+samples in the same order, and the step is all that a checkpoint must hold.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Any, Protocol
 _MASK = (1 << 64) - 1
 
 NO_SAMPLE = -1
-"""A slot without a sample: of the last, incomplete global batch, or where the ranks do not divide the batch. It is computed
-as a row without targets and weighs nothing."""
+"""Index of a row without targets, which weighs nothing: at the end of the last epoch, or where the
+ranks do not divide the batch."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come."""
+    """Progress of a run."""
 
     step: int = 0
     """Finished optimizer steps."""
     skipped_batches: int = 0
-    """Batches before it that were not trained on, because the run diverged on them."""
+    """Batches before it that were skipped because the run diverged on them."""
     stream: Mapping[str, Any] | None = None
-    """data.streaming: the position in each shard, from a checkpoint."""
+    """data.streaming: the positions of the shards, from a checkpoint."""
 
 
 def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, ranks: int) -> int:
-    """Micro-batches per rank and optimizer step. Where the ranks do not divide the batch, which only a resumed run may have,
-    the last ones have places to spare."""
+    """Micro-batches per rank and optimizer step. Rounded up: on a resume, the ranks may not divide
+    the batch."""
     return -(-global_batch_size // (micro_batch_size * ranks))
 
 
 def total_steps(
     *, max_steps: int | None, epochs: int | None, samples: int, global_batch_size: int
 ) -> int:
-    """Optimizer steps of the run. The last step of the last epoch may be incomplete; no sample is dropped for it."""
+    """Optimizer steps of the run. The last step of the last epoch may be incomplete."""
     if max_steps is not None:
         return max_steps
     assert epochs is not None
@@ -47,17 +47,18 @@ def total_steps(
 
 
 def _mix(value: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every bit of the input moves every bit of the output."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)
 
 
 def permuted(index: int, *, size: int, seed: int, epoch: int) -> int:
-    """Where a pseudo-random permutation of range(size) sends `index`; no memory, no table.
+    """Element `index` of a pseudo-random permutation of range(size), without a table.
 
-    A balanced Feistel network of six rounds over the smallest even number of bits that hold `size`, walked until the
-    result falls inside (cycle walking: Black and Rogaway, 2002; under four rounds of it on average).
+    A balanced Feistel network of six rounds over the smallest even number of bits that hold `size`,
+    applied until the result is below `size` (cycle walking: Black and Rogaway, 2002; under four
+    times on average).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -76,16 +77,15 @@ def permuted(index: int, *, size: int, seed: int, epoch: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """The endless order of samples: position 0, 1, 2, ... over all epochs."""
+    """The samples of all epochs, one after another."""
 
     samples: int
     seed: int
     shuffle: bool
     epochs: int | None = None
-    """After so many passes there is NO_SAMPLE; None: go on for ever."""
+    """None: endless."""
 
     def sample(self, position: int) -> int:
-        """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
         epoch, index = divmod(position, self.samples)
         if self.epochs is not None and epoch >= self.epochs:
             return NO_SAMPLE
@@ -96,38 +96,37 @@ class SampleOrder:
         )
 
     def passes(self, positions: int) -> list[float]:
-        """How often so many positions go through the data."""
         return [positions / self.samples]
 
 
 class Order(Protocol):
-    """Which sample stands at which global position."""
+    """Which sample is at which global position."""
 
     @property
     def samples(self) -> int:
-        """In one epoch."""
+        """Samples per epoch."""
 
     @property
     def epochs(self) -> int | None:
-        """After so many passes there is NO_SAMPLE; None: never."""
+        """None: endless."""
 
     def sample(self, position: int) -> int:
         """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
 
     def passes(self, positions: int) -> list[float]:
-        """How often so many positions go through each source."""
+        """How many times the first `positions` positions go through each source."""
 
 
 _PERIOD = 4096
 
 
 class MixtureOrder:
-    """Several sources in fixed shares: every source is an order of its own, and they take turns by their weights.
+    """Several sources in fixed shares. Each has its own order, and they alternate by their weights.
 
-    The turns repeat after 4,096 positions, in which each source has its share of them to the nearest whole number (at
-    least one), spread as evenly as whole numbers allow (smooth weighted round-robin). Sample indices run through the
-    sources one after another. An epoch is as many positions as the sources hold samples: a source with more than its
-    size's share is gone through more than once in it, in another order each time.
+    The alternation repeats after 4,096 positions. In these each source has its share, rounded to at
+    least one and spread evenly (smooth weighted round-robin). Sample indices run through the
+    sources one after another. An epoch has as many positions as the sources have samples, so a
+    source with a larger share than its size repeats, in another order each time.
     """
 
     def __init__(
@@ -139,18 +138,17 @@ class MixtureOrder:
         shuffle: bool,
         epochs: int | None = None,
     ) -> None:
-        self.samples, self.epochs = sum(sizes), epochs
-        self._offsets = [sum(sizes[:source]) for source in range(len(sizes))]
+        self.samples, self.epochs, count = sum(sizes), epochs, len(sizes)
+        self._offsets = [sum(sizes[:source]) for source in range(count)]
+        seeds = [_mix((seed * count + source) & _MASK) for source in range(count)]
         self._orders = [
-            SampleOrder(
-                samples=size, seed=_mix((seed * len(sizes) + source) & _MASK), shuffle=shuffle
-            )
-            for source, size in enumerate(sizes)
+            SampleOrder(samples=size, seed=own, shuffle=shuffle)
+            for size, own in zip(sizes, seeds, strict=True)
         ]
         self._counts = _apportion(weights, _PERIOD)
         self._turns: list[tuple[int, int]] = []
-        """Of each position in a period: the source, and how many turns that had before in the period."""
-        had, credit = [0] * len(sizes), [0] * len(sizes)
+        """For each position of a period: the source, and its turns before in the period."""
+        had, credit = [0] * count, [0] * count
         for _ in range(_PERIOD):
             credit = [have + count for have, count in zip(credit, self._counts, strict=True)]
             source = credit.index(max(credit))
@@ -159,17 +157,15 @@ class MixtureOrder:
             had[source] += 1
 
     def sample(self, position: int) -> int:
-        """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
         if self.epochs is not None and position >= self.epochs * self.samples:
             return NO_SAMPLE
-        period, place = divmod(position, _PERIOD)
-        source, before = self._turns[place]
+        period, index = divmod(position, _PERIOD)
+        source, before = self._turns[index]
         return self._offsets[source] + self._orders[source].sample(
             period * self._counts[source] + before
         )
 
     def passes(self, positions: int) -> list[float]:
-        """How often so many positions go through each source."""
         shares = [count / _PERIOD for count in self._counts]
         return [
             positions * share / order.samples
@@ -178,7 +174,8 @@ class MixtureOrder:
 
 
 def _apportion(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in the proportion of the weights that add up to `total`, each at least one (largest remainders)."""
+    """Whole numbers in proportion to the weights, at least one each, with sum `total` (largest
+    remainders)."""
     shares = [weight / sum(weights) * total for weight in weights]
     counts = [max(1, int(share)) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda index: counts[index] - shares[index])
@@ -191,112 +188,95 @@ def _apportion(weights: Sequence[float], total: int) -> list[int]:
     return counts
 
 
-class Slots(Protocol):
-    """The samples that one rank computes: a list of indices a micro-batch, step after step."""
+class BatchSampler(Protocol):
+    """One rank's micro-batches as lists of sample indices, step after step."""
 
     def __iter__(self) -> Iterator[list[int]]:
         """All micro-batches of the run."""
 
     def micro_batches(self, step: int) -> int:
-        """How many of them belong to a step (0-based): the same number on every rank."""
+        """Micro-batches of a step (0-based): the same number on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSlots:
-    """The positions of a global batch that one rank computes, a list a micro-batch.
-
-    Micro-batch m of rank r holds positions m * ranks * micro + r * micro onwards: with more ranks and fewer
-    micro-batches the same rows meet in the same reduction.
-    """
+class _RankPart:
+    """The part of the run that a sampler covers."""
 
     order: Order
     global_batch_size: int
-    micro_batch_size: int
     rank: int
     ranks: int
     first_step: int
     """0-based."""
     steps: int
 
+
+@dataclass(frozen=True, kw_only=True)
+class RankBatchSampler(_RankPart):
+    """Micro-batches of a fixed number of rows.
+
+    Micro-batch m of rank r has the positions from (m * ranks + r) * micro_batch_size on. So with
+    more ranks and fewer micro-batches, the same rows are reduced together.
+    """
+
+    micro_batch_size: int
+
     def micro_batches(self, step: int) -> int:
-        """As many in each step."""
         return accumulation_steps(
             global_batch_size=self.global_batch_size,
             micro_batch_size=self.micro_batch_size,
             ranks=self.ranks,
         )
 
-    def places(self, micro: int) -> list[int]:
-        """The places of the global batch in one of the rank's micro-batches, NO_SAMPLE beyond its end."""
-        start = (micro * self.ranks + self.rank) * self.micro_batch_size
-        return [
-            place if place < self.global_batch_size else NO_SAMPLE
-            for place in range(start, start + self.micro_batch_size)
-        ]
-
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.first_step, self.steps):
+            first, size = step * self.global_batch_size, self.micro_batch_size
             for micro in range(self.micro_batches(step)):
-                places = self.places(micro)
+                start = (micro * self.ranks + self.rank) * size
                 yield [
-                    self.order.sample(step * self.global_batch_size + place)
-                    if place != NO_SAMPLE
-                    else NO_SAMPLE
-                    for place in places
+                    self.order.sample(first + row) if row < self.global_batch_size else NO_SAMPLE
+                    for row in range(start, start + size)
                 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenSlots:
-    """Micro-batches of at most so many tokens, padding included: a step's samples, sorted by length and cut into groups.
+class TokenBatchSampler(_RankPart):
+    """Micro-batches of a limited number of tokens, padding included: a step's samples, sorted by
+    length and cut into groups.
 
-    A step has the same samples as with RankSlots. Which of them meet in a micro-batch follows from their lengths alone,
-    so every rank knows all ranks' micro-batches without asking.
+    A step has the same samples as with RankBatchSampler. The groups follow from the lengths alone,
+    so every rank knows those of all ranks.
     """
 
-    order: Order
     lengths: Sequence[int]
     """Tokens of each sample."""
-    global_batch_size: int
     micro_batch_tokens: int
-    """At least the longest sample's."""
-    rank: int
-    ranks: int
-    first_step: int
-    """0-based."""
-    steps: int
+    """At least the length of the longest sample."""
 
     def groups(self, step: int) -> list[list[int]]:
-        """All ranks' micro-batches of a step (0-based), a multiple of the ranks in number; rank r has every ranks-th from r."""
+        """All ranks' micro-batches of a step (0-based); rank r has every ranks-th one from r on."""
         start = step * self.global_batch_size
-        samples = [
-            self.order.sample(position) for position in range(start, start + self.global_batch_size)
-        ]
-        samples = sorted(
-            (sample for sample in samples if sample != NO_SAMPLE),
-            key=lambda sample: -int(self.lengths[sample]),
-        )
+        found = map(self.order.sample, range(start, start + self.global_batch_size))
+        samples = [sample for sample in found if sample != NO_SAMPLE]
+        samples.sort(key=lambda sample: -int(self.lengths[sample]))
         groups: list[list[int]] = []
         taken = 0
         while taken < len(samples):
             rows = max(1, self.micro_batch_tokens // max(1, int(self.lengths[samples[taken]])))
             groups.append(samples[taken : taken + rows])
             taken += rows
-        # What is left over for the last round of ranks is shared out, before a rank gets nothing
+        # If the groups do not divide by the ranks, split groups before a rank gets none
         while len(groups) % self.ranks:
-            largest = max(range(len(groups)), key=lambda index: len(groups[index]), default=-1)
-            if largest < 0 or len(groups[largest]) < 2:
+            largest = max(range(len(groups)), key=lambda index: len(groups[index]))
+            group = groups[largest]
+            if len(group) < 2:
                 groups.append([NO_SAMPLE])
                 continue
-            group = groups[largest]
-            groups[largest : largest + 1] = [
-                group[: (len(group) + 1) // 2],
-                group[(len(group) + 1) // 2 :],
-            ]
+            half = (len(group) + 1) // 2
+            groups[largest : largest + 1] = [group[:half], group[half:]]
         return groups or [[NO_SAMPLE] for _ in range(self.ranks)]
 
     def micro_batches(self, step: int) -> int:
-        """How many the step has on each rank."""
         return len(self.groups(step)) // self.ranks
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -1,4 +1,4 @@
-"""Data and loss of a user's own: what `data.builder` returns, and how it becomes a data set of ours.
+"""The user's own data and loss, from the function that `data.builder` names.
 
     # my_package/images.py
     from launcher.data.custom import CustomData
@@ -28,21 +28,21 @@ class CustomData:
     """What a data.builder returns."""
 
     train: Any
-    """A map-style data set: `len()`, and `[index]` gives a sample. The launcher decides the order."""
+    """A map-style data set: `len()`, and `[index]` gives a sample. The launcher sets the order."""
     collate: Callable[[list[Any]], dict[str, Any]]
-    """Samples to a micro-batch: a dict, its tensors moved to the device for the loss."""
+    """Samples to a micro-batch: a dict whose tensors are moved to the device for the loss."""
     loss: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
-    """loss(model, micro-batch): the SUM over the micro-batch's targets, a scalar, not their mean: it is divided by the
-    targets of the whole global batch, over all ranks and micro-batches."""
+    """loss(model, micro-batch): the SUM over the micro-batch's targets, a scalar, not the mean. It
+    is divided by the targets of the whole global batch, over all ranks and micro-batches."""
     targets: Callable[[Mapping[str, Any]], int] | None = None
-    """Targets of a micro-batch, what the sum is over; None: as many as samples."""
+    """Number of targets of a micro-batch; None: its number of samples."""
     validation: Any = None
     """A data set like train, or a dict of them by name."""
 
 
 @dataclass(frozen=True)
 class CustomDataset:
-    """One data set of a CustomData."""
+    """One data set of a CustomData. See MapData for the methods."""
 
     samples: Any
     data: CustomData
@@ -53,57 +53,54 @@ class CustomDataset:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Any:
-        """A sample; NO_SAMPLE gives None."""
         return None if index == NO_SAMPLE else self.samples[index]
 
     def collate(self, rows: list[Any]) -> dict[str, Any]:
-        """The user's micro-batch. Where no sample is left for it, the first one stands in, and weighs nothing."""
+        """The user's micro-batch. If it has no sample, the first sample is used with weight 0."""
         real = [row for row in rows if row is not None]
-        tensors = dict(self.data.collate(real or [self.samples[0]]))
-        targets = len(real) if self.data.targets is None or not real else self.data.targets(tensors)
-        return {
-            "tensors": {"batch": tensors, "weight": float(bool(real))},
-            "tokens": targets,
-            "loss_tokens": targets,
-        }
+        batch = dict(self.data.collate(real or [self.samples[0]]))
+        targets = len(real)
+        if real and self.data.targets is not None:
+            targets = self.data.targets(batch)
+        tensors = {"batch": batch, "weight": float(bool(real))}
+        return {"tensors": tensors, "tokens": targets, "loss_tokens": targets}
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        """The user's sum."""
         loss = self.data.loss(model, tensors["batch"])
         if loss.ndim:
             raise RecipeError(
-                f"data.builder: its loss must be a scalar, the sum over the micro-batch; got the shape {tuple(loss.shape)}"
+                "data.builder: its loss must be a scalar, the sum over the micro-batch; got the "
+                f"shape {tuple(loss.shape)}"
             )
         weighted: torch.Tensor = loss.float() * tensors["weight"]
         return weighted
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """How many there are: nothing else is known."""
         return {"samples": len(self)}
 
     @property
     def lengths(self) -> Sequence[int] | None:
-        """Not known."""
         return None
 
     @property
     def skipped(self) -> list[dict[str, str]]:
-        """Not known."""
         return []
 
     def describe(self) -> list[str]:
-        """How many there are."""
         return [f"{len(self):,} samples from {self.name}"]
 
 
 def build_custom_data(builder: str, arguments: Mapping[str, Any] | None) -> CustomData:
-    """Calls `package.module:function` with the recipe's arguments. Raises RecipeError where it is not to be found, or
-    returns something else."""
+    """Calls `package.module:function` with the recipe's arguments.
+
+    Raises RecipeError if there is no such function, or if it returns something else.
+    """
     built = call_function(builder, arguments or {}, key="data.builder")
     if not isinstance(built, CustomData):
         raise RecipeError(
-            f"data.builder: {builder} must return a launcher.data.custom.CustomData; got {type(built).__name__}"
+            f"data.builder: {builder} must return a launcher.data.custom.CustomData; got "
+            f"{type(built).__name__}"
         )
     if not len(built.train):
         raise RecipeError(f"data.builder: {builder} returned an empty training set")

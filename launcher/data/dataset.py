@@ -1,11 +1,13 @@
-"""Sequences as arrays, and arrays as micro-batches."""
+"""Training sequences from token stores, and micro-batches from sequences."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,48 +16,52 @@ from torch import nn
 
 from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
 from launcher.data.packing import Sequences, pack
-from launcher.data.token_store import TokenStore, open_store
+from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.recipe import schema
 from launcher.training import loss
 from launcher.training.loss import IGNORED
 
-Row = dict[str, npt.NDArray[np.int64]]
-Collated = dict[str, Any]
-"""`tensors`: what the model and the loss are called with, rows first; `tokens` but padding; `loss_tokens`: targets."""
+if TYPE_CHECKING:
+    from launcher.models.attention import Masking
 
-Isolation = Literal["mask", "varlen"]
-"""How attention stays inside a packed document: by a mask that the model makes from position_ids, or by attention that is
-handed the documents' bounds."""
+Integers = npt.NDArray[np.int64]
+Row = dict[str, Integers]
+Collated = dict[str, Any]
+"""A micro-batch: `tensors`, the arguments of the loss, rows first; `tokens` without padding;
+`loss_tokens`, the number of targets."""
+EMPTY: Row = {
+    name: np.zeros(0, dtype=np.int64) for name in ("input_ids", "targets", "position_ids")
+}
 
 
 class TrainingData(Protocol):
-    """What torch's DataLoader loads: map-style (`MapData`), or a stream of micro-batches (data.streaming)."""
+    """What torch's DataLoader loads: `MapData`, or a stream of micro-batches (data.streaming)."""
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """Sum of the losses of a micro-batch's targets; a float32 scalar."""
 
     def describe(self) -> list[str]:
-        """What it holds, what was cut, and what padding costs; a line each."""
+        """Size, cut documents and padding, one line each."""
 
     @property
     def packed(self) -> bool:
-        """Whether samples are filled up, so that padding does not depend on which of them meet."""
+        """Whether documents are packed, so that padding does not depend on the micro-batches."""
 
     @property
     def lengths(self) -> Sequence[int] | None:
-        """Tokens of each sample; None where they are not known beforehand."""
+        """Tokens of each sample; None if not known in advance."""
 
     @property
     def skipped(self) -> list[dict[str, str]]:
-        """Rows that could not be used (data.on_error: skip): where, and why."""
+        """`where` and `problem` of the rows that cannot be used (data.on_error: skip)."""
 
 
 class MapData(TrainingData, Protocol):
-    """Samples by their index."""
+    """Samples by index."""
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the data, to notice a change (`TokenStore.fingerprint`); of a mixture, by part."""
+        """For checkpoints, to detect changed data (see `TokenStore.fingerprint`)."""
 
     def __len__(self) -> int:
         """Samples."""
@@ -68,113 +74,129 @@ class MapData(TrainingData, Protocol):
 
 
 @dataclass(frozen=True)
-class SequenceDataset:
-    """A store's documents as training sequences, for next-token training."""
+class _Stored:
+    """Samples from a token store."""
 
     store: TokenStore
     sequences: Sequences
     length: int
-    packed: bool
-    isolation: Isolation = "mask"
+    """The longest sequence."""
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def __getitem__(self, index: int) -> Row:
-        """One sequence: `input_ids`, `targets` and `position_ids`, each (tokens,).
-
-        A position's target is the document's next token, in the next sequence if need be; IGNORED at a document's end.
-        NO_SAMPLE gives an empty one.
-        """
-        if index == NO_SAMPLE:
-            nothing = np.zeros(0, dtype=np.int64)
-            return {"input_ids": nothing, "targets": nothing, "position_ids": nothing}
-        ids, targets, positions = [], [], []
-        labels = self.store.ids if self.store.labels is None else self.store.labels
-        for piece in range(self.sequences.bounds[index], self.sequences.bounds[index + 1]):
-            start, length = int(self.sequences.starts[piece]), int(self.sequences.lengths[piece])
-            document = int(np.searchsorted(self.store.offsets, start, side="right"))
-            end = int(self.store.offsets[document])
-            follow = np.full(length, IGNORED, dtype=np.int64)
-            known = labels[start + 1 : min(start + length + 1, end)]
-            follow[: len(known)] = known
-            ids.append(self.store.ids[start : start + length].astype(np.int64))
-            targets.append(follow)
-            positions.append(np.arange(length, dtype=np.int64))
-        return {
-            "input_ids": np.concatenate(ids),
-            "targets": np.concatenate(targets),
-            "position_ids": np.concatenate(positions),
-        }
-
-    def collate(self, rows: list[Row]) -> Collated:
-        """A micro-batch: tensors (rows, tokens). See `collate_sequences`."""
-        return collate_sequences(
-            rows, length=self.length, packed=self.packed, isolation=self.isolation
-        )
-
-    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        """Next-token cross-entropy."""
-        return loss.summed_loss(model, tensors)
-
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """The store's."""
         return self.store.fingerprint
 
     @property
-    def lengths(self) -> Sequence[int] | None:
-        """Tokens of each sequence."""
-        return np.add.reduceat(self.sequences.lengths, self.sequences.bounds[:-1])  # type: ignore[return-value]
-
-    @property
     def skipped(self) -> list[dict[str, str]]:
-        """Rows that were left out."""
         return self.store.skipped
 
-    def describe(self) -> list[str]:
-        """Counts, what was cut, padding."""
-        tokens, sequences = int(self.sequences.lengths.sum()), len(self)
-        text = f"{self.store.documents:,} documents, {tokens:,} tokens in {sequences:,} sequences of up to {self.length}"
-        if self.packed:
-            how = {"mask": "a mask", "varlen": "variable-length attention"}[self.isolation]
-            text += f", packed ({1 - tokens / (sequences * self.length):.1%} padding; kept apart by {how})"
-        lines = [text, *_what_did_not_fit(self.store, self.sequences, self.length)]
-        if self.store.labels is not None and self.store.trained is not None:
-            share = self.store.trained / int(self.store.offsets[-1])
-            lines[0] += f"; {share:.1%} of the documents' tokens carry loss"
+    @property
+    def lengths(self) -> Sequence[int] | None:
+        bounds = self.sequences.bounds[:-1]
+        return np.add.reduceat(self.sequences.lengths, bounds)  # type: ignore[return-value]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.sequences.lengths.sum())
+
+    def losses_of_data(self) -> list[str]:
+        """What does not fit, and which rows were skipped."""
+        sequences, documents = self.sequences, f"{self.store.documents:,} documents are longer than"
+        lines = []
+        if sequences.split_documents:
+            lines.append(
+                f"{sequences.split_documents:,} documents are longer than {self.length} tokens and "
+                "go on in another sequence"
+            )
+        if sequences.cut_documents:
+            share = sequences.cut_tokens / int(self.store.offsets[-1])
+            lines.append(
+                f"warning: {sequences.cut_documents:,} of {documents} data.sequence_length "
+                f"{self.length} and lose their end, {sequences.cut_tokens:,} tokens "
+                f"({share:.1%} of all)"
+            )
+        if skipped := self.skipped:
+            lines.append(
+                f"warning: {len(skipped):,} rows cannot be used and are left out (data.on_error: "
+                f"skip), listed in skipped_rows.jsonl; the first: {skipped[0]['where']}: "
+                f"{skipped[0]['problem']}"
+            )
         return lines
 
 
-def _what_did_not_fit(store: TokenStore, sequences: Sequences, length: int) -> list[str]:
-    lines = []
-    if sequences.split_documents:
-        lines.append(
-            f"{sequences.split_documents:,} documents are longer than {length} tokens and go on in another sequence"
-        )
-    if sequences.cut_documents:
-        lines.append(
-            f"warning: {sequences.cut_documents:,} of {store.documents:,} documents are longer than data.sequence_length {length} and lose "
-            f"their end, {sequences.cut_tokens:,} tokens ({sequences.cut_tokens / int(store.offsets[-1]):.1%} of all)"
-        )
-    if store.skipped:
-        lines.append(
-            f"warning: {len(store.skipped):,} rows cannot be used and are left out (data.on_error: skip), listed in skipped_rows.jsonl; "
-            f"the first: {store.skipped[0]['where']}: {store.skipped[0]['problem']}"
-        )
-    return lines
+@dataclass(frozen=True)
+class SequenceDataset(_Stored):
+    """Sequences for next-token training."""
+
+    packed: bool
+    masking: Masking = "mask"
+
+    def __getitem__(self, index: int) -> Row:
+        """`input_ids`, `targets` and `position_ids`, each (tokens,).
+
+        The target of a token is the document's next token, even if that is in another sequence;
+        IGNORED at the end of a document.
+        """
+        if index == NO_SAMPLE:
+            return EMPTY
+        store, sequences = self.store, self.sequences
+        labels = store.ids if store.labels is None else store.labels
+        pieces = []
+        for piece in range(sequences.bounds[index], sequences.bounds[index + 1]):
+            start, length = int(sequences.starts[piece]), int(sequences.lengths[piece])
+            document = int(np.searchsorted(store.offsets, start, side="right"))
+            targets = np.full(length, IGNORED, dtype=np.int64)
+            known = labels[start + 1 : min(start + length + 1, int(store.offsets[document]))]
+            targets[: len(known)] = known
+            pieces.append(sequence_piece(store.ids[start : start + length], targets))
+        return joined(pieces)
+
+    def collate(self, rows: list[Row]) -> Collated:
+        """See `collate_sequences`."""
+        return collate_sequences(rows, length=self.length, packed=self.packed, masking=self.masking)
+
+    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
+        return loss.summed_loss(model, tensors)
+
+    def describe(self) -> list[str]:
+        tokens, count = self.tokens, len(self)
+        text = f"{self.store.documents:,} documents, {tokens:,} tokens in {count:,} sequences "
+        text += f"of up to {self.length}"
+        if self.packed:
+            how = {"mask": "a mask", "varlen": "variable-length attention"}[self.masking]
+            padding = 1 - tokens / (count * self.length)
+            text += f", packed ({padding:.1%} padding; kept apart by {how})"
+        if self.store.labels is not None and self.store.trained is not None:
+            share = self.store.trained / int(self.store.offsets[-1])
+            text += f"; {share:.1%} of the documents' tokens carry loss"
+        return [text, *self.losses_of_data()]
 
 
-def collate_sequences(
-    rows: list[Row], *, length: int, packed: bool, isolation: Isolation
-) -> Collated:
-    """A micro-batch: tensors (rows, tokens), padded on the right to the longest row (packed: to the full length).
+def sequence_piece(ids: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Row:
+    """A run of tokens of one document. Its positions start at 0."""
+    return {
+        "input_ids": ids.astype(np.int64),
+        "targets": targets,
+        "position_ids": np.arange(len(ids), dtype=np.int64),
+    }
 
-    Padding needs no attention mask: attention is causal, so no token sees what stands right of it, and padding has
-    no target. `position_ids` are there only where some row holds several documents; transformers' own attention
-    masks keep those apart, or (varlen) attention that is told where each document starts in the flattened rows:
-    `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,) int32 and `max_length_q`, `max_length_k`, the names that
-    transformers has for them. `tokens` and `loss_tokens` are counted here, on the CPU.
+
+def joined(pieces: list[Row]) -> Row:
+    """One sequence of these pieces."""
+    return {name: np.concatenate([piece[name] for piece in pieces]) for name in EMPTY}
+
+
+def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Masking) -> Collated:
+    """A micro-batch: tensors (rows, tokens), padded on the right to the longest row (packed: to
+    `length`).
+
+    Padding needs no attention mask: attention is causal, and padding has no target. If a row holds
+    several documents, `position_ids` shows transformers' masks where each starts. For varlen
+    attention there are also `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,), int32, the starts
+    in the flattened rows, and `max_length_q`, `max_length_k`: transformers' names.
     """
     width = length if packed else max(1, *(len(row["input_ids"]) for row in rows))
     tensors: dict[str, Any] = {
@@ -182,15 +204,20 @@ def collate_sequences(
         "targets": _padded([row["targets"] for row in rows], width, IGNORED),
     }
     if packed and any(int((row["position_ids"] == 0).sum()) > 1 for row in rows):
-        positions = _positions([row["position_ids"] for row in rows], width)
+        # Padding is a document of its own: its positions start at 0 again
+        filled = [np.arange(width - len(row["position_ids"])) for row in rows]
+        pairs = zip(rows, filled, strict=True)
+        positions = np.stack([np.append(row["position_ids"], padding) for row, padding in pairs])
         tensors["position_ids"] = torch.from_numpy(positions)
-        if isolation == "varlen":
-            starts = np.append(np.flatnonzero(positions.reshape(-1) == 0), positions.size).astype(
-                np.int32
-            )
+        if masking == "varlen":
+            starts = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
             tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(starts)
-            # An upper bound will do, and one that never changes spares compiled blocks a recompilation
+            # An upper bound; a constant one saves compiled blocks from recompilation
             tensors["max_length_q"] = tensors["max_length_k"] = width
+    return _collated(tensors, rows)
+
+
+def _collated(tensors: dict[str, Any], rows: list[Row]) -> Collated:
     return {
         "tensors": tensors,
         "tokens": sum(len(row["input_ids"]) for row in rows),
@@ -198,43 +225,25 @@ def collate_sequences(
     }
 
 
-def _padded(rows: list[npt.NDArray[np.int64]], width: int, value: int) -> torch.Tensor:
+def _padded(rows: list[Integers], width: int, value: int) -> torch.Tensor:
     out = np.full((len(rows), width), value, dtype=np.int64)
     for index, row in enumerate(rows):
         out[index, : len(row)] = row
     return torch.from_numpy(out)
 
 
-def _positions(rows: list[npt.NDArray[np.int64]], width: int) -> npt.NDArray[np.int64]:
-    """Padding is a document of its own: its positions start at 0 again."""
-    out = np.zeros((len(rows), width), dtype=np.int64)
-    for index, row in enumerate(rows):
-        out[index, : len(row)] = row
-        out[index, len(row) :] = np.arange(width - len(row))
-    return out
-
-
 @dataclass(frozen=True)
-class ClassificationDataset:
-    """A store's documents, each with a class."""
+class ClassificationDataset(_Stored):
+    """Documents, each with a class."""
 
-    store: TokenStore
-    sequences: Sequences
-    length: int
     padding: int
-    """The id that the model knows as padding: it looks for the last token before it."""
+    """The model's padding id: it finds the last token before the padding."""
     packed: bool = False
 
-    def __len__(self) -> int:
-        return len(self.sequences)
-
     def __getitem__(self, index: int) -> Row:
-        """One document: `input_ids` (tokens,) and `targets` (1,); NO_SAMPLE gives an empty one without a class."""
+        """`input_ids` (tokens,) and `targets` (1,)."""
         if index == NO_SAMPLE:
-            return {
-                "input_ids": np.zeros(0, dtype=np.int64),
-                "targets": np.full(1, IGNORED, dtype=np.int64),
-            }
+            return {"input_ids": EMPTY["input_ids"], "targets": np.full(1, IGNORED)}
         assert self.store.classes is not None
         start, length = int(self.sequences.starts[index]), int(self.sequences.lengths[index])
         return {
@@ -243,117 +252,81 @@ class ClassificationDataset:
         }
 
     def collate(self, rows: list[Row]) -> Collated:
-        """`input_ids` and `attention_mask` (rows, tokens), padded on the right to the longest; `targets` (rows,)."""
-        width = max(1, *(len(row["input_ids"]) for row in rows))
+        """`input_ids` and `attention_mask` (rows, tokens), padded on the right to the longest row;
+        `targets` (rows,)."""
         ids = [row["input_ids"] for row in rows]
+        width = max(1, *(len(row) for row in ids))
         tensors = {
             "input_ids": _padded(ids, width, self.padding),
             "attention_mask": _padded([np.ones_like(row) for row in ids], width, 0),
             "targets": torch.from_numpy(np.concatenate([row["targets"] for row in rows])),
         }
-        return {
-            "tensors": tensors,
-            "tokens": sum(len(row) for row in ids),
-            "loss_tokens": int((tensors["targets"] != IGNORED).sum()),
-        }
+        return _collated(tensors, rows)
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        """Cross-entropy of the classes."""
         return loss.summed_classification_loss(model, tensors)
 
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """The store's."""
-        return self.store.fingerprint
-
-    @property
-    def lengths(self) -> Sequence[int] | None:
-        """Tokens of each document."""
-        return self.sequences.lengths  # type: ignore[return-value]
-
-    @property
-    def skipped(self) -> list[dict[str, str]]:
-        """Rows that were left out."""
-        return self.store.skipped
-
     def describe(self) -> list[str]:
-        """Counts, classes, what was cut."""
         assert self.store.classes is not None
-        counts = np.bincount(self.store.classes)
-        shares = ", ".join(f"{index}: {count:,}" for index, count in enumerate(counts.tolist()))
-        tokens = int(self.sequences.lengths.sum())
-        text = f"{len(self):,} documents, {tokens:,} tokens, of the classes {shares}"
-        return [text, *_what_did_not_fit(self.store, self.sequences, self.length)]
+        counts = enumerate(np.bincount(self.store.classes).tolist())
+        shares = ", ".join(f"{index}: {count:,}" for index, count in counts)
+        text = f"{len(self):,} documents, {self.tokens:,} tokens, of the classes {shares}"
+        return [text, *self.losses_of_data()]
 
 
 @dataclass(frozen=True)
 class MixtureDataset:
-    """Several data sets of one form; the samples of one follow those of another."""
+    """Several data sets of one form. Indices run through one after the other."""
 
     parts: dict[str, SequenceDataset | ClassificationDataset]
     weights: tuple[float, ...]
-    _ends: list[int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "_ends", list(itertools.accumulate(len(part) for part in self.parts.values()))
-        )
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(itertools.accumulate(map(len, self.parts.values())))
+
+    @property
+    def _first(self) -> SequenceDataset | ClassificationDataset:
+        return next(iter(self.parts.values()))
 
     @property
     def packed(self) -> bool:
-        """All parts have the same form."""
-        return bool(self._first.packed)
-
-    @property
-    def _first(self) -> Any:
-        return next(iter(self.parts.values()))
+        return self._first.packed
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Row:
-        """A sample of the part that the index falls into."""
-        parts = list(self.parts.values())
         if index == NO_SAMPLE:
-            return parts[0][index]
+            return self._first[index]
         part = int(np.searchsorted(self._ends, index, side="right"))
-        return parts[part][index - (self._ends[part - 1] if part else 0)]
+        return list(self.parts.values())[part][index - (self._ends[part - 1] if part else 0)]
 
     def collate(self, rows: list[Row]) -> Collated:
-        """All parts have the same form."""
-        collated: Collated = self._first.collate(rows)
-        return collated
+        return self._first.collate(rows)
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        """All parts have the same loss."""
-        value: torch.Tensor = self._first.loss(model, tensors)
-        return value
+        return self._first.loss(model, tensors)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """That of each part."""
         return {"parts": {name: part.fingerprint for name, part in self.parts.items()}}
 
     @property
     def lengths(self) -> Sequence[int] | None:
-        """Tokens of each sample."""
-        return np.concatenate([np.asarray(part.lengths) for part in self.parts.values()])  # type: ignore[return-value]
+        lengths = [np.asarray(part.lengths) for part in self.parts.values()]
+        return np.concatenate(lengths)  # type: ignore[return-value]
 
     @property
     def skipped(self) -> list[dict[str, str]]:
-        """Rows that were left out, of all parts."""
         return [row for part in self.parts.values() for row in part.skipped]
 
     def describe(self) -> list[str]:
-        """Each part, and its share."""
-        total = sum(self.weights)
         lines = []
         for (name, part), weight in zip(self.parts.items(), self.weights, strict=True):
             first, *rest = part.describe()
-            lines += [
-                f"{name} ({weight / total:.1%} of the sequences): {first}",
-                *(f"{name}: {line}" for line in rest),
-            ]
+            lines.append(f"{name} ({weight / sum(self.weights):.1%} of the sequences): {first}")
+            lines += [f"{name}: {line}" for line in rest]
         return lines
 
 
@@ -362,50 +335,41 @@ def open_dataset(
     source: tuple[str, ...] | dict[str, schema.Source],
     *,
     tokenizer: str | None,
-    vocabulary: int | None,
+    model: ModelInputs,
     build: bool,
-    isolation: Isolation = "mask",
-    classes: int | None = None,
-    padding: int = 0,
     validation: bool = False,
 ) -> SequenceDataset | ClassificationDataset | MixtureDataset:
-    """Tokenizes (or finds) and packs the files of a source, or of each source of a mixture.
+    """Opens and packs the files of a source, or of each source of a mixture. See `open_store`.
 
-    tokenizer: data.tokenizer, or the model's. vocabulary: rows of the model's embedding; an id beyond is refused here, not
-    on the GPU. classes: of a sequence classifier. padding: the model's padding id.
+    tokenizer: data.tokenizer, or the model's.
     """
-
-    def open_one(
-        patterns: tuple[str, ...], kind: schema.DataKind
-    ) -> SequenceDataset | ClassificationDataset:
-        store = open_store(
-            kind=kind,
-            patterns=patterns,
-            data=data,
-            tokenizer=tokenizer,
-            validation=validation,
-            num_labels=classes,
-            vocabulary=vocabulary,
-            build=build,
-        )
-        sequences = pack(
-            store.offsets, kind, packing=data.packing, sequence_length=data.sequence_length
-        )
-        if kind == "classification":
-            return ClassificationDataset(store, sequences, data.sequence_length, padding)
-        return SequenceDataset(store, sequences, data.sequence_length, data.packing, isolation)
-
-    if not isinstance(source, dict):
-        return open_one(source, data.kind)
-    parts = {name: open_one(part.files, part.kind or data.kind) for name, part in source.items()}
-    return MixtureDataset(parts, tuple(part.weight for part in source.values()))
+    if isinstance(source, dict):
+        parts: dict[str, Any] = {
+            name: open_dataset(
+                dataclasses.replace(data, kind=part.kind or data.kind),
+                part.files,
+                tokenizer=tokenizer,
+                model=model,
+                build=build,
+                validation=validation,
+            )
+            for name, part in source.items()
+        }
+        return MixtureDataset(parts, tuple(part.weight for part in source.values()))
+    store = open_store(
+        source, data, tokenizer=tokenizer, model=model, validation=validation, build=build
+    )
+    length = data.sequence_length
+    sequences = pack(store.offsets, data.kind, packing=data.packing, sequence_length=length)
+    if data.kind == "classification":
+        return ClassificationDataset(store, sequences, length, model.padding)
+    return SequenceDataset(store, sequences, length, data.packing, model.masking)
 
 
 def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:
-    """Which sample stands where: a mixture takes turns by its weights."""
-    if isinstance(dataset, MixtureDataset):
-        sizes = [len(part) for part in dataset.parts.values()]
-        return MixtureOrder(
-            sizes=sizes, weights=dataset.weights, seed=seed, shuffle=shuffle, epochs=epochs
-        )
-    return SampleOrder(samples=len(dataset), seed=seed, shuffle=shuffle, epochs=epochs)
+    """The order of samples. The sources of a mixture alternate by their weights."""
+    if not isinstance(dataset, MixtureDataset):
+        return SampleOrder(samples=len(dataset), seed=seed, shuffle=shuffle, epochs=epochs)
+    sizes = [len(part) for part in dataset.parts.values()]
+    weights = dataset.weights
+    return MixtureOrder(sizes=sizes, weights=weights, seed=seed, shuffle=shuffle, epochs=epochs)

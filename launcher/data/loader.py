@@ -1,12 +1,9 @@
-"""Batches on their way to the device: loader processes, pinned memory, copies beside the compute."""
+"""Batches on their way to the device: loader processes, pinned memory, asynchronous copies."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,22 +11,28 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from launcher.data.batching import NO_SAMPLE, Order, RankSlots, Slots, TokenSlots
-from launcher.data.dataset import Collated, MapData, TrainingData
-from launcher.data.streaming import Place, StreamingDataset
+from launcher.data.batching import (
+    NO_SAMPLE,
+    BatchSampler,
+    Order,
+    RankBatchSampler,
+    TokenBatchSampler,
+)
+from launcher.data.dataset import MapData, TrainingData
+from launcher.data.streaming import ShardPosition, StreamingDataset
+from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.process_group import DataParallel
-from launcher.errors import RecipeError
 from launcher.recipe import schema
 
 Tensors = dict[str, Any]
-"""A micro-batch on its device: tensors, and what else its loss takes."""
+"""A micro-batch: tensors, and whatever else its loss takes."""
 
 
-class Counts:
-    """What all ranks add up at the start of a step, in one all-reduce that runs beside the step before.
+class StepStatistics:
+    """Integers summed over the ranks by one all-reduce, which overlaps with the step before.
 
-    On CUDA it has a stream of its own: `loss_tokens()` stays on the device, and `read()` waits for this sum alone, not
-    for the compute that is queued.
+    On CUDA it runs on a stream of its own: `loss_tokens` stays on the device, and `read` waits for
+    the sum alone, not for queued compute.
     """
 
     def __init__(
@@ -46,9 +49,8 @@ class Counts:
             self._device = pinned.to(ranks.device, non_blocking=True)
             if ranks.size > 1:
                 dist.all_reduce(self._device, group=ranks.group)
-            self._host = torch.empty_like(pinned, pin_memory=True).copy_(
-                self._device, non_blocking=True
-            )
+            host = torch.empty_like(pinned, pin_memory=True)
+            self._host = host.copy_(self._device, non_blocking=True)
             self._event = stream.record_event()
 
     def loss_tokens(self) -> torch.Tensor:
@@ -61,11 +63,10 @@ class Counts:
         return self._device[0].clamp(min=1).float()
 
     def read(self) -> list[int]:
-        """All values, summed over the ranks."""
+        """All sums."""
         self._wait()
-        if (
-            self._event is not None and not self._event.query()
-        ):  # a query does not wait, and most often this is done
+        # A query does not block, and the event is usually done
+        if self._event is not None and not self._event.query():
             self._event.synchronize()
         return [int(value) for value in self._host.tolist()]
 
@@ -82,72 +83,60 @@ class GlobalBatch:
     step: int
     """1-based."""
     micro_batches: list[Tensors]
-    counts: Counts
-    """Over all ranks: tokens with a target, tokens but padding, ranks that were asked to stop, and to save."""
+    statistics: StepStatistics
+    """Tokens with a target, tokens without padding, ranks asked to stop, ranks asked to save."""
     samples_seen: int
-    """Since the start of the run, over all ranks, this step included."""
+    """Since the start of the run, over all ranks, including this step."""
     seconds_waited: float
-    """That this rank waited for its loader."""
-    stream_places: Mapping[int, Place] = field(default_factory=dict)
-    """data.streaming: where the shards that this rank reads stand after this batch."""
+    """For this rank's loader."""
+    stream_positions: Mapping[int, ShardPosition] = field(default_factory=dict)
+    """data.streaming: the positions of this rank's shards after this batch."""
 
 
 def make_loader(
     dataset: MapData | StreamingDataset,
-    slots: Slots,
+    sampler: BatchSampler,
+    data: schema.Data,
     *,
-    workers: int,
-    prefetch_factor: int,
     persistent_workers: bool,
-    pin_memory: bool | None,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """Collated micro-batches in the order of `slots` (an iterable of lists of indices); a stream has an order of its own."""
-    how: dict[str, Any]
+    """Loads the micro-batches of `sampler`. A stream has its own order."""
+    workers = data.workers
+    batches: dict[str, Any]
     if isinstance(dataset, StreamingDataset):
         workers = dataset.workers(workers)
-        how = {"batch_size": None, "collate_fn": _as_it_is}
+        batches = {"batch_size": None, "collate_fn": _unchanged}
     else:
-        how = {"batch_sampler": slots, "collate_fn": dataset.collate}
+        batches = {"batch_sampler": sampler, "collate_fn": dataset.collate}
     return DataLoader(
         dataset,  # type: ignore[arg-type]
         num_workers=workers,
-        prefetch_factor=prefetch_factor if workers else None,
-        persistent_workers=persistent_workers if workers else False,
-        pin_memory=device.type == "cuda"
-        if pin_memory is None
-        else pin_memory and device.type == "cuda",
-        worker_init_fn=_ignore_interrupts if workers else None,
-        # Else each pass draws from the generator that dropout draws from, and a resumed run would have drawn once more
+        prefetch_factor=data.prefetch_factor if workers else None,
+        persistent_workers=persistent_workers and workers > 0,
+        pin_memory=device.type == "cuda" and data.pin_memory is not False,
+        worker_init_fn=_start_worker if workers else None,
+        # By default each pass draws from the generator of dropout, which a resume would draw again
         generator=torch.Generator(),
-        **how,
+        **batches,
     )
 
 
-def _sound(collated: Collated) -> Collated:
-    if "error" in collated:
-        raise RecipeError(collated["error"])
+def _unchanged(collated: Any) -> Any:
     return collated
 
 
-def _as_it_is(collated: Any) -> Any:
-    return collated
-
-
-def _ignore_interrupts(worker: int) -> None:
-    """A loader process ends when its rank does: what asks the rank to stop is not for it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a stream tokenizes here: one thread a process
+def _start_worker(worker: int) -> None:
+    prepare_worker_process()
 
 
 class Mover:
-    """Copies to the device on a stream of its own, so that a copy does not queue behind the compute."""
+    """Copies to the device on its own stream, so that copies do not queue behind compute."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._device, self.stream = device, None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def move(self, tensors: Tensors) -> Tensors:
         """The micro-batch on the device. The current stream waits for the copy."""
@@ -163,7 +152,7 @@ class Mover:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors inside of dicts, lists and tuples on the device, all else as it is; copies do not wait."""
+    """Copies the tensors in dicts, lists and tuples to the device without waiting."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
@@ -181,7 +170,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def make_slots(
+def make_batch_sampler(
     batch: schema.Batch,
     *,
     order: Order,
@@ -189,8 +178,8 @@ def make_slots(
     steps: int,
     ranks: DataParallel,
     first_step: int = 0,
-) -> Slots:
-    """This rank's micro-batches, of a number of rows or of a budget of tokens.
+) -> BatchSampler:
+    """This rank's micro-batches, of a number of rows or of tokens.
 
     lengths: tokens of each sample, needed with micro_batch_tokens.
     """
@@ -203,79 +192,23 @@ def make_slots(
         "steps": steps,
     }
     if batch.micro_batch_tokens is None:
-        assert isinstance(batch.micro_batch_size, int)  # auto was resolved before
-        return RankSlots(micro_batch_size=batch.micro_batch_size, **common)
+        assert isinstance(batch.micro_batch_size, int)  # `auto` was resolved before
+        return RankBatchSampler(micro_batch_size=batch.micro_batch_size, **common)
     assert lengths is not None
-    return TokenSlots(micro_batch_tokens=batch.micro_batch_tokens, lengths=lengths, **common)
+    return TokenBatchSampler(micro_batch_tokens=batch.micro_batch_tokens, lengths=lengths, **common)
 
 
 def expected_padding(
-    dataset: TrainingData, slots: Slots, *, micro_batches: int = 64
+    dataset: TrainingData, sampler: BatchSampler, *, micro_batches: int = 64
 ) -> float | None:
-    """Share of padding in the first micro-batches, where rows are padded to the longest; None where lengths are not known."""
+    """Share of padding in the first micro-batches if rows are padded to the longest; None if the
+    lengths are not known."""
     lengths = dataset.lengths
     if lengths is None:
         return None
     held = padded = 0
-    for indices in itertools.islice(slots, micro_batches):
+    for indices in itertools.islice(sampler, micro_batches):
         rows = [int(lengths[index]) for index in indices if index != NO_SAMPLE]
         held += sum(rows)
         padded += max(rows, default=0) * len(rows)
     return 1 - held / padded if padded else 0.0
-
-
-def training_batches(
-    dataset: MapData | StreamingDataset,
-    *,
-    data: schema.Data,
-    slots: Slots,
-    global_batch_size: int,
-    samples: int | None,
-    first_step: int,
-    skipped_batches: int,
-    steps: int,
-    ranks: DataParallel,
-    stop_requested: Callable[[], bool],
-    save_requested: Callable[[], bool],
-) -> Iterator[GlobalBatch]:
-    """The global batches of the run, step `first_step` + 1 to `steps`, this rank's part of each.
-
-    slots: from the batch `first_step` + `skipped_batches` on: step s has batch s + skipped_batches.
-    samples: of the whole run; None: it has no end of its own.
-    Asking for the next one fetches it from the loader, starts its copy to the device and the counting over the ranks,
-    and waits for neither.
-    """
-    loader = make_loader(
-        dataset,
-        slots,
-        workers=data.workers,
-        prefetch_factor=data.prefetch_factor,
-        persistent_workers=False,  # one pass over one endless order
-        pin_memory=data.pin_memory,
-        device=ranks.device,
-    )
-    mover = Mover(ranks.device)
-    loaded = iter(loader)
-    for step in range(first_step, steps):
-        started = time.perf_counter()
-        collated = [
-            _sound(next(loaded)) for _ in range(slots.micro_batches(step + skipped_batches))
-        ]
-        waited = time.perf_counter() - started
-        counts = [
-            sum(c["loss_tokens"] for c in collated),
-            sum(c["tokens"] for c in collated),
-            int(stop_requested()),
-            int(save_requested()),
-        ]
-        seen = (step + 1) * global_batch_size
-        yield GlobalBatch(
-            step=step + 1,
-            micro_batches=[mover.move(c["tensors"]) for c in collated],
-            counts=Counts(counts, ranks, mover.stream),
-            samples_seen=seen if samples is None else min(seen, samples),
-            seconds_waited=waited,
-            stream_places={
-                shard: place for c in collated for shard, place in c.get("places", {}).items()
-            },
-        )

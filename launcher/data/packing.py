@@ -1,8 +1,8 @@
-"""Documents into sequences: which pieces of which documents stand in one.
+"""Documents into sequences of pieces.
 
-A piece is a run of tokens of one document. Where a document is split, every token of it stands in exactly one piece, and
-the first token of the next piece is still the target of the last token of this one, so no target is lost but the
-context before it. Where it is cut, there is one piece, and what is beyond is counted.
+A piece is a run of tokens of one document. If a document is split, each of its tokens is in exactly
+one piece, and the first token of a piece is still the target of the last token of the piece before:
+no target is lost, only context. If it is cut, there is one piece, and the lost tokens are counted.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ class Sequences:
     lengths: Integers
     """Tokens of each piece, (pieces,)."""
     bounds: Integers
-    """Where each sequence's pieces start, and the end: (sequences + 1,)."""
+    """First piece of each sequence, and the end: (sequences + 1,)."""
     split_documents: int = 0
-    """Documents that did not fit into one sequence and go on in another."""
+    """Documents that continue in another sequence."""
     cut_documents: int = 0
-    """Documents that did not fit into one sequence and lost their end."""
+    """Documents that lose their end."""
     cut_tokens: int = 0
-    """What they lost."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
 
 def pack(offsets: Integers, kind: str, *, packing: bool, sequence_length: int) -> Sequences:
-    """Documents of a kind (data.kind) as it is trained on: text behind one another, rows whole where they fit.
+    """Packs text one document after another, and other kinds (data.kind) whole if they fit.
 
-    Where one does not fit, text and tokens go on in another sequence; of the other kinds the end is cut off: the end of an
+    Documents that are too long are split for text and tokens and cut for other kinds: the end of an
     answer without its beginning teaches nothing.
     """
     cut = kind in ("chat", "instruct", "classification")
@@ -54,29 +53,27 @@ def pack(offsets: Integers, kind: str, *, packing: bool, sequence_length: int) -
 
 
 def stream(offsets: Integers, length: int) -> Sequences:
-    """All documents behind one another, cut every `length` tokens: no padding but in the last sequence."""
+    """All documents in a row, split every `length` tokens. Only the last sequence has padding."""
     total = int(offsets[-1])
     cuts = np.arange(0, total, length, dtype=np.int64)
     starts = np.union1d(cuts, offsets[:-1])
     lengths = np.diff(np.append(starts, total))
     bounds = np.append(np.searchsorted(starts, cuts), len(starts))
-    crossing = np.searchsorted(cuts, offsets[1:] - 1, side="right") - np.searchsorted(
-        cuts, offsets[:-1], side="right"
-    )
-    return Sequences(starts, lengths, bounds, int((crossing > 0).sum()))
+    first = np.searchsorted(cuts, offsets[:-1], side="right")
+    last = np.searchsorted(cuts, offsets[1:] - 1, side="right")
+    return Sequences(starts, lengths, bounds, int((last > first).sum()))
 
 
 def separate(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
-    """One piece a sequence: documents as they are, longer ones split, or cut (`cut`: what is beyond is left out)."""
+    """One piece per sequence. Documents longer than `length` are split, or cut."""
     starts, lengths, counts = _pieces(offsets, length, cut)
     return Sequences(starts, lengths, np.arange(len(starts) + 1, dtype=np.int64), **counts)
 
 
 def best_fit(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
-    """Whole documents into as few sequences as best-fit decreasing finds; only longer ones than a sequence are split, or
-    cut (`cut`: what is beyond is left out).
+    """Whole documents in few sequences (best-fit decreasing). Only longer ones are split, or cut.
 
-    Best-fit decreasing needs at most 11/9 of the fewest sequences possible, and 4 more (Johnson, 1974).
+    Needs at most 11/9 of the fewest sequences possible, and 4 more (Johnson, 1974).
     """
     starts, lengths, counts = _pieces(offsets, length, cut)
     contents: list[list[int]] = []
@@ -99,7 +96,7 @@ def best_fit(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
             room[left] = []
             bisect.insort(free, left)
         room[left].append(sequence)
-    # In the order of the earliest document in each, so that shuffle: false stays near the order of the files.
+    # By the first document of each, so that shuffle: false stays near the order of the files
     contents = sorted((sorted(content) for content in contents), key=lambda content: content[0])
     order = np.array([piece for content in contents for piece in content], dtype=np.int64)
     bounds = np.cumsum([0] + [len(content) for content in contents], dtype=np.int64)
@@ -110,15 +107,12 @@ def _pieces(offsets: Integers, length: int, cut: bool) -> tuple[Integers, Intege
     sizes = np.diff(offsets)
     longer = sizes > length
     if cut:
-        counts = {
-            "cut_documents": int(longer.sum()),
-            "cut_tokens": int((sizes[longer] - length).sum()),
-        }
+        lost = int((sizes[longer] - length).sum())
+        counts = {"cut_documents": int(longer.sum()), "cut_tokens": lost}
         return offsets[:-1].copy(), np.minimum(sizes, length), counts
     pieces = -(-sizes // length)
-    within = np.arange(int(pieces.sum()), dtype=np.int64) - np.repeat(
-        np.cumsum(pieces) - pieces, pieces
-    )
-    starts = np.repeat(offsets[:-1], pieces) + within * length
+    number = np.arange(int(pieces.sum()), dtype=np.int64)
+    number -= np.repeat(np.cumsum(pieces) - pieces, pieces)  # of the piece in its document
+    starts = np.repeat(offsets[:-1], pieces) + number * length
     lengths = np.minimum(np.repeat(offsets[1:], pieces) - starts, length)
     return starts, lengths, {"split_documents": int(longer.sum())}

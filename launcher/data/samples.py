@@ -1,4 +1,4 @@
-"""Sequences for people: decoded, with what carries loss; and what a data set comes to, in numbers."""
+"""Decoded sequences and statistics of a data set, for `launcher inspect`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy.typing as npt
 from launcher.data.dataset import SequenceDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.packing import Sequences, pack
-from launcher.data.sources import find_parts
-from launcher.data.streaming import deal
+from launcher.data.shards import assign_shards
+from launcher.data.sources import find_parts, read_all
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
@@ -26,37 +26,37 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens in a row that are alike."""
+    """Consecutive tokens of one sort."""
 
     text: str
-    """Control characters are shown by their pictures (␛ for an escape); only newlines and tabs are there as such."""
+    """Control characters except newlines and tabs are shown as symbols (␛ for an escape)."""
     loss: bool
-    """Whether the model is trained to say this: it is the target of the token before."""
+    """The tokens are targets."""
     special: bool
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a sequence holds of one document."""
+    """One document's part of a sequence."""
 
     spans: list[Span]
     tokens: int
     before: int
-    """Tokens of the document that stand in sequences before."""
+    """Tokens of the document before these, in other sequences."""
     after: int
-    """Tokens of the document that come after these, in another sequence or, where documents are cut, nowhere."""
+    """Tokens of the document after these, in other sequences or cut off."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Ids into text."""
+    """Ids to text."""
 
     text: Callable[[Sequence[int]], str]
     special: frozenset[int]
 
 
 def load_decoder(tokenizer: str | None) -> Decoder:
-    """Of `bytes`, a folder or a hub id; None: the ids themselves, as numbers."""
+    """tokenizer: `bytes`, a folder or a hub id; None shows ids as numbers."""
     if tokenizer is None:
         return Decoder(lambda ids: "".join(f"{token} " for token in ids), frozenset())
     loaded = hugging_face_tokenizer(tokenizer)
@@ -64,11 +64,12 @@ def load_decoder(tokenizer: str | None) -> Decoder:
 
     def text(ids: Sequence[int]) -> str:
         unknown = next((index for index, token in enumerate(ids) if token >= size), None)
-        if unknown is not None:  # rows of kind tokens hold what they hold
+        if unknown is not None:  # token rows may hold any id
             return text(ids[:unknown]) + f"<{ids[unknown]}>" + text(ids[unknown + 1 :])
-        return str(
-            loaded.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        decoded = loaded.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        return str(decoded)
 
     return Decoder(text, frozenset(loaded.all_special_ids))
 
@@ -82,83 +83,66 @@ def pieces(
     *,
     most: int,
 ) -> list[Piece]:
-    """What sequence `index` holds, document by document.
+    """The documents of sequence `index`.
 
-    row: the sequence, as the data set gives it; without position_ids (classification) no token carries a loss.
-    most: tokens to decode; what comes after them is left out of the spans.
+    row: the sequence, from the data set; without position_ids (classification) no token is a
+    target. most: tokens to decode; the rest is not in the spans.
     """
     found: list[Piece] = []
     at = 0
     for piece in range(sequences.bounds[index], sequences.bounds[index + 1]):
         start, length = int(sequences.starts[piece]), int(sequences.lengths[piece])
         document = int(np.searchsorted(store.offsets, start, side="right"))
-        before, after = (
-            start - int(store.offsets[document - 1]),
-            int(store.offsets[document]) - start - length,
-        )
-        targets = (
-            row["targets"][at : at + length] if "position_ids" in row else np.full(length, IGNORED)
-        )
-        # The first token here is the target of the last one in the sequence before
-        first = (
-            before > 0
-            and "position_ids" in row
-            and bool(store.labels is None or store.labels[start] != IGNORED)
-        )
-        shown = max(0, min(length, most - at))
-        spans = _spans(
-            row["input_ids"][at : at + shown].tolist(),
-            [first, *(targets[:-1] != IGNORED).tolist()],
-            decoder,
-        )
+        before = start - int(store.offsets[document - 1])
+        after = int(store.offsets[document]) - start - length
+        first, targets = False, np.full(length, IGNORED)
+        if "position_ids" in row:
+            targets = row["targets"][at : at + length]
+            # The first token is a target of the sequence before
+            first = before > 0 and (store.labels is None or bool(store.labels[start] != IGNORED))
+        ids = row["input_ids"][at : at + max(0, min(length, most - at))].tolist()
+        spans = _spans(ids, [first, *(targets[:-1] != IGNORED).tolist()], decoder)
         found.append(Piece(spans, length, before, after))
         at += length
     return found
 
 
-def _spans(ids: list[int], carries: list[bool], decoder: Decoder) -> list[Span]:
+def _spans(ids: list[int], loss: list[bool], decoder: Decoder) -> list[Span]:
     spans, start, before = [], 0, ""
     while start < len(ids):
         special, end = ids[start] in decoder.special, start + 1
-        while (
-            end < len(ids)
-            and not special
-            and ids[end] not in decoder.special
-            and carries[end] == carries[start]
-        ):
+        while end < len(ids) and not special and loss[end] == loss[start]:
+            if ids[end] in decoder.special:
+                break
             end += 1
-        # Of the whole text so far the new part: a tokenizer may join what it decodes at once
+        # The text of a token may depend on those before it, so all of them are decoded
         whole = decoder.text(ids[:end])
         if end < len(ids):
-            whole = whole.rstrip("\ufffd")  # half a character: the other half is in the next span
-        spans.append(Span(_visible(whole[len(before) :]), carries[start], special))
+            whole = whole.rstrip("\ufffd")  # the first half of a character; the next span has it
+        spans.append(Span(_visible(whole[len(before) :]), loss[start], special))
         start, before = end, whole
     return spans
 
 
 def _visible(text: str) -> str:
-    return "".join(
-        character
-        if character in "\n\t" or unicodedata.category(character) != "Cc"
-        else _picture(character)
-        for character in text
-    )
+    return "".join(map(_symbol, text))
 
 
-def _picture(control: str) -> str:
-    code = ord(control)
+def _symbol(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) != "Cc":
+        return character
+    code = ord(character)
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"<{code:02x}>"
 
 
 def first_documents(
     data: schema.Data, files: tuple[str, ...], *, tokenizer: str | None, seed: int, most: int
 ) -> SequenceDataset:
-    """Of a stream: some documents, read here and now, and packed as they were without streaming."""
+    """The first documents of a stream, packed as they are without streaming."""
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
-    units = deal(find_parts(files, kind=data.kind), shards=1, seed=seed, shuffle=data.shuffle)[0]
-    rows = itertools.islice(
-        itertools.chain.from_iterable(unit.rows(encoder.text_column) for unit in units), most
-    )
+    parts = find_parts(files, kind=data.kind)
+    shard = assign_shards(parts, shards=1, seed=seed, shuffle=data.shuffle)[0]
+    rows = itertools.islice(read_all(shard, column=encoder.text_column), most)
     ids, labels, skipped = [], [], []
     for encoded in encoder.encode_rows(rows):
         if encoded.ids is None:
@@ -179,27 +163,26 @@ def first_documents(
         kind=data.kind,
         skipped=skipped,
     )
-    sequences = pack(
-        store.offsets, data.kind, packing=data.packing, sequence_length=data.sequence_length
-    )
-    return SequenceDataset(store, sequences, data.sequence_length, data.packing)
+    length = data.sequence_length
+    sequences = pack(store.offsets, data.kind, packing=data.packing, sequence_length=length)
+    return SequenceDataset(store, sequences, length, data.packing)
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """A data set in numbers."""
+    """Of a data set."""
 
     lengths: Integers
-    """Tokens of each document, before anything is cut."""
+    """Tokens of each document, before packing."""
     sequences: int
     tokens: int
-    """In sequences."""
+    """In the sequences."""
     loss_tokens: int
-    """Of those, the ones with a target."""
+    """In the sequences, with a target."""
 
 
 def statistics(store: TokenStore, sequences: Sequences) -> Statistics:
-    """Counts over the whole set, without decoding anything."""
+    """Counts over the whole data set."""
     return Statistics(
         lengths=np.diff(store.offsets),
         sequences=len(sequences),
@@ -212,14 +195,12 @@ def _loss_tokens(store: TokenStore, sequences: Sequences) -> int:
     order = np.argsort(sequences.starts)
     starts = sequences.starts[order]
     ends = store.offsets[np.searchsorted(store.offsets, starts, side="right")]
-    first, last = (
-        starts + 1,
-        np.minimum(starts + sequences.lengths[order] + 1, ends),
-    )  # of the targets
+    # The range of the targets of each piece
+    first, last = starts + 1, np.minimum(starts + sequences.lengths[order] + 1, ends)
     if store.labels is None:
         return int(np.maximum(last - first, 0).sum())
     total = 0
-    for part in range(0, len(first), 100_000):  # of the labels only so much at once
+    for part in range(0, len(first), 100_000):  # limits the memory
         begin, end = first[part : part + 100_000], last[part : part + 100_000]
         low = int(begin[0])
         trained = np.concatenate([[0], np.cumsum(store.labels[low : int(end.max())] != IGNORED)])
@@ -230,32 +211,22 @@ def _loss_tokens(store: TokenStore, sequences: Sequences) -> int:
 def bins(lengths: Integers, *, mark: int, most: int = 14) -> tuple[list[int], list[int]]:
     """(edges, counts) of a histogram: bin i has the lengths from edges[i] to edges[i + 1] - 1.
 
-    Edges are powers of two, or even steps where lengths are alike; `mark + 1` is among them where it lies inside, so that
-    no bin has both what is longer than `mark` and what is not.
+    Edges are powers of two, or equal steps if the lengths are similar. `mark + 1` is an edge if it
+    is in the range, so no bin has lengths on both sides of `mark`.
     """
     low, high = int(lengths.min()), int(lengths.max())
     if high >= 8 * low:
         edges = [2**power for power in range(low.bit_length() - 1, high.bit_length() + 1)]
     else:
         width = -(-(high + 1 - low) // most)
-        step = next(
-            step
-            for power in range(12)
-            for step in (10**power, 2 * 10**power, 5 * 10**power)
-            if step >= width
-        )
+        steps = (digit * 10**power for power in range(12) for digit in (1, 2, 5))
+        step = next(step for step in steps if step >= width)
         edges = list(range(low // step * step, high // step * step + step + 1, step))
     if mark < low:
         edges[0] = max(edges[0], min(mark + 1, low))
     elif mark < high:
         near = 0.1 * (mark + 1)
-        edges = sorted(
-            {
-                edges[0],
-                mark + 1,
-                edges[-1],
-                *(edge for edge in edges[1:-1] if abs(edge - mark - 1) > near),
-            }
-        )
+        inner = [edge for edge in edges[1:-1] if abs(edge - mark - 1) > near]
+        edges = sorted({edges[0], mark + 1, edges[-1], *inner})
     counts, _ = np.histogram(lengths, bins=np.array(edges))
     return edges, counts.tolist()

@@ -1,6 +1,7 @@
-"""Files and hub data sets into rows: which files a pattern means, how a large one is divided, and what is in it.
+"""Files and hub data sets as rows: which files a pattern matches, how they are split, and reading.
 
-A row that cannot be read is still a row: it carries its problem, so that the reader decides whether to go on.
+A row that cannot be read is a Row with its problem; the caller decides whether to go on. Files are
+read here and not through pyarrow or `datasets`, whose errors name neither the line nor the column.
 """
 
 from __future__ import annotations
@@ -21,71 +22,63 @@ ROW_FILES = (".jsonl", ".json", ".parquet", ".csv")
 """Files of rows. Every other file is one document."""
 
 _NOT_TEXT = {
-    ".pyc",
-    ".so",
-    ".png",
-    ".jpg",
-    ".gif",
-    ".zip",
-    ".gz",
-    ".safetensors",
-    ".bin",
-    ".npy",
-    ".exe",
-    ".a",
-    ".o",
+    *(".pyc", ".so", ".png", ".jpg", ".gif", ".zip", ".gz"),
+    *(".safetensors", ".bin", ".npy", ".exe", ".a", ".o"),
 }
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A file or hub data set, or a run of its rows."""
+    """A file or hub data set, or a range of its rows."""
 
     name: str
     """Path, or hub id with its split."""
-    form: Literal["text", "jsonl", "json", "parquet", "csv", "hub"]
+    form: Literal["text", "jsonl", "json", "parquet", "csv", "hub", "hub_stream"]
     start: int = 0
-    """Of .jsonl: a byte, where a line starts; of .parquet: a row group; of a hub data set: a row. Others are whole."""
+    """jsonl: a byte, where a line starts; parquet: a row group; hub: a row; hub_stream: the index
+    of a shard. Others are not split."""
     end: int | None = None
-    """The same, excluded; None: the end."""
+    """Exclusive, in the same unit; None: to the end. hub_stream: the number of shards."""
     size: int = 0
-    """Bytes, about; of a hub data set that is not loaded: 0."""
+    """Bytes, about; 0 for a hub data set that is not loaded."""
     named: bool = True
-    """The recipe names this very file: it is not one of many that a folder or glob found."""
+    """The recipe names this file itself, rather than a folder or glob."""
     validation: bool = False
-    """Which split of a hub data set is meant where its id names none."""
+    """Which split of a hub data set to use if its id names none."""
 
     def where(self, place: int) -> str:
-        """`file:line`, `file row number`, or the file alone: what a message calls the row at `place`."""
+        """The row at `place`, for a message: `file:line`, `file row number`, or the file."""
         if self.form == "jsonl":
             return f"{self.name}:{_line_number(self.name, place)}"
         if self.form == "text":
             return self.name
+        if self.form == "hub_stream":
+            return f"{self.name} shard {self.start + 1} of {self.end} row {place}"
         return f"{self.name}:{place}" if self.form == "csv" else f"{self.name} row {place}"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a part, or what is wrong with it."""
+    """One row of a part, or its problem."""
 
     part: Part
     place: int
-    """.jsonl: the byte its line starts at (a Part that starts there goes on with this row); .csv: its line; others: its number from 1."""
+    """jsonl: the byte where its line starts; csv: its line; others: its number from 1."""
     values: dict[str, Any] | None
     """None: it cannot be read."""
     problem: str = ""
     at: str | None = None
-    """Where it is, if that is no place in the part."""
+    """Overrides `part.where(place)`."""
 
     @property
     def where(self) -> str:
-        """What a message calls it. Costs a pass over the file for a .jsonl."""
+        """For a message. Counting the lines of a .jsonl reads the file up to the row."""
         return self.part.where(self.place) if self.at is None else self.at
 
 
 _counted: tuple[str, int, int] = ("", 0, 1)
-"""File, byte and line of the last count: where many rows of one file are bad, each count goes on from the one before."""
+"""File, byte and line of the last count, where the next count in the same file continues."""
 
 
 def _line_number(file: str, place: int) -> int:
@@ -95,25 +88,22 @@ def _line_number(file: str, place: int) -> int:
         at, line = 0, 1
     with open(file, "rb") as stream:
         stream.seek(at)
-        while at < place:
-            block = stream.read(min(1 << 20, place - at))
-            if not block:
-                break
+        while block := stream.read(min(1 << 20, place - at)):
             at += len(block)
             line += block.count(b"\n")
     _counted = (file, at, line)
     return line
 
 
-# Which files
+# Finding files
 
 
 def find_files(patterns: tuple[str, ...], *, rows_only: bool = False) -> list[Path]:
-    """The files that the patterns mean, in the order of the patterns, each pattern's sorted by path, each file once.
+    """The files that match, in the order of the patterns and sorted by path, each file once.
 
-    A folder stands for all files below it but hidden ones and, in a tree of source, caches and binaries.
-    rows_only: of a folder, take the files of rows alone (a data set's folder has a README too).
-    Raises RecipeError where a pattern means no file.
+    A folder means all files below it, except hidden files, caches and binaries.
+    rows_only: of a folder, take only files of rows (a data set's folder often has a README).
+    Raises RecipeError if a pattern matches no file.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
@@ -121,11 +111,8 @@ def find_files(patterns: tuple[str, ...], *, rows_only: bool = False) -> list[Pa
         for match in sorted(glob.glob(pattern, recursive=True)) or [pattern]:
             path = Path(match)
             if path.is_dir():
-                files += sorted(
-                    file
-                    for file in path.rglob("*")
-                    if file.is_file() and _wanted(file.relative_to(path), rows_only)
-                )
+                inside = sorted(file for file in path.rglob("*") if file.is_file())
+                files += [file for file in inside if _wanted(file.relative_to(path), rows_only)]
             elif path.is_file():
                 files.append(path)
         if not files:
@@ -143,8 +130,8 @@ def _wanted(relative: Path, rows_only: bool) -> bool:
 def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False) -> list[Part]:
     """Whole files and hub data sets, in the order of the patterns, each once.
 
-    kind: of data.kind; all but text read rows alone.
-    Raises RecipeError where a pattern means nothing, or a text file where rows are needed.
+    kind: data.kind; only kind text reads text files.
+    Raises RecipeError if a pattern matches nothing, or matches a text file where rows are needed.
     """
     parts: dict[str, Part] = {}
     for pattern in patterns:
@@ -154,29 +141,33 @@ def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False
         for file in find_files((pattern,), rows_only=kind != "text"):
             part = file_part(file, named=str(file) == str(Path(pattern)))
             if part.form == "text" and kind != "text":
+                forms = ", ".join(ROW_FILES)
                 raise RecipeError(
-                    f"{file}: kind {kind} reads {', '.join(ROW_FILES)}; use kind text for text files"
+                    f"{file}: kind {kind} reads {forms}; use kind text for text files"
                 )
             parts.setdefault(part.name, part)
     return list(parts.values())
 
 
 def file_part(file: Path, *, named: bool = True) -> Part:
-    """A whole file. Raises RecipeError where it cannot be read."""
+    """A whole file. Raises RecipeError if it cannot be read."""
     suffix = file.suffix.lower()
     try:
         size = file.stat().st_size
     except OSError as error:
         raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
-    return Part(str(file), suffix[1:] if suffix in ROW_FILES else "text", size=size, named=named)  # type: ignore[arg-type]
+    form: Any = suffix[1:] if suffix in ROW_FILES else "text"
+    return Part(str(file), form, size=size, named=named)
 
 
-# Large ones in parts
+# Splitting
 
 
 def split(part: Part, size: int) -> list[Part]:
-    """The same rows in the same order, as parts of about `size` bytes where the format allows it: lines of a .jsonl, row
-    groups of a .parquet, rows of a hub data set. A .json, a .csv (text in quotes may hold line ends) and a text stay whole."""
+    """The same rows in the same order, as parts of about `size` bytes.
+
+    A .jsonl is split by lines, a .parquet by row groups, a hub data set by rows; others stay whole.
+    """
     if part.form == "jsonl" and part.size > size:
         cuts = [part.start, *_line_starts(part, size)]
         ends = [*cuts[1:], part.start + part.size]
@@ -185,27 +176,19 @@ def split(part: Part, size: int) -> list[Part]:
             for a, b in zip(cuts, ends, strict=True)
             if b > a
         ]
-    if part.end is not None:  # divided already
+    if part.end is not None or part.form not in ("parquet", "hub"):
         return [part]
-    if part.form == "parquet":
-        sizes = _row_group_sizes(Path(part.name))
-    elif part.form == "hub":
+    if part.form == "hub":
         rows = load_data_set(part.name, validation=part.validation)
         each = max(1, int(rows.data.nbytes / max(1, len(rows))))
-        unit = max(1, size // each)
-        starts = range(0, len(rows), unit)
+        count = max(1, size // each)
+        ends = [min(start + count, len(rows)) for start in range(0, len(rows), count)]
         return [
-            replace(
-                part,
-                start=a,
-                end=min(a + unit, len(rows)),
-                size=(min(a + unit, len(rows)) - a) * each,
-            )
-            for a in starts
+            replace(part, start=start, end=end, size=(end - start) * each)
+            for start, end in zip([0, *ends], ends, strict=False)
         ] or [part]
-    else:
-        return [part]
     parts, first, held = [], 0, 0
+    sizes = _row_group_sizes(Path(part.name))
     for group, bytes_ in enumerate(sizes):
         held += bytes_
         if held >= size or group == len(sizes) - 1:
@@ -215,7 +198,7 @@ def split(part: Part, size: int) -> list[Part]:
 
 
 def _line_starts(part: Part, size: int) -> Iterator[int]:
-    """The first line's start after each `size` bytes."""
+    """The start of the first line after each `size` bytes."""
     end = part.start + part.size
     with open(part.name, "rb") as stream:
         at = part.start + size
@@ -236,36 +219,33 @@ def _row_group_sizes(file: Path) -> list[int]:
     try:
         meta = pyarrow.parquet.read_metadata(file)
     except (pyarrow.ArrowException, OSError):
-        return []  # told by who reads it
+        return []  # `_parquet` reports the problem
     return [meta.row_group(group).total_byte_size for group in range(meta.num_row_groups)]
 
 
-# What is in them
+# Reading
 
 
 def read_rows(part: Part, *, column: str = "text") -> Iterator[Row]:
-    """The rows of a part, those that cannot be read with their problem.
+    """The rows of a part. A text file is one row, its content in `column`.
 
-    A text file is one row, its content in `column`. A file without a row is a problem, but for an empty text file that a
-    folder or glob found among others. Raises RecipeError where the file cannot be opened at all.
+    A file without rows is a problem, except for an empty text file that a folder or glob matched.
+    Raises RecipeError if the file cannot be opened.
     """
-    readers = {"jsonl": _jsonl, "json": _json, "parquet": _parquet, "csv": _csv, "hub": _hub}
     empty = True
     try:
-        for row in _text(part, column) if part.form == "text" else readers[part.form](part):
+        for row in _text(part, column) if part.form == "text" else _READERS[part.form](part):
             empty = False
             yield row
     except OSError as error:
         raise RecipeError(f"{part.name}: cannot be read: {error.strerror or error}") from None
-    if empty and part.start == 0 and (part.named or part.form != "text"):
-        what = (
-            "the file is empty"
-            if part.form == "text" or (part.form != "hub" and part.size == 0)
-            else "there is no row in it"
-        )
-        yield Row(
-            part, 0, None, f"{what}; remove it, or leave it out of the patterns", at=part.name
-        )
+    if not empty or part.start or part.form == "hub_stream":
+        return
+    if part.named or part.form != "text":
+        no_bytes = part.form != "hub" and part.size == 0
+        what = "the file is empty" if no_bytes else "there is no row in it"
+        problem = f"{what}; remove it, or leave it out of the patterns"
+        yield Row(part, 0, None, problem, at=part.name)
 
 
 def read_all(parts: Iterable[Part], *, column: str = "text") -> Iterator[Row]:
@@ -275,25 +255,23 @@ def read_all(parts: Iterable[Part], *, column: str = "text") -> Iterator[Row]:
 
 
 def _text(part: Part, column: str) -> Iterator[Row]:
-    content = Path(part.name).read_bytes()  # as it is: no line end is translated
+    content = Path(part.name).read_bytes()  # read_text would translate line ends
     if not content:
         return
     try:
         yield Row(part, 1, {column: content.decode()})
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        problem = (
-            f"not UTF-8 text (byte {error.start}); convert it, or leave it out of the patterns"
-        )
+        advice = "convert it, or leave it out of the patterns"
+        problem = f"not UTF-8 text (byte {error.start}); {advice}"
         yield Row(part, 1, None, problem, at=f"{part.name}:{line}")
 
 
 def _object(part: Part, place: int, row: Any) -> Row:
     if isinstance(row, dict):
         return Row(part, place, row)
-    return Row(
-        part, place, None, f'must be an object such as {{"text": ...}}; got {type(row).__name__}'
-    )
+    problem = f'must be an object such as {{"text": ...}}; got {type(row).__name__}'
+    return Row(part, place, None, problem)
 
 
 def _jsonl(part: Part) -> Iterator[Row]:
@@ -320,34 +298,30 @@ def _jsonl(part: Part) -> Iterator[Row]:
 
 
 def _json(part: Part) -> Iterator[Row]:
+    content = Path(part.name).read_bytes().removeprefix(_BYTE_ORDER_MARK)
+    at, problem = part.name, ""
     try:
-        rows = json.loads(Path(part.name).read_bytes().removeprefix(_BYTE_ORDER_MARK).decode())
-    except UnicodeDecodeError as error:
-        yield Row(part, 0, None, f"not UTF-8 text (byte {error.start})", at=part.name)
-    except json.JSONDecodeError as error:
-        hint = "; is it one object a line? Then name it .jsonl" if error.msg == "Extra data" else ""
-        yield Row(
-            part,
-            0,
-            None,
-            f"not JSON: {error.msg} (column {error.colno}){hint}",
-            at=f"{part.name}:{error.lineno}",
-        )
-    except (ValueError, RecursionError) as error:
-        yield Row(part, 0, None, f"not JSON that can be read: {error}", at=part.name)
-    else:
+        rows = json.loads(content.decode())
         if not isinstance(rows, list):
-            yield Row(
-                part, 0, None, f"must be a list of objects; got {type(rows).__name__}", at=part.name
-            )
-            return
-        for number, row in enumerate(rows, start=1):
-            yield _object(part, number, row)
+            problem = f"must be a list of objects; got {type(rows).__name__}"
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 text (byte {error.start})"
+    except json.JSONDecodeError as error:
+        lines = error.msg == "Extra data"
+        hint = "; is it one object a line? Then name it .jsonl" if lines else ""
+        at, problem = f"{at}:{error.lineno}", f"not JSON: {error.msg} (column {error.colno}){hint}"
+    except (ValueError, RecursionError) as error:
+        problem = f"not JSON that can be read: {error}"
+    if problem:
+        yield Row(part, 0, None, problem, at=at)
+        return
+    for number, row in enumerate(rows, start=1):
+        yield _object(part, number, row)
 
 
 def _csv(part: Part) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
-    # Bytes that are no UTF-8 become halves of surrogate pairs, so that the row they stand in can be named.
+    # Invalid UTF-8 becomes lone surrogates, so that the row with it can be named
     with open(part.name, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         reader = csv.reader(stream, strict=True)
         header: list[str] | None = None
@@ -362,29 +336,20 @@ def _csv(part: Part) -> Iterator[Row]:
                 continue
             if not fields:
                 continue
-            if any(
-                "\udc80" <= character <= "\udcff"
-                for field in fields
-                if not field.isascii()
-                for character in field
-            ):
+            joined = "".join(fields)
+            if not joined.isascii() and any("\udc80" <= one <= "\udcff" for one in joined):
                 yield Row(part, place, None, "not UTF-8 text")
                 if header is None:
                     return
             elif header is None:
                 header = fields
                 if twice := sorted({name for name in header if header.count(name) > 1}):
-                    yield Row(
-                        part, place, None, f"the header names a column twice: {', '.join(twice)}"
-                    )
+                    problem = f"the header names a column twice: {', '.join(twice)}"
+                    yield Row(part, place, None, problem)
                     return
             elif len(fields) != len(header):
-                yield Row(
-                    part,
-                    place,
-                    None,
-                    f"{len(fields)} fields, but the header in line 1 has {len(header)}",
-                )
+                problem = f"{len(fields)} fields, but the header in line 1 has {len(header)}"
+                yield Row(part, place, None, problem)
             else:
                 yield Row(part, place, dict(zip(header, fields, strict=True)))
 
@@ -394,26 +359,19 @@ def _parquet(part: Part) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        # A stream has many files open: without a buffer size each holds the columns of a whole row group
+        # Without a buffer size, each open file of a stream holds the columns of a whole row group
         with pyarrow.parquet.ParquetFile(part.name, buffer_size=1 << 20) as file:
-            groups = range(
-                part.start, file.metadata.num_row_groups if part.end is None else part.end
-            )
+            end = file.metadata.num_row_groups if part.end is None else part.end
             number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
-            for batch in file.iter_batches(batch_size=128, row_groups=list(groups)):
+            for batch in file.iter_batches(128, row_groups=list(range(part.start, end))):
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(part, number, values)
     except FileNotFoundError:
         raise
     except (pyarrow.ArrowException, OSError) as error:
-        yield Row(
-            part,
-            0,
-            None,
-            f"not a parquet file, or a damaged one: {str(error).splitlines()[0]}",
-            at=part.name,
-        )
+        problem = f"not a parquet file, or a damaged one: {str(error).splitlines()[0]}"
+        yield Row(part, 0, None, problem, at=part.name)
 
 
 def _hub(part: Part) -> Iterator[Row]:
@@ -423,3 +381,20 @@ def _hub(part: Part) -> Iterator[Row]:
         columns = rows[first : min(first + 1000, end)]
         for number, values in enumerate(zip(*columns.values(), strict=True), start=first + 1):
             yield Row(part, number, dict(zip(columns, values, strict=True)))
+
+
+def _hub_stream(part: Part) -> Iterator[Row]:
+    rows = load_data_set(part.name, validation=part.validation, streaming=True)
+    shard = rows.shard(num_shards=part.end, index=part.start)
+    for number, values in enumerate(shard, start=1):
+        yield Row(part, number, values)
+
+
+_READERS = {
+    "jsonl": _jsonl,
+    "json": _json,
+    "parquet": _parquet,
+    "csv": _csv,
+    "hub": _hub,
+    "hub_stream": _hub_stream,
+}

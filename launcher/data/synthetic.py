@@ -1,28 +1,31 @@
-"""Micro-batches of random tokens, as full as the recipe's data can make them: for who plans or measures without the data."""
+"""Micro-batches of random tokens, as large as the recipe's, for planning without the data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from launcher.data.custom import CustomDataset, build_custom_data
-from launcher.data.dataset import Isolation, collate_sequences
-from launcher.data.loader import Counts, GlobalBatch, Mover, Tensors
+from launcher.data.dataset import collate_sequences
+from launcher.data.loader import GlobalBatch, Mover, StepStatistics, Tensors
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
 from launcher.training import loss
 
+if TYPE_CHECKING:
+    from launcher.models.attention import Masking
+
 PACKED_DOCUMENTS = 2
-"""That a packed row is made of."""
+"""Documents in a packed row."""
 
 
 @dataclass(frozen=True)
 class SyntheticData:
-    """One micro-batch, in host memory, and the loss that belongs to it."""
+    """One micro-batch, in host memory, and its loss."""
 
     tensors: Tensors
     loss: loss.Loss
@@ -37,11 +40,11 @@ class SyntheticData:
         mover = Mover(ranks.device)
         for step in range(1, steps + 1):
             moved = [mover.move(self.tensors) for _ in range(micro_batches)]
-            yield GlobalBatch(step, moved, Counts(values, ranks, mover.stream), step, 0.0)
+            yield GlobalBatch(step, moved, StepStatistics(values, ranks, mover.stream), step, 0.0)
 
 
 def rows_of(batch: schema.Batch, *, sequence_length: int) -> int:
-    """Full sequences in a micro-batch."""
+    """Full sequences per micro-batch."""
     if isinstance(batch.micro_batch_size, int):
         return batch.micro_batch_size
     return max(1, (batch.micro_batch_tokens or sequence_length) // sequence_length)
@@ -54,42 +57,42 @@ def synthetic_data(
     vocabulary: int | None,
     classes: int | None,
     packed: bool,
-    isolation: Isolation,
+    masking: Masking,
 ) -> SyntheticData:
-    """A micro-batch of sequences that are all as long as data.sequence_length; with a data.builder its first samples.
+    """A micro-batch of full sequences; with data.builder, of its first samples.
 
-    vocabulary: ids are drawn below it. classes: of a sequence classifier. packed: rows of several documents.
+    vocabulary: ids are below it. classes: of a sequence classifier. packed: rows of several
+    documents.
     """
-    rows = rows_of(batch, sequence_length=data.sequence_length)
+    length = data.sequence_length
+    rows = rows_of(batch, sequence_length=length)
     if data.builder is not None:
         custom = build_custom_data(data.builder, data.arguments)
         samples = CustomDataset(custom.train, custom, data.builder)
         collated = samples.collate([samples[index % len(samples)] for index in range(rows)])
-        return SyntheticData(
-            collated["tensors"], samples.loss, collated["tokens"], collated["loss_tokens"]
-        )
+        return _data(collated, samples.loss)
     drawn = np.random.default_rng(0)
-    length = data.sequence_length
     ids = [drawn.integers(0, vocabulary or 2, length, dtype=np.int64) for _ in range(rows)]
     if data.kind == "classification":
-        attended = torch.ones(rows, length, dtype=torch.int64)
-        attended[0, -1] = 0  # with padding: without it some models make no mask
-        tensors: dict[str, Any] = {
+        mask = torch.ones(rows, length, dtype=torch.int64)
+        mask[0, -1] = 0  # without padding, some models build no mask
+        tensors = {
             "input_ids": torch.from_numpy(np.stack(ids)),
-            "attention_mask": attended,
+            "attention_mask": mask,
             "targets": torch.from_numpy(drawn.integers(0, classes or 2, rows, dtype=np.int64)),
         }
         return SyntheticData(tensors, loss.summed_classification_loss, rows * length, rows)
     pieces = PACKED_DOCUMENTS if packed and length >= PACKED_DOCUMENTS else 1
-    positions = np.concatenate(
-        [np.arange(len(part), dtype=np.int64) for part in np.array_split(np.arange(length), pieces)]
-    )
+    parts = np.array_split(np.arange(length), pieces)
+    positions = np.concatenate([np.arange(len(part), dtype=np.int64) for part in parts])
     collated = collate_sequences(
         [{"input_ids": row, "targets": row, "position_ids": positions} for row in ids],
         length=length,
         packed=packed,
-        isolation=isolation,
+        masking=masking,
     )
-    return SyntheticData(
-        collated["tensors"], loss.summed_loss, collated["tokens"], collated["loss_tokens"]
-    )
+    return _data(collated, loss.summed_loss)
+
+
+def _data(collated: dict[str, Any], summed: loss.Loss) -> SyntheticData:
+    return SyntheticData(collated["tensors"], summed, collated["tokens"], collated["loss_tokens"])

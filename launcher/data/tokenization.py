@@ -1,21 +1,23 @@
-"""Rows into a store's files: in this process where there is little to do, else in processes, through `datasets`.
+"""Tokenizes rows into the files of a token store, in this process or in several.
 
-Each process writes what it tokenized as Arrow files of blocks (some thousand documents behind one another); these are
-then joined, in the order of files and lines, into the store's flat arrays.
+A worker process writes blocks of documents to a scratch file for each of its tasks. This process
+joins them in the order of files and lines, so the number of processes does not change the result.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
+import mmap
+import multiprocessing
 import os
-import signal
-import sys
+import pickle
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,33 +28,34 @@ import xxhash
 
 from launcher.data.encoder import Encoder
 from launcher.data.sources import Part, read_all, split
+from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.spawn import end_with_parent
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, TrainingError
 from launcher.training.loss import IGNORED
 
 logger = logging.getLogger(__name__)
 
 _IN_PROCESS_BYTES = 4 << 20
-"""Below this, starting processes takes longer than the work."""
+"""Below this size, starting processes takes longer than tokenizing."""
 _TASK_BYTES = 1 << 20
 _TASKS_PER_PROCESS = 8
 _BLOCK_TOKENS = 1 << 20
 _BLOCK_ROWS = 1 << 14
 _SHOWN_PROBLEMS = 5
 _PROGRESS_SECONDS = 30.0
-_NPY_HEADER_BYTES = 128
 
 Progress = npt.NDArray[np.int64]
-"""(tasks, 2): bytes read and tokens made so far."""
+"""(tasks, 2): bytes read and tokens produced so far."""
+_Int32s = npt.NDArray[np.int32]
 
 
 @dataclass
 class Block:
-    """Documents behind one another."""
+    """Consecutive documents."""
 
-    ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    labels: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    """Of each document; the ids where it has none of its own. Empty where no document has."""
+    ids: list[_Int32s] = field(default_factory=list)
+    labels: list[_Int32s] = field(default_factory=list)
+    """One array per document (its ids where it has no labels); empty if no document has labels."""
     categories: list[int] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     tokens: int = 0
@@ -60,104 +63,94 @@ class Block:
     empty: int = 0
     """Rows without text."""
 
-    def columns(self) -> dict[str, bytes | str | int]:
-        """As a row of an Arrow file."""
+    def add(self, ids: _Int32s, labels: _Int32s | None, category: int | None) -> None:
+        if labels is not None and len(self.labels) < len(self.ids):
+            self.labels = list(self.ids)
+        if labels is not None or self.labels:
+            self.labels.append(ids if labels is None else labels)
+        self.ids.append(ids)
+        self.tokens += len(ids)
+        if category is not None:
+            self.categories.append(category)
+
+    def columns(self) -> dict[str, Any]:
+        """The arrays of all documents joined, for `_Writer.add`."""
         return {
-            "ids": _joined(self.ids).tobytes(),
-            "lengths": np.array([len(ids) for ids in self.ids], dtype=np.int64).tobytes(),
-            "labels": _joined(self.labels).tobytes(),
-            "categories": np.array(self.categories, dtype=np.int32).tobytes(),
-            "skipped": json.dumps(self.skipped),
+            "ids": _joined(self.ids),
+            "labels": _joined(self.labels),
+            "lengths": np.array([len(document) for document in self.ids], dtype=np.int64),
+            "categories": np.array(self.categories, dtype=np.int32),
+            "skipped": self.skipped,
             "empty": self.empty,
         }
 
 
-def _joined(arrays: list[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32)
-
-
-def make_store(
+def tokenize(
     folder: Path, parts: list[Part], encoder: Encoder, *, on_error: str, processes: int | None
 ) -> dict[str, Any]:
-    """Writes `ids.npy`, `offsets.npy`, and where there are such `labels.npy`, `classes.npy` and `skipped.jsonl`, into `folder`.
+    """Writes `ids.npy`, `offsets.npy` and, if needed, `labels.npy`, `classes.npy`, `skipped.jsonl`.
 
-    processes: null: one a core this process may use.
-    Returns documents, tokens, the largest id, rows without text, rows skipped, and a checksum of the content.
-    Raises RecipeError for rows that cannot be used (on_error: fail), and where nothing is left.
+    processes: None for one per available core.
+    Returns the counts and the checksum for meta.json. Raises RecipeError for rows that cannot be
+    used (on_error: fail), and if there is no document.
     """
     started = time.monotonic()
-    processes = processes or (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    if any(part.form == "hub" for part in parts):
-        parts = [
-            piece
-            for part in parts
-            for piece in (split(part, _TASK_BYTES) if part.form == "hub" else [part])
-        ]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    processes = processes or cores or 1
+    parts = [
+        p for part in parts for p in (split(part, _TASK_BYTES) if part.form == "hub" else [part])
+    ]
     total = sum(part.size for part in parts)
-    copied = encoder.kind == "text" and encoder.tokenizer == "bytes"  # hardly any work
-    alone = processes == 1 or total < _IN_PROCESS_BYTES * (32 if copied else 1)
-    tasks = (
-        [parts]
-        if alone
-        else _tasks(parts, max(_TASK_BYTES, total // (processes * _TASKS_PER_PROCESS)))
-    )
-    progress_file = folder / "progress.npy"
-    np.save(progress_file, np.zeros((len(tasks), 2), dtype=np.int64))
-    progress: Progress = np.load(progress_file, mmap_mode="r+")
+    copied = encoder.kind == "text" and encoder.tokenizer == "bytes"  # almost no work per byte
+    if processes == 1 or total < _IN_PROCESS_BYTES * (32 if copied else 1):
+        tasks = [parts]
+    else:
+        tasks = _tasks(parts, max(_TASK_BYTES, total // (processes * _TASKS_PER_PROCESS)))
+    shared = mmap.mmap(-1, 16 * len(tasks))  # worker processes write to it
+    progress: Progress = np.frombuffer(shared, dtype=np.int64).reshape(-1, 2)
     writer = _Writer(folder)
-    with _watched(progress, total, started):
-        if alone:
-            with _one_thread():
+    with _logged_progress(progress, total, started):
+        if len(tasks) == 1:
+            with _one_tokenizer_thread():
                 for block in _blocks(encoder, parts, on_error=on_error, progress=progress[0]):
-                    writer.add(block.columns())
+                    writer.add(block)
         else:
-            for columns in _in_processes(
-                folder, tasks, encoder, on_error=on_error, processes=min(processes, len(tasks))
-            ):
-                writer.add(columns)
+            work = _Work(encoder, on_error, folder / "blocks", tasks, progress)
+            for block in _in_processes(work, min(processes, len(tasks))):
+                writer.add(block)
     counts = writer.finish()
-    progress_file.unlink()
     if not counts["documents"]:
-        why = (
-            f"; all {counts['skipped']} rows were skipped, the first: {writer.first_skipped}"
-            if counts["skipped"]
-            else ""
-        )
-        raise RecipeError(
-            f"data: {_counted_files(parts)}, and not one document with text in them{why}"
-        )
+        files = len({part.name for part in parts})
+        problem = f"data: {files} files, and not one document with text in them"
+        if skipped := writer.skipped:
+            first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
+            problem += f"; all {len(skipped)} rows were skipped, the first: {first}"
+        raise RecipeError(problem)
     seconds = max(time.monotonic() - started, 1e-3)
-    speed = f"{counts['tokens'] / seconds:,.0f} tokens/s"
     empty = f"; {counts['empty']:,} rows without text left out" if counts["empty"] else ""
     logger.info(
-        f"tokenized {counts['documents']:,} documents, {counts['tokens']:,} tokens in {seconds:.1f} s ({speed}){empty}"
+        f"tokenized {counts['documents']:,} documents, {counts['tokens']:,} tokens in "
+        f"{seconds:.1f} s ({counts['tokens'] / seconds:,.0f} tokens/s){empty}"
     )
     return counts
 
 
-def _counted_files(parts: list[Part]) -> str:
-    return f"{len({part.name for part in parts})} files"
-
-
 def _tasks(parts: list[Part], size: int) -> list[list[Part]]:
-    """Runs of parts of about `size` bytes: large files divided, small ones together."""
+    """Consecutive parts of about `size` bytes: large files are split, small ones grouped."""
     tasks: list[list[Part]] = [[]]
     held = 0
-    for part in parts:
-        for piece in split(part, size):
-            if held >= size:
-                tasks.append([])
-                held = 0
-            tasks[-1].append(piece)
-            held += piece.size
+    for piece in (piece for part in parts for piece in split(part, size)):
+        if held >= size:
+            tasks.append([])
+            held = 0
+        tasks[-1].append(piece)
+        held += piece.size
     return tasks
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """A tokenizer that used its threads here would have every process forked later, a loader's say, warn of it."""
+def _one_tokenizer_thread() -> Iterator[None]:
+    """If the tokenizer used threads here, each process forked later would print a warning."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = before or "false"
@@ -170,8 +163,8 @@ def _one_thread() -> Iterator[None]:
 
 def _blocks(
     encoder: Encoder, parts: list[Part], *, on_error: str, progress: Progress
-) -> Iterator[Block]:
-    """Raises RecipeError with the problems of the first block that has some, where on_error is fail."""
+) -> Iterator[dict[str, Any]]:
+    """Raises RecipeError with the problems of the first block that has any (on_error: fail)."""
     block = Block()
     before = dict(zip(parts, np.cumsum([0, *(part.size for part in parts)]).tolist(), strict=False))
     for encoded in encoder.encode_rows(read_all(parts, column=encoder.text_column)):
@@ -181,273 +174,203 @@ def _blocks(
         elif not encoded.ids.size:
             block.empty += 1
         else:
-            if encoded.labels is not None and len(block.labels) < len(block.ids):
-                block.labels = list(block.ids)
-            if encoded.labels is not None or block.labels:
-                block.labels.append(encoded.ids if encoded.labels is None else encoded.labels)
-            block.ids.append(encoded.ids)
-            block.tokens += len(encoded.ids)
-            if encoded.category is not None:
-                block.categories.append(encoded.category)
+            block.add(encoded.ids, encoded.labels, encoded.category)
         if block.tokens >= _BLOCK_TOKENS or block.rows >= _BLOCK_ROWS:
             part = encoded.row.part
-            progress[0] = before[part] + (
-                encoded.row.place - part.start if part.form == "jsonl" else 0
-            )
-            progress[1] += block.tokens
+            read = encoded.row.place - part.start if part.form == "jsonl" else 0
+            progress[:] = before[part] + read, progress[1] + block.tokens
             yield _checked(block, on_error)
             block = Block()
-    progress[0] = sum(part.size for part in parts)
-    progress[1] += block.tokens
+    progress[:] = sum(part.size for part in parts), progress[1] + block.tokens
     yield _checked(block, on_error)
 
 
-def _checked(block: Block, on_error: str) -> Block:
+def _checked(block: Block, on_error: str) -> dict[str, Any]:
     if on_error == "fail" and block.skipped:
-        told = [f"{one['where']}: {one['problem']}" for one in block.skipped[:_SHOWN_PROBLEMS]]
-        if len(block.skipped) > len(told):
-            told.append(
-                f"... and {len(block.skipped) - len(told)} more near by; data.on_error: skip leaves such rows out"
-            )
-        raise RecipeError(told)
-    return block
+        lines = [f"{row['where']}: {row['problem']}" for row in block.skipped[:_SHOWN_PROBLEMS]]
+        if more := len(block.skipped) - len(lines):
+            lines.append(f"... and {more} more near by; data.on_error: skip leaves such rows out")
+        raise RecipeError(lines)
+    return block.columns()
 
 
-# In processes
+# In several processes
 
 
-def _in_processes(
-    folder: Path, tasks: list[list[Part]], encoder: Encoder, *, on_error: str, processes: int
-) -> Iterator[dict[str, bytes | str | int]]:
-    import datasets
+@dataclass(frozen=True)
+class _Work:
+    """What worker processes need. They are forked, so nothing of it is copied."""
 
-    features = dict.fromkeys(("ids", "lengths", "labels", "categories"), "large_binary") | {
-        "skipped": "large_string",
-        "empty": "int64",
-    }
-    scratch = folder / "arrow"
-    problems = folder / "problems"
-    problems.mkdir()
-    quiet = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()  # they count blocks; ours counts bytes
-    global _parent
-    _watch_forks()
-    _parent = os.getpid()
+    encoder: Encoder
+    on_error: str
+    folder: Path
+    tasks: list[list[Part]]
+    progress: Progress
+
+
+_work: _Work
+"""In a worker process."""
+
+
+def _in_processes(work: _Work, processes: int) -> Iterator[dict[str, Any]]:
+    """The blocks of all tasks in order. Raises the first error in the order of the files."""
+    work.folder.mkdir()
+    others = set(multiprocessing.active_children())
+    executor = ProcessPoolExecutor(
+        processes,
+        mp_context=multiprocessing.get_context("fork"),
+        initializer=_start_worker,
+        initargs=(work, os.getpid()),
+    )
     try:
-        made = datasets.Dataset.from_generator(
-            _arrow_rows,
-            features=datasets.Features(
-                {name: datasets.Value(kind) for name, kind in features.items()}
-            ),
-            cache_dir=str(scratch),
-            gen_kwargs={
-                "tasks": list(enumerate(tasks)),
-                "setting": (encoder, on_error, str(folder), os.getpid()),
-            },
-            num_proc=processes,
-            fingerprint="tokens",
-            writer_batch_size=4,
-        )
-    except Exception:
-        # What a process raises comes back as text; which of them was the first in the order of the files is seen here.
-        told = sorted(problems.glob("*.json"))
-        if told:
-            raise RecipeError(json.loads(told[0].read_text())) from None
+        for file in executor.map(_run_task, range(len(work.tasks))):
+            with file.open("rb") as stream, contextlib.suppress(EOFError):
+                while True:
+                    yield pickle.load(stream)
+            file.unlink()
+    except BrokenProcessPool:
+        raise TrainingError(
+            "a tokenization process was killed, perhaps for lack of memory; lower data.processes"
+        ) from None
+    except BaseException:
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()  # the remaining tasks are not needed
         raise
     finally:
-        _parent = None
-        if not quiet:
-            datasets.enable_progress_bars()
-    for batch in made.data.to_batches():
-        for row in range(batch.num_rows):
-            yield {name: _plain(batch.column(name)[row]) for name in features}
+        executor.shutdown(cancel_futures=True)
 
 
-def _plain(scalar: Any) -> Any:
-    return scalar.as_buffer() if "binary" in str(scalar.type) else scalar.as_py()
-
-
-def _arrow_rows(
-    tasks: list[tuple[int, list[Part]]], setting: tuple[Encoder, str, str, int]
-) -> Iterator[dict[str, bytes | str | int]]:
-    """Runs in a process of its own."""
-    encoder, on_error, folder, parent = setting
-    if os.getpid() != parent:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread each
-    progress: Progress = np.load(Path(folder) / "progress.npy", mmap_mode="r+")
-    for number, parts in tasks:
-        try:
-            for block in _blocks(encoder, parts, on_error=on_error, progress=progress[number]):
-                yield block.columns()
-        except RecipeError as error:
-            scratch = Path(folder) / "problems" / f".{number:06}"
-            scratch.write_text(json.dumps(error.problems))
-            scratch.rename(scratch.with_name(f"{number:06}.json"))
-            raise
-
-
-_parent: int | None = None
-"""This process, while what it forks is there to tokenize."""
-
-
-@functools.cache
-def _watch_forks() -> None:
-    """Also for what the pool forks beside its workers, which would outlive a parent that is killed."""
-    os.register_at_fork(after_in_child=lambda: None if _parent is None else _be_a_child(_parent))
-
-
-def _be_a_child(parent: int) -> None:
-    """None of the parent's answers to signals, and the parent's end is this process's too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _start_worker(work: _Work, parent: int) -> None:
+    global _work
+    _work = work
+    prepare_worker_process()
     end_with_parent(parent)
 
 
-# What is written
+def _run_task(number: int) -> Path:
+    file = _work.folder / f"{number:06}"
+    with file.open("wb") as stream:
+        parts, progress = _work.tasks[number], _work.progress[number]
+        for block in _blocks(_work.encoder, parts, on_error=_work.on_error, progress=progress):
+            pickle.dump(block, stream, protocol=5)
+    return file
+
+
+# Files of a store
 
 
 class _Column:
-    """A one-dimensional .npy file that grows."""
+    """A one-dimensional .npy file that grows. `numpy.lib.format` reserves room in the header."""
 
-    def __init__(self, file: Path, dtype: type[np.generic]) -> None:
-        self._dtype = np.dtype(dtype)
-        self._stream = file.open("wb")
-        self._stream.write(b"\0" * _NPY_HEADER_BYTES)
-        self._file = file
+    def __init__(self, file: Path) -> None:
+        self._file, self._stream = file, file.open("wb")
+        self._length = 0
+        self._write_header()
+        self._header_bytes = self._stream.tell()
 
-    def append(self, data: Any) -> None:
-        """Values as an array or a buffer of their bytes."""
-        self._stream.write(data)
+    def append(self, values: _Int32s) -> None:
+        self._stream.write(values.data)
+        self._length += len(values)
 
-    def finish(self, *, keep: bool = True) -> None:
-        """Writes the header, whose room was left free, in the format of numpy.lib.format, version 1.0."""
-        length = (self._stream.tell() - _NPY_HEADER_BYTES) // self._dtype.itemsize
-        shape = f"{{'descr': '{self._dtype.str}', 'fortran_order': False, 'shape': ({length},), }}"
-        size = _NPY_HEADER_BYTES - 10
+    def close(self) -> None:
         self._stream.seek(0)
-        self._stream.write(
-            b"\x93NUMPY\x01\x00"
-            + size.to_bytes(2, "little")
-            + shape.ljust(size - 1).encode()
-            + b"\n"
-        )
+        self._write_header()
         self._stream.close()
-        if not keep:
-            self._file.unlink()
+
+    def copy_to(self, other: _Column) -> None:
+        self._stream.flush()
+        with self._file.open("rb") as stream:
+            stream.seek(self._header_bytes)
+            while data := stream.read(1 << 24):
+                other.append(np.frombuffer(data, dtype=np.int32))
+
+    def _write_header(self) -> None:
+        header = {"descr": "<i4", "fortran_order": False, "shape": (self._length,)}
+        np.lib.format.write_array_header_1_0(self._stream, header)
 
 
 class _Writer:
-    """A store's files, block by block."""
+    """Writes a store's files, block by block."""
 
     def __init__(self, folder: Path) -> None:
-        self._ids = _Column(folder / "ids.npy", np.int32)
-        self._labels: _Column | None = None
         self._folder = folder
+        self._ids = _Column(folder / "ids.npy")
+        self._labels: _Column | None = None
         self._lengths: list[npt.NDArray[np.int64]] = []
-        self._categories: list[npt.NDArray[np.int32]] = []
-        self._skipped = (folder / "skipped.jsonl").open("w", encoding="utf-8")
-        self._largest, self._tokens, self._trained, self._count, self._empty = -1, 0, 0, 0, 0
-        # One for each array: together they would depend on where blocks end, and so on the number of processes
+        self._categories: list[_Int32s] = []
+        self.skipped: list[dict[str, str]] = []
+        self._largest, self._trained, self._empty = -1, 0, 0
+        # One for each array: a joint one would depend on where blocks end, and so on `processes`
         self._checksums = [xxhash.xxh3_128() for _ in range(4)]
-        self.first_skipped = ""
 
     def add(self, columns: dict[str, Any]) -> None:
-        """A block, as `Block.columns` gives it."""
-        ids, labels = (
-            np.frombuffer(columns["ids"], dtype=np.int32),
-            np.frombuffer(columns["labels"], dtype=np.int32),
-        )
-        if labels.size and self._labels is None:  # what came before had no labels of its own
-            self._labels = _Column(self._folder / "labels.npy", np.int32)
-            self._copy_ids(self._labels)
+        """columns: of `Block.columns`."""
+        ids, own_labels = columns["ids"], columns["labels"]
+        labels = own_labels if own_labels.size else ids
+        if own_labels.size and self._labels is None:  # the first block that has labels
+            self._labels = _Column(self._folder / "labels.npy")
+            self._ids.copy_to(self._labels)
+        self._ids.append(ids)
         if self._labels is not None:
-            self._labels.append((labels if labels.size else ids).tobytes())
-        content = (
-            columns["ids"],
-            columns["labels"] or columns["ids"],
-            columns["lengths"],
-            columns["categories"],
-        )
-        for checksum, data in zip(self._checksums, content, strict=True):
-            checksum.update(data)
-        self._trained += int((labels != IGNORED).sum()) if labels.size else len(ids)
-        self._ids.append(ids.tobytes())
-        self._tokens += len(ids)
-        self._largest = max(
-            self._largest, *(int(part.max()) for part in (ids, labels) if part.size), -1
-        )
-        self._lengths.append(np.frombuffer(columns["lengths"], dtype=np.int64).copy())
-        self._categories.append(np.frombuffer(columns["categories"], dtype=np.int32).copy())
-        self._empty += int(columns["empty"])
-        for one in json.loads(columns["skipped"]):
-            self.first_skipped = self.first_skipped or f"{one['where']}: {one['problem']}"
-            self._skipped.write(json.dumps(one, ensure_ascii=False) + "\n")
-            self._count += 1
-
-    def _copy_ids(self, to: _Column) -> None:
-        self._ids._stream.flush()
-        with (self._folder / "ids.npy").open("rb") as stream:
-            stream.seek(_NPY_HEADER_BYTES)
-            while data := stream.read(1 << 24):
-                to.append(data)
+            self._labels.append(labels)
+        arrays = (ids, labels, columns["lengths"], columns["categories"])
+        for checksum, array in zip(self._checksums, arrays, strict=True):
+            checksum.update(array.data)
+        self._trained += int((labels != IGNORED).sum())
+        self._largest = max(self._largest, int(max(ids.max(), labels.max())) if ids.size else -1)
+        self._lengths.append(columns["lengths"])
+        self._categories.append(columns["categories"])
+        self._empty += columns["empty"]
+        self.skipped += columns["skipped"]
 
     def finish(self) -> dict[str, Any]:
-        """Closes the files; what was counted."""
-        self._ids.finish()
+        """Closes the files. Returns the counts for meta.json."""
+        self._ids.close()
         if self._labels is not None:
-            self._labels.finish()
-        self._skipped.close()
-        if not self._count:
-            (self._folder / "skipped.jsonl").unlink()
-        lengths = np.concatenate(self._lengths) if self._lengths else np.zeros(0, dtype=np.int64)
-        np.save(self._folder / "offsets.npy", np.append(0, np.cumsum(lengths)).astype(np.int64))
-        categories = (
-            np.concatenate(self._categories) if self._categories else np.zeros(0, dtype=np.int32)
-        )
+            self._labels.close()
+        if self.skipped:
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in self.skipped]
+            (self._folder / "skipped.jsonl").write_text("".join(lines), encoding="utf-8")
+        offsets = np.cumsum(np.concatenate([[0], *self._lengths]), dtype=np.int64)
+        np.save(self._folder / "offsets.npy", offsets)
+        categories = _joined(self._categories)
         if categories.size:
             np.save(self._folder / "classes.npy", categories)
+        digests = b"".join(checksum.digest() for checksum in self._checksums)
         return {
-            "documents": len(lengths),
-            "tokens": self._tokens,
+            "documents": len(offsets) - 1,
+            "tokens": int(offsets[-1]),
             "trained": self._trained,
             "largest_id": self._largest,
             "empty": self._empty,
-            "skipped": self._count,
-            "content": xxhash.xxh3_128_hexdigest(
-                b"".join(checksum.digest() for checksum in self._checksums)
-            ),
+            "skipped": len(self.skipped),
+            "content": xxhash.xxh3_128_hexdigest(digests),
         }
 
 
-# What is seen meanwhile
+def _joined(arrays: list[_Int32s]) -> _Int32s:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32)
 
 
 @contextlib.contextmanager
-def _watched(progress: Progress, total: int, started: float) -> Iterator[None]:
-    """A line that is drawn over on a terminal; elsewhere one every half minute."""
-    live, done = sys.stdout.isatty(), threading.Event()
+def _logged_progress(progress: Progress, total: int, started: float) -> Iterator[None]:
+    """Logs a line every _PROGRESS_SECONDS."""
+    done = threading.Event()
 
-    def watch() -> None:
-        while not done.wait(0.3 if live else _PROGRESS_SECONDS):
+    def log() -> None:
+        while not done.wait(_PROGRESS_SECONDS):
             read, tokens = (int(value) for value in progress.sum(axis=0))
             seconds = time.monotonic() - started
             left = f", {seconds * (total - read) / read:.0f} s left" if read else ""
-            line = f"tokenizing: {min(1.0, read / max(1, total)):.0%} of {total / 2**20:,.0f} MiB"
-            line += f", {read / 2**20 / seconds:.1f} MiB/s, {tokens / seconds:,.0f} tokens/s{left}"
-            if live:
-                sys.stdout.write("\r\x1b[2K" + line)
-                sys.stdout.flush()
-            else:
-                logger.info(line)
+            logger.info(
+                f"tokenizing: {min(1.0, read / max(1, total)):.0%} of {total / 2**20:,.0f} MiB, "
+                f"{read / 2**20 / seconds:.1f} MiB/s, {tokens / seconds:,.0f} tokens/s{left}"
+            )
 
-    thread = threading.Thread(target=watch, name="tokenizing", daemon=True)
+    thread = threading.Thread(target=log, name="tokenization progress", daemon=True)
     thread.start()
     try:
         yield
     finally:
         done.set()
         thread.join()
-        if live:
-            sys.stdout.write("\r\x1b[2K")
-            sys.stdout.flush()

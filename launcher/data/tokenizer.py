@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
+import signal
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,24 +19,25 @@ from launcher.recipe.hub import model_folder
 Ids = npt.NDArray[np.int32]
 
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".tiktoken", ".vocab", ".bpe", ".jinja")
-"""What a tokenizer may be made of: merges.txt, spiece.model and chat_template.jinja as well as tokenizer.json."""
+_BYTES_IDENTITY = "bytes 66c407729331c690d5ec7918bdbd26f273781ae6971d60fe1590e6d778295bde"
+"""Of the ids and the chat template in byte_tokenizer.py; part of the names of stores."""
 
 
 class Tokenizer(Protocol):
-    """Texts into ids. Documents are `begin`, `ids`, `end`."""
+    """A document is `begin`, the ids of its text, `end`."""
 
     begin: list[int]
-    """What it puts in front of a text by itself (Llama's <|begin_of_text|>); most put nothing."""
+    """What the tokenizer itself puts before a text (Llama's <|begin_of_text|>); often nothing."""
 
     @property
     def end(self) -> int:
-        """The end-of-text token. Raises RecipeError where it has none."""
+        """The end-of-text token. Raises RecipeError if there is none."""
 
     def ids(self, texts: Sequence[str]) -> list[Ids]:
         """Each text's ids, without special tokens."""
 
     def as_inference(self, texts: Sequence[str]) -> list[Ids]:
-        """Each text's ids as calling the tokenizer gives them, with the special tokens it adds by itself."""
+        """Each text's ids, with the special tokens that the tokenizer adds by default."""
 
 
 class ByteTokenizer:
@@ -45,100 +47,90 @@ class ByteTokenizer:
     end = 256
 
     def ids(self, texts: Sequence[str]) -> list[Ids]:
-        """The bytes of each text."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
 
     as_inference = ids
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face tokenizer."""
+    """A tokenizer of transformers. It uses several threads unless TOKENIZERS_PARALLELISM=false."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.tokenizer = hugging_face_tokenizer(name)
         bos = self.tokenizer.bos_token_id
-        # Of what some tokenizers put in front, [CLS] say, only a begin-of-text is part of a document.
-        self.begin = (
-            [bos] if bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos] else []
-        )
+        # Documents get a begin-of-text token, but no [CLS]
+        begins = bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos]
+        self.begin = [bos] if begins else []
 
     @property
     def end(self) -> int:
-        """The tokenizer's eos_token."""
         if self.tokenizer.eos_token_id is None:
             raise RecipeError(
-                f"data.tokenizer: {self._name}: has no end-of-text token (eos_token), which ends each document"
+                f"data.tokenizer: {self._name}: has no end-of-text token (eos_token), which ends "
+                "each document"
             )
         return int(self.tokenizer.eos_token_id)
 
     def ids(self, texts: Sequence[str]) -> list[Ids]:
-        """Each text's ids; a batch is tokenized in threads, unless TOKENIZERS_PARALLELISM says no."""
         return self._call(texts, add_special_tokens=False)
 
     def as_inference(self, texts: Sequence[str]) -> list[Ids]:
-        """With [CLS], begin of text, or whatever the tokenizer adds."""
         return self._call(texts, add_special_tokens=True)
 
     def _call(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Ids]:
         if not texts:
             return []
-        found = self.tokenizer(
+        encoded = self.tokenizer(
             list(texts),
             add_special_tokens=add_special_tokens,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
         )
-        return [np.array(ids, dtype=np.int32) for ids in found["input_ids"]]
+        return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
 
 def hugging_face_tokenizer(name: str) -> Any:
-    """The transformers tokenizer (PreTrainedTokenizerBase) of a folder or hub id, or that of `bytes`.
-
-    Raises RecipeError where there is none.
-    """
+    """The transformers tokenizer of a folder, a hub id or `bytes`. Raises RecipeError if none."""
     if name == "bytes":
-        import importlib
+        from launcher.data.byte_tokenizer import hugging_face_byte_tokenizer
 
-        return importlib.import_module("launcher.data.byte_tokenizer").hugging_face_byte_tokenizer()
+        return hugging_face_byte_tokenizer()
     from transformers import AutoTokenizer
 
     folder = model_folder(name, key="data.tokenizer", weights=False)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (
-        Exception
-    ) as error:  # whatever a broken file makes it raise: the folder came from the user
-        what = (
-            (str(error).splitlines() or [""])[0]
-            if isinstance(error, (OSError, ValueError))
-            else repr(error)
-        )
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # broken files raise many classes
+        known = isinstance(error, (OSError, ValueError))
+        what = (str(error).splitlines() or [""])[0] if known else repr(error)
         raise RecipeError(f"data.tokenizer: {name}: no tokenizer could be loaded: {what}") from None
-    return tokenizer
 
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, a folder with a Hugging Face tokenizer, or a hub id. Kept for the process: loading takes a second."""
+    """The tokenizer `bytes`, or that of a folder or hub id. Cached: loading takes a second."""
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
 
 
 def tokenizer_identity(name: str) -> str:
-    """Changes whenever the ids of a text could. Reads the tokenizer's files, and does not load it."""
+    """Changes whenever the ids of a text could. Reads the tokenizer's files without loading it."""
     if name == "bytes":
-        source = Path(__file__).with_name("byte_tokenizer.py")  # its chat template and special ids
-        return "bytes " + (
-            hashlib.sha256(source.read_bytes()).hexdigest() if source.exists() else ""
-        )
+        return _BYTES_IDENTITY
     digest = hashlib.sha256()
     for file in sorted(model_folder(name, key="data.tokenizer", weights=False).iterdir()):
-        if (
-            file.is_file()
-            and file.suffix in _TOKENIZER_FILES
-            and not file.name.endswith(".index.json")
-        ):
+        wanted = file.suffix in _TOKENIZER_FILES and not file.name.endswith(".index.json")
+        if wanted and file.is_file():
             content = file.read_bytes()
             digest.update(json.dumps([file.name, len(content)]).encode() + content)
     return digest.hexdigest()
+
+
+def prepare_worker_process() -> None:
+    """For a process that a rank starts: requests to stop the rank are not for it, and it tokenizes
+    with one thread."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

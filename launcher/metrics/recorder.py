@@ -95,7 +95,7 @@ class StepRecorder:
 
     def add(self, step: Step) -> None:
         """Counts a step, logged or not."""
-        _, tokens, *_ = step.batch.counts.read()
+        _, tokens, *_ = step.batch.statistics.read()
         self._steps += 1
         self._tokens += tokens
         self._waited += step.batch.seconds_waited
@@ -168,7 +168,7 @@ class StepRecorder:
             _seconds(*pause) for pause in pending.pauses
         )
         rate = pending.tokens / seconds
-        loss_tokens, tokens, *_ = step.batch.counts.read()
+        loss_tokens, tokens, *_ = step.batch.statistics.read()
         since_end = (
             time.perf_counter() - pending.end if isinstance(pending.end, float) else 0.0
         )  # CUDA: it was just reached

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from launcher.errors import RecipeError
 
-Isolation = Literal["mask", "varlen"]
+Masking = Literal["mask", "varlen"]
 """mask: the model makes a mask from position_ids; varlen: attention receives the bounds."""
 
 VARLEN = "launcher_varlen"
@@ -33,7 +33,7 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 def isolate_documents(
     model: nn.Module, *, sequence_length: int, device: torch.device, compute_dtype: torch.dtype
-) -> Isolation:
+) -> Masking:
     """How this model keeps packed documents apart: `varlen` or `mask`.
 
     Replaces attention by `varlen_attention` if the model uses `sdpa`, passes the bounds to its

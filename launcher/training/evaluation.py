@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launcher.data.batching import RankSlots, SampleOrder
+from launcher.data.batching import RankBatchSampler, SampleOrder
 from launcher.data.dataset import MapData
-from launcher.data.loader import Counts, make_loader, to_device
+from launcher.data.loader import StepStatistics, make_loader, to_device
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
@@ -43,9 +43,9 @@ class Evaluator:
         global_batch_size = micro_batch_size * ranks.size
         for name, dataset in datasets.items():
             batches = -(-len(dataset) // global_batch_size)
-            # Slots beyond the last sample are empty rows: with sharding, all ranks need the same
+            # Positions beyond the last sample are empty rows: with sharding, all ranks need the same
             # number of forward passes
-            slots = RankSlots(
+            sampler = RankBatchSampler(
                 order=SampleOrder(samples=len(dataset), seed=0, shuffle=False, epochs=1),
                 global_batch_size=global_batch_size,
                 micro_batch_size=micro_batch_size,
@@ -56,11 +56,9 @@ class Evaluator:
             )
             loader = make_loader(
                 dataset,
-                slots,
-                workers=data.workers,
-                prefetch_factor=data.prefetch_factor,
+                sampler,
+                data,
                 persistent_workers=data.persistent_workers and len(datasets) == 1,
-                pin_memory=data.pin_memory,
                 device=ranks.device,
             )
             self._loaders[name] = (dataset, loader)
@@ -84,7 +82,7 @@ class Evaluator:
         stream = None
         if device.type == "cuda":
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        asked: Counts | None = None
+        asked: StepStatistics | None = None
         stopped = False
         totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
         for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
@@ -93,7 +91,11 @@ class Evaluator:
                 # The answer from the previous micro-batch, so that nothing waits. All ranks get it
                 # at the same one
                 stopped = asked is not None and asked.read()[0] > 0
-                asked = None if stopped else Counts([int(stop_requested())], self._ranks, stream)
+                asked = (
+                    None
+                    if stopped
+                    else StepStatistics([int(stop_requested())], self._ranks, stream)
+                )
                 if stopped:
                     break
                 micro_batch = to_device(collated["tensors"], device)

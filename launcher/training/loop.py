@@ -56,7 +56,7 @@ def train_steps(
     heartbeat("data")
     batch = next(batches, None)
     while batch is not None:
-        targets = batch.counts.loss_tokens()
+        targets = batch.statistics.loss_tokens()
         factor = ranks / targets
         scaled = factor * loss_scale.value if loss_scale.enabled else factor
         total = torch.zeros_like(factor)

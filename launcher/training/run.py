@@ -200,7 +200,7 @@ class Run:
         for step in self._training.steps_from(self._position):
             self._record(step)
             evaluation = self._evaluate_if_due(step)
-            *_, stop_requested, save_requested = step.batch.counts.read()
+            *_, stop_requested, save_requested = step.batch.statistics.read()
             stopping = bool(stop_requested) or not evaluation.complete
             self._save_if_due(step, evaluation, stopping=stopping, requested=bool(save_requested))
             if stopping and step.number < self._steps:

@@ -14,16 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.data.batching import Position
-from launcher.data.loader import training_batches
 from launcher.data.setup import RunData, open_run_data, tokenizer_to_keep
 from launcher.data.synthetic import SyntheticData, synthetic_data
+from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
-from launcher.models.attention import (
-    Isolation,
-    check_isolation,
-    drop_causal_mask,
-    isolate_documents,
-)
+from launcher.models.attention import Masking, check_isolation, drop_causal_mask, isolate_documents
 from launcher.models.build import (
     build_model,
     class_count,
@@ -74,16 +69,8 @@ class Training:
     def steps_from(self, position: Position) -> Iterator[Step]:
         """Trains one step for each item, from a position that model and optimizer are at."""
         recipe, hooks = self.recipe, self.hooks
-        dataset, slots = self.data.starting(position, self.ranks)
-        batches = training_batches(
-            dataset,
-            data=recipe.data,
-            slots=slots,
-            global_batch_size=recipe.batch.global_batch_size,
-            samples=self.data.samples,
-            first_step=position.step,
-            skipped_batches=position.skipped_batches,
-            steps=self.data.steps,
+        batches = self.data.batches(
+            position,
             ranks=self.ranks,
             stop_requested=hooks.stop_requested,
             save_requested=hooks.save_requested,
@@ -119,7 +106,7 @@ class PreparedModel:
     compute_dtype: torch.dtype
     packed: bool
     """Whether several documents share a row."""
-    isolation: Isolation
+    masking: Masking
     vocabulary: int | None
 
     def wrap(
@@ -144,14 +131,14 @@ class PreparedModel:
             vocabulary=self.vocabulary,
             classes=class_count(self.model),
             packed=self.packed,
-            isolation=self.isolation,
+            masking=self.masking,
         )
 
     def check_isolation(self, wrapped: WrappedModel, *, device: torch.device) -> None:
         """Raises RecipeError if the model's attention does not keep the documents of a row
         apart.
         """
-        if not self.packed or self.isolation != "mask" or self.vocabulary is None:
+        if not self.packed or self.masking != "mask" or self.vocabulary is None:
             return
         with wrapped.forward_context():
             check_isolation(
@@ -193,7 +180,7 @@ def prepare_model(
         export_dtype=export_dtype,
         compute_dtype=dtype,
         packed=packed,
-        isolation=isolate_documents(
+        masking=isolate_documents(
             model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
         )
         if packed
@@ -220,10 +207,12 @@ def assemble(
     flops = flops_per_token(model, sequence_length=recipe.data.sequence_length)
     data = open_run_data(
         recipe,
-        vocabulary=prepared.vocabulary,
-        classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
-        padding=padding_id(model),
-        isolation=prepared.isolation,
+        model=ModelInputs(
+            vocabulary=prepared.vocabulary,
+            classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
+            padding=padding_id(model),
+            masking=prepared.masking,
+        ),
         ranks=ranks,
         build=build_data,
         skipped_rows=skipped_rows,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from launcher.data.batching import Slots
+from launcher.data.batching import BatchSampler
 from launcher.data.dataset import TrainingData
 from launcher.data.loader import expected_padding
 from launcher.distributed.process_group import DataParallel
@@ -36,11 +36,11 @@ def summarize(recipe: Recipe, training: Training, ranks: DataParallel) -> list[s
         describe_data(
             data.training,
             shuffled=recipe.data.shuffle,
-            padding=expected_padding(data.training, data.slots),
+            padding=expected_padding(data.training, data.sampler),
         ),
         describe_batch(
             recipe.batch,
-            slots=data.slots,
+            sampler=data.sampler,
             ranks=ranks.size,
             steps=data.steps,
             passes=data.order.passes(data.steps * recipe.batch.global_batch_size),
@@ -122,17 +122,17 @@ def describe_data(dataset: TrainingData, *, shuffled: bool, padding: float | Non
 
 
 def describe_batch(
-    batch: Batch, *, slots: Slots, ranks: int, steps: int, passes: list[float], warmup: int
+    batch: Batch, *, sampler: BatchSampler, ranks: int, steps: int, passes: list[float], warmup: int
 ) -> str:
     """How the global batch is divided, and how often the run sees the data."""
     if batch.micro_batch_size is not None:
-        accumulation = slots.micro_batches(0)
+        accumulation = sampler.micro_batches(0)
         parts = (
             f"{batch.micro_batch_size} a micro-batch x {accumulation} accumulation steps "
             f"x {ranks} ranks"
         )
     else:
-        counts = [slots.micro_batches(step) for step in range(min(steps, 20))]
+        counts = [sampler.micro_batches(step) for step in range(min(steps, 20))]
         number = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
         parts = (
             f"micro-batches of up to {batch.micro_batch_tokens} tokens, "

@@ -105,7 +105,7 @@ class Worker:
                 dist.all_reduce(loss, group=self.groups[ranks])
                 note["losses"].append(loss.item())
                 note["norms"].append(step.grad_norm.item())
-                note["counts"].append(step.batch.counts.read()[:2])
+                note["counts"].append(step.batch.statistics.read()[:2])
                 note["micro_batches"].append(len(step.batch.micro_batches))
         self.done(name, note, started)
 

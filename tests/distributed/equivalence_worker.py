@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import plain_loop
 
-from launcher.data.loader import Counts
+from launcher.data.loader import StepStatistics
 from launcher.distributed.process_group import DataParallel
 from launcher.models.initialization import clean_name, random_weights
 from launcher.recipe.load import load_recipe
@@ -200,7 +200,7 @@ def mean_of_means(training):
         return original(model, micro_batch) / valid
 
     loss.summed_loss = mean
-    Counts.loss_tokens = lambda self: torch.tensor(
+    StepStatistics.loss_tokens = lambda self: torch.tensor(
         16.0
     )  # micro-batches of one row, 8 on each of two ranks
 
@@ -314,7 +314,7 @@ def main(folder):
             accumulation=4,
             mutate=held_back_once_too_often,
         )
-    originals = loss.summed_loss, Counts.loss_tokens
+    originals = loss.summed_loss, StepStatistics.loss_tokens
     for strategy, overrides in STRATEGIES.items():
         train(
             f"mutation: mean of means {strategy}",
@@ -323,7 +323,7 @@ def main(folder):
             accumulation=8,
             mutate=mean_of_means,
         )
-        loss.summed_loss, Counts.loss_tokens = originals
+        loss.summed_loss, StepStatistics.loss_tokens = originals
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Data that several ranks need: one of them tokenizes, in processes of its own, and what it finds ends all."""
+"""Data that several ranks need: one rank tokenizes in several processes, and its error ends all ranks."""
 
 import json
 import os
@@ -44,23 +44,23 @@ def test_a_bad_row_ends_all_ranks_and_their_processes(tmp_path):
     assert list((tmp_path / "cache").iterdir()) == [], "half a store is left behind"
 
 
-def test_a_process_that_is_killed_takes_those_it_started_with_it(tmp_path):
+def test_a_killed_process_ends_its_worker_processes(tmp_path):
     """launching.run refuses to leave a process behind."""
     script = (
         "import sys; from launcher.data import sources;"
         "from launcher.data.token_store import open_store; from launcher.recipe import schema;"
         "import time, launcher.data.encoder as encoder; slow = encoder.read_prompt;"
         "encoder.read_prompt = lambda *a, **k: (time.sleep(0.01), slow(*a, **k))[1];"
-        "open_store(kind='instruct', patterns=(sys.argv[1],), data=schema.Data(cache=sys.argv[2], processes=2), tokenizer='bytes',"
+        "open_store((sys.argv[1],), schema.Data(kind='instruct', cache=sys.argv[2], processes=2), tokenizer='bytes',"
         " build=True)"
     )
     cache = tmp_path / "cache"
 
     def kill(process):
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not any(cache.glob(".making-*/arrow/**/*.arrow")):
+        while time.monotonic() < deadline and not any(cache.glob(".making-*/blocks/*")):
             time.sleep(0.1)
-        assert any(cache.glob(".making-*/arrow/**/*.arrow")), "no process writes"
+        assert any(cache.glob(".making-*/blocks/*")), "no process writes"
         os.kill(process.pid, signal.SIGKILL)
         time.sleep(1)
 
@@ -72,14 +72,14 @@ def test_a_process_that_is_killed_takes_those_it_started_with_it(tmp_path):
     assert result.status == -signal.SIGKILL
 
 
-def test_one_of_several_processes_tokenizes_and_another_one_takes_over_when_it_is_killed(tmp_path):
+def test_another_process_takes_over_when_the_one_that_tokenizes_is_killed(tmp_path):
     """Of any jobs: three start at once, the one that tokenizes is killed, and one of the others goes on."""
     script = (
         "import sys, time; from launcher.data.token_store import open_store; from launcher.recipe import schema;"
         "from launcher.metrics.console import configure_logging; configure_logging();"
         "import launcher.data.encoder as encoder; slow = encoder.read_prompt;"
         "encoder.read_prompt = lambda *a, **k: (time.sleep(float(sys.argv[3])), slow(*a, **k))[1];"
-        "found = open_store(kind='instruct', patterns=(sys.argv[1],), data=schema.Data(cache=sys.argv[2], processes=1), tokenizer='bytes',"
+        "found = open_store((sys.argv[1],), schema.Data(kind='instruct', cache=sys.argv[2], processes=1), tokenizer='bytes',"
         " build=True); print('documents:', found.documents)"
     )
     file, cache = tmp_path / "rows.jsonl", tmp_path / "cache"

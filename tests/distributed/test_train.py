@@ -162,12 +162,17 @@ def test_exported_weights_are_those_of_the_run(ddp):
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
     recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
     from launcher.data.dataset import open_dataset
+    from launcher.data.token_store import ModelInputs
     from launcher.recipe.load import load_recipe
     from launcher.training.loss import summed_loss
 
     data = load_recipe([f"recipe={run_dir}/recipe.yaml"], ranks=2).recipe.data
     dataset = open_dataset(
-        data, tuple(recipe["data"]["validation"]), tokenizer="bytes", vocabulary=512, build=True
+        data,
+        tuple(recipe["data"]["validation"]),
+        tokenizer="bytes",
+        model=ModelInputs(vocabulary=512),
+        build=True,
     )
     total = tokens = 0
     with torch.no_grad():
@@ -584,10 +589,10 @@ def test_selftest_says_no_where_losses_differ(tmp_path):
         "if 'launcher.diagnostics.selftest' in sys.orig_argv:\n"
         "    import torch\n"
         "    from launcher.training import loss\n"
-        "    from launcher.data.loader import Counts\n"
+        "    from launcher.data.loader import StepStatistics\n"
         "    original = loss.summed_loss\n"
         "    loss.summed_loss = lambda m, b: original(m, b) / (b['targets'] != -100).sum()\n"
-        "    Counts.loss_tokens = lambda self: torch.tensor(8.0)\n"
+        "    StepStatistics.loss_tokens = lambda self: torch.tensor(8.0)\n"
     )
     rows = tmp_path / "rows.jsonl"
     rows.write_text(

@@ -9,9 +9,9 @@ import pytest
 from launcher.data.batching import (
     NO_SAMPLE,
     MixtureOrder,
-    RankSlots,
+    RankBatchSampler,
     SampleOrder,
-    TokenSlots,
+    TokenBatchSampler,
     accumulation_steps,
     permuted,
     total_steps,
@@ -113,9 +113,9 @@ def test_after_the_last_epoch_there_is_no_sample(shuffle):
     assert samples[10:] == [NO_SAMPLE] * 3
 
 
-def slots(ranks, micro, *, rank, order, size=16, first_step=0, steps=3):
+def batches_of(ranks, micro, *, rank, order, size=16, first_step=0, steps=3):
     return list(
-        RankSlots(
+        RankBatchSampler(
             order=order,
             global_batch_size=size,
             micro_batch_size=micro,
@@ -135,7 +135,7 @@ def test_any_ranks_and_micro_batches_share_the_same_steps(ranks, micro, epochs):
     order = SampleOrder(
         samples=21, seed=9, shuffle=True, epochs=epochs
     )  # 42 samples of the 48 places of 3 steps
-    of_rank = [slots(ranks, micro, rank=rank, order=order) for rank in range(ranks)]
+    of_rank = [batches_of(ranks, micro, rank=rank, order=order) for rank in range(ranks)]
     accumulation = 16 // (micro * ranks)
     assert {len(batches) for batches in of_rank} == {3 * accumulation}
     assert {len(batch) for batches in of_rank for batch in batches} == {micro}
@@ -149,11 +149,11 @@ def test_any_ranks_and_micro_batches_share_the_same_steps(ranks, micro, epochs):
     assert read.count(NO_SAMPLE) == (0 if epochs is None else 6)
 
 
-def test_slots_can_start_at_a_later_step():
+def test_a_sampler_can_start_at_a_later_step():
     order = SampleOrder(samples=100, seed=9, shuffle=True)
-    whole = slots(2, 4, rank=1, order=order, steps=5)
-    assert slots(2, 4, rank=1, order=order, steps=5, first_step=2) == whole[2 * 2 :]
-    assert slots(2, 4, rank=1, order=order, steps=5, first_step=5) == []
+    whole = batches_of(2, 4, rank=1, order=order, steps=5)
+    assert batches_of(2, 4, rank=1, order=order, steps=5, first_step=2) == whole[2 * 2 :]
+    assert batches_of(2, 4, rank=1, order=order, steps=5, first_step=5) == []
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_the_last_step_of_the_last_epoch_holds_the_rest():
     seen = [
         sample
         for rank in range(2)
-        for batch in slots(2, 2, rank=rank, order=order, steps=steps)
+        for batch in batches_of(2, 2, rank=rank, order=order, steps=steps)
         for sample in batch
     ]
     counts = {sample: seen.count(sample) for sample in set(seen) - {NO_SAMPLE}}
@@ -220,7 +220,7 @@ def test_a_mixture_keeps_its_shares_everywhere(weights, shares):
     )
 
 
-def test_each_source_of_a_mixture_is_gone_through_whole_before_it_starts_again():
+def test_each_source_of_a_mixture_is_read_completely_before_it_repeats():
     sizes = (10, 100, 3)
     order = MixtureOrder(sizes=sizes, weights=(3, 1, 0.001), seed=4, shuffle=True)
     samples = [order.sample(position) for position in range(20000)]
@@ -272,13 +272,13 @@ def test_a_token_budget_holds_and_keeps_the_steps_samples(ranks):
         "ranks": ranks,
         "steps": 3,
     }
-    of_rank = [TokenSlots(rank=rank, first_step=0, **common) for rank in range(ranks)]
-    batches = [list(slots) for slots in of_rank]
+    of_rank = [TokenBatchSampler(rank=rank, first_step=0, **common) for rank in range(ranks)]
+    batches = [list(sampler) for sampler in of_rank]
     assert len({len(one) for one in batches}) == 1, "every rank has as many micro-batches"
     position = 0
     for step in range(3):
         number = of_rank[0].micro_batches(step)
-        assert {slots.micro_batches(step) for slots in of_rank} == {number}
+        assert {sampler.micro_batches(step) for sampler in of_rank} == {number}
         samples = [
             sample
             for one in batches
@@ -297,7 +297,7 @@ def test_a_token_budget_holds_and_keeps_the_steps_samples(ranks):
         if batch != [NO_SAMPLE]
     ]
     assert max(padded) <= 256
-    rows = RankSlots(
+    rows = RankBatchSampler(
         order=order,
         global_batch_size=50,
         micro_batch_size=2,
@@ -308,5 +308,5 @@ def test_a_token_budget_holds_and_keeps_the_steps_samples(ranks):
     )
     unsorted = sum(2 * max(lengths[sample] for sample in batch) for batch in rows)
     assert sum(padded) < unsorted, "like lengths meet: less padding"
-    later = list(TokenSlots(rank=0, first_step=2, **common))
+    later = list(TokenBatchSampler(rank=0, first_step=2, **common))
     assert later == batches[0][-len(later) :]

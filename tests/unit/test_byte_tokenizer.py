@@ -1,5 +1,7 @@
-"""The tokenizer `bytes` in transformers' form: the same ids as our own, every text unharmed, chat with marks."""
+"""The tokenizer `bytes` for transformers: the same ids as ByteTokenizer, lossless, with a chat template."""
 
+import hashlib
+import json
 import random
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
 from launcher.data.byte_tokenizer import hugging_face_byte_tokenizer
-from launcher.data.tokenizer import ByteTokenizer
+from launcher.data.tokenizer import ByteTokenizer, tokenizer_identity
 
 # fmt: off
 TEXTS = [
@@ -121,3 +123,11 @@ def test_generation_stops_at_the_end_of_the_turn(tokenizer):
         pad_token_id=tokenizer.pad_token_id,
     )
     assert said[0, asked["input_ids"].shape[1] :].tolist() == [*b"42", 256]
+
+
+def test_the_identity_in_store_names_follows_the_tokenizer():
+    """After a change of the ids or the template: a new `_BYTES_IDENTITY`, and this digest."""
+    tokenizer = hugging_face_byte_tokenizer()
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
+    assert hashlib.sha256(content.encode()).hexdigest().startswith("852a5c324591")
+    assert tokenizer_identity("bytes").startswith("bytes 66c40772")

@@ -50,7 +50,7 @@ def test_builders_that_do_not_work(builder, arguments, says):
         build_custom_data(builder, arguments)
 
 
-def test_slots_without_a_sample_weigh_nothing():
+def test_rows_without_a_sample_weigh_nothing():
     data = build_custom_data("tests.distributed.vision:data", {"number": 6})
     dataset = CustomDataset(data.train, data, "vision")
     net = vision.model()

@@ -17,7 +17,7 @@ from launcher.data.batching import NO_SAMPLE
 from launcher.data.dataset import SequenceDataset, open_dataset
 from launcher.data.encoder import make_encoder
 from launcher.data.sources import file_part, find_files, read_rows
-from launcher.data.token_store import TokenStore, cache_folder, open_store
+from launcher.data.token_store import ModelInputs, TokenStore, cache_folder, open_store
 from launcher.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -232,7 +232,7 @@ def test_a_file_that_is_gone(tmp_path, name):
         list(read_documents(tmp_path / name, column="text"))
 
 
-def test_rows_say_where_they_are(tmp_path):
+def test_where_a_row_is(tmp_path):
     rows = [{"a": 1}, {"a": 2}]
     for name, places in {
         "a.jsonl": (":1", ":2"),
@@ -295,7 +295,7 @@ def test_hugging_face_tokenizer(tokenizer_folder):
     assert tokenizer.ids(["small " * 100_000])[0].shape == (100_000,)
 
 
-def test_a_tokenizer_is_known_by_its_files(tokenizer_folder, tmp_path):
+def test_the_identity_of_a_tokenizer_follows_its_files(tokenizer_folder, tmp_path):
     identity = tokenizer_identity(str(tokenizer_folder))
     copy = copied(tokenizer_folder, tmp_path / "copy")
     assert tokenizer_identity(str(copy)) == identity
@@ -335,9 +335,8 @@ def test_folder_without_a_tokenizer(tmp_path, content):
 
 def store_of(*patterns, cache, kind="text", tokenizer="bytes", column="text", build=True):
     return open_store(
-        kind=kind,
-        patterns=tuple(map(str, patterns)),
-        data=schema.Data(text_column=column, cache=cache),
+        tuple(map(str, patterns)),
+        schema.Data(kind=kind, text_column=column, cache=cache),
         tokenizer=tokenizer if kind == "text" else None,
         build=build,
     )
@@ -373,7 +372,7 @@ def test_store_with_a_hugging_face_tokenizer(tmp_path, cache, tokenizer_folder):
     assert documents_of(store_of(file, cache=cache)) == [[*b"a small world", END]]
 
 
-def test_a_store_is_made_once(tmp_path, cache, messages):
+def test_a_store_is_tokenized_once(tmp_path, cache, messages):
     file = write(tmp_path / "a.txt", "ab")
     first = store_of(file, cache=cache)
     assert says("tokenizing 1 files (0.0 MiB)", messages()[0])
@@ -385,7 +384,7 @@ def test_a_store_is_made_once(tmp_path, cache, messages):
     assert len(list(cache_folder(cache).iterdir())) == 1
 
 
-def test_what_is_read_otherwise_makes_another_store(tmp_path, cache, messages):
+def test_another_column_or_content_changes_the_store(tmp_path, cache, messages):
     file = write(tmp_path / "a.jsonl", [{"text": "ab", "body": "c"}])
     assert documents_of(store_of(file, cache=cache)) == [[97, 98, END]]
     assert documents_of(store_of(file, cache=cache, column="body")) == [[99, END]]
@@ -419,7 +418,7 @@ def test_cache_folder(tmp_path, monkeypatch):
     assert cache_folder(None) == tmp_path / ".cache" / "launcher"
 
 
-def test_a_cache_that_cannot_be(tmp_path):
+def test_a_cache_that_cannot_be_written(tmp_path):
     file = write(tmp_path / "a.txt", "ab")
     with pytest.raises(
         RecipeError, match=f"^data.cache: {file} cannot be written to: File exists$"
@@ -478,7 +477,7 @@ def test_broken_token_rows(tmp_path, cache, rows, said):
     assert list(cache_folder(cache).iterdir()) == [], "half a store is left behind"
 
 
-def test_tokens_do_not_stand_in_text_files(tmp_path, cache):
+def test_token_rows_in_a_text_file_are_refused(tmp_path, cache):
     file = write(tmp_path / "a.txt", "1 2 3")
     with pytest.raises(
         RecipeError,
@@ -548,7 +547,7 @@ def cases(times=120):
 
 
 @pytest.mark.parametrize("name", PACKINGS)
-def test_every_token_stands_in_one_piece_and_is_one_target(name):
+def test_every_token_is_in_one_piece_and_one_target(name):
     for sizes, length in cases():
         store = counting_store(sizes)
         sequences = PACKINGS[name](store.offsets, length)
@@ -759,11 +758,15 @@ def data_section(file, cache, **more):
 def opened(file, cache, *, vocabulary=1000, **more):
     data = data_section(file, cache, **more)
     return open_dataset(
-        data, data.train, tokenizer=data.tokenizer, vocabulary=vocabulary, build=True
+        data,
+        data.train,
+        tokenizer=data.tokenizer,
+        model=ModelInputs(vocabulary=vocabulary),
+        build=True,
     )
 
 
-def test_each_kind_is_packed_its_way(tmp_path, cache):
+def test_packing_of_each_kind(tmp_path, cache):
     text = write(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "de"}, {"text": "f"}])
     stream = opened(text, cache, sequence_length=4)
     assert [stream[index]["input_ids"].tolist() for index in range(len(stream))] == [

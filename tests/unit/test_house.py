@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "reliability": {"distributed", "errors"},
     "models": {"errors", "recipe"},
     "strategies": {"distributed", "recipe"},
-    "data": {"distributed", "errors", "recipe", "reliability", "training"},
+    "data": {"distributed", "errors", "models", "recipe", "reliability", "training"},
     "metrics": {"distributed", "errors", "recipe", "training"},
     "checkpoint": {
         "data",

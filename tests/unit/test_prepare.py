@@ -1,5 +1,6 @@
 """`launcher prepare`: afterwards everything is in the cache, and what trains needs no network."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -67,7 +68,9 @@ def test_every_set_is_tokenized_and_found_again(recipe, capsys, monkeypatch, mes
         ("text", ("near.txt",)),
         ("text", ("far.csv",)),
     ):
-        store = open_store(kind=kind, patterns=files, data=data, tokenizer="bytes", build=True)
+        store = open_store(
+            files, dataclasses.replace(data, kind=kind), tokenizer="bytes", build=True
+        )
         assert str(store.folder) in printed
     assert len(messages()) == before
     assert main(["prepare", recipe]) == 0

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from launcher.data.loader import Counts, GlobalBatch
+from launcher.data.loader import GlobalBatch, StepStatistics
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
@@ -22,7 +22,7 @@ ALONE = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
 
 def step(number, *, tokens=100, loss=1.0, skipped=0.0, waited=0.5):
     batch = GlobalBatch(
-        number, [], Counts([tokens - 1, tokens, 0, 0], ALONE, None), 8 * number, waited
+        number, [], StepStatistics([tokens - 1, tokens, 0, 0], ALONE, None), 8 * number, waited
     )
     return Step(number, torch.tensor(loss), torch.tensor(2.0), torch.tensor(skipped), 1e-3, batch)
 

@@ -16,6 +16,7 @@ from launcher.checkpoint.resume import (
     data_changes,
 )
 from launcher.data.setup import open_run_data
+from launcher.data.token_store import ModelInputs
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
@@ -116,10 +117,7 @@ def fingerprint(tmp_path):
         )
         opened = open_run_data(
             recipe,
-            vocabulary=260,
-            classes=None,
-            padding=0,
-            isolation="mask",
+            model=ModelInputs(vocabulary=260),
             build=True,
             skipped_rows=None,
             ranks=DataParallel(rank=0, size=1, group=None, device=torch.device("cpu")),

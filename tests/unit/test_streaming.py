@@ -1,4 +1,4 @@
-"""A stream has the same samples whatever reads it, goes on where it stood, and starts in bounded time."""
+"""A stream has the same samples on any ranks, resumes from saved positions, and starts in bounded time."""
 
 import functools
 import itertools
@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.data import streaming
-from launcher.data.batching import RankSlots
+from launcher.data import shards, streaming
+from launcher.data.batching import RankBatchSampler
 from launcher.data.encoder import Encoder, make_encoder
-from launcher.data.loader import _sound
+from launcher.data.setup import raise_error
+from launcher.data.shards import assign_shards
 from launcher.data.sources import find_parts, read_rows
-from launcher.data.streaming import StreamingDataset, StreamOrder, deal
+from launcher.data.streaming import StreamingDataset, StreamOrder
+from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
@@ -24,7 +26,7 @@ END = 256
 @pytest.fixture
 def small_shards(monkeypatch):
     """Small inputs are divided as large ones are."""
-    monkeypatch.setattr(streaming, "_SHARD_BYTES", 50)
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 50)
 
 
 def make_stream(
@@ -37,13 +39,18 @@ def make_stream(
     first_step=0,
     steps=3,
     kind="text",
-    shuffle=True,
     skip=False,
+    vocabulary=260,
     **more,
 ):
-    folder, saved = more.pop("folder", source), more.pop("saved", None)
-    data = schema.Data(train=(str(source),), kind=kind, tokenizer="bytes")
-    slots = RankSlots(
+    folder, saved, seed = more.pop("folder", source), more.pop("saved", None), more.pop("seed", 3)
+    options = {
+        "sequence_length": 16,
+        "shuffle_buffer": 1000,
+        "on_error": "skip" if skip else "fail",
+    } | more
+    data = schema.Data(train=(str(source),), kind=kind, tokenizer="bytes", **options)
+    sampler = RankBatchSampler(
         order=StreamOrder(),
         global_batch_size=batch,
         micro_batch_size=micro,
@@ -52,28 +59,20 @@ def make_stream(
         first_step=first_step,
         steps=steps,
     )
-    options = {
-        "length": 16,
-        "packing": True,
-        "isolation": "mask",
-        "vocabulary": 260,
-        "seed": 3,
-        "shuffle_buffer": 1000,
-    } | more
     return StreamingDataset(
         find_parts(data.train, kind=kind),
         make_encoder(kind, data, tokenizer="bytes"),
-        slots=slots,
-        shuffle=shuffle,
-        skip_bad_rows=skip,
+        sampler=sampler,
+        data=data,
+        seed=seed,
+        model=ModelInputs(vocabulary=vocabulary),
         skipped_rows=folder.parent / "skipped_rows.jsonl",
-        **options,
-    ).starting(slots, saved)
+    ).starting(sampler, saved)
 
 
 def rows_of(stream):
     """input_ids and targets of each row, as lists, in the order of the stream; what is wrong is raised, as the loader does."""
-    stream = [_sound(collated) for collated in stream]
+    stream = [raise_error(collated) for collated in stream]
     return [
         (ids, targets)
         for collated in stream
@@ -117,46 +116,50 @@ def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
     running = [
         [stream._micro_batches(worker, workers) for worker in range(workers)] for stream in streams
     ]
-    micro_batches, batch = streams[0]._slots.micro_batches(0), streams[0]._slots.global_batch_size
+    micro_batches, batch = (
+        streams[0]._sampler.micro_batches(0),
+        streams[0]._sampler.global_batch_size,
+    )
     found, states = [], []
     for step in range(first_step, steps):
-        places, rows = {}, []
+        positions, rows = {}, []
         for of_rank in running:
             for number in range(micro_batches):
                 collated = next(of_rank[number % workers])
                 rows += [row for row in rows_of([collated]) if any(row[0])]
-                of_rank_places = collated["places"]
-                places |= of_rank_places
+                positions |= collated["positions"]
         found.append(sorted(rows))
         alone = SimpleNamespace(size=1)
-        states.append(streams[0].state(places, samples=(step + 1) * batch, ranks=alone))
+        states.append(streams[0].state(positions, samples=(step + 1) * batch, ranks=alone))
     return found, json.loads(json.dumps(states))
 
 
 @pytest.mark.parametrize("size", [50, 350, 10**6])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_row_belongs_to_one_shard(texts, monkeypatch, size, shuffle):
-    monkeypatch.setattr(streaming, "_SHARD_BYTES", size)
+    monkeypatch.setattr(shards, "_SHARD_BYTES", size)
     (texts / "empty.txt").write_text("")
     parts = find_parts((str(texts),), kind="text")
-    dealt = deal(parts, seed=3, shuffle=shuffle)
-    assert len(dealt) == {50: 8, 350: 2, 10**6: 1}[size], "a power of two"
-    rows = [row.values["text"] for shard in dealt for unit in shard for row in unit.rows("text")]
+    assigned = assign_shards(parts, seed=3, shuffle=shuffle)
+    assert len(assigned) == {50: 8, 350: 2, 10**6: 1}[size], "a power of two"
+    rows = [row.values["text"] for shard in assigned for part in shard for row in read_rows(part)]
     assert sorted(rows) == sorted(f"<{number}>" for number in range(47)), (
         "each file is read once, each line by one shard"
     )
-    held = [sum(unit.part.size for unit in shard) for shard in dealt]
-    assert max(held) - min(held) <= max(unit.part.size for shard in dealt for unit in shard)
-    assert dealt == deal(parts, seed=3, shuffle=shuffle)
+    held = [sum(part.size for part in shard) for shard in assigned]
+    assert max(held) - min(held) <= max(part.size for shard in assigned for part in shard)
+    assert assigned == assign_shards(parts, seed=3, shuffle=shuffle)
 
 
 def test_a_line_longer_than_a_unit_is_read_once(tmp_path, small_shards):
     file = tmp_path / "long.jsonl"
     texts = ["a" * 500, "b", "c" * 130, "d" * 3, "e" * 49]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    dealt = deal(find_parts((str(file),), kind="text"), seed=3, shuffle=False)
+    assigned = assign_shards(find_parts((str(file),), kind="text"), seed=3, shuffle=False)
     assert (
-        sorted(row.values["text"] for shard in dealt for unit in shard for row in unit.rows("text"))
+        sorted(
+            row.values["text"] for shard in assigned for part in shard for row in read_rows(part)
+        )
         == texts
     )
 
@@ -186,7 +189,7 @@ def test_the_first_step_reads_no_more_for_a_larger_batch(tmp_path, monkeypatch, 
     counts = []
     for batch in (16, 1024):
         read.clear()
-        next(iter(make_stream(file, batch=batch, micro=2, shuffle_buffer=640, length=64)))
+        next(iter(make_stream(file, batch=batch, micro=2, shuffle_buffer=640, sequence_length=64)))
         counts.append(len(read))
     assert counts[0] == counts[1] <= 640 + 64 * (streaming._ENCODED_ROWS + 1)
 
@@ -205,7 +208,7 @@ def test_without_shuffle_documents_come_in_the_order_of_the_files(texts):
 
 
 def test_every_token_is_the_target_of_the_one_before_it_also_over_a_cut(texts):
-    rows = rows_of(make_stream(texts, batch=1, micro=1, steps=8, length=7))
+    rows = rows_of(make_stream(texts, batch=1, micro=1, steps=8, sequence_length=7))
     ids, targets = ([token for row in rows for token in row[side]] for side in (0, 1))
     for token, target, following in zip(ids, targets, ids[1:], strict=False):
         assert target == (IGNORED if token == END else following)
@@ -229,7 +232,7 @@ def test_ranks_micro_batches_and_loader_processes_do_not_change_a_step(texts, sm
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
-def test_a_resume_goes_on_where_the_shards_stood(tmp_path, small_shards, kind):
+def test_a_resume_continues_from_the_saved_positions(tmp_path, small_shards, kind):
     folder = tmp_path / "rows"
     folder.mkdir()
     for name in ("a", "b"):
@@ -247,7 +250,7 @@ def test_a_resume_goes_on_where_the_shards_stood(tmp_path, small_shards, kind):
         found, again = steps_of(folder, first_step=18, saved=states[17], **way, **options)
         assert found == whole[18:]
         assert again == states[18:]
-    # Batches are left out after the checkpoint; and without the places all is tokenized again
+    # Batches may be skipped after the checkpoint; without the positions everything is tokenized again
     assert steps_of(folder, first_step=18, saved=states[14], **WAYS[2], **options)[0] == whole[18:]
     assert steps_of(folder, first_step=18, **WAYS[2], **options)[0] == whole[18:]
 
@@ -274,7 +277,7 @@ def test_a_resume_does_not_tokenize_what_was_seen(tmp_path, monkeypatch):
     assert len(encoded) < 60
 
 
-def test_places_of_another_order_are_not_used(texts, small_shards):
+def test_positions_of_another_order_are_not_used(texts, small_shards):
     whole, states = steps_of(texts, batch=12, micro=12, seed=4)
     _, others = steps_of(texts, batch=12, micro=12, seed=5)
     assert others[0]["order"] != states[0]["order"]
@@ -287,9 +290,11 @@ def test_the_ranks_divide_the_tokenization(texts, small_shards):
     """Each of two ranks, each with two loader processes, tokenizes a quarter of the shards."""
     stream = [make_stream(texts, batch=8, micro=1, rank=rank, ranks=2) for rank in range(2)]
     read = [
-        set(next(one._micro_batches(worker, 2))["places"]) for one in stream for worker in range(2)
+        set(next(one._micro_batches(worker, 2))["positions"])
+        for one in stream
+        for worker in range(2)
     ]
-    assert [len(shards) for shards in read] == [2, 2, 2, 2]
+    assert [len(one) for one in read] == [2, 2, 2, 2]
     assert set.union(*read) == set(range(8))
     assert (
         stream[0]
@@ -341,7 +346,7 @@ def test_rows_that_cannot_be_used(texts):
     ] == ["c.jsonl:2", "c.jsonl:3"]
 
 
-def test_rows_are_listed_once_whoever_reads_them(texts, small_shards):
+def test_skipped_rows_are_listed_once(texts, small_shards):
     (texts / "c.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\nnot json\n')
     steps_of(texts, ranks=3, batch=12, micro=1, workers=4, steps=8, skip=True)
     listed = [
@@ -397,9 +402,10 @@ def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
             cache_dir=str(tmp_path / "cache"),
         )
 
-    monkeypatch.setattr(
-        "launcher.data.streaming.load_data_set", functools.cache(load_data_set.__wrapped__)
-    )
+    for module in ("sources", "shards"):
+        monkeypatch.setattr(
+            f"launcher.data.{module}.load_data_set", functools.cache(load_data_set.__wrapped__)
+        )
     real = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     whole, states = steps_of("owner/set", batch=2, micro=1, steps=16, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Tokenization in processes, what becomes of bad rows, and what is found again."""
+"""Tokenization in several processes, bad rows, locks, and what changes a store."""
 
 import itertools
 import json
@@ -10,10 +10,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launcher.data import token_store, tokenization
+from launcher.data import store_lock, token_store, tokenization
 from launcher.data.sources import Part, file_part, find_parts, read_all, read_rows, split
-from launcher.data.token_store import open_store
-from launcher.errors import RecipeError
+from launcher.data.token_store import ModelInputs, open_store
+from launcher.errors import RecipeError, TrainingError
 from launcher.recipe import hub, schema
 from tests.unit.small_recipe import says
 
@@ -47,14 +47,13 @@ def opened(
     **data,
 ):
     return open_store(
-        kind=kind,
-        patterns=tuple(map(str, patterns)),
-        data=schema.Data(kind=kind, cache=str(tmp_path / "cache"), **data),
+        tuple(map(str, patterns)),
+        schema.Data(kind=kind, cache=str(tmp_path / "cache"), **data),
         tokenizer=tokenizer,
         build=build,
         validation=validation,
         refresh=refresh,
-        num_labels=num_labels,
+        model=ModelInputs(classes=num_labels),
     )
 
 
@@ -143,7 +142,7 @@ def test_the_order_is_that_of_files_and_lines_however_many_processes(
     assert "Generating" not in printed.out + printed.err
 
 
-def test_labels_and_classes_come_through_processes(tmp_path, many_tasks):
+def test_labels_and_classes_with_several_processes(tmp_path, many_tasks):
     file = tmp_path / "a.jsonl"
     rows = [
         {"input_ids": [number, 1, 2]} | ({"labels": [-100, 5, 700 + number]} if number > 20 else {})
@@ -174,7 +173,7 @@ def test_labels_and_classes_come_through_processes(tmp_path, many_tasks):
 def test_progress_is_logged(monkeypatch, messages):
     monkeypatch.setattr(tokenization, "_PROGRESS_SECONDS", 0.001)
     progress = np.array([[2**20, 10], [2**20, 30]], dtype=np.int64)
-    with tokenization._watched(progress, 8 * 2**20, time.monotonic() - 2):
+    with tokenization._logged_progress(progress, 8 * 2**20, time.monotonic() - 2):
         deadline = time.monotonic() + 20
         while not messages() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -202,7 +201,7 @@ def test_a_bad_row_found_by_a_process(tmp_path, many_tasks):
     assert stores(tmp_path) == []
 
 
-def test_what_is_wrong_with_the_tokenizer_is_told_from_a_process(tmp_path, many_tasks):
+def test_a_tokenizer_problem_in_a_process_is_reported(tmp_path, many_tasks):
     (tmp_path / "tokenizer").mkdir()
     with pytest.raises(RecipeError, match=r"^data.tokenizer: .*: no tokenizer could be loaded: "):
         opened(
@@ -211,6 +210,15 @@ def test_what_is_wrong_with_the_tokenizer_is_told_from_a_process(tmp_path, many_
             tokenizer=str(tmp_path / "tokenizer"),
             processes=2,
         )
+
+
+def test_a_killed_process_is_an_error(tmp_path, many_tasks, monkeypatch):
+    monkeypatch.setattr(tokenization, "_blocks", lambda *arguments, **options: os._exit(9))
+    with pytest.raises(
+        TrainingError, match=r"a tokenization process was killed, .*; lower data.processes"
+    ):
+        opened(tmp_path, jsonl(tmp_path / "a.jsonl", ["x"] * 60), processes=2)
+    assert stores(tmp_path) == []
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -238,7 +246,7 @@ def test_nothing_but_bad_rows(tmp_path):
     assert stores(tmp_path) == []
 
 
-def test_several_bad_rows_are_told_at_once(tmp_path):
+def test_several_bad_rows_are_reported_together(tmp_path):
     file = broken_rows(tmp_path, range(3, 20))
     with pytest.raises(RecipeError) as refused:
         opened(tmp_path, file)
@@ -255,11 +263,11 @@ def test_several_bad_rows_are_told_at_once(tmp_path):
 
 
 def record(**more):
-    mine = json.loads(token_store._Owner().text)
+    mine = json.loads(store_lock.Owner().text)
     return json.dumps(mine | more)
 
 
-def test_what_a_killed_process_left_is_removed_and_never_taken_for_whole(tmp_path):
+def test_leftovers_of_killed_processes_are_removed(tmp_path):
     cache = tmp_path / "cache"
     texts = {
         "dead": record(started=1),
@@ -276,7 +284,7 @@ def test_what_a_killed_process_left_is_removed_and_never_taken_for_whole(tmp_pat
         (folder / "lock").write_text(text)
         if name not in ("dead", "elsewhere"):
             for lock in (cache / f".{name}.lock", folder / "lock"):
-                os.utime(lock, (time.time() - 2 * token_store._ABANDONED_SECONDS,) * 2)
+                os.utime(lock, (time.time() - 2 * store_lock._ABANDONED_SECONDS,) * 2)
     assert texts_of(opened(tmp_path, jsonl(tmp_path / "a.jsonl", ["x"]))) == ["x"]
     left = [path.name for path in cache.iterdir() if path.name.startswith(".")]
     assert sorted(left) == sorted(
@@ -295,40 +303,40 @@ def test_a_lock_of_another_machine_is_abandoned_when_it_is_not_touched(tmp_path,
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     lock = tmp_path / "lock"
     lock.write_text(record(machine="another", host="node7", pid=12))
-    watched = token_store._Watched(lock)
+    watched = store_lock.Lock(lock)
     for touched in range(10):
         os.utime(lock, (touched, touched))  # a clock of 1970
-        watched.look()
-        now[0] += token_store.STALE_SECONDS - 1
+        watched.read()
+        now[0] += store_lock.STALE_SECONDS - 1
         assert not watched.abandoned()
     now[0] += 2
-    watched.look()
+    watched.read()
     assert watched.abandoned()
     assert watched.describe() == "process 12 on node7"
     lock.unlink()
-    watched.look()
+    watched.read()
     assert not watched.abandoned(), "released"
 
 
-def test_looks_become_rare(monkeypatch, messages):
+def test_waiting_processes_poll_less_and_less(monkeypatch, messages):
     """A thousand ranks may wait for hours on one file system."""
     now, slept = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(
         time, "sleep", lambda seconds: (slept.append(seconds), now.__setitem__(0, now[0] + seconds))
     )
-    for _ in token_store._looks(lambda: "process 1 on node7"):
+    for _ in store_lock.poll(lambda: "process 1 on node7"):
         if now[0] > 3600:
             break
     assert len(slept) < 800
     assert slept[0] < 0.1
-    assert slept[-1] == token_store.LOOK_SECONDS
+    assert slept[-1] == store_lock.POLL_SECONDS
     assert messages()[0].startswith("waiting for process 1 on node7 to tokenize (6")
 
 
 def test_a_lock_is_touched_while_it_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_store, "TOUCH_SECONDS", 0.01)
-    owner = token_store._Owner()
+    monkeypatch.setattr(store_lock, "TOUCH_SECONDS", 0.01)
+    owner = store_lock.Owner()
     assert owner.create(tmp_path / "lock")
     assert not owner.create(tmp_path / "lock")
     assert owner.holds(tmp_path / "lock")
@@ -343,9 +351,7 @@ def test_a_lock_is_touched_while_it_is_held(tmp_path, monkeypatch):
     owner.close()
 
 
-def test_a_store_that_is_there_needs_neither_tokenizer_nor_datasets(
-    tmp_path, many_tasks, monkeypatch
-):
+def test_an_existing_store_needs_neither_tokenizer_nor_datasets(tmp_path, many_tasks, monkeypatch):
     import sys
 
     file = jsonl(tmp_path / "a.jsonl", [f"text {number}" for number in range(30)])
@@ -355,7 +361,7 @@ def test_a_store_that_is_there_needs_neither_tokenizer_nor_datasets(
     assert opened(tmp_path, file, processes=4).documents == 30
 
 
-def test_what_makes_another_store(tmp_path):
+def test_settings_that_change_the_store(tmp_path):
     file = jsonl(tmp_path / "a.jsonl", ["x"])
     opened(tmp_path, file)
     for changed in (
@@ -367,7 +373,7 @@ def test_what_makes_another_store(tmp_path):
     assert len(stores(tmp_path)) == 3
 
 
-def test_columns_that_a_kind_does_not_read_make_no_other_store(tmp_path):
+def test_unused_columns_do_not_change_the_store(tmp_path):
     file = jsonl(tmp_path / "a.jsonl", ["x"])
     opened(tmp_path, file)
     opened(tmp_path, file, prompt_column="q", processes=7)
