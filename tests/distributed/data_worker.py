@@ -22,12 +22,16 @@ from launcher.recipe.load import load_recipe
 from launcher.training.evaluation import over_all
 from launcher.training.setup import assemble
 
-SIZES = "vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, \
+SIZES = (
+    "vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, \
 max_position_embeddings: 64, bos_token_id: 0, eos_token_id: 1, pad_token_id: 2"
+)
 MODELS = {
     "llama": "{model_type: llama, num_key_value_heads: 2, " + SIZES + "}",
     "mistral": "{model_type: mistral, num_key_value_heads: 2, sliding_window: 6, " + SIZES + "}",
-    "bert": "{model_type: bert, hidden_dropout_prob: 0.0, attention_probs_dropout_prob: 0.0, " + SIZES + "}",
+    "bert": "{model_type: bert, hidden_dropout_prob: 0.0, attention_probs_dropout_prob: 0.0, "
+    + SIZES
+    + "}",
     "gpt2": "{model_type: gpt2, vocab_size: 64, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 64, resid_pdrop: 0.0, embd_pdrop: 0.0, \
 attn_pdrop: 0.0}",
 }
@@ -52,13 +56,24 @@ def make_data(folder):
             rows.append({"input_ids": ids, "labels": labels} if index % 2 else {"input_ids": ids})
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     labelled = [
-        ("".join(generator.choices("abcdef ", k=generator.choice([3, 9, 25]))), generator.choice(["plain", "odd"])) for _ in range(40)
+        (
+            "".join(generator.choices("abcdef ", k=generator.choice([3, 9, 25]))),
+            generator.choice(["plain", "odd"]),
+        )
+        for _ in range(40)
     ]
-    (folder / "labelled.csv").write_text("text,label\n" + "".join(f"{text}x,{label}\n" for text, label in labelled))
+    (folder / "labelled.csv").write_text(
+        "text,label\n" + "".join(f"{text}x,{label}\n" for text, label in labelled)
+    )
     (folder / "texts").mkdir()
     for index in range(3):
-        words = ["".join(generator.choices("abcdefgh ", k=generator.choice([3, 20, 90]))) for _ in range(40)]
-        (folder / f"texts/{index}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
+        words = [
+            "".join(generator.choices("abcdefgh ", k=generator.choice([3, 20, 90])))
+            for _ in range(40)
+        ]
+        (folder / f"texts/{index}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in words)
+        )
 
 
 class Worker:
@@ -73,12 +88,17 @@ class Worker:
         file.write_text((BASE % MODELS[model]).replace("FOLDER", str(self.folder)))
         overrides = [override.replace("FOLDER", str(self.folder)) for override in overrides]
         recipe = load_recipe([f"recipe={file}", *overrides], ranks=ranks).recipe
-        data_parallel = DataParallel(rank=self.rank, size=ranks, group=self.groups[ranks], device=torch.device("cpu"))
+        data_parallel = DataParallel(
+            rank=self.rank, size=ranks, group=self.groups[ranks], device=torch.device("cpu")
+        )
         return assemble(recipe, ranks=data_parallel, build_data=self.rank == 0)
 
     def train(self, name, overrides, *, ranks=2, model="llama"):
         """Losses, gradient norms and counts of the run's steps."""
-        started, note = time.monotonic(), {"losses": [], "norms": [], "counts": [], "micro_batches": []}
+        started, note = (
+            time.monotonic(),
+            {"losses": [], "norms": [], "counts": [], "micro_batches": []},
+        )
         if self.rank < ranks:
             for step in self.assemble(overrides, ranks=ranks, model=model).all_steps:
                 loss = step.loss.clone()
@@ -96,7 +116,11 @@ class Worker:
             training = self.assemble(overrides, ranks=ranks, model=model)
             results = training.evaluator.evaluate(training.wrapped)
             whole = over_all(results)
-            note = {"loss": whole.loss, "tokens": whole.tokens, "sets": {key: [one.loss, one.tokens] for key, one in results.items()}}
+            note = {
+                "loss": whole.loss,
+                "tokens": whole.tokens,
+                "sets": {key: [one.loss, one.tokens] for key, one in results.items()},
+            }
             note["described"] = training.data.training.describe()
         self.done(name, note, started)
 
@@ -132,21 +156,55 @@ def main(folder):
     validation = ["data.validation=FOLDER/rows.jsonl"]
     for model in ("llama", "mistral", "gpt2"):
         for attention in ("sdpa", "eager"):
-            evaluate(f"packed, {model}, {attention}", [*validation, f"model.attention={attention}"], model=model)
+            evaluate(
+                f"packed, {model}, {attention}",
+                [*validation, f"model.attention={attention}"],
+                model=model,
+            )
         evaluate(f"not packed, {model}", [*validation, *loose], model=model)
     evaluate("two sets", ["data.validation={a: FOLDER/rows.jsonl, b: [FOLDER/other.jsonl]}"])
-    stream = ["data.streaming=true", "data.kind=text", "data.tokenizer=bytes", "data.shuffle_buffer=5", "data.sequence_length=48"]
-    stream += ["data.train=FOLDER/texts", "model.config.vocab_size=260", "model.config.max_position_embeddings=64"]
+    stream = [
+        "data.streaming=true",
+        "data.kind=text",
+        "data.tokenizer=bytes",
+        "data.shuffle_buffer=5",
+        "data.sequence_length=48",
+    ]
+    stream += [
+        "data.train=FOLDER/texts",
+        "model.config.vocab_size=260",
+        "model.config.max_position_embeddings=64",
+    ]
     train("stream, 2 ranks", stream)
     train("stream, 1 rank", [*stream, "batch.micro_batch_size=4"], ranks=1)
-    train("stream, 2 ranks, loader processes", [*stream, "data.workers=3", "batch.micro_batch_size=1"])
+    train(
+        "stream, 2 ranks, loader processes", [*stream, "data.workers=3", "batch.micro_batch_size=1"]
+    )
     train("stream, another seed", [*stream, "run.seed=8"])
-    labelled = ["data.kind=classification", "data.train=FOLDER/labelled.csv", "data.tokenizer=bytes", "model.task=sequence_classification"]
-    labelled += ["data.labels=[plain, odd]", "model.config.vocab_size=260", "data.validation=FOLDER/labelled.csv"]
+    labelled = [
+        "data.kind=classification",
+        "data.train=FOLDER/labelled.csv",
+        "data.tokenizer=bytes",
+        "model.task=sequence_classification",
+    ]
+    labelled += [
+        "data.labels=[plain, odd]",
+        "model.config.vocab_size=260",
+        "data.validation=FOLDER/labelled.csv",
+    ]
     for model in ("llama", "bert"):
         train(f"classes, {model}, 2 ranks", labelled, model=model)
-        train(f"classes, {model}, 1 rank", [*labelled, "batch.micro_batch_size=8"], ranks=1, model=model)
-        budget = ["batch.micro_batch_size=null", "batch.micro_batch_tokens=64", "strategy.kind=fsdp"]
+        train(
+            f"classes, {model}, 1 rank",
+            [*labelled, "batch.micro_batch_size=8"],
+            ranks=1,
+            model=model,
+        )
+        budget = [
+            "batch.micro_batch_size=null",
+            "batch.micro_batch_tokens=64",
+            "strategy.kind=fsdp",
+        ]
         train(f"classes, {model}, 2 ranks, by tokens, fsdp", [*labelled, *budget], model=model)
     evaluate("classes", labelled)
 
@@ -157,17 +215,29 @@ def main(folder):
         "data.builder=tests.distributed.vision:data",
     ]
     own += ["run.max_steps=null", "run.epochs=2", "optimizer.learning_rate=2e-2"]
-    train("images, 1 rank", [*own, "batch.micro_batch_size=8", "model.arguments={depth: 2}"], ranks=1)
+    train(
+        "images, 1 rank", [*own, "batch.micro_batch_size=8", "model.arguments={depth: 2}"], ranks=1
+    )
     train("images, 2 ranks", own)
-    train("images, 2 ranks, fsdp", [*own, "strategy.kind=fsdp", "activation_checkpointing={mode: full}"])
+    train(
+        "images, 2 ranks, fsdp",
+        [*own, "strategy.kind=fsdp", "activation_checkpointing={mode: full}"],
+    )
     evaluate("images", own)
 
     # The same documents in one step: packing changes what meets in a row, not the loss nor the gradient
     whole = ["run.max_steps=1", "batch.global_batch_size=64", "data.shuffle=false"]
     train("a step of all, not packed", [*whole, *loose, "run.max_steps=null", "run.epochs=1"])
     train("a step of all, packed", [*whole, "run.max_steps=null", "run.epochs=1"])
-    checkpointed = ["strategy.kind=fsdp", "strategy.cpu_offload={}", "activation_checkpointing={mode: full}"]
-    train("a step of all, packed, offload and checkpointing", [*whole, *checkpointed, "run.max_steps=null", "run.epochs=1"])
+    checkpointed = [
+        "strategy.kind=fsdp",
+        "strategy.cpu_offload={}",
+        "activation_checkpointing={mode: full}",
+    ]
+    train(
+        "a step of all, packed, offload and checkpointing",
+        [*whole, *checkpointed, "run.max_steps=null", "run.epochs=1"],
+    )
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.destroy_process_group()

@@ -26,12 +26,20 @@ def rows_file(folder, bad=None):
 
 def test_a_bad_row_ends_all_ranks_and_their_processes(tmp_path):
     file = rows_file(tmp_path, bad=ROWS - 5)
-    overrides = [*INSTRUCT, f"data.train=[{file}]", f"data.cache={tmp_path}/cache", f"run.dir={tmp_path}/run"]
+    overrides = [
+        *INSTRUCT,
+        f"data.train=[{file}]",
+        f"data.cache={tmp_path}/cache",
+        f"run.dir={tmp_path}/run",
+    ]
     result = torchrun(TRAIN, *SMALL, *overrides, ranks=2)
     assert result.status == 1, "torchrun's own status for any failure"
     told = f"{file}:{ROWS - 4}: not JSON: "
     assert told in result.output.split("Traceback")[0]
-    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["reason"]) == ("failed", "recipe")
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["reason"]) == (
+        "failed",
+        "recipe",
+    )
     assert status(tmp_path / "run")["error"].startswith(told)
     assert list((tmp_path / "cache").iterdir()) == [], "half a store is left behind"
 
@@ -56,7 +64,11 @@ def test_a_killed_process_ends_its_worker_processes(tmp_path):
         os.kill(process.pid, signal.SIGKILL)
         time.sleep(1)
 
-    result = run([sys.executable, "-c", script, rows_file(tmp_path), cache], during=kill, PYTHONPATH=str(REPOSITORY))
+    result = run(
+        [sys.executable, "-c", script, rows_file(tmp_path), cache],
+        during=kill,
+        PYTHONPATH=str(REPOSITORY),
+    )
     assert result.status == -signal.SIGKILL
 
 
@@ -76,7 +88,9 @@ def test_another_process_takes_over_when_the_one_that_tokenizes_is_killed(tmp_pa
 
     def start(seconds):
         command = [sys.executable, "-c", script, str(file), str(cache), str(seconds)]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     started = [start(60)]
     try:
@@ -92,4 +106,6 @@ def test_another_process_takes_over_when_the_one_that_tokenizes_is_killed(tmp_pa
     assert all("documents: 300" in output for output in outputs), outputs
     assert sum("tokenizing 1 files" in output for output in outputs) == 1, outputs
     assert "has not finished tokenizing: taking over" in "".join(outputs)
-    assert [path.name.startswith(".") for path in cache.iterdir()] == [False], "a store, and nothing beside it"
+    assert [path.name.startswith(".") for path in cache.iterdir()] == [False], (
+        "a store, and nothing beside it"
+    )

@@ -34,8 +34,12 @@ def test_a_token_budget_changes_the_micro_batches_alone(results, strategy):
 
 def test_a_token_budget_goes_through_the_last_incomplete_step(results):
     same(results["by tokens, 2 ranks, two passes"], results["by tokens, 1 rank, two passes"])
-    assert len(results["by tokens, 1 rank, two passes"]["losses"]) == 15, "60 sequences twice, 8 a step"
-    assert len(set(results["by tokens, 1 rank, two passes"]["micro_batches"])) > 1, "as many micro-batches as the lengths ask for"
+    assert len(results["by tokens, 1 rank, two passes"]["losses"]) == 15, (
+        "60 sequences twice, 8 a step"
+    )
+    assert len(set(results["by tokens, 1 rank, two passes"]["micro_batches"])) > 1, (
+        "as many micro-batches as the lengths ask for"
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -60,8 +64,12 @@ def test_named_validation_sets(results):
     sets = results["two sets"]["sets"]
     assert list(sets) == ["a", "b"]
     assert sets["a"][1] > sets["b"][1] > 30
-    assert sets["a"] == pytest.approx([results["packed, llama, sdpa"]["loss"], results["packed, llama, sdpa"]["tokens"]])
-    whole = sum(loss * tokens for loss, tokens in sets.values()) / sum(tokens for _, tokens in sets.values())
+    assert sets["a"] == pytest.approx(
+        [results["packed, llama, sdpa"]["loss"], results["packed, llama, sdpa"]["tokens"]]
+    )
+    whole = sum(loss * tokens for loss, tokens in sets.values()) / sum(
+        tokens for _, tokens in sets.values()
+    )
     assert results["two sets"]["loss"] == pytest.approx(whole)
 
 

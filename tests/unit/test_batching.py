@@ -26,7 +26,10 @@ def permutation(size, *, seed=0, epoch=0):
 def test_every_small_size_is_permuted(seed):
     for size in range(1, 71):
         for epoch in (0, 1):
-            assert sorted(permutation(size, seed=seed, epoch=epoch)) == list(range(size)), (size, epoch)
+            assert sorted(permutation(size, seed=seed, epoch=epoch)) == list(range(size)), (
+                size,
+                epoch,
+            )
 
 
 @pytest.mark.parametrize("size", [4097, 10_007, 2**14, 2**14 + 1])
@@ -37,7 +40,11 @@ def test_larger_sizes_are_permuted(size):
 @pytest.mark.parametrize("size", [2**31 - 1, 2**40 + 1, 10**15])
 def test_in_huge_sizes_no_two_of_many_meet(size):
     chance = random.Random(size)
-    indices = [*range(1000), *range(size - 1000, size), *(chance.randrange(size) for _ in range(2000))]
+    indices = [
+        *range(1000),
+        *range(size - 1000, size),
+        *(chance.randrange(size) for _ in range(2000)),
+    ]
     results = {index: permuted(index, size=size, seed=1, epoch=0) for index in indices}
     assert all(0 <= result < size for result in results.values())
     assert len(set(results.values())) == len(results)
@@ -47,12 +54,18 @@ def test_the_order_is_the_same_for_ever():
     """A run that goes on after an upgrade must see the samples that it has not seen: these values may not change."""
     assert permutation(10, seed=1234, epoch=0) == [3, 8, 6, 4, 5, 9, 1, 0, 2, 7]
     assert permutation(10, seed=1234, epoch=1) == [8, 9, 2, 3, 1, 4, 6, 7, 0, 5]
-    assert [permuted(index, size=10**12, seed=7, epoch=3) for index in range(3)] == [951739823179, 44046226497, 46867815895]
+    assert [permuted(index, size=10**12, seed=7, epoch=3) for index in range(3)] == [
+        951739823179,
+        44046226497,
+        46867815895,
+    ]
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     size = 1000
-    orders = [permutation(size, seed=seed, epoch=epoch) for seed in (0, 1, 2) for epoch in (0, 1, 2)]
+    orders = [
+        permutation(size, seed=seed, epoch=epoch) for seed in (0, 1, 2) for epoch in (0, 1, 2)
+    ]
     for number, first in enumerate(orders):
         for second in orders[:number]:
             # Two random permutations agree in one place on average, and hardly ever in ten
@@ -63,7 +76,9 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 def test_it_looks_random(size):
     """Fixed points, how far samples move, neighbours and halves are as in a random permutation."""
     orders = [permutation(size, seed=11, epoch=epoch) for epoch in range(8)]
-    fixed = statistics.mean(sum(index == result for index, result in enumerate(order)) for order in orders)
+    fixed = statistics.mean(
+        sum(index == result for index, result in enumerate(order)) for order in orders
+    )
     assert fixed < 3  # 1 is expected
     for order in orders:
         moved = statistics.mean(abs(index - result) for index, result in enumerate(order))
@@ -101,7 +116,13 @@ def test_after_the_last_epoch_there_is_no_sample(shuffle):
 def batches_of(ranks, micro, *, rank, order, size=16, first_step=0, steps=3):
     return list(
         RankBatchSampler(
-            order=order, global_batch_size=size, micro_batch_size=micro, rank=rank, ranks=ranks, first_step=first_step, steps=steps
+            order=order,
+            global_batch_size=size,
+            micro_batch_size=micro,
+            rank=rank,
+            ranks=ranks,
+            first_step=first_step,
+            steps=steps,
         )
     )
 
@@ -111,12 +132,19 @@ def batches_of(ranks, micro, *, rank, order, size=16, first_step=0, steps=3):
 @pytest.mark.parametrize("epochs", [None, 2])
 def test_any_ranks_and_micro_batches_share_the_same_steps(ranks, micro, epochs):
     """Read micro-batch by micro-batch and rank by rank, the samples of a step stand in the order of their positions."""
-    order = SampleOrder(samples=21, seed=9, shuffle=True, epochs=epochs)  # 42 samples of the 48 places of 3 steps
+    order = SampleOrder(
+        samples=21, seed=9, shuffle=True, epochs=epochs
+    )  # 42 samples of the 48 places of 3 steps
     of_rank = [batches_of(ranks, micro, rank=rank, order=order) for rank in range(ranks)]
     accumulation = 16 // (micro * ranks)
     assert {len(batches) for batches in of_rank} == {3 * accumulation}
     assert {len(batch) for batches in of_rank for batch in batches} == {micro}
-    read = [sample for number in range(3 * accumulation) for batches in of_rank for sample in batches[number]]
+    read = [
+        sample
+        for number in range(3 * accumulation)
+        for batches in of_rank
+        for sample in batches[number]
+    ]
     assert read == [order.sample(position) for position in range(48)]
     assert read.count(NO_SAMPLE) == (0 if epochs is None else 6)
 
@@ -128,24 +156,45 @@ def test_a_sampler_can_start_at_a_later_step():
     assert batches_of(2, 4, rank=1, order=order, steps=5, first_step=5) == []
 
 
-@pytest.mark.parametrize(("micro", "ranks", "accumulation"), [(1, 1, 64), (8, 1, 8), (8, 2, 4), (8, 8, 1), (64, 1, 1), (1, 64, 1)])
+@pytest.mark.parametrize(
+    ("micro", "ranks", "accumulation"),
+    [(1, 1, 64), (8, 1, 8), (8, 2, 4), (8, 8, 1), (64, 1, 1), (1, 64, 1)],
+)
 def test_accumulation(micro, ranks, accumulation):
-    assert accumulation_steps(global_batch_size=64, micro_batch_size=micro, ranks=ranks) == accumulation
+    assert (
+        accumulation_steps(global_batch_size=64, micro_batch_size=micro, ranks=ranks)
+        == accumulation
+    )
 
 
 @pytest.mark.parametrize(
     ("epochs", "samples", "size", "steps"),
-    [(1, 64, 16, 4), (1, 65, 16, 5), (1, 63, 16, 4), (1, 1, 16, 1), (3, 21, 16, 4), (2, 8, 16, 1), (10**6, 10**9 + 1, 1000, 10**12 + 1000)],
+    [
+        (1, 64, 16, 4),
+        (1, 65, 16, 5),
+        (1, 63, 16, 4),
+        (1, 1, 16, 1),
+        (3, 21, 16, 4),
+        (2, 8, 16, 1),
+        (10**6, 10**9 + 1, 1000, 10**12 + 1000),
+    ],
 )
 def test_total_steps_round_up(epochs, samples, size, steps):
-    assert total_steps(max_steps=None, epochs=epochs, samples=samples, global_batch_size=size) == steps
+    assert (
+        total_steps(max_steps=None, epochs=epochs, samples=samples, global_batch_size=size) == steps
+    )
     assert total_steps(max_steps=7, epochs=None, samples=samples, global_batch_size=size) == 7
 
 
 def test_the_last_step_of_the_last_epoch_holds_the_rest():
     steps = total_steps(max_steps=None, epochs=3, samples=21, global_batch_size=16)
     order = SampleOrder(samples=21, seed=0, shuffle=True, epochs=3)
-    seen = [sample for rank in range(2) for batch in batches_of(2, 2, rank=rank, order=order, steps=steps) for sample in batch]
+    seen = [
+        sample
+        for rank in range(2)
+        for batch in batches_of(2, 2, rank=rank, order=order, steps=steps)
+        for sample in batch
+    ]
     counts = {sample: seen.count(sample) for sample in set(seen) - {NO_SAMPLE}}
     assert counts == dict.fromkeys(range(21), 3)
 
@@ -154,7 +203,10 @@ def source_of(sample, sizes):
     return next(index for index, end in enumerate(itertools.accumulate(sizes)) if sample < end)
 
 
-@pytest.mark.parametrize(("weights", "shares"), [((3, 1), (0.75, 0.25)), ((1, 1), (0.5, 0.5)), ((1, 2, 5), (0.125, 0.25, 0.625))])
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [((3, 1), (0.75, 0.25)), ((1, 1), (0.5, 0.5)), ((1, 2, 5), (0.125, 0.25, 0.625))],
+)
 def test_a_mixture_keeps_its_shares_everywhere(weights, shares):
     sizes = (10, 1000, 77)[: len(weights)]
     order = MixtureOrder(sizes=sizes, weights=weights, seed=4, shuffle=True)
@@ -163,7 +215,9 @@ def test_a_mixture_keeps_its_shares_everywhere(weights, shares):
         part = sources[start : start + 96]
         for source, share in enumerate(shares):
             assert abs(part.count(source) - 96 * share) <= 2
-    assert order.passes(4096) == pytest.approx([4096 * share / size for share, size in zip(shares, sizes, strict=True)])
+    assert order.passes(4096) == pytest.approx(
+        [4096 * share / size for share, size in zip(shares, sizes, strict=True)]
+    )
 
 
 def test_each_source_of_a_mixture_is_read_completely_before_it_repeats():
@@ -193,10 +247,16 @@ def test_a_mixture_ends_after_its_epochs():
 
 def test_other_seeds_give_other_mixtures_and_sources_are_not_in_step():
     first, second = (
-        [MixtureOrder(sizes=(64, 64), weights=(1, 1), seed=seed, shuffle=True).sample(p) for p in range(64)] for seed in (1, 2)
+        [
+            MixtureOrder(sizes=(64, 64), weights=(1, 1), seed=seed, shuffle=True).sample(p)
+            for p in range(64)
+        ]
+        for seed in (1, 2)
     )
     assert first != second
-    assert [sample for sample in first if sample < 64] != [sample - 64 for sample in first if sample >= 64]
+    assert [sample for sample in first if sample < 64] != [
+        sample - 64 for sample in first if sample >= 64
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -204,7 +264,14 @@ def test_a_token_budget_holds_and_keeps_the_steps_samples(ranks):
     generator = random.Random(3)
     lengths = [generator.choice([1, 7, 30, 100, 128]) for _ in range(113)]
     order = SampleOrder(samples=113, seed=1, shuffle=True, epochs=1)
-    common = {"order": order, "lengths": lengths, "global_batch_size": 50, "micro_batch_tokens": 256, "ranks": ranks, "steps": 3}
+    common = {
+        "order": order,
+        "lengths": lengths,
+        "global_batch_size": 50,
+        "micro_batch_tokens": 256,
+        "ranks": ranks,
+        "steps": 3,
+    }
     of_rank = [TokenBatchSampler(rank=rank, first_step=0, **common) for rank in range(ranks)]
     batches = [list(sampler) for sampler in of_rank]
     assert len({len(one) for one in batches}) == 1, "every rank has as many micro-batches"
@@ -212,12 +279,33 @@ def test_a_token_budget_holds_and_keeps_the_steps_samples(ranks):
     for step in range(3):
         number = of_rank[0].micro_batches(step)
         assert {sampler.micro_batches(step) for sampler in of_rank} == {number}
-        samples = [sample for one in batches for batch in one[position : position + number] for sample in batch if sample != NO_SAMPLE]
-        assert sorted(samples) == sorted(s for s in (order.sample(p) for p in range(50 * step, 50 * step + 50)) if s != NO_SAMPLE)
+        samples = [
+            sample
+            for one in batches
+            for batch in one[position : position + number]
+            for sample in batch
+            if sample != NO_SAMPLE
+        ]
+        assert sorted(samples) == sorted(
+            s for s in (order.sample(p) for p in range(50 * step, 50 * step + 50)) if s != NO_SAMPLE
+        )
         position += number
-    padded = [len(batch) * max(lengths[sample] for sample in batch) for one in batches for batch in one if batch != [NO_SAMPLE]]
+    padded = [
+        len(batch) * max(lengths[sample] for sample in batch)
+        for one in batches
+        for batch in one
+        if batch != [NO_SAMPLE]
+    ]
     assert max(padded) <= 256
-    rows = RankBatchSampler(order=order, global_batch_size=50, micro_batch_size=2, rank=0, ranks=1, first_step=0, steps=2)
+    rows = RankBatchSampler(
+        order=order,
+        global_batch_size=50,
+        micro_batch_size=2,
+        rank=0,
+        ranks=1,
+        first_step=0,
+        steps=2,
+    )
     unsorted = sum(2 * max(lengths[sample] for sample in batch) for batch in rows)
     assert sum(padded) < unsorted, "like lengths meet: less padding"
     later = list(TokenBatchSampler(rank=0, first_step=2, **common))

@@ -39,7 +39,10 @@ def tokenizer(request, tmp_path_factory):
 def test_the_ids_are_the_bytes_and_decode_to_the_text(tokenizer):
     chance = random.Random(3)
     planes = [range(0x80), range(0x80, 0x800), range(0x800, 0xD800), range(0x10000, 0x110000)]
-    odd = ["".join(chr(chance.choice(chance.choice(planes))) for _ in range(chance.randrange(40))) for _ in range(300)]
+    odd = [
+        "".join(chr(chance.choice(chance.choice(planes))) for _ in range(chance.randrange(40)))
+        for _ in range(300)
+    ]
     for text in TEXTS + odd:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ids == list(text.encode())
@@ -51,21 +54,34 @@ def test_the_ids_are_the_bytes_and_decode_to_the_text(tokenizer):
 
 def test_special_tokens(tokenizer):
     assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (260, 256, 256)
-    assert tokenizer.convert_ids_to_tokens([256, 257, 258, 259]) == ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    assert tokenizer.convert_ids_to_tokens([256, 257, 258, 259]) == [
+        "<|end|>",
+        "<|system|>",
+        "<|user|>",
+        "<|assistant|>",
+    ]
     assert tokenizer("a<|end|><|user|> ")["input_ids"] == [97, 256, 258, 32]
     assert tokenizer.decode([97, 256, 259, 98]) == "a<|end|><|assistant|>b"
 
 
 def test_chat_template_marks_what_the_assistant_says(tokenizer):
-    rendered = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    rendered = tokenizer.apply_chat_template(
+        CHAT, return_dict=True, return_assistant_tokens_mask=True
+    )
     expected = [
         *[257, *b" be  kind\n", 256, 258, *"Hi é🙂".encode(), 256],
         *[259, *b" yo", 256, 258, *b"a", 256, 259, *b"b\n", 256],
     ]
     assert rendered["input_ids"] == expected
-    marked = [token for token, mark in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True) if mark]
+    marked = [
+        token
+        for token, mark in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True)
+        if mark
+    ]
     assert marked == [*b" yo", 256, *b"b\n", 256]
-    asked = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+    asked = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
     assert asked == expected[: expected.index(259) + 1]
 
 
@@ -87,9 +103,17 @@ class SaysThenEnds(LogitsProcessor):
 
 
 def test_generation_stops_at_the_end_of_the_turn(tokenizer):
-    config = LlamaConfig(vocab_size=260, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
     model = LlamaForCausalLM(config)
-    asked = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    asked = tokenizer.apply_chat_template(
+        CHAT[:2], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
     said = model.generate(
         **asked,
         max_new_tokens=20,

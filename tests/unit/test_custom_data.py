@@ -22,10 +22,26 @@ def empty():
 @pytest.mark.parametrize(
     ("builder", "arguments", "says"),
     [
-        ("tests.distributed.vision:datas", None, r"data\.builder: .* has no function datas; it has .*data"),
-        ("tests.distributed.visions:data", None, r"data\.builder: there is no module tests\.distributed\.visions; it must lie in"),
-        ("tests.distributed.vision:data", {"numbers": 3}, r"data\.arguments: .*\(number=50\) cannot be called with them: .*numbers"),
-        (f"{HERE}:a_dict", None, r"data\.builder: .* must return a launcher\.data\.custom\.CustomData; got dict"),
+        (
+            "tests.distributed.vision:datas",
+            None,
+            r"data\.builder: .* has no function datas; it has .*data",
+        ),
+        (
+            "tests.distributed.visions:data",
+            None,
+            r"data\.builder: there is no module tests\.distributed\.visions; it must lie in",
+        ),
+        (
+            "tests.distributed.vision:data",
+            {"numbers": 3},
+            r"data\.arguments: .*\(number=50\) cannot be called with them: .*numbers",
+        ),
+        (
+            f"{HERE}:a_dict",
+            None,
+            r"data\.builder: .* must return a launcher\.data\.custom\.CustomData; got dict",
+        ),
         (f"{HERE}:empty", None, r"data\.builder: .* returned an empty training set"),
     ],
 )
@@ -45,10 +61,17 @@ def test_rows_without_a_sample_weigh_nothing():
     losses = [dataset.loss(net, collated["tensors"]) for collated in (whole, part, none)]
     assert losses[0] > losses[1] > losses[2] == 0
     losses[2].backward()
-    assert all(parameter.grad is not None for parameter in net.parameters()), "its backward pass reaches every parameter, as sharding needs"
+    assert all(parameter.grad is not None for parameter in net.parameters()), (
+        "its backward pass reaches every parameter, as sharding needs"
+    )
 
 
 def test_a_loss_that_is_no_sum_is_refused():
     data = CustomData(train=[1.0], collate=torch.tensor, loss=lambda model, batch: batch["x"])
-    with pytest.raises(RecipeError, match=r"its loss must be a scalar, the sum over the micro-batch; got the shape \(2,\)"):
-        CustomDataset([1.0], data, "x").loss(torch.nn.Identity(), {"batch": {"x": torch.ones(2)}, "weight": 1.0})
+    with pytest.raises(
+        RecipeError,
+        match=r"its loss must be a scalar, the sum over the micro-batch; got the shape \(2,\)",
+    ):
+        CustomDataset([1.0], data, "x").loss(
+            torch.nn.Identity(), {"batch": {"x": torch.ones(2)}, "weight": 1.0}
+        )

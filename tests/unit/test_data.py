@@ -18,7 +18,12 @@ from launcher.data.dataset import SequenceDataset, open_dataset
 from launcher.data.encoder import make_encoder
 from launcher.data.sources import file_part, find_files, read_rows
 from launcher.data.token_store import ModelInputs, TokenStore, cache_folder, open_store
-from launcher.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, tokenizer_identity
+from launcher.data.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    load_tokenizer,
+    tokenizer_identity,
+)
 from launcher.errors import RecipeError
 from launcher.recipe import schema
 from launcher.training.loss import IGNORED
@@ -90,7 +95,10 @@ def test_files_of_patterns(tmp_path, monkeypatch):
     assert found("d[1].txt") == ["d[1].txt"]
     (tmp_path / "empty").mkdir()
     for nothing in ("*.csv", "gone.txt", "empty"):
-        with pytest.raises(RecipeError, match=f"^data: '{nothing.replace('*', '.')}' means no file .looked for in {tmp_path}.$"):
+        with pytest.raises(
+            RecipeError,
+            match=f"^data: '{nothing.replace('*', '.')}' means no file .looked for in {tmp_path}.$",
+        ):
             find_files(("b.txt", nothing))
 
 
@@ -106,13 +114,23 @@ SOURCES = [
     ("upper.JSONL", '{"text": "x"}\n', ["x"]),
     ("blank.jsonl", '\n{"text": "x"}\n\n  \n{"text": "y"}', ["x", "y"]),
     ("a.json", ROWS, ["one", "zwei ä 日本", "drei\nvier"]),
-    ("a.csv", '\ufefftext,other\n"one",1\r\n"zwei ä 日本",\n,3\n"drei\nvier",\n', ["one", "zwei ä 日本", "drei\nvier"]),
+    (
+        "a.csv",
+        '\ufefftext,other\n"one",1\r\n"zwei ä 日本",\n,3\n"drei\nvier",\n',
+        ["one", "zwei ä 日本", "drei\nvier"],
+    ),
     ("a.parquet", [{"text": row["text"]} for row in ROWS], ["one", "zwei ä 日本", "drei\nvier"]),
-    ("long.parquet", [{"text": str(number)} for number in range(2500)], [str(number) for number in range(2500)]),
+    (
+        "long.parquet",
+        [{"text": str(number)} for number in range(2500)],
+        [str(number) for number in range(2500)],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "documents"), SOURCES, ids=[name for name, _, _ in SOURCES])
+@pytest.mark.parametrize(
+    ("name", "content", "documents"), SOURCES, ids=[name for name, _, _ in SOURCES]
+)
 def test_documents(tmp_path, name, content, documents):
     assert list(read_documents(write(tmp_path / name, content), column="text")) == documents
 
@@ -124,38 +142,74 @@ def test_documents_of_another_column(tmp_path):
 
 BROKEN_FILES = [
     ("a.jsonl", '{"text": "x"}\n{"text": \n', ":2: not JSON: Expecting value (column 9)"),
-    ("a.jsonl", '{"text": "x"}\n\n["x"]\n', ':3: must be an object such as {"text": ...}; got list'),
+    (
+        "a.jsonl",
+        '{"text": "x"}\n\n["x"]\n',
+        ':3: must be an object such as {"text": ...}; got list',
+    ),
     (
         "a.jsonl",
         '{"text": "x"}\n{"body": "x"}\n',
         ":2: column 'text' must hold text; no such column; columns: body (data.text_column names it)",
     ),
-    ("a.jsonl", '{"text": null}\n', ":1: column 'text' must hold text; got NoneType; columns: text (data.text_column names it)"),
-    ("a.jsonl", '{"text": "\\ud83d"}\n', ":1: column 'text' holds half a surrogate pair (\\ud800 to \\udfff), which is no character"),
+    (
+        "a.jsonl",
+        '{"text": null}\n',
+        ":1: column 'text' must hold text; got NoneType; columns: text (data.text_column names it)",
+    ),
+    (
+        "a.jsonl",
+        '{"text": "\\ud83d"}\n',
+        ":1: column 'text' holds half a surrogate pair (\\ud800 to \\udfff), which is no character",
+    ),
     ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', ":2: not UTF-8 text (byte 10 of the line)"),
     ("a.json", '{"text": "x"}', ": must be a list of objects; got dict"),
     ("a.json", '[{"text": "x"}, 3]', ' row 2: must be an object such as {"text": ...}; got int'),
-    ("a.json", '[\n{"text": "x"},\n{"text" "y"}]', ":3: not JSON: Expecting ':' delimiter (column 9)"),
+    (
+        "a.json",
+        '[\n{"text": "x"},\n{"text" "y"}]',
+        ":3: not JSON: Expecting ':' delimiter (column 9)",
+    ),
     (
         "a.json",
         '[{"text": "x"}, {"body": "x"}]',
         " row 2: column 'text' must hold text; no such column; columns: body (data.text_column names it)",
     ),
     ("a.json", b'["\xff"]', ": not UTF-8 text (byte 2)"),
-    ("a.json", '{"text": "x"}\n{"text": "y"}', ":2: not JSON: Extra data (column 1); is it one object a line? Then name it .jsonl"),
-    ("a.txt", b"a\nbc\xffd", ":2: not UTF-8 text (byte 4); convert it, or leave it out of the patterns"),
+    (
+        "a.json",
+        '{"text": "x"}\n{"text": "y"}',
+        ":2: not JSON: Extra data (column 1); is it one object a line? Then name it .jsonl",
+    ),
+    (
+        "a.txt",
+        b"a\nbc\xffd",
+        ":2: not UTF-8 text (byte 4); convert it, or leave it out of the patterns",
+    ),
     ("a.csv", 'text,n\n"x\ny",1\nz\n', ":4: 1 fields, but the header in line 1 has 2"),
     ("a.csv", b"text\nx\n\xff\n", ":3: not UTF-8 text"),
     ("a.csv", "text,text\nx,y\n", ":1: the header names a column twice: text"),
     ("a.csv", "body\nx\n", ":2: column 'text' must hold text; no such column; columns: body (...)"),
     ("a.csv", 'text\n"x" y\n', ":2: not CSV: ',' expected after '\"'"),
     ("a.parquet", "hello", ": not a parquet file, or a damaged one: ..."),
-    ("a.parquet", [{"text": "x"}, {"text": None}], " row 2: column 'text' must hold text; got NoneType; columns: text (...)"),
-    ("a.parquet", [{"body": "x"}], " row 1: column 'text' must hold text; no such column; columns: body (...)"),
+    (
+        "a.parquet",
+        [{"text": "x"}, {"text": None}],
+        " row 2: column 'text' must hold text; got NoneType; columns: text (...)",
+    ),
+    (
+        "a.parquet",
+        [{"body": "x"}],
+        " row 1: column 'text' must hold text; no such column; columns: body (...)",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "said"), BROKEN_FILES, ids=[f"{name}-{said[:30]}" for name, _, said in BROKEN_FILES])
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    BROKEN_FILES,
+    ids=[f"{name}-{said[:30]}" for name, _, said in BROKEN_FILES],
+)
 def test_broken_files_name_file_and_line(tmp_path, name, content, said):
     file = write(tmp_path / name, content)
     with pytest.raises(RecipeError) as refused:
@@ -180,7 +234,11 @@ def test_a_file_that_is_gone(tmp_path, name):
 
 def test_where_a_row_is(tmp_path):
     rows = [{"a": 1}, {"a": 2}]
-    for name, places in {"a.jsonl": (":1", ":2"), "a.json": (" row 1", " row 2"), "a.parquet": (" row 1", " row 2")}.items():
+    for name, places in {
+        "a.jsonl": (":1", ":2"),
+        "a.json": (" row 1", " row 2"),
+        "a.parquet": (" row 1", " row 2"),
+    }.items():
         file = write(tmp_path / name, rows)
         found = [(row.where, row.values) for row in read_rows(file_part(file))]
         assert found == [(f"{file}{place}", row) for place, row in zip(places, rows, strict=True)]
@@ -207,9 +265,13 @@ def tokenizer_folder(tmp_path_factory):
     words = {"<s>": 0, "</s>": 1, "<unk>": 2, "a": 3, "small": 4, "world": 5}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
     return folder
 
 
@@ -222,7 +284,11 @@ def copied(folder, to):
 def test_hugging_face_tokenizer(tokenizer_folder):
     tokenizer = load_tokenizer(str(tokenizer_folder))
     assert isinstance(tokenizer, HuggingFaceTokenizer)
-    assert [ids.tolist() for ids in tokenizer.ids(["a small  world is small", "", "a"])] == [[3, 4, 5, 2, 4], [], [3]]
+    assert [ids.tolist() for ids in tokenizer.ids(["a small  world is small", "", "a"])] == [
+        [3, 4, 5, 2, 4],
+        [],
+        [3],
+    ]
     assert [ids.tolist() for ids in tokenizer.as_inference(["a", ""])] == [[0, 3], [0]]
     assert (tokenizer.begin, tokenizer.end) == ([0], 1)
     assert tokenizer.ids(["a"])[0].dtype == np.int32
@@ -247,7 +313,10 @@ def test_tokenizer_without_an_end_of_text(tokenizer_folder, tmp_path):
     config = json.loads((copy / "tokenizer_config.json").read_text())
     del config["eos_token"]
     write(copy / "tokenizer_config.json", json.dumps(config))
-    with pytest.raises(RecipeError, match=r"data.tokenizer: .*copy: has no end-of-text token \(eos_token\), which ends each document"):
+    with pytest.raises(
+        RecipeError,
+        match=r"data.tokenizer: .*copy: has no end-of-text token \(eos_token\), which ends each document",
+    ):
         store_of(write(tmp_path / "a.txt", "a"), cache=str(tmp_path / "cache"), tokenizer=str(copy))
 
 
@@ -255,7 +324,9 @@ def test_tokenizer_without_an_end_of_text(tokenizer_folder, tmp_path):
 def test_folder_without_a_tokenizer(tmp_path, content):
     if content is not None:
         write(tmp_path / "tokenizer.json", content)
-    with pytest.raises(RecipeError, match=f"^data.tokenizer: {tmp_path}: no tokenizer could be loaded: "):
+    with pytest.raises(
+        RecipeError, match=f"^data.tokenizer: {tmp_path}: no tokenizer could be loaded: "
+    ):
         load_tokenizer(str(tmp_path))
 
 
@@ -282,14 +353,22 @@ def test_store_of_text(tmp_path, cache):
     ]
     store = store_of(*files, cache=cache)
     assert documents_of(store) == [[97, 98, END], [0xC3, 0xA4, END], [122, 13, 10, END]]
-    assert (store.documents, store.files, store.largest_id, store.labels, store.empty) == (3, 2, END, None, 1)
+    assert (store.documents, store.files, store.largest_id, store.labels, store.empty) == (
+        3,
+        2,
+        END,
+        None,
+        1,
+    )
     assert isinstance(store.ids, np.memmap)
     assert store.ids.dtype == np.int32
 
 
 def test_store_with_a_hugging_face_tokenizer(tmp_path, cache, tokenizer_folder):
     file = write(tmp_path / "a.txt", "a small world")
-    assert documents_of(store_of(file, cache=cache, tokenizer=str(tokenizer_folder))) == [[0, 3, 4, 5, 1]]
+    assert documents_of(store_of(file, cache=cache, tokenizer=str(tokenizer_folder))) == [
+        [0, 3, 4, 5, 1]
+    ]
     assert documents_of(store_of(file, cache=cache)) == [[*b"a small world", END]]
 
 
@@ -318,7 +397,10 @@ def test_another_column_or_content_changes_the_store(tmp_path, cache, messages):
 def test_other_ranks_wait_for_the_store(tmp_path, cache):
     file = write(tmp_path / "a.txt", "ab")
     waited = []
-    waiting = threading.Thread(target=lambda: waited.append(documents_of(store_of(file, cache=cache, build=False))), daemon=True)
+    waiting = threading.Thread(
+        target=lambda: waited.append(documents_of(store_of(file, cache=cache, build=False))),
+        daemon=True,
+    )
     waiting.start()
     waiting.join(0.15)
     assert waiting.is_alive()
@@ -338,19 +420,29 @@ def test_cache_folder(tmp_path, monkeypatch):
 
 def test_a_cache_that_cannot_be_written(tmp_path):
     file = write(tmp_path / "a.txt", "ab")
-    with pytest.raises(RecipeError, match=f"^data.cache: {file} cannot be written to: File exists$"):
+    with pytest.raises(
+        RecipeError, match=f"^data.cache: {file} cannot be written to: File exists$"
+    ):
         store_of(file, cache=str(file))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
 def test_store_of_tokens(tmp_path, cache, name):
-    store = store_of(write(tmp_path / name, [{"input_ids": [1, 2, 3]}, {"input_ids": []}, {"input_ids": [7]}]), cache=cache, kind="tokens")
+    store = store_of(
+        write(tmp_path / name, [{"input_ids": [1, 2, 3]}, {"input_ids": []}, {"input_ids": [7]}]),
+        cache=cache,
+        kind="tokens",
+    )
     assert documents_of(store) == [[1, 2, 3], [7]]
     assert (store.labels, store.largest_id) == (None, 7)
 
 
 def test_store_of_tokens_with_labels(tmp_path, cache):
-    rows = [{"input_ids": [1, 2, 3], "labels": [IGNORED, 9, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6], "labels": None}]
+    rows = [
+        {"input_ids": [1, 2, 3], "labels": [IGNORED, 9, 3]},
+        {"input_ids": [4, 5]},
+        {"input_ids": [6], "labels": None},
+    ]
     store = store_of(write(tmp_path / "a.jsonl", rows), cache=cache, kind="tokens")
     assert documents_of(store) == [[1, 2, 3], [4, 5], [6]]
     assert store.labels.tolist() == [IGNORED, 9, 3, 4, 5, 6]
@@ -364,8 +456,14 @@ BROKEN_TOKENS = [
     ([{"input_ids": [1, True]}], ":1: input_ids must be a list of whole numbers"),
     ([{"input_ids": [1, -1]}], ":1: input_ids must not be negative; got -1"),
     ([{"input_ids": [2**31]}], ":1: input_ids has an id beyond 32 bits"),
-    ([{"input_ids": [1, 2], "labels": [1]}], ":1: 2 input_ids, but 1 labels; there must be one a token (-100: no loss)"),
-    ([{"input_ids": [1, 2], "labels": [1, -1]}], ":1: labels must be token ids, or -100 where no loss is due; got -1"),
+    (
+        [{"input_ids": [1, 2], "labels": [1]}],
+        ":1: 2 input_ids, but 1 labels; there must be one a token (-100: no loss)",
+    ),
+    (
+        [{"input_ids": [1, 2], "labels": [1, -1]}],
+        ":1: labels must be token ids, or -100 where no loss is due; got -1",
+    ),
     ([{"input_ids": [1, 2], "labels": [1, None]}], ":1: labels must be a list of whole numbers"),
 ]
 
@@ -381,14 +479,19 @@ def test_broken_token_rows(tmp_path, cache, rows, said):
 
 def test_token_rows_in_a_text_file_are_refused(tmp_path, cache):
     file = write(tmp_path / "a.txt", "1 2 3")
-    with pytest.raises(RecipeError, match=r"a.txt: kind tokens reads .jsonl, .json, .parquet, .csv; use kind text for text files"):
+    with pytest.raises(
+        RecipeError,
+        match=r"a.txt: kind tokens reads .jsonl, .json, .parquet, .csv; use kind text for text files",
+    ):
         store_of(file, cache=cache, kind="tokens")
 
 
 def test_only_empty_files(tmp_path, cache):
     write(tmp_path / "tree/a.txt", "")
     write(tmp_path / "tree/b.jsonl", [{"text": ""}])
-    with pytest.raises(RecipeError, match=r"^data: 2 files, and not one document with text in them$"):
+    with pytest.raises(
+        RecipeError, match=r"^data: 2 files, and not one document with text in them$"
+    ):
         store_of(tmp_path / "tree", cache=cache)
 
 
@@ -417,7 +520,13 @@ PACKINGS = {"stream": packing.stream, "separate": packing.separate, "best_fit": 
 def counting_store(sizes):
     """Documents of these sizes; each token's id is its own place, so that none can be taken for another."""
     offsets = np.cumsum([0, *sizes], dtype=np.int64)
-    return TokenStore(ids=np.arange(offsets[-1], dtype=np.int32), labels=None, offsets=offsets, files=1, largest_id=int(offsets[-1]) - 1)
+    return TokenStore(
+        ids=np.arange(offsets[-1], dtype=np.int32),
+        labels=None,
+        offsets=offsets,
+        files=1,
+        largest_id=int(offsets[-1]) - 1,
+    )
 
 
 def random_sizes(chance):
@@ -445,15 +554,20 @@ def test_every_token_is_in_one_piece_and_one_target(name):
         dataset = SequenceDataset(store, sequences, length, packed=name != "separate")
         items = [dataset[index] for index in range(len(dataset))]
         assert all(1 <= len(item["input_ids"]) <= length for item in items), (sizes, length)
-        ids, targets = (np.concatenate([item[key] for item in items]) for key in ("input_ids", "targets"))
+        ids, targets = (
+            np.concatenate([item[key] for item in items]) for key in ("input_ids", "targets")
+        )
         firsts, lasts = set(store.offsets[:-1].tolist()), set((store.offsets[1:] - 1).tolist())
         assert sorted(ids.tolist()) == list(range(sum(sizes))), (sizes, length)
-        assert sorted(targets[targets != IGNORED].tolist()) == [token for token in range(sum(sizes)) if token not in firsts], (
+        assert sorted(targets[targets != IGNORED].tolist()) == [
+            token for token in range(sum(sizes)) if token not in firsts
+        ], (
             sizes,
             length,
         )
         assert all(
-            target == (IGNORED if token in lasts else token + 1) for token, target in zip(ids.tolist(), targets.tolist(), strict=True)
+            target == (IGNORED if token in lasts else token + 1)
+            for token, target in zip(ids.tolist(), targets.tolist(), strict=True)
         )
 
 
@@ -463,13 +577,19 @@ def test_pieces_stay_inside_documents_and_positions_start_again_in_each(name):
         store = counting_store(sizes)
         sequences = PACKINGS[name](store.offsets, length)
         dataset = SequenceDataset(store, sequences, length, packed=True)
-        for item, pieces in zip((dataset[index] for index in range(len(dataset))), pieces_of(sequences), strict=True):
+        for item, pieces in zip(
+            (dataset[index] for index in range(len(dataset))), pieces_of(sequences), strict=True
+        ):
             for start, size in pieces:
                 document = np.searchsorted(store.offsets, start, side="right")
                 assert size >= 1
                 assert start + size <= store.offsets[document]
-            assert item["input_ids"].tolist() == [token for start, size in pieces for token in range(start, start + size)]
-            assert item["position_ids"].tolist() == [position for _, size in pieces for position in range(size)]
+            assert item["input_ids"].tolist() == [
+                token for start, size in pieces for token in range(start, start + size)
+            ]
+            assert item["position_ids"].tolist() == [
+                position for _, size in pieces for position in range(size)
+            ]
 
 
 def test_a_stream_is_cut_every_length_tokens():
@@ -477,9 +597,15 @@ def test_a_stream_is_cut_every_length_tokens():
         store = counting_store(sizes)
         dataset = SequenceDataset(store, packing.stream(store.offsets, length), length, packed=True)
         rows = [dataset[index]["input_ids"].tolist() for index in range(len(dataset))]
-        assert rows == [list(range(start, min(start + length, sum(sizes)))) for start in range(0, sum(sizes), length)]
+        assert rows == [
+            list(range(start, min(start + length, sum(sizes))))
+            for start in range(0, sum(sizes), length)
+        ]
         ends = list(itertools.accumulate(sizes))
-        cut = sum((end - 1) // length > (end - size) // length for end, size in zip(ends, sizes, strict=True))
+        cut = sum(
+            (end - 1) // length > (end - size) // length
+            for end, size in zip(ends, sizes, strict=True)
+        )
         assert dataset.sequences.split_documents == cut
 
 
@@ -489,7 +615,9 @@ def test_separate_documents():
         sequences = packing.separate(store.offsets, length)
         expected = []
         for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
-            expected += [[(start, min(length, end - start))] for start in range(end - size, end, length)]
+            expected += [
+                [(start, min(length, end - start))] for start in range(end - size, end, length)
+            ]
         assert pieces_of(sequences) == expected
         assert sequences.split_documents == sum(size > length for size in sizes)
 
@@ -499,7 +627,9 @@ def test_best_fit_cuts_long_documents_only_and_leaves_no_two_sequences_to_join()
         store = counting_store(sizes)
         sequences = packing.best_fit(store.offsets, length)
         assert sorted(piece for pieces in pieces_of(sequences) for piece in pieces) == [
-            piece for pieces in pieces_of(packing.separate(store.offsets, length)) for piece in pieces
+            piece
+            for pieces in pieces_of(packing.separate(store.offsets, length))
+            for piece in pieces
         ]
         filled = sorted(sum(size for _, size in pieces) for pieces in pieces_of(sequences))
         assert len(filled) == 1 or filled[0] + filled[1] > length, (sizes, length)
@@ -541,7 +671,10 @@ def labelled_store():
     ("length", "targets"),
     [
         (4, [[IGNORED, 7, 8, IGNORED], [9, IGNORED]]),
-        (2, [[IGNORED, 7], [8, IGNORED], [9, IGNORED]]),  # the first label of a piece is the target of the piece before
+        (
+            2,
+            [[IGNORED, 7], [8, IGNORED], [9, IGNORED]],
+        ),  # the first label of a piece is the target of the piece before
         (1, [[IGNORED], [7], [8], [IGNORED], [9], [IGNORED]]),
     ],
 )
@@ -555,14 +688,23 @@ def test_labels_are_shifted(length, targets):
 
 def dataset_of(sizes, length, *, packed):
     store = counting_store(sizes)
-    return SequenceDataset(store, (packing.best_fit if packed else packing.separate)(store.offsets, length), length, packed=packed)
+    return SequenceDataset(
+        store,
+        (packing.best_fit if packed else packing.separate)(store.offsets, length),
+        length,
+        packed=packed,
+    )
 
 
 def test_rows_are_padded_on_the_right():
     dataset = dataset_of([3, 1, 2], 8, packed=False)
     collated = dataset.collate([dataset[index] for index in range(3)])
     assert collated["tensors"]["input_ids"].tolist() == [[0, 1, 2], [3, 0, 0], [4, 5, 0]]
-    assert collated["tensors"]["targets"].tolist() == [[1, 2, IGNORED], [IGNORED] * 3, [5, IGNORED, IGNORED]]
+    assert collated["tensors"]["targets"].tolist() == [
+        [1, 2, IGNORED],
+        [IGNORED] * 3,
+        [5, IGNORED, IGNORED],
+    ]
     assert sorted(collated["tensors"]) == ["input_ids", "targets"]
     assert {tensor.dtype for tensor in collated["tensors"].values()} == {torch.int64}
     assert (collated["tokens"], collated["loss_tokens"]) == (6, 3)
@@ -572,7 +714,10 @@ def test_packed_rows_have_the_full_length_and_positions_of_their_own():
     dataset = dataset_of([3, 2, 6], 6, packed=True)
     collated = dataset.collate([dataset[0], dataset[1]])
     assert collated["tensors"]["input_ids"].tolist() == [[0, 1, 2, 3, 4, 0], [5, 6, 7, 8, 9, 10]]
-    assert collated["tensors"]["targets"].tolist() == [[1, 2, IGNORED, 4, IGNORED, IGNORED], [6, 7, 8, 9, 10, IGNORED]]
+    assert collated["tensors"]["targets"].tolist() == [
+        [1, 2, IGNORED, 4, IGNORED, IGNORED],
+        [6, 7, 8, 9, 10, IGNORED],
+    ]
     assert collated["tensors"]["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
     assert (collated["tokens"], collated["loss_tokens"]) == (11, 8)
 
@@ -612,25 +757,58 @@ def data_section(file, cache, **more):
 
 def opened(file, cache, *, vocabulary=1000, **more):
     data = data_section(file, cache, **more)
-    return open_dataset(data, data.train, tokenizer=data.tokenizer, model=ModelInputs(vocabulary=vocabulary), build=True)
+    return open_dataset(
+        data,
+        data.train,
+        tokenizer=data.tokenizer,
+        model=ModelInputs(vocabulary=vocabulary),
+        build=True,
+    )
 
 
 def test_packing_of_each_kind(tmp_path, cache):
     text = write(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "de"}, {"text": "f"}])
     stream = opened(text, cache, sequence_length=4)
-    assert [stream[index]["input_ids"].tolist() for index in range(len(stream))] == [[*b"abc", END], [*b"de", END, *b"f"], [END]]
-    rows = write(tmp_path / "b.jsonl", [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}, {"input_ids": [7]}])
+    assert [stream[index]["input_ids"].tolist() for index in range(len(stream))] == [
+        [*b"abc", END],
+        [*b"de", END, *b"f"],
+        [END],
+    ]
+    rows = write(
+        tmp_path / "b.jsonl",
+        [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}, {"input_ids": [7]}],
+    )
     fitted = opened(rows, cache, kind="tokens", tokenizer=None, sequence_length=4)
-    assert [fitted[index]["input_ids"].tolist() for index in range(len(fitted))] in ([[1, 2, 3, 7], [4, 5, 6]], [[1, 2, 3], [4, 5, 6, 7]])
+    assert [fitted[index]["input_ids"].tolist() for index in range(len(fitted))] in (
+        [[1, 2, 3, 7], [4, 5, 6]],
+        [[1, 2, 3], [4, 5, 6, 7]],
+    )
     for file, kind in ((text, "text"), (rows, "tokens")):
-        assert len(opened(file, cache, kind=kind, tokenizer="bytes" if kind == "text" else None, sequence_length=8, packing=False)) == 3
+        assert (
+            len(
+                opened(
+                    file,
+                    cache,
+                    kind=kind,
+                    tokenizer="bytes" if kind == "text" else None,
+                    sequence_length=8,
+                    packing=False,
+                )
+            )
+            == 3
+        )
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(tmp_path, cache):
     text = write(tmp_path / "a.txt", "abc")
     assert len(opened(text, cache, vocabulary=257)) == 1
-    with pytest.raises(RecipeError, match=r"a.txt: token id 256 is beyond the model's vocabulary of 256 \(model.config.vocab_size\)$"):
+    with pytest.raises(
+        RecipeError,
+        match=r"a.txt: token id 256 is beyond the model's vocabulary of 256 \(model.config.vocab_size\)$",
+    ):
         opened(text, cache, vocabulary=256)
     label = write(tmp_path / "b.jsonl", [{"input_ids": [1, 2], "labels": [1, 12]}])
-    with pytest.raises(RecipeError, match=r"b.jsonl:1: token id 12 is beyond the model's vocabulary of 10 "):
+    with pytest.raises(
+        RecipeError, match=r"b.jsonl:1: token id 12 is beyond the model's vocabulary of 10 "
+    ):
         opened(label, cache, kind="tokens", tokenizer=None, vocabulary=10)

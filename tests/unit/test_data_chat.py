@@ -23,9 +23,16 @@ def trained(*, trim=False):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
     tokenizer.decoder = decoders.ByteLevel()
-    texts = ["the quick answer is forty two", "user assistant system model", " what is this? yes no maybe\n\n"] * 3
+    texts = [
+        "the quick answer is forty two",
+        "user assistant system model",
+        " what is this? yes no maybe\n\n",
+    ] * 3
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
@@ -38,19 +45,41 @@ def sentencepiece():
 
     merges = [("a", "n"), ("▁", "a"), ("n", "o"), ("y", "e"), ("ye", "s"), ("▁", "t"), ("▁t", "h")]
     letters = [chr(code) for code in range(0x21, 0x7F)]
-    words = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters, *(a + b for a, b in merges)]
+    words = [
+        "<unk>",
+        *SPECIAL,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *letters,
+        *(a + b for a, b in merges),
+    ]
     tokenizer = Tokenizer(
-        models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=merges, byte_fallback=True, unk_token="<unk>")
+        models.BPE(
+            vocab={word: number for number, word in enumerate(words)},
+            merges=merges,
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
     )
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     tokenizer.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 @pytest.fixture(scope="module", params=["bytes", "trimmed", "sentencepiece"])
 def tokenizer(request):
-    return sentencepiece() if request.param == "sentencepiece" else trained(trim=request.param == "trimmed")
+    return (
+        sentencepiece()
+        if request.param == "sentencepiece"
+        else trained(trim=request.param == "trimmed")
+    )
 
 
 # Templates in the shape of real ones. What the assistant says stands between [[ and ]]: taken out, or turned into marks.
@@ -89,7 +118,13 @@ PLAIN = (
     "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}[[{{ m.content }}]]{% else %}{{ m.content }}{% endif %}"
     "{{ '\n' }}{% endfor %}"
 )
-TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "inst": INST, "gemma": GEMMA, "thinking": THINKING}
+TEMPLATES = {
+    "chatml": CHATML,
+    "headers": HEADERS,
+    "inst": INST,
+    "gemma": GEMMA,
+    "thinking": THINKING,
+}
 
 
 def bare(template):
@@ -102,7 +137,10 @@ def marked(template):
 
 def said(*contents):
     """A conversation, the user first."""
-    return [{"role": "assistant" if number % 2 else "user", "content": content} for number, content in enumerate(contents)]
+    return [
+        {"role": "assistant" if number % 2 else "user", "content": content}
+        for number, content in enumerate(contents)
+    ]
 
 
 def encoded(tokenizer, template, messages, tools=None, loss_from=0):
@@ -113,7 +151,10 @@ def encoded(tokenizer, template, messages, tools=None, loss_from=0):
 def learned(tokenizer, template, messages, **more):
     """The runs of text that carry loss."""
     ids, labels = encoded(tokenizer, template, messages, **more)
-    assert all(label in (IGNORED, token) for token, label in zip(ids.tolist(), labels.tolist(), strict=True))
+    assert all(
+        label in (IGNORED, token)
+        for token, label in zip(ids.tolist(), labels.tolist(), strict=True)
+    )
     runs, before = [], False
     for token, label in zip(ids.tolist(), labels.tolist(), strict=True):
         if label != IGNORED:
@@ -138,40 +179,63 @@ def test_marks_and_verified_rendering_agree(tokenizer, name, conversation):
     messages = CONVERSATIONS[conversation]
     ids, labels = encoded(tokenizer, bare(TEMPLATES[name]), messages)
     marked_ids, marked_labels = encoded(tokenizer, marked(TEMPLATES[name]), messages)
-    assert ids.tolist() == marked_ids.tolist() == tokenizer.apply_chat_template(messages, chat_template=bare(TEMPLATES[name]))["input_ids"]
+    assert (
+        ids.tolist()
+        == marked_ids.tolist()
+        == tokenizer.apply_chat_template(messages, chat_template=bare(TEMPLATES[name]))["input_ids"]
+    )
     assert labels.tolist() == marked_labels.tolist()
     end = {"inst": " <eos>", "gemma": "</turn>"}.get(name, "<|end|>")
     answers = [message["content"] for message in messages[1::2]]
     runs = learned(tokenizer, bare(TEMPLATES[name]), messages)
     assert [run.strip() for run in runs] == [
-        (answer.strip() if name in ("headers", "inst", "gemma") else answer.lstrip()) + end for answer in answers
+        (answer.strip() if name in ("headers", "inst", "gemma") else answer.lstrip()) + end
+        for answer in answers
     ]
 
 
 def test_marks_are_read_as_transformers_reads_them():
     tokenizer = trained()
     for messages in CONVERSATIONS.values():
-        found = tokenizer.apply_chat_template(messages, chat_template=marked(CHATML), return_dict=True, return_assistant_tokens_mask=True)
+        found = tokenizer.apply_chat_template(
+            messages,
+            chat_template=marked(CHATML),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
         ids, labels = encoded(tokenizer, marked(CHATML), messages)
         assert ids.tolist() == found["input_ids"]
         assert [int(label != IGNORED) for label in labels] == found["assistant_masks"]
 
 
 def test_a_system_turn_and_turns_without_an_answer(tokenizer):
-    messages = [{"role": "system", "content": "no"}, *said("yes", "no"), {"role": "user", "content": "no"}]
+    messages = [
+        {"role": "system", "content": "no"},
+        *said("yes", "no"),
+        {"role": "user", "content": "no"},
+    ]
     for template in (CHATML, HEADERS, GEMMA):
         assert len(learned(tokenizer, bare(template), messages)) == 1
-        assert learned(tokenizer, bare(template), messages) == learned(tokenizer, marked(template), messages)
+        assert learned(tokenizer, bare(template), messages) == learned(
+            tokenizer, marked(template), messages
+        )
 
 
 def test_thinking_of_earlier_turns_is_dropped(tokenizer):
     messages = said("a", "<think>\nlong\n</think>\n\nyes", "b", "<think>\nshort\n</think>\n\nno")
     expected = ["yes<|end|>", "<think>\nshort\n</think>\n\nno<|end|>"]
-    assert learned(tokenizer, marked(THINKING), messages) == learned(tokenizer, bare(THINKING), messages) == expected
+    assert (
+        learned(tokenizer, marked(THINKING), messages)
+        == learned(tokenizer, bare(THINKING), messages)
+        == expected
+    )
     one_line = said("a", "<think>long</think>yes", "b", "<think>short</think>no")
     assert learned(tokenizer, bare(THINKING), one_line) == expected
     # a template that knows nothing of it keeps it as it is
-    assert learned(tokenizer, bare(CHATML), one_line) == ["<think>long</think>yes<|end|>", "<think>short</think>no<|end|>"]
+    assert learned(tokenizer, bare(CHATML), one_line) == [
+        "<think>long</think>yes<|end|>",
+        "<think>short</think>no<|end|>",
+    ]
 
 
 def test_calls_of_tools_and_reasoning_are_learned(tokenizer):
@@ -182,13 +246,20 @@ def test_calls_of_tools_and_reasoning_are_learned(tokenizer):
         runs = learned(tokenizer, bare(THINKING), messages)
         assert runs == learned(tokenizer, marked(THINKING), messages)
         assert runs[0] == "no<|end|>"
-        assert runs[1] == ("\n<call>maybe</call><|end|>" if last is call else "<think>\nwhat\n</think>\n\nyes<|end|>")
+        assert runs[1] == (
+            "\n<call>maybe</call><|end|>"
+            if last is call
+            else "<think>\nwhat\n</think>\n\nyes<|end|>"
+        )
 
 
 def test_an_answer_without_an_end_of_turn_gets_the_end_of_text(tokenizer):
     ids, _ = encoded(tokenizer, bare(PLAIN), said("a", "yes", "b", "no"))
     assert ids[-1] == tokenizer.eos_token_id
-    assert learned(tokenizer, bare(PLAIN), said("a", "yes", "b", "no"))[-1].strip("\n ") in ("no\n<eos>", "no<eos>")
+    assert learned(tokenizer, bare(PLAIN), said("a", "yes", "b", "no"))[-1].strip("\n ") in (
+        "no\n<eos>",
+        "no<eos>",
+    )
     ids, _ = encoded(tokenizer, bare(CHATML), said("a", "yes"))
     assert ids[-1] != tokenizer.eos_token_id
     # an end of turn that is no token of its own is learned with it
@@ -203,21 +274,39 @@ def test_an_answer_without_an_end_of_turn_gets_the_end_of_text(tokenizer):
 
 
 REFUSED = [
-    (bare(INST), [*said("a", "b"), {"role": "assistant", "content": "c"}], "refuses this conversation: turns must go user, assistant"),
-    (bare(CHATML), [{"role": "user", "content": "a"}], "no assistant turn, so nothing to learn from"),
+    (
+        bare(INST),
+        [*said("a", "b"), {"role": "assistant", "content": "c"}],
+        "refuses this conversation: turns must go user, assistant",
+    ),
+    (
+        bare(CHATML),
+        [{"role": "user", "content": "a"}],
+        "no assistant turn, so nothing to learn from",
+    ),
     (
         "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
         said("a", "yes"),
         "message 2: which part ... cannot be verified; put {% gen",
     ),
-    ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", said("a", "yes"), "cannot be verified"),
+    (
+        "{% for m in messages %}{{ m.content * 2 }}{% endfor %}",
+        said("a", "yes"),
+        "cannot be verified",
+    ),
     ("{{ messages[0].content }}", said("a", "yes"), "cannot be verified"),
-    ("{% generation %}{% endgeneration %}{{ messages[0].content }}", said("a", "yes"), "marks hold nothing here"),
+    (
+        "{% generation %}{% endgeneration %}{{ messages[0].content }}",
+        said("a", "yes"),
+        "marks hold nothing here",
+    ),
     ("{{ messages[9].content + 'x' }}", said("a", "yes"), "the chat template"),
 ]
 
 
-@pytest.mark.parametrize(("template", "messages", "what"), REFUSED, ids=[what[:25] for *_, what in REFUSED])
+@pytest.mark.parametrize(
+    ("template", "messages", "what"), REFUSED, ids=[what[:25] for *_, what in REFUSED]
+)
 def test_a_conversation_that_cannot_be_used(template, messages, what):
     with pytest.raises(RowError) as refused:
         encoded(trained(), template, messages)
@@ -232,17 +321,25 @@ def test_a_template_that_is_no_template():
 
 def test_loss_on_the_response_of_a_conversation_alone(tokenizer):
     for template in (bare(CHATML), marked(CHATML)):
-        assert learned(tokenizer, template, said("a", "yes", "b", "no"), loss_from=2) == ["no<|end|>"]
+        assert learned(tokenizer, template, said("a", "yes", "b", "no"), loss_from=2) == [
+            "no<|end|>"
+        ]
 
 
 def test_a_tokenizer_without_a_template_or_without_offsets():
-    with pytest.raises(RecipeError, match=r"^data.tokenizer: it: has no chat template; give a file with one as data.chat_template$"):
+    with pytest.raises(
+        RecipeError,
+        match=r"^data.tokenizer: it: has no chat template; give a file with one as data.chat_template$",
+    ):
         ChatTemplate(trained(), "it", None)
 
     class Slow:
         chat_template, is_fast = "x", False
 
-    with pytest.raises(RecipeError, match=r"^data.tokenizer: it: is a slow tokenizer \(Slow\), which does not say where"):
+    with pytest.raises(
+        RecipeError,
+        match=r"^data.tokenizer: it: is a slow tokenizer \(Slow\), which does not say where",
+    ):
         ChatTemplate(Slow(), "it", None)
 
 
@@ -273,17 +370,34 @@ def test_messages():
 
 
 BROKEN_MESSAGES = [
-    ("x", "column 'messages' must hold a list of messages, each with role and content (or from and value); got str"),
-    ([], "column 'messages' must hold a list of messages, each with role and content (or from and value); got an empty list"),
-    ([{"content": "x"}], "message 1: no role; there are system, developer, user, assistant, tool, function, ipython"),
+    (
+        "x",
+        "column 'messages' must hold a list of messages, each with role and content (or from and value); got str",
+    ),
+    (
+        [],
+        "column 'messages' must hold a list of messages, each with role and content (or from and value); got an empty list",
+    ),
+    (
+        [{"content": "x"}],
+        "message 1: no role; there are system, developer, user, assistant, tool, function, ipython",
+    ),
     ([{"role": "bot", "content": "x"}], "message 1: unknown role 'bot'; there are"),
-    ([{"from": "narrator", "value": "x"}], "message 1: unknown role 'narrator' in `from`; there are human, user, gpt"),
+    (
+        [{"from": "narrator", "value": "x"}],
+        "message 1: unknown role 'narrator' in `from`; there are human, user, gpt",
+    ),
     ([{"role": "user"}], "message 1: content must be text, or a list of text parts; got nothing"),
-    ([{"role": "user", "content": [{"type": "image"}]}], "message 1: a content part is 'image'; only text is trained on"),
+    (
+        [{"role": "user", "content": [{"type": "image"}]}],
+        "message 1: a content part is 'image'; only text is trained on",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("messages", "said_"), BROKEN_MESSAGES, ids=[said_[:40] for _, said_ in BROKEN_MESSAGES])
+@pytest.mark.parametrize(
+    ("messages", "said_"), BROKEN_MESSAGES, ids=[said_[:40] for _, said_ in BROKEN_MESSAGES]
+)
 def test_broken_messages(messages, said_):
     with pytest.raises(RowError) as refused:
         read_messages(messages, "messages")
@@ -320,8 +434,14 @@ def shown(one, tokenizer):
 INSTRUCT = [
     ({"prompt": "what? ", "completion": "yes"}, ("what? ", "yes<eos>")),
     ({"prompt": "what?", "response": " no"}, ("what?", " no<eos>")),
-    ({"instruction": "what?", "output": "no"}, ("### Instruction:\nwhat?\n\n### Response:\n", "no<eos>")),
-    ({"instruction": "a", "input": "b", "output": "no"}, ("### Instruction:\na\n\n### Input:\nb\n\n### Response:\n", "no<eos>")),
+    (
+        {"instruction": "what?", "output": "no"},
+        ("### Instruction:\nwhat?\n\n### Response:\n", "no<eos>"),
+    ),
+    (
+        {"instruction": "a", "input": "b", "output": "no"},
+        ("### Instruction:\na\n\n### Input:\nb\n\n### Response:\n", "no<eos>"),
+    ),
 ]
 
 
@@ -330,14 +450,27 @@ def test_instruct_rows(tmp_path, folder):
     found = results(tmp_path, [row for row, _ in INSTRUCT], "instruct", folder)
     assert [shown(one, tokenizer) for one in found] == [expected for _, expected in INSTRUCT]
     # prompt and response are tokenized each by itself: joined, they would not be the tokens of the joined text
-    assert found[0].ids.tolist()[: len(tokenizer("what? ")["input_ids"])] == tokenizer("what? ")["input_ids"]
+    assert (
+        found[0].ids.tolist()[: len(tokenizer("what? ")["input_ids"])]
+        == tokenizer("what? ")["input_ids"]
+    )
 
 
 def test_instruct_columns_and_conversations(tmp_path, folder):
     tokenizer = trained()
-    (named,) = results(tmp_path, [{"q": "a", "a": "no"}], "instruct", folder, prompt_column="q", response_column="a")
+    (named,) = results(
+        tmp_path,
+        [{"q": "a", "a": "no"}],
+        "instruct",
+        folder,
+        prompt_column="q",
+        response_column="a",
+    )
     assert shown(named, tokenizer) == ("a", "no<eos>")
-    rows = [{"prompt": said("a", "b", "c"), "completion": said("", "no")[1:]}, {"prompt": said("a"), "response": "no"}]
+    rows = [
+        {"prompt": said("a", "b", "c"), "completion": said("", "no")[1:]},
+        {"prompt": said("a"), "response": "no"},
+    ]
     first, second = results(tmp_path, rows, "instruct", folder)
     assert tokenizer.decode([t for t in first.labels if t != IGNORED]) == "no<|end|>"
     assert tokenizer.decode([t for t in second.labels if t != IGNORED]) == "no<|end|>"
@@ -350,17 +483,27 @@ def test_a_template_makes_conversations_of_prompts(tmp_path, folder):
     rows = [{"prompt": "a", "response": "no"}, {"instruction": "a", "input": "b", "output": "no"}]
     first, second = results(tmp_path, rows, "instruct", folder, chat_template=str(template))
     for one, asked in ((first, "a"), (second, "a\n\nb")):
-        assert tokenizer.decode(one.ids) == f"<|begin|>user\n{asked}<|end|>\n<|begin|>assistant\nno<|end|>\n"
+        assert (
+            tokenizer.decode(one.ids)
+            == f"<|begin|>user\n{asked}<|end|>\n<|begin|>assistant\nno<|end|>\n"
+        )
 
 
 def test_chat_rows(tmp_path, folder):
-    rows = [{"messages": said("a", "no")}, {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "no"}]}]
+    rows = [
+        {"messages": said("a", "no")},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "no"}]},
+    ]
     first, second = results(tmp_path, rows, "chat", folder)
     assert (
-        first.ids.tolist() == second.ids.tolist() == trained().apply_chat_template(said("a", "no"), chat_template=bare(CHATML))["input_ids"]
+        first.ids.tolist()
+        == second.ids.tolist()
+        == trained().apply_chat_template(said("a", "no"), chat_template=bare(CHATML))["input_ids"]
     )
     assert first.labels.tolist() == second.labels.tolist()
-    (named,) = results(tmp_path, [{"talk": said("a", "no")}], "chat", folder, messages_column="talk")
+    (named,) = results(
+        tmp_path, [{"talk": said("a", "no")}], "chat", folder, messages_column="talk"
+    )
     assert named.ids.tolist() == first.ids.tolist()
 
 
@@ -407,13 +550,21 @@ def test_broken_instruct_rows(tmp_path, folder):
 
 def test_classification_rows(tmp_path, folder):
     tokenizer = trained()
-    rows = [{"text": "yes", "label": 1}, {"text": "no", "label": "0"}, {"text": "no", "label": "good"}, {"text": "no", "label": 2}]
+    rows = [
+        {"text": "yes", "label": 1},
+        {"text": "no", "label": "0"},
+        {"text": "no", "label": "good"},
+        {"text": "no", "label": 2},
+    ]
     rows += [{"text": "no"}, {"text": "", "label": 1}, {"text": "no", "label": True}]
     found = results(tmp_path, rows, "classification", folder, labels=("bad", "good"))
     assert [one.category for one in found] == [1, 0, 1, None, None, None, None]
     assert found[0].ids.tolist() == tokenizer("yes")["input_ids"]
     assert found[3].problem == "column 'label': label 2 is out of range; there are 0 to 1"
-    assert found[4].problem == "column 'label' must hold the label; no such column; columns: text (data.label_column names it)"
+    assert (
+        found[4].problem
+        == "column 'label' must hold the label; no such column; columns: text (data.label_column names it)"
+    )
     assert found[5].problem == "column 'text' is empty"
     assert found[6].problem.startswith(
         "column 'label': True is no class; it must be a whole number from 0, or one of the names (bad, good)"
@@ -424,6 +575,8 @@ def test_classification_rows(tmp_path, folder):
 
 def test_what_a_kind_does_not_use_changes_nothing():
     data = schema.Data(text_column="body", prompt_column="q", labels=("a", "b"))
-    assert make_encoder("text", data, tokenizer="bytes") == make_encoder("text", schema.Data(text_column="body"), tokenizer="bytes")
+    assert make_encoder("text", data, tokenizer="bytes") == make_encoder(
+        "text", schema.Data(text_column="body"), tokenizer="bytes"
+    )
     assert isinstance(make_encoder("tokens", data, tokenizer="bytes"), Encoder)
     assert make_encoder("tokens", data, tokenizer="bytes").tokenizer is None

@@ -35,7 +35,17 @@ def jsonl(file, texts):
     return file
 
 
-def opened(tmp_path, *patterns, kind="text", tokenizer="bytes", build=True, validation=False, refresh=False, num_labels=None, **data):
+def opened(
+    tmp_path,
+    *patterns,
+    kind="text",
+    tokenizer="bytes",
+    build=True,
+    validation=False,
+    refresh=False,
+    num_labels=None,
+    **data,
+):
     return open_store(
         tuple(map(str, patterns)),
         schema.Data(kind=kind, cache=str(tmp_path / "cache"), **data),
@@ -48,7 +58,10 @@ def opened(tmp_path, *patterns, kind="text", tokenizer="bytes", build=True, vali
 
 
 def texts_of(found):
-    return [bytes(found.ids[start : end - 1].tolist()).decode() for start, end in itertools.pairwise(found.offsets)]
+    return [
+        bytes(found.ids[start : end - 1].tolist()).decode()
+        for start, end in itertools.pairwise(found.offsets)
+    ]
 
 
 def stores(tmp_path):
@@ -69,10 +82,16 @@ def test_parts_of_a_file_are_its_rows(tmp_path, size):
     parts = split(file_part(file), size)
     assert (len(parts) > 10) == (size <= 100)
     in_parts = list(read_all(parts))
-    assert [row.values for row in in_parts] == [row.values for row in whole] == [{"text": text} for text in [*texts, "last"]]
+    assert (
+        [row.values for row in in_parts]
+        == [row.values for row in whole]
+        == [{"text": text} for text in [*texts, "last"]]
+    )
     assert [row.where for row in in_parts] == [row.where for row in whole]
     assert whole[-1].where == f"{file}:54"
-    assert next(read_rows(Part(str(file), "jsonl", start=whole[40].place))).values == whole[40].values
+    assert (
+        next(read_rows(Part(str(file), "jsonl", start=whole[40].place))).values == whole[40].values
+    )
 
 
 def test_parts_of_parquet(tmp_path):
@@ -97,11 +116,15 @@ def test_line_numbers_in_any_order(tmp_path):
 # In processes
 
 
-def test_the_order_is_that_of_files_and_lines_however_many_processes(tmp_path, many_tasks, capfd, messages):
+def test_the_order_is_that_of_files_and_lines_however_many_processes(
+    tmp_path, many_tasks, capfd, messages
+):
     texts = [[f"{name}{number} " + "x" * (number % 13) for number in range(60)] for name in "abc"]
     jsonl(tmp_path / "data/a.jsonl", texts[0])
     pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([{"text": text} for text in texts[1]]), tmp_path / "data/b.parquet", row_group_size=7
+        pyarrow.Table.from_pylist([{"text": text} for text in texts[1]]),
+        tmp_path / "data/b.parquet",
+        row_group_size=7,
     )
     jsonl(tmp_path / "data/c.jsonl", texts[2])
     (tmp_path / "data/d.txt").write_text("d")
@@ -121,17 +144,29 @@ def test_the_order_is_that_of_files_and_lines_however_many_processes(tmp_path, m
 
 def test_labels_and_classes_with_several_processes(tmp_path, many_tasks):
     file = tmp_path / "a.jsonl"
-    rows = [{"input_ids": [number, 1, 2]} | ({"labels": [-100, 5, 700 + number]} if number > 20 else {}) for number in range(40)]
+    rows = [
+        {"input_ids": [number, 1, 2]} | ({"labels": [-100, 5, 700 + number]} if number > 20 else {})
+        for number in range(40)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = opened(tmp_path, file, kind="tokens", tokenizer=None, processes=2)
-    assert found.labels.reshape(-1, 3).tolist() == [row.get("labels", row["input_ids"]) for row in rows]
+    assert found.labels.reshape(-1, 3).tolist() == [
+        row.get("labels", row["input_ids"]) for row in rows
+    ]
     assert (found.largest_id, found.kind, found.classes) == (739, "tokens", None)
-    file.write_text("".join(json.dumps({"text": f"t{number}", "label": number % 3}) + "\n" for number in range(40)))
+    file.write_text(
+        "".join(
+            json.dumps({"text": f"t{number}", "label": number % 3}) + "\n" for number in range(40)
+        )
+    )
     found = opened(tmp_path, file, kind="classification", processes=2)
     assert found.classes.tolist() == [number % 3 for number in range(40)]
     assert found.labels is None
     assert found.ids[: found.offsets[1]].tolist() == [*b"t0"]
-    with pytest.raises(RecipeError, match=r"a.jsonl:3: label 2, but the model has 2 classes, 0 to 1 \(model.num_labels\)"):
+    with pytest.raises(
+        RecipeError,
+        match=r"a.jsonl:3: label 2, but the model has 2 classes, 0 to 1 \(model.num_labels\)",
+    ):
         opened(tmp_path, file, kind="classification", processes=2, num_labels=2)
 
 
@@ -159,19 +194,29 @@ def test_a_bad_row_found_by_a_process(tmp_path, many_tasks):
     file = broken_rows(tmp_path, [47])
     with pytest.raises(RecipeError) as refused:
         opened(tmp_path, file, processes=2)
-    assert str(refused.value) == f"{file}:48: not JSON: Expecting property name enclosed in double quotes (column 2)"
+    assert (
+        str(refused.value)
+        == f"{file}:48: not JSON: Expecting property name enclosed in double quotes (column 2)"
+    )
     assert stores(tmp_path) == []
 
 
 def test_a_tokenizer_problem_in_a_process_is_reported(tmp_path, many_tasks):
     (tmp_path / "tokenizer").mkdir()
     with pytest.raises(RecipeError, match=r"^data.tokenizer: .*: no tokenizer could be loaded: "):
-        opened(tmp_path, jsonl(tmp_path / "a.jsonl", "abc" * 30), tokenizer=str(tmp_path / "tokenizer"), processes=2)
+        opened(
+            tmp_path,
+            jsonl(tmp_path / "a.jsonl", "abc" * 30),
+            tokenizer=str(tmp_path / "tokenizer"),
+            processes=2,
+        )
 
 
 def test_a_killed_process_is_an_error(tmp_path, many_tasks, monkeypatch):
     monkeypatch.setattr(tokenization, "_blocks", lambda *arguments, **options: os._exit(9))
-    with pytest.raises(TrainingError, match=r"a tokenization process was killed, .*; lower data.processes"):
+    with pytest.raises(
+        TrainingError, match=r"a tokenization process was killed, .*; lower data.processes"
+    ):
         opened(tmp_path, jsonl(tmp_path / "a.jsonl", ["x"] * 60), processes=2)
     assert stores(tmp_path) == []
 
@@ -205,8 +250,13 @@ def test_several_bad_rows_are_reported_together(tmp_path):
     file = broken_rows(tmp_path, range(3, 20))
     with pytest.raises(RecipeError) as refused:
         opened(tmp_path, file)
-    assert [line.split(": ")[0] for line in refused.value.problems[:-1]] == [f"{file}:{line}" for line in range(4, 9)]
-    assert refused.value.problems[-1] == "... and 12 more near by; data.on_error: skip leaves such rows out"
+    assert [line.split(": ")[0] for line in refused.value.problems[:-1]] == [
+        f"{file}:{line}" for line in range(4, 9)
+    ]
+    assert (
+        refused.value.problems[-1]
+        == "... and 12 more near by; data.on_error: skip leaves such rows out"
+    )
 
 
 # What is left and found again
@@ -237,7 +287,14 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
                 os.utime(lock, (time.time() - 2 * store_lock._ABANDONED_SECONDS,) * 2)
     assert texts_of(opened(tmp_path, jsonl(tmp_path / "a.jsonl", ["x"]))) == ["x"]
     left = [path.name for path in cache.iterdir() if path.name.startswith(".")]
-    assert sorted(left) == sorted([".alive.lock", ".elsewhere.lock", f"{token_store._SCRATCH}alive", f"{token_store._SCRATCH}elsewhere"])
+    assert sorted(left) == sorted(
+        [
+            ".alive.lock",
+            ".elsewhere.lock",
+            f"{token_store._SCRATCH}alive",
+            f"{token_store._SCRATCH}elsewhere",
+        ]
+    )
 
 
 def test_a_lock_of_another_machine_is_abandoned_when_it_is_not_touched(tmp_path, monkeypatch):
@@ -265,7 +322,9 @@ def test_waiting_processes_poll_less_and_less(monkeypatch, messages):
     """A thousand ranks may wait for hours on one file system."""
     now, slept = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), now.__setitem__(0, now[0] + seconds)))
+    monkeypatch.setattr(
+        time, "sleep", lambda seconds: (slept.append(seconds), now.__setitem__(0, now[0] + seconds))
+    )
     for _ in store_lock.poll(lambda: "process 1 on node7"):
         if now[0] > 3600:
             break
@@ -328,8 +387,14 @@ def test_a_folder_of_rows_may_have_a_readme(tmp_path):
     jsonl(tmp_path / "set/a.jsonl", ["x"])
     (tmp_path / "set/README.md").write_text("about it")
     assert [part.form for part in find_parts((str(tmp_path / "set"),), kind="chat")] == ["jsonl"]
-    assert [part.form for part in find_parts((str(tmp_path / "set"),), kind="text")] == ["text", "jsonl"]
-    with pytest.raises(RecipeError, match=r"README.md: kind chat reads .jsonl, .json, .parquet, .csv; use kind text for text files"):
+    assert [part.form for part in find_parts((str(tmp_path / "set"),), kind="text")] == [
+        "text",
+        "jsonl",
+    ]
+    with pytest.raises(
+        RecipeError,
+        match=r"README.md: kind chat reads .jsonl, .json, .parquet, .csv; use kind text for text files",
+    ):
         find_parts((str(tmp_path / "set/README.md"),), kind="chat")
 
 
@@ -342,7 +407,10 @@ def hub_sets(monkeypatch, tmp_path):
     import datasets
 
     monkeypatch.chdir(tmp_path)
-    sets = {("me/set", None): {"train": ["a", "b"], "test": ["t"]}, ("me/set", "small"): {"train": ["s"], "validation": ["v"]}}
+    sets = {
+        ("me/set", None): {"train": ["a", "b"], "test": ["t"]},
+        ("me/set", "small"): {"train": ["s"], "validation": ["v"]},
+    }
     asked = []
 
     def load_dataset(repository, config, *, split):
@@ -350,8 +418,12 @@ def hub_sets(monkeypatch, tmp_path):
         if (repository, config) not in sets:
             raise ConnectionError("no network\nreally")
         if split not in sets[repository, config]:
-            raise ValueError(f'Unknown split "{split}". Should be one of {sorted(sets[repository, config])}.')
-        return datasets.Dataset.from_list([{"text": text} for text in sets[repository, config][split]])
+            raise ValueError(
+                f'Unknown split "{split}". Should be one of {sorted(sets[repository, config])}.'
+            )
+        return datasets.Dataset.from_list(
+            [{"text": text} for text in sets[repository, config][split]]
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     hub.load_data_set.cache_clear()
@@ -380,9 +452,15 @@ def test_hub_data_sets_in_processes(hub_sets, tmp_path, many_tasks):
 
 
 def test_hub_data_sets_that_are_not_there(tmp_path, hub_sets):
-    with pytest.raises(RecipeError, match=r"^data: me/gone is not in the cache of data sets and could not be fetched: no network; where"):
+    with pytest.raises(
+        RecipeError,
+        match=r"^data: me/gone is not in the cache of data sets and could not be fetched: no network; where",
+    ):
         opened(tmp_path, "me/gone")
-    with pytest.raises(RecipeError, match=r"^data: me/set:dev: has no split dev: Unknown split \"dev\". Should be one of .*; name one"):
+    with pytest.raises(
+        RecipeError,
+        match=r"^data: me/set:dev: has no split dev: Unknown split \"dev\". Should be one of .*; name one",
+    ):
         opened(tmp_path, "me/set:dev")
 
 
@@ -391,7 +469,11 @@ def test_a_hub_data_set_stays_the_one_that_was_read(tmp_path, hub_sets):
     opened(tmp_path, "me/set")
     sets["me/set", None]["train"] = ["new", "rows"]
     hub.load_data_set.cache_clear()
-    assert texts_of(opened(tmp_path, "me/set")) == texts_of(opened(tmp_path, "me/set", build=False)) == ["a", "b"]
+    assert (
+        texts_of(opened(tmp_path, "me/set"))
+        == texts_of(opened(tmp_path, "me/set", build=False))
+        == ["a", "b"]
+    )
     assert len(asked) == 1
     assert texts_of(opened(tmp_path, "me/set", refresh=True)) == ["new", "rows"]
     assert texts_of(opened(tmp_path, "me/set", build=False)) == ["new", "rows"]

@@ -29,12 +29,35 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(shards, "_SHARD_BYTES", 50)
 
 
-def make_stream(source, *, batch=4, micro=2, rank=0, ranks=1, first_step=0, steps=3, kind="text", skip=False, vocabulary=260, **more):
+def make_stream(
+    source,
+    *,
+    batch=4,
+    micro=2,
+    rank=0,
+    ranks=1,
+    first_step=0,
+    steps=3,
+    kind="text",
+    skip=False,
+    vocabulary=260,
+    **more,
+):
     folder, saved, seed = more.pop("folder", source), more.pop("saved", None), more.pop("seed", 3)
-    options = {"sequence_length": 16, "shuffle_buffer": 1000, "on_error": "skip" if skip else "fail"} | more
+    options = {
+        "sequence_length": 16,
+        "shuffle_buffer": 1000,
+        "on_error": "skip" if skip else "fail",
+    } | more
     data = schema.Data(train=(str(source),), kind=kind, tokenizer="bytes", **options)
     sampler = RankBatchSampler(
-        order=StreamOrder(), global_batch_size=batch, micro_batch_size=micro, rank=rank, ranks=ranks, first_step=first_step, steps=steps
+        order=StreamOrder(),
+        global_batch_size=batch,
+        micro_batch_size=micro,
+        rank=rank,
+        ranks=ranks,
+        first_step=first_step,
+        steps=steps,
     )
     return StreamingDataset(
         find_parts(data.train, kind=kind),
@@ -53,7 +76,11 @@ def rows_of(stream):
     return [
         (ids, targets)
         for collated in stream
-        for ids, targets in zip(collated["tensors"]["input_ids"].tolist(), collated["tensors"]["targets"].tolist(), strict=True)
+        for ids, targets in zip(
+            collated["tensors"]["input_ids"].tolist(),
+            collated["tensors"]["targets"].tolist(),
+            strict=True,
+        )
     ]
 
 
@@ -63,22 +90,36 @@ def texts(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     for name, numbers in (("a", range(40)), ("b", range(40, 47))):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"<{number}>"}) + "\n" for number in numbers))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": f"<{number}>"}) + "\n" for number in numbers)
+        )
     return folder
 
 
 def documents(rows):
     """The texts in a shard's sequences, joined over their cuts."""
     ids = [token for ids, _ in rows for token in ids]
-    return [bytes(group).decode() for between, group in itertools.groupby(ids, key=lambda token: token in (END, 0)) if not between]
+    return [
+        bytes(group).decode()
+        for between, group in itertools.groupby(ids, key=lambda token: token in (END, 0))
+        if not between
+    ]
 
 
 def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
     """The rows of each step, in the order of the run, over all ranks and loader processes; and the states after each step."""
-    streams = [make_stream(source, rank=rank, ranks=ranks, steps=steps, first_step=first_step, **more) for rank in range(ranks)]
+    streams = [
+        make_stream(source, rank=rank, ranks=ranks, steps=steps, first_step=first_step, **more)
+        for rank in range(ranks)
+    ]
     assert streams[0].workers(workers) == workers
-    running = [[stream._micro_batches(worker, workers) for worker in range(workers)] for stream in streams]
-    micro_batches, batch = streams[0]._sampler.micro_batches(0), streams[0]._sampler.global_batch_size
+    running = [
+        [stream._micro_batches(worker, workers) for worker in range(workers)] for stream in streams
+    ]
+    micro_batches, batch = (
+        streams[0]._sampler.micro_batches(0),
+        streams[0]._sampler.global_batch_size,
+    )
     found, states = [], []
     for step in range(first_step, steps):
         positions, rows = {}, []
@@ -102,7 +143,9 @@ def test_every_row_belongs_to_one_shard(texts, monkeypatch, size, shuffle):
     assigned = assign_shards(parts, seed=3, shuffle=shuffle)
     assert len(assigned) == {50: 8, 350: 2, 10**6: 1}[size], "a power of two"
     rows = [row.values["text"] for shard in assigned for part in shard for row in read_rows(part)]
-    assert sorted(rows) == sorted(f"<{number}>" for number in range(47)), "each file is read once, each line by one shard"
+    assert sorted(rows) == sorted(f"<{number}>" for number in range(47)), (
+        "each file is read once, each line by one shard"
+    )
     held = [sum(part.size for part in shard) for shard in assigned]
     assert max(held) - min(held) <= max(part.size for shard in assigned for part in shard)
     assert assigned == assign_shards(parts, seed=3, shuffle=shuffle)
@@ -113,11 +156,23 @@ def test_a_line_longer_than_a_unit_is_read_once(tmp_path, small_shards):
     texts = ["a" * 500, "b", "c" * 130, "d" * 3, "e" * 49]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     assigned = assign_shards(find_parts((str(file),), kind="text"), seed=3, shuffle=False)
-    assert sorted(row.values["text"] for shard in assigned for part in shard for row in read_rows(part)) == texts
+    assert (
+        sorted(
+            row.values["text"] for shard in assigned for part in shard for row in read_rows(part)
+        )
+        == texts
+    )
 
 
 def test_the_shards_do_not_depend_on_the_batch(texts, small_shards):
-    of_batches = [[row for step in steps_of(texts, batch=batch, micro=1, steps=48 // batch)[0] for row in step] for batch in (4, 12)]
+    of_batches = [
+        [
+            row
+            for step in steps_of(texts, batch=batch, micro=1, steps=48 // batch)[0]
+            for row in step
+        ]
+        for batch in (4, 12)
+    ]
     assert len(of_batches[0]) == 48
     assert sorted(of_batches[0]) == sorted(of_batches[1])
 
@@ -126,7 +181,11 @@ def test_the_first_step_reads_no_more_for_a_larger_batch(tmp_path, monkeypatch, 
     file = tmp_path / "large.jsonl"
     file.write_text("".join(json.dumps({"text": "x" * 100}) + "\n" for _ in range(20_000)))
     read = []
-    monkeypatch.setattr(streaming, "read_rows", lambda *a, **k: (read.append(1) or row for row in read_rows(*a, **k)))
+    monkeypatch.setattr(
+        streaming,
+        "read_rows",
+        lambda *a, **k: (read.append(1) or row for row in read_rows(*a, **k)),
+    )
     counts = []
     for batch in (16, 1024):
         read.clear()
@@ -178,7 +237,10 @@ def test_a_resume_continues_from_the_saved_positions(tmp_path, small_shards, kin
     folder.mkdir()
     for name in ("a", "b"):
         sizes = [1 + (number * 37) % 41 for number in range(60)]
-        rows = [{"input_ids": [1 + number] * size, "text": (f"{name}{number} " * size)[:size]} for number, size in enumerate(sizes)]
+        rows = [
+            {"input_ids": [1 + number] * size, "text": (f"{name}{number} " * size)[:size]}
+            for number, size in enumerate(sizes)
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"batch": 12, "kind": kind, "steps": 20, "shuffle_buffer": 40}
     whole, states = steps_of(folder, micro=12, **options)
@@ -195,15 +257,23 @@ def test_a_resume_continues_from_the_saved_positions(tmp_path, small_shards, kin
 
 def test_a_resume_does_not_tokenize_what_was_seen(tmp_path, monkeypatch):
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"input_ids": [number % 200] * 10}) + "\n" for number in range(1000)))
+    file.write_text(
+        "".join(json.dumps({"input_ids": [number % 200] * 10}) + "\n" for number in range(1000))
+    )
     encoded = []
     monkeypatch.setattr(
-        Encoder, "encode_rows", lambda *a, real=Encoder.encode_rows, **k: (encoded.append(1) or one for one in real(*a, **k))
+        Encoder,
+        "encode_rows",
+        lambda *a, real=Encoder.encode_rows, **k: (
+            encoded.append(1) or one for one in real(*a, **k)
+        ),
     )
     whole, states = steps_of(file, steps=100, kind="tokens")
     assert len(encoded) > 300
     encoded.clear()
-    assert steps_of(file, steps=100, first_step=98, saved=states[97], kind="tokens")[0] == whole[98:]
+    assert (
+        steps_of(file, steps=100, first_step=98, saved=states[97], kind="tokens")[0] == whole[98:]
+    )
     assert len(encoded) < 60
 
 
@@ -211,17 +281,30 @@ def test_positions_of_another_order_are_not_used(texts, small_shards):
     whole, states = steps_of(texts, batch=12, micro=12, seed=4)
     _, others = steps_of(texts, batch=12, micro=12, seed=5)
     assert others[0]["order"] != states[0]["order"]
-    assert steps_of(texts, batch=12, micro=12, seed=4, first_step=1, saved=others[0])[0] == whole[1:]
+    assert (
+        steps_of(texts, batch=12, micro=12, seed=4, first_step=1, saved=others[0])[0] == whole[1:]
+    )
 
 
 def test_the_ranks_divide_the_tokenization(texts, small_shards):
     """Each of two ranks, each with two loader processes, tokenizes a quarter of the shards."""
     stream = [make_stream(texts, batch=8, micro=1, rank=rank, ranks=2) for rank in range(2)]
-    read = [set(next(one._micro_batches(worker, 2))["positions"]) for one in stream for worker in range(2)]
+    read = [
+        set(next(one._micro_batches(worker, 2))["positions"])
+        for one in stream
+        for worker in range(2)
+    ]
     assert [len(one) for one in read] == [2, 2, 2, 2]
     assert set.union(*read) == set(range(8))
-    assert stream[0].describe()[0].endswith("in 8 shards, sequences of up to 16, packed; each rank reads 4 shards")
-    assert "each shard is tokenized by 3 ranks" in make_stream(texts, batch=6, micro=1, ranks=6).describe()[1]
+    assert (
+        stream[0]
+        .describe()[0]
+        .endswith("in 8 shards, sequences of up to 16, packed; each rank reads 4 shards")
+    )
+    assert (
+        "each shard is tokenized by 3 ranks"
+        in make_stream(texts, batch=6, micro=1, ranks=6).describe()[1]
+    )
 
 
 @pytest.mark.parametrize(("wanted", "workers"), [(0, 0), (1, 1), (2, 2), (3, 2), (8, 4)])
@@ -234,12 +317,18 @@ def test_whole_documents_stay_whole_where_they_fit(tmp_path):
     folder = tmp_path / "rows"
     folder.mkdir()
     sizes = [5, 6, 9, 20, 3]
-    (folder / "a.jsonl").write_text("".join(json.dumps({"input_ids": [size] * size}) + "\n" for size in sizes))
+    (folder / "a.jsonl").write_text(
+        "".join(json.dumps({"input_ids": [size] * size}) + "\n" for size in sizes)
+    )
     rows = rows_of(make_stream(folder, batch=1, micro=1, steps=5, kind="tokens", shuffle=False))
     assert [[ids[place] for place in (0, 5, 11)] for ids, _ in rows[:2]] == [[5, 6, 0], [9, 9, 0]]
     assert [ids.count(20) for ids, _ in rows] == [0, 0, 16, 4, 0]
-    assert rows[3][0][:13] == [20] * 4 + [3] * 3 + [5] * 5 + [0], "the next pass follows without padding"
-    loose = rows_of(make_stream(folder, batch=1, micro=1, steps=6, kind="tokens", shuffle=False, packing=False))
+    assert rows[3][0][:13] == [20] * 4 + [3] * 3 + [5] * 5 + [0], (
+        "the next pass follows without padding"
+    )
+    loose = rows_of(
+        make_stream(folder, batch=1, micro=1, steps=6, kind="tokens", shuffle=False, packing=False)
+    )
     assert [len(ids) for ids, _ in loose] == [5, 6, 9, 16, 4, 3]
 
 
@@ -249,14 +338,21 @@ def test_rows_that_cannot_be_used(texts):
         rows_of(make_stream(texts, batch=1, micro=1, steps=30))
     seen = documents(rows_of(make_stream(texts, batch=1, micro=1, steps=60, skip=True)))
     assert seen.count("fine") >= 2
-    listed = [json.loads(line) for line in (texts.parent / "skipped_rows.jsonl").read_text().splitlines()]
-    assert [one["where"].rpartition("/")[2] for one in sorted(listed, key=lambda one: one["where"])] == ["c.jsonl:2", "c.jsonl:3"]
+    listed = [
+        json.loads(line) for line in (texts.parent / "skipped_rows.jsonl").read_text().splitlines()
+    ]
+    assert [
+        one["where"].rpartition("/")[2] for one in sorted(listed, key=lambda one: one["where"])
+    ] == ["c.jsonl:2", "c.jsonl:3"]
 
 
 def test_skipped_rows_are_listed_once(texts, small_shards):
     (texts / "c.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\nnot json\n')
     steps_of(texts, ranks=3, batch=12, micro=1, workers=4, steps=8, skip=True)
-    listed = [json.loads(line)["where"] for line in (texts.parent / "skipped_rows.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line)["where"]
+        for line in (texts.parent / "skipped_rows.jsonl").read_text().splitlines()
+    ]
     assert len(listed) == len(set(listed)) == 2
 
 
@@ -278,7 +374,9 @@ def test_few_documents_make_a_large_batch(tmp_path):
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(texts):
-    with pytest.raises(RecipeError, match=r"jsonl:\d+: token id 256 is beyond the model's vocabulary of 256"):
+    with pytest.raises(
+        RecipeError, match=r"jsonl:\d+: token id 256 is beyond the model's vocabulary of 256"
+    ):
         rows_of(make_stream(texts, vocabulary=256))
 
 
@@ -289,20 +387,48 @@ def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
     files = []
     for number in range(3):
         files.append(str(tmp_path / f"{number}.jsonl"))
-        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps({"text": f"<{number}.{row}>"}) + "\n" for row in range(8)))
+        (tmp_path / f"{number}.jsonl").write_text(
+            "".join(json.dumps({"text": f"<{number}.{row}>"}) + "\n" for row in range(8))
+        )
     asked = []
 
     def load_dataset(repository, config, *, split, streaming):
         asked.append((repository, config, split, streaming))
-        return real("json", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "cache"))
+        return real(
+            "json",
+            data_files=files,
+            split="train",
+            streaming=True,
+            cache_dir=str(tmp_path / "cache"),
+        )
 
     for module in ("sources", "shards"):
-        monkeypatch.setattr(f"launcher.data.{module}.load_data_set", functools.cache(load_data_set.__wrapped__))
+        monkeypatch.setattr(
+            f"launcher.data.{module}.load_data_set", functools.cache(load_data_set.__wrapped__)
+        )
     real = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     whole, states = steps_of("owner/set", batch=2, micro=1, steps=16, folder=tmp_path)
     assert len(states[0]["places"]) == 2, "three files, and a power of two"
-    assert steps_of("owner/set", batch=2, micro=1, ranks=2, first_step=9, steps=16, saved=states[8], folder=tmp_path)[0] == whole[9:]
-    seen = [text for shard in (0, 1) for text in documents(rows_of(make_stream("owner/set", batch=2, steps=16, folder=tmp_path))[shard::2])]
+    assert (
+        steps_of(
+            "owner/set",
+            batch=2,
+            micro=1,
+            ranks=2,
+            first_step=9,
+            steps=16,
+            saved=states[8],
+            folder=tmp_path,
+        )[0]
+        == whole[9:]
+    )
+    seen = [
+        text
+        for shard in (0, 1)
+        for text in documents(
+            rows_of(make_stream("owner/set", batch=2, steps=16, folder=tmp_path))[shard::2]
+        )
+    ]
     assert set(seen) >= {f"<{number}.{row}>" for number in range(3) for row in range(8)}
     assert set(asked) == {("owner/set", None, "train", True)}
