@@ -130,7 +130,8 @@ def plan(
         typer.Option(metavar="FILE", help="Measured rates, from `launcher doctor --json FILE`."),
     ] = None,
     ladder: Annotated[
-        bool, typer.Option(help="Search for the fastest configuration that fits.")
+        bool,
+        typer.Option(help="Search for the fastest configuration that fits; not with --verify."),
     ] = True,
     verify: Annotated[
         bool,
@@ -155,7 +156,7 @@ def plan(
     words = {"nodes": nodes, "gpus_per_node": gpus_per_node, "gpu": gpu, "gpu_memory": gpu_memory}
     words |= {"host_memory": host_memory, "rates": rates}
     given = [f"{name}={value}" for name, value in words.items() if value is not None]
-    given += [] if ladder and not verify else [f"ladder={str(ladder).lower()}"]
+    given += [] if ladder and not verify else ["ladder=false"]
     given += ["verify=true"] * verify + ["json=true"] * json
     return main([*overrides, *given])
 

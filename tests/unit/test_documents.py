@@ -310,7 +310,7 @@ def test_every_package_that_is_imported_is_a_dependency():
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported.add(node.module.partition(".")[0])
     provided = {
-        "pynvml": "nvidia-ml-py",
+        "pynvml": "nvidia_ml_py",
         "yaml": "pyyaml",
         "huggingface_hub": "transformers",
         "tokenizers": "transformers",

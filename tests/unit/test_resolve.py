@@ -19,7 +19,7 @@ OPEN = dataclasses.replace(
 
 
 def test_nothing_is_asked_where_nothing_is_open():
-    assert detect.resolve_auto(RECIPE, machine(), ranks=None, run=None, say=None) is RECIPE
+    assert detect.resolve_auto(RECIPE, machine(), ranks=None, run=None) is RECIPE
     assert not leaves_open(RECIPE)
     assert leaves_open(dataclasses.replace(RECIPE, batch=OPEN.batch))
     assert leaves_open(dataclasses.replace(RECIPE, strategy=OPEN.strategy))

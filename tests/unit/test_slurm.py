@@ -970,7 +970,8 @@ def test_an_examination_ends_when_it_takes_too_long_or_the_job_is_asked_to_stop(
     assert log.read_text() == "printed\n"
     assert job._look(0, log, "sleep", "30") == preflight.LATE
     os.kill(os.getpid(), signal.SIGTERM)
-    assert job._look(60, log, "sleep", "30") == -signal.SIGTERM
+    # Not started, if the signal has arrived already
+    assert job._look(60, log, "sleep", "30") in (0, -signal.SIGTERM)
     assert job.requests.terminated
 
 
