@@ -74,7 +74,11 @@ def query_nvml() -> dict[str, Any]:
                 if error.value != nvml.NVML_ERROR_NO_PERMISSION:  # a GPU of another job
                     found["gpus"].append({"index": index, "error": str(error)})
     except nvml.NVMLError as error:
-        none = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        none = (
+            nvml.NVML_ERROR_LIBRARY_NOT_FOUND,
+            nvml.NVML_ERROR_DRIVER_NOT_LOADED,
+            nvml.NVML_ERROR_FUNCTION_NOT_FOUND,  # a library that is not NVIDIA's
+        )
         found["error"] = None if error.value in none else str(error)
     return found
 

@@ -10,7 +10,6 @@ Work and memory then depend on the documents' lengths, not on the squared sequen
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +19,14 @@ from torch import nn
 from torch.nn import functional
 
 from launcher.errors import RecipeError
+
+try:
+    from torch.nn.attention import varlen
+
+    _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen.varlen_attn).parameters)
+    """They differ between versions of torch. Read once: each layer needs them in each forward pass."""
+except ImportError:
+    _VARLEN_PARAMETERS = frozenset()
 
 Masking = Literal["mask", "varlen"]
 """mask: the model makes a mask from position_ids; varlen: attention receives the bounds."""
@@ -284,14 +291,6 @@ def varlen_attention(
     return out.reshape(batch, tokens, *out.shape[1:]), None
 
 
-@functools.cache
-def _varlen_parameters() -> frozenset[str]:
-    """The kernel's parameters, which differ between versions of torch. Cached."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
 def _kernel(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -303,7 +302,7 @@ def _kernel(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    known = _varlen_parameters()
+    known = _VARLEN_PARAMETERS
     left = sliding_window - 1 if sliding_window is not None else -1
     # The kernel takes one head size, a multiple of 8. Multi-head latent attention has two (192 and
     # 128 in DeepSeek). Zeros appended to q and k change no score; those appended to v give columns

@@ -1,6 +1,7 @@
 """Compiles the stand-in for the CUDA libraries against the headers that come with PyTorch's CUDA build."""
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -45,13 +46,14 @@ def build(folder: Path) -> Path:
         _stubs(needed=_needed_functions(), defined=_symbols("--defined-only", *objects))
     )
     objects.append(_compile(stubs, target, ["-O1", "-fPIC", "-fno-builtin"]))
-    shared = ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", f"{library}.part", *objects]
+    part = f"{library}.{os.getpid()}.part"  # tests may run at the same time
+    shared = ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", part, *objects]
     _run(*shared)
     # Triton links its launchers with -lcuda; PyTorch opens NVML by its name
     for name in ("libcuda.so", "libnvidia-ml.so.1"):
         (target / name).unlink(missing_ok=True)
         (target / name).symlink_to("libcuda.so.1")
-    Path(f"{library}.part").rename(library)
+    Path(part).rename(library)
     return library
 
 
