@@ -166,10 +166,11 @@ def test_combination(results, case):
 
 
 def check_order(results, case):
-    """The peak of the last step: less with more checkpointing, with sharding, and with offload."""
+    """The peak of a step: less with more checkpointing, with sharding, and with offload."""
 
     def peak(**changes):
-        return results.of(replace(case, **changes))["peaks"][-1]
+        # The least after the first step: Python's garbage may live on in one of them
+        return min(results.of(replace(case, **changes))["peaks"][1:])
 
     assert (
         peak(checkpointing="offloaded")
