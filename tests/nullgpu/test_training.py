@@ -172,12 +172,10 @@ def check_order(results, case):
         # The least after the first step: Python's garbage may live on in one of them
         return min(results.of(replace(case, **changes))["peaks"][1:])
 
-    assert (
-        peak(checkpointing="offloaded")
-        < peak(checkpointing="full")
-        < peak(checkpointing="selective")
-        < peak(checkpointing="none")
-    )
+    full = peak(checkpointing="full")
+    assert full < peak(checkpointing="selective") < peak(checkpointing="none")
+    # The inputs of blocks are a small part here; what waits for the garbage collector can be as large
+    assert peak(checkpointing="offloaded") < 1.1 * full
     assert peak(strategy="offload") < peak(strategy="fsdp") < peak(strategy="ddp")
 
 
