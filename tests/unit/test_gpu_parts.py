@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -24,9 +25,12 @@ FAILED tests/gpu/test_gpu.py::test_b - assert 1 == 2
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """benchmarks/gpu.py as a module."""
+    """benchmarks/gpu.py as a module. The signal handlers that a test sets are restored."""
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    return importlib.import_module("gpu")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield importlib.import_module("gpu")
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def test_every_test_is_in_the_figures(gpu):
@@ -47,6 +51,8 @@ def test_tables(gpu):
 
 
 def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monkeypatch, capsys):
+    # As in a background job of a shell: commands must not inherit that SIGINT is ignored
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     table = "print('| steps |\\n|---|\\n| {} |', flush=True)"
     interrupted = "\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('| 3 |')"
     scripts = {
@@ -67,7 +73,6 @@ def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monk
     monkeypatch.setattr(gpu, "machine_here", lambda commit: dict(machine))
     monkeypatch.setattr(gpu, "missing_packages", dict)
     monkeypatch.setattr(gpu, "import_from", lambda folder: None)
-    monkeypatch.setattr(gpu.signal, "signal", lambda *unused: None)
     for name in ("PYTHONUNBUFFERED", "COLUMNS"):
         monkeypatch.setenv(name, "")
 
@@ -125,7 +130,6 @@ def test_an_interrupted_comparison_reports_what_it_measured(gpu, tmp_path, monke
     monkeypatch.setattr(compare, "compare", measure)
     monkeypatch.setattr(compare.Bench, "prepare", lambda self: None)
     monkeypatch.setattr(compare.Bench, "initial_weights", lambda self, mode: tmp_path)
-    monkeypatch.setattr(compare.signal, "signal", lambda *unused: None)
     words = [
         "--steps",
         "3",
