@@ -2,7 +2,8 @@
 
 accelerate: `Accelerator.prepare` and `accumulate`. trainer: transformers' Trainer. fabric: Lightning Fabric. Each reads
 the loss in every step, as the launcher does with `logging.every_steps: 1`, and does nothing else beside training. All do
-the same work: with FSDP they reduce gradients after each micro-batch, as the launcher does by default.
+the same work: with FSDP they reduce gradients after each micro-batch and in float32, as the launcher does by default
+(accelerate and Trainer reduce them in bfloat16 unless they get a policy).
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from raw_common import (
     read_config,
 )
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaForCausalLM
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class CpuSeconds:
@@ -73,6 +77,7 @@ def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSecon
             reshard_after_forward=True,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            mixed_precision_policy=POLICY,
         )
     accelerator = Accelerator(
         mixed_precision="bf16",
@@ -141,22 +146,24 @@ def trainer_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSeconds:
         disable_tqdm=True,
         **sharded,
     )
-    Trainer(
+    trainer = Trainer(
         model=model, args=settings, train_dataset=Rows(arguments.data), callbacks=[AfterStep()]
-    ).train()
+    )
+    if arguments.strategy == "fsdp":
+        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = POLICY
+    trainer.train()
     return seconds
 
 
 def fabric_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSeconds:
     from lightning_fabric import Fabric
     from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     def shard(module: nn.Module, mesh: Any) -> nn.Module:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in module.model.layers:  # type: ignore[union-attr]
-            fully_shard(layer, mesh=mesh["data_parallel"], mp_policy=policy)
-        return fully_shard(module, mesh=mesh["data_parallel"], mp_policy=policy)
+            fully_shard(layer, mesh=mesh["data_parallel"], mp_policy=POLICY)
+        return fully_shard(module, mesh=mesh["data_parallel"], mp_policy=POLICY)
 
     fsdp = arguments.strategy == "fsdp"
     count = torch.cuda.device_count()
