@@ -532,6 +532,22 @@ def test_a_save_that_does_not_end_before_the_time_limit(alone, whole_cluster):
 
 
 @pytest.mark.long
+def test_a_requeue_resumes_from_the_run_and_not_from_its_starting_point(alone, whole_cluster):
+    """`checkpoint.resume=PATH` applies to the first start only."""
+    name, start = "from-path", alone.run_dir("whole") / "checkpoints/step_00000005"
+    job = alone.submit(name, "nodes=2", "cpus=2", f"checkpoint.resume={start}")
+    alone.trains(name, start=1, steps=12)
+    alone.cluster.run("scontrol", "requeue", job)
+    assert alone.ends(name, job, 180) == "COMPLETED"
+    first, second = (event["step"] for event in alone.events(name, "resumed"))
+    assert first == 5
+    assert second >= 15
+    mine, whole = alone.records(name), alone.records("whole")
+    assert [line["step"] for line in mine] == list(range(6, 61))
+    assert [line["loss"] for line in mine] == [line["loss"] for line in whole[5:]]
+
+
+@pytest.mark.long
 def test_on_other_numbers_of_nodes(alone, whole_cluster):
     """Two nodes, then three, then two again."""
     cluster, name = alone.cluster, "elastic"
