@@ -98,7 +98,7 @@ def test_a_real_model_says_what_it_needs(path, command):
         assert getattr(small, section) == getattr(whole, section)
     header = path.read_text().partition("\nrun:")[0]
     assert "not measured on" in header
-    said = re.search(r"12 bytes a trained parameter \([^)]*\), ([\d.]+) GB", header)
+    said = re.search(r"12 bytes per trained parameter \([^)]*\), ([\d.]+) GB", header)
     trained = (
         re.search(r"([\d.]+) million of rank", header)
         if whole.lora
