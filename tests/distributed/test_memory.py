@@ -142,7 +142,9 @@ GRID = [
         other="every 2nd block",
         more=["activation_checkpointing.every_n_blocks=2"],
     ),
-    Case("llama", "fsdp", checkpointing="full", other="12 layers: extrapolated", more=DEEP["llama"]),
+    Case(
+        "llama", "fsdp", checkpointing="full", other="12 layers: extrapolated", more=DEEP["llama"]
+    ),
     Case("gpt2", "ddp", checkpointing="none", other="12 layers: extrapolated", more=DEEP["gpt2"]),
 ]
 

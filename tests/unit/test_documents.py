@@ -47,7 +47,9 @@ def commands(text):
 
 
 def arguments(command):
-    words = shlex.split(command.replace("my/data/*.jsonl", str(REPOSITORY / "README.md")))
+    """The recipe arguments of a torchrun command, and its number of ranks."""
+    command = command.replace("my/data/*.jsonl", str(REPOSITORY / "README.md"))
+    words = shlex.split(command, comments=True)
     ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else None
     if ranks is not None and "--nnodes" in words:
         ranks *= int(words[words.index("--nnodes") + 1].split(":")[-1])
@@ -58,7 +60,7 @@ def arguments(command):
 @pytest.mark.parametrize(
     "recipe", sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.yaml"))
 )
-def test_what_a_recipe_says_to_type_is_a_good_recipe(recipe):
+def test_commands_in_the_headers_of_recipes(recipe):
     found = [
         c
         for c in commands((REPOSITORY / f"recipes/{recipe}.yaml").read_text())
@@ -72,7 +74,7 @@ def test_what_a_recipe_says_to_type_is_a_good_recipe(recipe):
 
 
 def small_commands():
-    """Of each recipe for a real model: what its header says to type on two CPU cores."""
+    """For each recipe of a real model, the command in its header that trains a small version."""
     for path in sorted((REPOSITORY / "recipes").glob("*.yaml")):
         text = path.read_text()
         if "my/data" in text:
@@ -80,8 +82,8 @@ def small_commands():
 
 
 @pytest.mark.parametrize(("path", "command"), list(small_commands()))
-def test_a_real_model_says_what_it_needs(path, command):
-    """Made small, all else is as the recipe has it; and the memory that the header speaks of is the model's."""
+def test_headers_of_recipes_for_real_models(path, command):
+    """The small version differs only in its model and data; the header gives the right disk space."""
     whole = load_recipe([f"recipe={path}", f"data.train={REPOSITORY}/README.md"], ranks=None).recipe
     words, ranks = arguments(command)
     small = load_recipe(words, ranks=ranks).recipe
@@ -151,12 +153,12 @@ CONFIGS = {
     },
     "lora_llama_3_1_8b": LLAMA_8B,
 }
-"""The shapes that their model cards give."""
+"""The shapes in their model cards."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_real_model_needs_what_its_recipe_says(name, tmp_path):
-    """By the trace; the estimate is within 10 %."""
+def test_memory_in_the_headers_of_recipes(name, tmp_path):
+    """The header gives the memory of the trace; the estimate is within 10 %."""
     header = (REPOSITORY / f"recipes/{name}.yaml").read_text().partition("\nrun:")[0]
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     words = shlex.split(re.search(r"`launcher plan (recipe=[^`]*)`", header)[1])
@@ -183,7 +185,7 @@ def test_a_real_model_needs_what_its_recipe_says(name, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("path", "command"), list(small_commands()))
-def test_a_real_model_made_small_trains(path, command, tmp_path):
+def test_small_versions_of_real_models_train(path, command, tmp_path):
     words, ranks = arguments(command)
     torchrun(
         "launcher/train.py", *words, f"run.dir={tmp_path}/run", ranks=ranks, OMP_NUM_THREADS="1"
@@ -202,9 +204,8 @@ def document_commands():
                 yield pytest.param(command, id=f"{document.stem}: {command[:60]}")
 
 
-@pytest.mark.parametrize("command", document_commands())
+@pytest.mark.parametrize("command", list(document_commands()))
 def test_commands_of_the_documents(command):
-    command = command.replace("my/data/*.jsonl", str(REPOSITORY / "README.md"))
     words = shlex.split(command, comments=True)
     if words[0] == "make":
         assert f"\n{words[1]}:" in (REPOSITORY / "Makefile").read_text()
@@ -213,7 +214,7 @@ def test_commands_of_the_documents(command):
         words = words[2 : words.index(">")] if ">" in words else words[2:]
         context = subcommand.make_context(subcommand.name, words)
         overrides = context.params.get("overrides")
-        if overrides and "learning_rate=fast" not in overrides:
+        if overrides and "optimizer.learning_rate=fast" not in overrides:
             own = (*Slurm.__dataclass_fields__, "sweep.")
             recipe = [word for word in overrides if not word.startswith(own)]
             load_recipe(recipe, ranks=None, files=False)
@@ -233,7 +234,7 @@ def document_recipes():
                 yield pytest.param(block, id=document.stem)
 
 
-@pytest.mark.parametrize("text", document_recipes())
+@pytest.mark.parametrize("text", list(document_recipes()))
 def test_recipes_of_the_documents(text, tmp_path):
     (tmp_path / "recipe.yaml").write_text(text)
     load_recipe([f"recipe={tmp_path}/recipe.yaml"], ranks=8, files=False)
