@@ -45,13 +45,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 train: install
-	$(BIN)/launcher train recipe=quickstart gpus=$(RANKS) run.device=$(DEVICE) run.dir=$(call unused,quickstart)
+	@dir=$(call unused,quickstart); set -x; \
+	$(BIN)/launcher train recipe=quickstart gpus=$(RANKS) run.device=$(DEVICE) run.dir=$$dir
 
 finetune: install
-	ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train
+	@ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train
 	$(BIN)/python recipes/arithmetic.py generate runs/arithmetic
-	model=$(pretrained); dir=$(call unused,finetune); \
-	$(BIN)/launcher train recipe=finetune gpus=$(RANKS) run.device=$(DEVICE) model.path=$$model run.dir=$$dir && \
+	@model=$(pretrained); dir=$(call unused,finetune); \
+	(set -x; $(BIN)/launcher train recipe=finetune gpus=$(RANKS) run.device=$(DEVICE) model.path=$$model run.dir=$$dir) && \
 	echo "before:" && $(BIN)/python recipes/arithmetic.py accuracy $$model runs/arithmetic && \
 	echo "after:" && $(BIN)/python recipes/arithmetic.py accuracy $$dir/hf runs/arithmetic
 
