@@ -240,15 +240,14 @@ def test_recipes_of_the_documents(text, tmp_path):
     load_recipe([f"recipe={tmp_path}/recipe.yaml"], ranks=8, files=False)
 
 
-def test_mistakes_are_reported_as_the_readme_shows():
-    """The example has the line of a shipped recipe."""
-    block = next(
-        block for _, block in code_blocks(REPOSITORY / "README.md") if "micro_batchsize" in block
-    )
-    command, *expected = block.removeprefix("$ ").splitlines()
-    words = shlex.split(command)[2:]
+@pytest.mark.parametrize("name", ["README.md", "docs/recipes.md"])
+def test_mistakes_are_reported_as_the_documents_show(name):
+    """The example has a line number of recipes/fsdp.yaml."""
+    blocks = [block for _, block in code_blocks(REPOSITORY / name) if "micro_batchsize" in block]
+    command, *expected = blocks[0].removeprefix("$ ").splitlines()
+    words = [word for word in shlex.split(command)[2:] if not word.startswith("gpus=")]
     with pytest.raises(RecipeError) as error:
-        load_recipe([word for word in words if not word.startswith("gpus=")], ranks=6)
+        load_recipe(words, ranks=6)
     assert error.value.problems == expected
 
 
