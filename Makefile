@@ -1,16 +1,17 @@
-# make train       a first run: a small Llama learns Python from the standard library's source
-# make finetune    a fine-tuning: that model learns to add from chats; its accuracy before and after
+# make install     creates .venv with the package and its pinned dependencies
+# make train       trains a small Llama on the source of Python's standard library
+# make finetune    fine-tunes that model on chats with sums; prints its accuracy before and after
 # make test        lint, types and all tests but the long ones
-# make test-long   the long ones too
-# make test-cuda   tests of the CUDA code paths, on devices without a GPU (tests/nullgpu)
+# make test-long   the long tests, too
+# make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
 # make test-gpu    on a machine with GPUs: their tests and benchmarks (see benchmarks/README.md)
 # make gpu-wheels  downloads packages for `make test-gpu` on a machine without network
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# PyTorch's CUDA build, for `make test-cuda`; 2.11.0 is the oldest version that is supported.
-# === leaves out a CPU build of the same version (2.13.0+cpu)
+# PyTorch's CUDA build, for `make test-cuda`; 2.11.0 is the oldest supported version.
+# It is installed with ===, which excludes a CPU build of the same version (2.13.0+cpu)
 CUDA_TORCH ?= 2.13.0
 CUDA_VENV ?= .venv-cuda
 CUDA_INSTALLED = $(CUDA_VENV)/.installed-$(CUDA_TORCH)
@@ -18,19 +19,19 @@ CUDA_INSTALLED = $(CUDA_VENV)/.installed-$(CUDA_TORCH)
 GPU_RESULTS ?= build/gpu
 GPU_OPTIONS = --results $(GPU_RESULTS) $(if $(PART),--parts $(PART)) $(if $(QUICK),--quick) \
 	$(if $(WHEELS),--wheels $(WHEELS)) $(if $(COMMIT),--commit $(COMMIT))
-# `make gpu-wheels`: what a Python with torch, transformers, peft, pandas and pyarrow may lack of the
-# launcher's and the tests' requirements; for this version of Python
+# `make gpu-wheels`: requirements of the launcher and its tests that a Python with torch,
+# transformers, peft, pandas and pyarrow may lack; for this version of Python
 GPU_PYTHON ?= 3.12
 GPU_PACKAGES ?= omegaconf datasets dill multiprocess xxhash rich markdown-it-py mdurl Pygments \
 	pytest pluggy iniconfig
 GPU_PLATFORMS = $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
-# Two processes, on two GPUs or on the CPU; one where there is one GPU
+# Two processes, on two GPUs or on the CPU; one process if there is one GPU
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)),1,2)
-# torch from PyPI is built for CUDA: where it finds no GPU it refuses to train, unless it is told to use the CPU
+# torch from PyPI is built for CUDA. Without a GPU, training then needs run.device=cpu
 DEVICE ?= $(if $(shell nvidia-smi --list-gpus 2>/dev/null || amd-smi list 2>/dev/null),auto,cpu)
-# The first folder that no run has used: a run is never written over
+# The first folder without a run: no run is overwritten
 unused = $$(dir=runs/$(1); n=2; while [ -s "$$dir/metrics.jsonl" ]; do dir=runs/$(1)-$$n; n=$$((n+1)); done; echo $$dir)
-# The newest export of `make train`; tokenizer.json stands in it since it is a model to chat with
+# The newest export of `make train`; `make finetune` needs its tokenizer.json
 pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1))
 
 .PHONY: install install-cuda train finetune test lint types test-long test-cuda test-gpu gpu-wheels
@@ -44,13 +45,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 train: install
-	$(BIN)/launcher train recipe=quickstart gpus=$(RANKS) run.device=$(DEVICE) run.dir=$(call unused,quickstart)
+	@dir=$(call unused,quickstart); set -x; \
+	$(BIN)/launcher train recipe=quickstart gpus=$(RANKS) run.device=$(DEVICE) run.dir=$$dir
 
 finetune: install
-	ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train
+	@ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train
 	$(BIN)/python recipes/arithmetic.py generate runs/arithmetic
-	model=$(pretrained); dir=$(call unused,finetune); \
-	$(BIN)/launcher train recipe=finetune gpus=$(RANKS) run.device=$(DEVICE) model.path=$$model run.dir=$$dir && \
+	@model=$(pretrained); dir=$(call unused,finetune); \
+	(set -x; $(BIN)/launcher train recipe=finetune gpus=$(RANKS) run.device=$(DEVICE) model.path=$$model run.dir=$$dir) && \
 	echo "before:" && $(BIN)/python recipes/arithmetic.py accuracy $$model runs/arithmetic && \
 	echo "after:" && $(BIN)/python recipes/arithmetic.py accuracy $$dir/hf runs/arithmetic
 
@@ -80,7 +82,7 @@ test-cuda: install-cuda
 	$(CUDA_VENV)/bin/python -m pytest -m 'not long' tests/nullgpu
 
 cuda_torch = $(PYTHON) -c 'import torch as t; assert t.version.cuda and t.__version__ >= (2, 11)' 2>/dev/null
-# In PYTHON, where its torch is built for CUDA; else in the environment of `make install-cuda`
+# With PYTHON if its torch is built for CUDA, else in the environment of `make install-cuda`
 test-gpu:
 	@$(cuda_torch) || $(MAKE) install-cuda
 	@$$($(cuda_torch) && echo $(PYTHON) || echo $(CUDA_VENV)/bin/python) benchmarks/gpu.py $(GPU_OPTIONS)

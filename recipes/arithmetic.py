@@ -1,7 +1,7 @@
-"""A data set whose answers can be checked: sums, as chat messages. Used by `make finetune`.
+"""Sums as chat messages, a data set whose answers can be checked. Used by `make finetune`.
 
-python recipes/arithmetic.py generate FOLDER          writes train.jsonl and test.jsonl, which share no sum
-python recipes/arithmetic.py accuracy MODEL FOLDER    how many of the test's questions a model answers exactly
+python recipes/arithmetic.py generate FOLDER          writes train.jsonl and test.jsonl, without common sums
+python recipes/arithmetic.py accuracy MODEL FOLDER    share of test.jsonl that a model answers exactly
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 FIRST, SECOND, TEST = range(10, 100), range(1, 10), 81
-"""A number of two digits and one of one digit: 810 sums, of which TEST are kept back."""
+"""A number of two digits plus one of one digit: 810 sums, TEST of them for testing."""
 
 
 def question(first: int, second: int) -> str:
-    """As the user asks it."""
+    """The user's message."""
     return f"{first} + {second}"
 
 
 def generate(folder: Path, *, seed: int = 1234) -> None:
-    """train.jsonl and test.jsonl, a row of `messages` each; the same files for the same seed."""
+    """Writes train.jsonl and test.jsonl, one conversation per row; the same for the same seed."""
     pairs = [(first, second) for first in FIRST for second in SECOND]
     random.Random(seed).shuffle(pairs)
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def generate(folder: Path, *, seed: int = 1234) -> None:
 def accuracy(
     model_folder: Path, folder: Path, *, batch_size: int = 250, examples: int = 4
 ) -> float:
-    """Prints and returns the share of test.jsonl that the model answers exactly, decoding greedily."""
+    """Prints and returns the share of test.jsonl that greedy decoding answers exactly."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

@@ -142,8 +142,10 @@ GRID = [
         other="every 2nd block",
         more=["activation_checkpointing.every_n_blocks=2"],
     ),
-    Case("llama", "fsdp", checkpointing="full", other="12 layers: drawn out", more=DEEP["llama"]),
-    Case("gpt2", "ddp", checkpointing="none", other="12 layers: drawn out", more=DEEP["gpt2"]),
+    Case(
+        "llama", "fsdp", checkpointing="full", other="12 layers: extrapolated", more=DEEP["llama"]
+    ),
+    Case("gpt2", "ddp", checkpointing="none", other="12 layers: extrapolated", more=DEEP["gpt2"]),
 ]
 
 

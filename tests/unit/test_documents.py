@@ -1,4 +1,4 @@
-"""What README and the recipes' headers tell a user to type."""
+"""The commands, recipes and keys in README.md, docs/ and the headers of the recipes."""
 
 import ast
 import dataclasses
@@ -17,6 +17,7 @@ import pytest
 import typer.main
 
 from launcher.cli.main import app
+from launcher.errors import RecipeError
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
@@ -26,10 +27,16 @@ from tests.unit.test_recipe import MADE, sections
 
 COMMANDS = typer.main.get_command(app).commands
 REPOSITORY = Path(__file__).resolve().parents[2]
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def code_blocks(document):
+    """The fenced blocks of a Markdown file, as pairs of language and text."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def commands(text):
-    """Commands of a text: the lines that start one, with their continuations, comment signs and prompts taken off."""
+    """The commands in a text, with continuation lines, without comment signs and prompts."""
     lines = [re.sub(r"^\s*(#|\$)?\s*", "", line) for line in text.splitlines()]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [
@@ -40,10 +47,12 @@ def commands(text):
 
 
 def arguments(command):
-    words = shlex.split(command.replace("my/data/*.jsonl", str(REPOSITORY / "README.md")))
+    """The recipe arguments of a torchrun command, and its number of ranks."""
+    command = command.replace("my/data/*.jsonl", str(REPOSITORY / "README.md"))
+    words = shlex.split(command, comments=True)
     ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else None
     if ranks is not None and "--nnodes" in words:
-        ranks *= int(words[words.index("--nnodes") + 1])
+        ranks *= int(words[words.index("--nnodes") + 1].split(":")[-1])
     recipe = next(index for index, word in enumerate(words) if word.startswith("recipe="))
     return words[recipe:], ranks
 
@@ -51,7 +60,7 @@ def arguments(command):
 @pytest.mark.parametrize(
     "recipe", sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.yaml"))
 )
-def test_what_a_recipe_says_to_type_is_a_good_recipe(recipe):
+def test_commands_in_the_headers_of_recipes(recipe):
     found = [
         c
         for c in commands((REPOSITORY / f"recipes/{recipe}.yaml").read_text())
@@ -65,7 +74,7 @@ def test_what_a_recipe_says_to_type_is_a_good_recipe(recipe):
 
 
 def small_commands():
-    """Of each recipe for a real model: what its header says to type on two CPU cores."""
+    """For each recipe of a real model, the command in its header that trains a small version."""
     for path in sorted((REPOSITORY / "recipes").glob("*.yaml")):
         text = path.read_text()
         if "my/data" in text:
@@ -73,8 +82,8 @@ def small_commands():
 
 
 @pytest.mark.parametrize(("path", "command"), list(small_commands()))
-def test_a_real_model_says_what_it_needs(path, command):
-    """Made small, all else is as the recipe has it; and the memory that the header speaks of is the model's."""
+def test_headers_of_recipes_for_real_models(path, command):
+    """The small version differs only in its model and data; the header gives the right disk space."""
     whole = load_recipe([f"recipe={path}", f"data.train={REPOSITORY}/README.md"], ranks=None).recipe
     words, ranks = arguments(command)
     small = load_recipe(words, ranks=ranks).recipe
@@ -91,7 +100,7 @@ def test_a_real_model_says_what_it_needs(path, command):
         assert getattr(small, section) == getattr(whole, section)
     header = path.read_text().partition("\nrun:")[0]
     assert "not measured on" in header
-    said = re.search(r"12 bytes a trained parameter \([^)]*\), ([\d.]+) GB", header)
+    said = re.search(r"12 bytes per trained parameter \([^)]*\), ([\d.]+) GB", header)
     trained = (
         re.search(r"([\d.]+) million of rank", header)
         if whole.lora
@@ -144,12 +153,12 @@ CONFIGS = {
     },
     "lora_llama_3_1_8b": LLAMA_8B,
 }
-"""The shapes that their model cards give."""
+"""The shapes in their model cards."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_real_model_needs_what_its_recipe_says(name, tmp_path):
-    """By the trace; the estimate is within 10 %."""
+def test_memory_in_the_headers_of_recipes(name, tmp_path):
+    """The header gives the memory of the trace; the estimate is within 10 %."""
     header = (REPOSITORY / f"recipes/{name}.yaml").read_text().partition("\nrun:")[0]
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     words = shlex.split(re.search(r"`launcher plan (recipe=[^`]*)`", header)[1])
@@ -176,7 +185,7 @@ def test_a_real_model_needs_what_its_recipe_says(name, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("path", "command"), list(small_commands()))
-def test_a_real_model_made_small_trains(path, command, tmp_path):
+def test_small_versions_of_real_models_train(path, command, tmp_path):
     words, ranks = arguments(command)
     torchrun(
         "launcher/train.py", *words, f"run.dir={tmp_path}/run", ranks=ranks, OMP_NUM_THREADS="1"
@@ -188,47 +197,83 @@ def test_a_real_model_made_small_trains(path, command, tmp_path):
     assert list((tmp_path / "run/hf").glob("*.safetensors"))
 
 
-def test_what_the_readme_says_to_type():
-    found = commands((REPOSITORY / "README.md").read_text())
-    makefile = (REPOSITORY / "Makefile").read_text()
-    assert len(found) >= 5
-    for command in found:
-        words = shlex.split(command)
-        if words[0] == "make":
-            assert f"\n{words[1]}:" in makefile
-        elif words[0] == "launcher":
-            subcommand = COMMANDS[words[1]]
-            command = command.replace("my/data/*.jsonl", str(REPOSITORY / "README.md"))
-            words = shlex.split(command, comments=True)
-            words = words[2 : words.index(">")] if ">" in words else words[2:]
-            context = subcommand.make_context(
-                subcommand.name, [word for word in words if word != "..."]
-            )
-            overrides = context.params.get("overrides")
-            if overrides and "fast" not in command:
-                own = (*Slurm.__dataclass_fields__, "sweep.")
-                load_recipe(
-                    [word for word in overrides if not word.startswith(own)],
-                    ranks=None,
-                    files=False,
-                )
-        elif "my/data" not in command and "fast" not in command:
-            words, ranks = arguments(command)
-            load_recipe(words, ranks=ranks)
+def document_commands():
+    for document in DOCUMENTS:
+        for _, block in code_blocks(document):
+            for command in commands(block):
+                yield pytest.param(command, id=f"{document.stem}: {command[:60]}")
 
 
-def test_the_readme_names_keys_that_there_are():
+@pytest.mark.parametrize("command", list(document_commands()))
+def test_commands_of_the_documents(command):
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        assert f"\n{words[1]}:" in (REPOSITORY / "Makefile").read_text()
+    elif words[0] == "launcher":
+        subcommand = COMMANDS[words[1]]
+        words = words[2 : words.index(">")] if ">" in words else words[2:]
+        context = subcommand.make_context(subcommand.name, words)
+        overrides = context.params.get("overrides")
+        if overrides and "optimizer.learning_rate=fast" not in overrides:
+            own = (*Slurm.__dataclass_fields__, "sweep.")
+            recipe = [word for word in overrides if not word.startswith(own)]
+            load_recipe(recipe, ranks=None, files=False)
+    else:
+        words, ranks = arguments(command)
+        load_recipe(words, ranks=ranks)
+
+
+def test_the_documents_have_commands():
+    assert len(list(document_commands())) >= 30
+
+
+def document_recipes():
+    for document in DOCUMENTS:
+        for language, block in code_blocks(document):
+            if language == "yaml":
+                yield pytest.param(block, id=document.stem)
+
+
+@pytest.mark.parametrize("text", list(document_recipes()))
+def test_recipes_of_the_documents(text, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(text)
+    load_recipe([f"recipe={tmp_path}/recipe.yaml"], ranks=8, files=False)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/recipes.md"])
+def test_mistakes_are_reported_as_the_documents_show(name):
+    """The example has a line number of recipes/fsdp.yaml."""
+    blocks = [block for _, block in code_blocks(REPOSITORY / name) if "micro_batchsize" in block]
+    command, *expected = blocks[0].removeprefix("$ ").splitlines()
+    words = [word for word in shlex.split(command)[2:] if not word.startswith("gpus=")]
+    with pytest.raises(RecipeError) as error:
+        load_recipe(words, ranks=6)
+    assert error.value.problems == expected
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.stem)
+def test_links_between_the_documents(document):
+    text = document.read_text()
+    for name, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        target = document.parent / name if name else document
+        assert target.is_file(), name
+        headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE)
+        assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings]
+
+
+def test_keys_in_the_documents_exist():
     keys = {
         ".".join((*path, field.name))
         for path, kind in sections()
         for field in dataclasses.fields(kind)
     }
-    readme = (REPOSITORY / "README.md").read_text()
     first = "|".join(field.name for field in dataclasses.fields(Recipe))
     modules = {file.name for file in REPOSITORY.glob("launcher/*.py")}
-    named = set(re.findall(rf"`((?:{first})\.\w+(?:\.\w+)*)(?=[`:=])", readme)) - modules
-    assert len(named) > 20
-    assert named - keys == set()
+    named = set()
+    for document in DOCUMENTS:
+        named |= set(re.findall(rf"`((?:{first})\.\w+(?:\.\w+)*)(?=[`:=])", document.read_text()))
+    assert len(named - modules) > 20
+    assert named - modules - keys == set()
 
 
 @pytest.mark.long
