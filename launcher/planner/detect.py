@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,12 +52,16 @@ def detect_machine(ranks: DataParallel, environment: Environment) -> Machine:
         for size, count in zip(hosts, on_nodes, strict=True)
     ]
     name, total = min(zip(names, totals, strict=True))
-    size: dict[str, Any] = {"nodes": ranks.size // per_node, "gpus_per_node": per_node}
-    size["memory"] = total or None
+    like = partial(
+        known_machine,
+        nodes=ranks.size // per_node,
+        gpus_per_node=per_node,
+        memory=total or None,
+    )
     try:
-        machine = known_machine(name, **size)
+        machine = like(name)
     except RecipeError:  # a GPU that is not in the table
-        machine = dataclasses.replace(known_machine(None, **size), name=name)
+        machine = dataclasses.replace(like(None), name=name)
     return dataclasses.replace(machine, memory=_least(memories), host_memory=_least(shares))
 
 

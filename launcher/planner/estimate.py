@@ -171,9 +171,10 @@ class _Step:
             output, widest = round(block.output), round(block.widest)
             working = round(block.kept) - widest  # without the first tensor to be freed
             if twice:
-                kept.append((0 if to_host else output) + selective * round(block.selective))
-                working += output if to_host else 0
-                self.host += output if to_host else 0
+                on_device = 0 if to_host else output
+                kept.append(on_device + (round(block.selective) if selective else 0))
+                working += output - on_device
+                self.host += output - on_device
             else:
                 kept.append(round(block.kept))
             kept_casts.append(0 if twice else block.casts)

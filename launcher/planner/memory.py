@@ -87,15 +87,28 @@ class StepMemory:
 
 
 def step_memory_of(
-    timeline: list[Moment], *, method: Literal["traced", "arithmetic"], **rest: Any
+    timeline: list[Moment],
+    *,
+    method: Literal["traced", "arithmetic"],
+    held: Components,
+    after_forward: Components,
+    host: int,
 ) -> StepMemory:
-    """With the peaks of a timeline; of equal moments the first."""
+    """With the peaks of the timeline; of equal moments the first."""
     phases: dict[Phase, Moment] = {}
     for moment in timeline:
         if moment.phase not in phases or moment.total > phases[moment.phase].total:
             phases[moment.phase] = moment
     peak = max(phases.values(), key=lambda moment: moment.total)
-    return StepMemory(method=method, timeline=tuple(timeline), phases=phases, peak=peak, **rest)
+    return StepMemory(
+        method=method,
+        timeline=tuple(timeline),
+        phases=phases,
+        peak=peak,
+        held=held,
+        after_forward=after_forward,
+        host=host,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
