@@ -264,24 +264,29 @@ def _bar(start: int, end: int, edge: int | None, style: str) -> Line:
 
 
 def _phases_host_and_disk(plan: dict[str, Any]) -> Iterator[Line]:
+    def row(label: str, *pieces: tuple[str, str]) -> Line:
+        return [(f"  {label:<22}", "dim"), *pieces]
+
     outside, host, disk = plan["context"] + plan["margin"], plan["host"], plan["checkpoint"]
     totals = {phase: moment["total"] + outside for phase, moment in plan["phases"].items()}
     phases = ", ".join(f"{phase} {bytes_as_text(total)}" for phase, total in totals.items())
-    yield [(f"  {'peak of each phase':<22}", "dim"), (phases, "")]
-    line = [(f"  {'host memory a node':<22}", "dim"), (bytes_as_text(host["total"]), "")]
-    if host["spare"] is not None and host["spare"] >= 0:
-        line += [(", ", ""), (f"{bytes_as_text(host['spare'])} to spare", "green")]
-    elif host["spare"] is not None:
-        over = f"does not fit: {bytes_as_text(-host['spare'])} too much"
-        line += [(", ", ""), (over, "bold red")]
-    yield line
+    yield row("peak of each phase", (phases, ""))
+    spare, total = host["spare"], (bytes_as_text(host["total"]), "")
+    if spare is None:
+        yield row("host memory a node", total)
+    elif spare >= 0:
+        left = f", {bytes_as_text(spare)} to spare"
+        yield row("host memory a node", total, (left, "green"))
+    else:
+        over = f", does not fit: {bytes_as_text(-spare)} too much"
+        yield row("host memory a node", total, (over, "bold red"))
     parts = [f"{name} {bytes_as_text(host[key])}" for key, name in _HOST_NAMES.items() if host[key]]
-    yield [(f"  {'':<22}{', '.join(parts)}", "dim")]
+    yield row("", (", ".join(parts), "dim"))
     if disk["kept"]:
         each = bytes_as_text(disk["bytes"])
         if disk["kept"] > 1:
             each += f", {disk['kept']} at once: {bytes_as_text(disk['bytes'] * disk['kept'])}"
-        yield [(f"  {'a checkpoint on disk':<22}", "dim"), (each, "")]
+        yield row("a checkpoint on disk", (each, ""))
 
 
 def _disagreement(plan: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
