@@ -53,10 +53,7 @@ def detect_machine(ranks: DataParallel, environment: Environment) -> Machine:
     ]
     name, total = min(zip(names, totals, strict=True))
     like = partial(
-        known_machine,
-        nodes=ranks.size // per_node,
-        gpus_per_node=per_node,
-        memory=total or None,
+        known_machine, nodes=ranks.size // per_node, gpus_per_node=per_node, memory=total or None
     )
     try:
         machine = like(name)
