@@ -250,7 +250,7 @@ def run(setting: dict[str, Any]) -> int:
         sequences = f"{setting['steps']} steps of {SEQUENCES_PER_RANK * ranks.size} sequences"
         print("\r\x1b[2K" if sys.stdout.isatty() else "")
         print("\n".join([*lines, "", f"{sequences} on {ranks.size} x {where}, dropout off."]))
-        same = "Every way of training gives the same losses."
+        same = "All configurations give the same losses."
         print(same if good else "Not the same: see the lines marked TOO MUCH.")
         return EXIT_DONE if good else EXIT_NO
 

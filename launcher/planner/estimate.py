@@ -98,7 +98,7 @@ def _sums(values: Iterable[int], first: int = 0) -> list[int]:
 
 
 class _Step:
-    """The sizes of a step in bytes, and its highest moments."""
+    """Sizes in bytes, and the highest moments of a step."""
 
     def __init__(self, profile: ModelProfile, recipe: Recipe, *, ranks: int) -> None:
         strategy, mixed = recipe.strategy, recipe.strategy.mixed_precision

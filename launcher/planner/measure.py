@@ -45,9 +45,9 @@ STEPS = 3
 """Training steps. The first one has no optimizer state yet. Of the later ones the smallest counts
 on the CPU: gloo's threads may release buffers late, which is not memory of the step."""
 SETTLE_SECONDS = 0.01
-"""Wait of a mark on the CPU, so that gloo's threads can release their buffers."""
+"""Pause before each mark on the CPU: gloo's threads release their buffers late."""
 MICRO_BATCHES = 3
-"""Micro-batches of a step, at most: the first, one between, the last."""
+"""Most micro-batches of a step: the first, one between, the last."""
 
 
 @dataclass(frozen=True, kw_only=True)

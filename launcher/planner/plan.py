@@ -85,7 +85,7 @@ def _plan(
 
 
 def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: int) -> HostMemory:
-    """Of one node."""
+    """Host memory of one node."""
     per_node, data, on_gpu = machine.gpus_per_node, recipe.data, machine.device == "cuda"
     rows = rows_of(recipe.batch, sequence_length=data.sequence_length)
     batch = rows * data.sequence_length * TOKEN_BYTES

@@ -133,7 +133,7 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """All of a model that memory and speed depend on."""
+    """The properties of a model that memory and speed depend on."""
 
     device: Device
     block_names: tuple[str, ...]
@@ -229,7 +229,7 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
     try:  # the search offers bfloat16
         for dtype in {own, "bfloat16" if own == "float32" else own}:
             profile.saved[dtype] = _measure_saved(prepared, recipe, order, dtype, device)
-    except Exception:  # anything that a model does with a tensor without values
+    except Exception:  # models fail in various ways on tensors without values
         profile.saved.clear()
     return profile
 
@@ -237,7 +237,7 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
 def _measure_saved(
     prepared: PreparedModel, recipe: Recipe, order: list[int], dtype: str, device: Device
 ) -> dict[int, Saved]:
-    """Runs one sequence forward, and counts what each block saves. order: the blocks' classes."""
+    """Counts what each block saves in the forward pass of one sequence. order: their classes."""
     batch = dataclasses.replace(recipe.batch, micro_batch_size=1, micro_batch_tokens=None)
     data = prepared.synthetic_data(recipe.data, batch)
     model = copy.deepcopy(prepared.model).train()

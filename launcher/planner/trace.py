@@ -190,7 +190,7 @@ def _run(
                     heartbeat=observer.heartbeat,
                 ):
                     pass
-            except Exception as error:  # anything that a model does with a tensor without values
+            except Exception as error:  # models fail in various ways on tensors without values
                 raise UntraceableError(f"{type(error).__name__}: {first_line(error)}") from error
     return observer.traced()
 

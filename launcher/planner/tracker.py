@@ -1,8 +1,8 @@
 """Follows every storage of a step from allocation to release.
 
-What a storage is for is often known only later: an activation is what is left when the forward pass
-has ended. So the tracker records when bytes came and went, and reads the labels when it replays the
-record.
+The purpose of a storage is often known only later: activations are what is still held when the
+forward pass has ended. So the tracker records allocations and releases, and reads the labels when
+it replays them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._copied = copied if gloo else {}
         self.place = Place("forward", 0, "")
         self._events: list[tuple[Place, Record, int]] = []
-        """Where bytes of a storage came (positive) or went."""
+        """Place, storage, and bytes allocated (positive) or released."""
         self._live: dict[int, Record] = {}
         self._paused = False
 
@@ -147,7 +147,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self._events)
 
     def label_live(self, label: str, *, since: int) -> None:
-        """Labels what came since this event, is still there, and has no label."""
+        """Labels what was allocated since this event, is still held, and has no label."""
         for record in self._live.values():
             if record.label is None and record.born >= since and record.size:
                 record.label = label
