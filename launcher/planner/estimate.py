@@ -238,7 +238,7 @@ class _Step:
         )
         parts |= {"gathered": self.between, "temporary": self.head_temporary}
         yield self._at("backward", gradients=before + head, **parts)
-        for index in reversed(self._ends_of_classes()):
+        for index in reversed(range(len(self.blocks))):
             if self.ddp:
                 yield self._ddp_block(index, before)
             else:
@@ -256,12 +256,6 @@ class _Step:
                 communication=self.reduce * self.root.trained + self.averages,
             )
         yield self._at("optimizer", gradients=0 if self.ddp else self.shard)
-
-    def _ends_of_classes(self) -> list[int]:
-        """The first and the last block of each class: between them moments are lower."""
-        kinds = self.profile.block_classes
-        lasts = {kind: index for index, kind in enumerate(kinds)}
-        return sorted({*lasts.values(), *(kinds.index(kind) for kind in lasts)})
 
     def _ddp_block(self, index: int, before: int) -> Moment:
         """A block's backward pass: gradients go into the buckets."""
