@@ -26,8 +26,8 @@ from launcher.errors import EXIT_DONE, EXIT_NO
 from launcher.metrics.console import bytes_as_text
 from launcher.planner.machine import known_machine
 from launcher.planner.measure import measure
+from launcher.planner.memory import OVER, UNDER, peak_holds
 from launcher.planner.plan import make_plan
-from launcher.planner.verification import OVER, UNDER, peak_holds
 from launcher.recipe.load import load_recipe
 
 LLAMA = "model_type: llama, tie_word_embeddings: false, bos_token_id: null, eos_token_id: 1, max_position_embeddings: 8192"

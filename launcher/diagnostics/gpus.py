@@ -1,7 +1,7 @@
 """The GPUs of this node, as NVML and torch see them.
 
-A driver that hangs also hangs the process that asks it, so another process asks:
-`python -m launcher.diagnostics.gpus` prints NVML's answers as a line of JSON, then torch's.
+A driver that hangs blocks the process that queries it, so a separate process does:
+`python -m launcher.diagnostics.gpus` prints what NVML reports as a line of JSON, then torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from launcher.metrics.console import bytes_as_text
 
 GIB = 1024**3
 ANSWER_SECONDS = 90
-"""Time for NVML and torch to answer. Importing torch from a busy network file system takes long."""
+"""Time for NVML and torch to answer: importing torch from a busy network disk takes long."""
 COMMAND = (sys.executable, "-m", "launcher.diagnostics.gpus")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What NVML knows of a GPU; None where the GPU does not support the question."""
+    """What NVML reports about a GPU; None: the GPU does not support the query."""
 
     index: int
     uuid: str = ""
@@ -46,19 +46,14 @@ class Gpu:
     power_brake: bool | None = None
     temperature: int | None = None
     """Degrees Celsius."""
-    processes: tuple[str, ...] = ()
+    processes: Sequence[str] = ()
     error: str | None = None
-    """Why NVML does not answer for this GPU, which fell off the bus, say."""
-
-
-# In the process that asks
+    """Why NVML reports nothing about this GPU."""
 
 
 def query_nvml() -> dict[str, Any]:
-    """driver: its version; gpus: fields of `Gpu` of each; error: of NVML as a whole, or None.
-
-    Without NVIDIA's driver there are no GPUs, which is no error.
-    """
+    """driver: its version; gpus: fields of `Gpu` of each; error: of NVML as a whole, or None. A
+    machine without NVIDIA's driver has no GPUs, which is no error."""
     found: dict[str, Any] = {"driver": None, "gpus": [], "error": None}
     try:
         import pynvml as nvml
@@ -87,7 +82,7 @@ def _query_gpu(nvml: Any, index: int) -> dict[str, Any]:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
 
     def ask(name: str, *arguments: Any, **options: Any) -> Any:
-        """None where the GPU or its driver does not support the question."""
+        """None where the GPU or its driver does not support the query."""
         with contextlib.suppress(nvml.NVMLError):
             return getattr(nvml, name)(handle, *arguments, **options)
         return None
@@ -96,8 +91,6 @@ def _query_gpu(nvml: Any, index: int) -> dict[str, Any]:
     memory = memory or nvml.nvmlDeviceGetMemoryInfo(handle)
     *_, pending, failed = ask("nvmlDeviceGetRemappedRows") or (None, None)
     slowed = ask("nvmlDeviceGetCurrentClocksEventReasons")
-    if slowed is None:  # drivers before 535
-        slowed = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
     heat, brake = (
         nvml.nvmlClocksThrottleReasonHwThermalSlowdown,
         nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
@@ -125,7 +118,7 @@ def _query_gpu(nvml: Any, index: int) -> dict[str, Any]:
 
 
 def query_torch(*, compute: bool = True) -> dict[str, Any]:
-    """python, torch, cuda, rocm, nccl: versions; gpus: names of the GPUs; error: or None.
+    """python, torch, cuda, rocm, nccl: versions; gpus: their names; error: or None.
 
     compute: also computes something on each GPU.
     """
@@ -149,20 +142,14 @@ def query_torch(*, compute: bool = True) -> dict[str, Any]:
     return found
 
 
-# In the process of the doctor
-
-
-def query(*, seconds: float | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `query_nvml` and `query_torch` return in another process, with at most so many seconds.
-
-    `error` says which of them did not answer.
-    """
-    seconds = ANSWER_SECONDS if seconds is None else seconds
+def query(*, seconds: float = ANSWER_SECONDS) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `query_nvml` and `query_torch` return in another process within this time. `error` says
+    which of them did not answer."""
     process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         printed, late = process.communicate(timeout=seconds)[0], False
     except subprocess.TimeoutExpired as expired:
-        process.kill()  # and not waited for: in a call of a driver that hangs it does not end
+        process.kill()  # without waiting: a process in a hanging driver call does not end
         printed, late = expired.output or b"", True
     answers = []
     for line in printed.splitlines():
@@ -186,14 +173,12 @@ def versions(nvml: dict[str, Any], torch: dict[str, Any]) -> dict[str, Any]:
 
 
 def visible_gpus(nvml: dict[str, Any], visible: str | None) -> list[Gpu]:
-    """Those of `query_nvml` that this process may use.
+    """The GPUs of `query_nvml` that this process may use.
 
     visible: CUDA_VISIBLE_DEVICES: indices or the beginnings of UUIDs; None: all. A part of a GPU
-    (MIG-...) matches none: NVML's answers are about the whole GPU.
+    (MIG-...) matches none: NVML reports about the whole GPU.
     """
-    gpus = [
-        Gpu(**fields | {"processes": tuple(fields.get("processes", ()))}) for fields in nvml["gpus"]
-    ]
+    gpus = [Gpu(**fields) for fields in nvml["gpus"]]
     if visible is None:
         return gpus
     words = [word.strip() for word in visible.split(",") if word.strip()]
@@ -207,40 +192,39 @@ def gpu_findings(
     nvml: dict[str, Any], torch: dict[str, Any], *, visible: str | None, expected: int | None
 ) -> Iterator[Finding]:
     """Whether the GPUs are there, free and healthy. expected: how many there must be."""
-    gpus, seen = visible_gpus(nvml, visible), torch["gpus"]
+    gpus, names = visible_gpus(nvml, visible), torch["gpus"]
     if nvml["error"]:
-        yield Finding(name="GPUs", state="bad", text=nvml["error"])
-    elif expected is not None and (len(gpus) or len(seen)) < expected:
-        text = f"{len(gpus) or len(seen)} of {expected} are there"
-        yield Finding(name="GPUs", state="bad", text=text)
+        yield Finding("GPUs", "bad", nvml["error"])
+    elif expected is not None and (len(gpus) or len(names)) < expected:
+        text = f"{len(gpus) or len(names)} of {expected} are there"
+        yield Finding("GPUs", "bad", text)
     elif not gpus:
-        yield Finding(name="GPUs", state="note", text=_without_nvml(torch))
+        yield Finding("GPUs", "note", _without_nvml(torch))
     working = [gpu for gpu in gpus if gpu.error is None]
     if working:
-        names = sorted({gpu.name for gpu in working})
-        mixed = len(names) > 1 or len({gpu.memory for gpu in working}) > 1
+        models = sorted({gpu.name for gpu in working})
+        mixed = len(models) > 1 or len({gpu.memory for gpu in working}) > 1
         memory = bytes_as_text(min(gpu.memory for gpu in working))
-        text = f"{len(working)} x {', '.join(names)} of {memory}, driver {nvml['driver']}"
+        text = f"{len(working)} x {', '.join(models)} of {memory}, driver {nvml['driver']}"
         text += "; not all alike" if mixed else ""
-        yield Finding(name="GPUs", state="warning" if mixed else "good", text=text)
+        yield Finding("GPUs", "warning" if mixed else "good", text)
     problems = [(gpu.index, *problem) for gpu in gpus for problem in _problems(gpu)]
     for index, state, text in problems:
-        yield Finding(name=f"GPU {index}", state=state, text=text)
+        yield Finding(f"GPU {index}", state, text)
     if working and not problems:
         hottest = max((gpu.temperature for gpu in working if gpu.temperature), default=None)
         heat = "" if hottest is None else f", at most {hottest} C"
         text = f"no other processes, no memory errors, none throttled{heat}"
-        yield Finding(name="GPUs free", state="good", text=text)
+        yield Finding("GPUs free", "good", text)
 
 
 def _without_nvml(torch: dict[str, Any]) -> str:
     """Text for GPUs that NVML does not know: in a container without it, parts (MIG), and AMD's."""
     if not torch["gpus"]:
-        return "none: training computes on the CPU; a torch built for GPUs asks for run.device=cpu"
+        return "none: training computes on the CPU; a torch built for GPUs needs run.device=cpu"
     names = f"{len(torch['gpus'])} x {', '.join(sorted(set(torch['gpus'])))}"
     if torch["rocm"] is None:
         return f"{names}; NVML does not answer: whether they are free and healthy is not known"
-    # The JSON of amd-smi differs between versions of ROCm, and there was no AMD GPU to test with
     commands = "amd-smi process and amd-smi metric --ecc show whether they are free and healthy"
     return f"{names}, ROCm {torch['rocm']}; AMD GPUs are not examined; {commands}"
 
@@ -248,11 +232,11 @@ def _without_nvml(torch: dict[str, Any]) -> str:
 def _problems(gpu: Gpu) -> Iterator[tuple[State, str]]:
     if gpu.error is not None:
         yield "bad", f"NVML does not answer for it: {gpu.error}"
-    # A driver that does not count its own memory apart may hold several hundred MiB
+    # Some drivers count several hundred MiB of their own
     if gpu.processes or gpu.used > max(GIB, gpu.memory // 50):
-        who = ", ".join(gpu.processes) or "no process that can be seen from here"
+        names = ", ".join(gpu.processes) or "no process that can be seen from here"
         memory = f"{bytes_as_text(gpu.used)} of {bytes_as_text(gpu.memory)}"
-        yield "bad", f"not free: {memory} in use, by {who}"
+        yield "bad", f"not free: {memory} in use, by {names}"
     if gpu.uncorrected_errors:
         errors = f"{gpu.uncorrected_errors} uncorrected memory errors since its driver was loaded"
         yield "bad", f"{errors}: reset or replace it"
@@ -270,18 +254,16 @@ def _problems(gpu: Gpu) -> Iterator[tuple[State, str]]:
 def torch_findings(torch: dict[str, Any], gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """Whether torch computes on all of these GPUs."""
     if torch["error"]:
-        yield Finding(name="torch", state="bad", text=torch["error"])
+        yield Finding("torch", "bad", torch["error"])
     elif len(torch["gpus"]) < len(gpus):
         why = "the driver is too old for it, or a GPU fell off the bus"
         why = "this torch is built without CUDA" if torch["cuda"] is None else why
-        count = f"{len(torch['gpus'])} of {len(gpus)} GPUs"
-        yield Finding(
-            name="torch", state="bad", text=f"{torch['torch']} computes on {count}: {why}"
-        )
+        text = f"{torch['torch']} computes on {len(torch['gpus'])} of {len(gpus)} GPUs: {why}"
+        yield Finding("torch", "bad", text)
     else:
         keys = (("cuda", "CUDA"), ("rocm", "ROCm"), ("nccl", "NCCL"), ("python", "Python"))
         versions = [f"{label} {torch[key]}" for key, label in keys if torch.get(key)]
-        yield Finding(name="torch", state="good", text=", ".join([torch["torch"], *versions]))
+        yield Finding("torch", "good", ", ".join([torch["torch"], *versions]))
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@ command itself, as it starts training.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import statistics
 import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,13 @@ INIT_SECONDS = 180
 SLOW = 0.8
 """A rank that is slower than this share of the median rank makes all others wait."""
 SLOW_LINK = 0.5
-"""The same for the links of a node. With two nodes nobody can tell whose link is slow."""
+"""The same for the links of a node. Of two nodes it is not known which one is slow."""
 CLOCKS_WARN, CLOCKS_BAD = 0.5, 5.0
 """Seconds between clocks: logs, and the lock of the run folder, depend on them."""
 SHARED_SECONDS = 10.0
 """Time until a node sees what another one wrote: network file systems cache for seconds."""
 ASSUMED = 0.5
-"""Below this share of the plan's rates, the plan's ranking of strategies may be wrong."""
+"""Share of the plan's rates below which the plan's ranking of strategies may be wrong."""
 _ADVICE = "let chrony or ntpd keep"
 
 
@@ -102,7 +102,7 @@ def check_shared(
     deadline = time.monotonic() + seconds
     while first and seen != wanted and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            # A list of the folder: a network file system caches that a single name was missing
+            # Lists the folder: network file systems cache that a single name was missing
             listed = set(os.listdir(folder))
             seen = {number for number in wanted if names[number] in listed}
         time.sleep(0.0 if seen == wanted else 0.1)
@@ -116,64 +116,64 @@ def check_shared(
 
 # Judging what the ranks measured. `results` has a dictionary of each rank: host, node (its number),
 # gpu (its local rank), rates, offset (of its clock), shared and seen (of `check_shared`), and sum
-# (whether it was right). A finding names a host, or all nodes where the majority does not tell.
+# (whether it was right). A finding names a host, or all nodes where there is no majority.
 
 
 def judge(results: Sequence[Mapping[str, Any]], *, cpu: bool) -> list[Finding]:
-    """Which ranks and nodes are unlike the others. cpu: slow ranks are a warning only.
+    """Which ranks and nodes are unlike the others.
 
-    (On a CPU the rates say little: its cores are shared with other programs.)
+    cpu: slow ranks are only a warning, because other programs share the cores.
     """
-    slow: State = "warning" if cpu else "bad"
-    hosts: dict[str, float] = {}
+    offsets: dict[str, float] = {}
     for result in results:
-        hosts.setdefault(result["host"], result["offset"])
-    findings = _slow_ranks(results, slow, cpu=cpu) + _slow_nodes(results, slow)
-    if len(hosts) > 1:
-        findings += _clocks(hosts)
-    findings += _sharing([result for result in results if result["seen"] is not None])
-    wrong = sorted({result["host"] for result in results if not result["sum"]})
-    if wrong and len(hosts) > 1 and 2 * len(wrong) >= len(hosts):
-        wrong = [ALL_NODES]
-    text = "gives a wrong sum"
-    return findings + [
-        Finding(name="all-reduce", state="bad", text=text, host=host) for host in wrong
+        offsets.setdefault(result["host"], result["offset"])
+    wrong = {result["host"]: "gives a wrong sum" for result in results if not result["sum"]}
+    return [
+        *_slow_ranks(results, cpu=cpu),
+        *_slow_nodes(results, cpu=cpu),
+        *(_clocks(offsets) if len(offsets) > 1 else ()),
+        *_sharing([result for result in results if result["seen"] is not None]),
+        *_blame("all-reduce", wrong, nodes=len(offsets), all_nodes="gives a wrong sum"),
     ]
 
 
-def _slow_ranks(results: Sequence[Mapping[str, Any]], state: State, *, cpu: bool) -> list[Finding]:
-    findings = []
+def _blame(name: str, faults: Mapping[str, str], *, nodes: int, all_nodes: str) -> list[Finding]:
+    """A bad finding for each fault by host; one for all nodes where half of them have it."""
+    if faults and nodes > 1 and 2 * len(faults) >= nodes:
+        faults = {ALL_NODES: all_nodes}
+    return [Finding(name, "bad", faults[host], host=host) for host in faults]
+
+
+def _slow_ranks(results: Sequence[Mapping[str, Any]], *, cpu: bool) -> Iterator[Finding]:
     verbs = {
         "half_flops": "computes",
         "memory_bandwidth": "moves memory",
         "host_bandwidth": "copies to and from the host",
     }
+    state: State = "warning" if cpu else "bad"
     for key, verb in verbs.items():
         median = statistics.median(result["rates"][key] for result in results)
         for rank, result in enumerate(results):
             share = result["rates"][key] / median
             if share < SLOW:
-                who = f"rank {rank}" if cpu else f"GPU {result['gpu']} (rank {rank})"
-                text = f"{who} {verb} at {share:.0%} of the median rank: all would wait for it"
-                findings.append(Finding(name="speed", state=state, text=text, host=result["host"]))
-    return findings
+                which = f"rank {rank}" if cpu else f"GPU {result['gpu']} (rank {rank})"
+                text = f"{which} {verb} at {share:.0%} of the median rank: all would wait for it"
+                yield Finding("speed", state, text, host=result["host"])
 
 
-def _slow_nodes(results: Sequence[Mapping[str, Any]], state: State) -> list[Finding]:
-    findings = []
+def _slow_nodes(results: Sequence[Mapping[str, Any]], *, cpu: bool) -> Iterator[Finding]:
     names = {
         "within_node": "collectives among its ranks run",
         "link": "its links to other nodes run",
     }
+    state: State = "warning" if cpu else "bad"
     for key, what in names.items():
         rates = slowest_by_host(results, key)
         median = statistics.median(rates.values()) if len(rates) > 2 else 0.0
         for host, rate in rates.items():
             if rate < SLOW_LINK * median:
                 share = f"{rate / median:.0%} of the median node's {median / 1e9:.3g} GB/s"
-                text = f"{what} at {share}"
-                findings.append(Finding(name="network", state=state, text=text, host=host))
-    return findings
+                yield Finding("network", state, f"{what} at {share}", host=host)
 
 
 def _clocks(offsets: Mapping[str, float]) -> list[Finding]:
@@ -182,50 +182,44 @@ def _clocks(offsets: Mapping[str, float]) -> list[Finding]:
     off = {host: by - usual for host, by in offsets.items() if abs(by - usual) > CLOCKS_WARN}
     first, last = min(offsets, key=offsets.__getitem__), max(offsets, key=offsets.__getitem__)
     spread = offsets[last] - offsets[first]
-
-    def state(seconds: float) -> State:
-        return "bad" if abs(seconds) > CLOCKS_BAD else "warning"
-
     if not off:
         text = f"within {spread:.2g} s of one another"
-        return [Finding(name="clocks", state="good", text=text, host=ALL_NODES)]
-    if 2 * len(off) >= len(offsets):
-        text = f"{last}'s is {spread:.3g} s ahead of {first}'s: {_ADVICE} them"
-        return [Finding(name="clocks", state=state(spread), text=text, host=ALL_NODES)]
-    findings = []
-    for host, by in off.items():
-        side = "ahead of" if by > 0 else "behind"
-        text = f"{abs(by):.3g} s {side} the other nodes': {_ADVICE} it"
-        findings.append(Finding(name="clock", state=state(by), text=text, host=host))
-    return findings
+        return [Finding("clocks", "good", text, host=ALL_NODES)]
+    faults = {
+        host: f"{abs(by):.3g} s {'ahead of' if by > 0 else 'behind'} the other nodes': {_ADVICE} it"
+        for host, by in off.items()
+    }
+    text = f"{last}'s is {spread:.3g} s ahead of {first}'s: {_ADVICE} them"
+    found = _blame("clocks", faults, nodes=len(offsets), all_nodes=text)
+    return [
+        one if abs(off.get(one.host, spread)) > CLOCKS_BAD else replace(one, state="warning")
+        for one in found
+    ]
 
 
 def _sharing(results: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """results: of one rank a node.
+    """results: of one rank per node.
 
     A node is at fault where fewer than half of the others see what it writes, or where it sees
     fewer than half of the others' files.
     """
     name, within = "shared folder", f"within {SHARED_SECONDS:.0f} s"
-    findings = [
-        Finding(name=name, state="bad", text=result["shared"], host=result["host"])
-        for result in results
-        if result["shared"] is not None
-    ]
-    wrote = {result["node"]: result for result in results if result["shared"] is None}
+    failed = {one["host"]: one["shared"] for one in results if one["shared"] is not None}
+    wrote = {one["node"]: one for one in results if one["shared"] is None}
     readers = Counter(n for node, one in wrote.items() for n in one["seen"] if n != node)
-    blind = []
-    for node, result in wrote.items():
-        sees = len(wrote.keys() & set(result["seen"]) - {node})
-        if 2 * min(readers[node], sees) < len(wrote) - 1:
-            blind.append(result["host"])
-    if blind and len(blind) == len(wrote):
-        text = f"no node sees {within} what another one writes: it is not shared"
-        return [*findings, Finding(name=name, state="bad", text=text, host=ALL_NODES)]
     text = (
-        f"this node and the others do not see {within} what the other writes; is it a local disk?"
+        f"this node and the others do not see {within} what the other writes: is it a local disk?"
     )
-    return findings + [Finding(name=name, state="bad", text=text, host=host) for host in blind]
+    faults = {}
+    for node, one in wrote.items():
+        sees = len(wrote.keys() & set(one["seen"]) - {node})
+        if 2 * min(readers[node], sees) < len(wrote) - 1:
+            faults[one["host"]] = text
+    text = f"no node sees {within} what another one writes: it is not shared"
+    return [
+        *_blame(name, failed, nodes=1, all_nodes=""),
+        *_blame(name, faults, nodes=len(wrote), all_nodes=text),
+    ]
 
 
 def compare_versions(versions: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
@@ -234,15 +228,14 @@ def compare_versions(versions: Mapping[str, Mapping[str, Any]]) -> list[Finding]
     for name in next(iter(versions.values()), {}):
         counts = Counter(one[name] for one in versions.values())
         most, count = counts.most_common(1)[0]
-        if 2 * count <= len(versions):  # no majority
-            values = ", ".join(f"{value} on {count}" for value, count in counts.most_common())
-            text = f"{name} {values} nodes: should be the same on all"
-            findings.append(Finding(name="versions", state="bad", text=text, host=ALL_NODES))
-            continue
-        for host, one in versions.items():
-            if one[name] != most:
-                text = f"{name} {one[name]}, but {most} on {count} of {len(versions)} nodes"
-                findings.append(Finding(name="versions", state="bad", text=text, host=host))
+        faults = {
+            host: f"{name} {one[name]}, but {most} on {count} of {len(versions)} nodes"
+            for host, one in versions.items()
+            if one[name] != most
+        }
+        values = ", ".join(f"{value} on {count}" for value, count in counts.most_common())
+        text = f"{name} {values} nodes: should be the same on all"
+        findings += _blame("versions", faults, nodes=len(versions), all_nodes=text)
     return findings
 
 
@@ -250,19 +243,18 @@ def compare_with_plan(
     rates: Mapping[str, Any], *, device: str, nodes: int, ranks_per_node: int
 ) -> list[Finding]:
     """Warns of rates far below those that the plan assumes for this GPU, if it knows the GPU."""
-    if device == "CPU":
-        return []
     try:
         machine = known_machine(device, nodes=nodes, gpus_per_node=ranks_per_node)
     except RecipeError:
         return []
     findings = []
-    for name, (what, unit) in RATES.items():
+    for name, (what, unit) in RATES.items() if machine.device == "cuda" else ():
         measured, assumed = rates.get(name), getattr(machine.rates, name)
         if measured is not None and measured < ASSUMED * assumed:
             share = f"{measured / assumed:.0%} of the {rate_as_text(assumed, unit)}"
             text = f"{what}: {rate_as_text(measured, unit)}, {share} that the plan assumes"
-            findings.append(Finding(name="rates", state="warning", text=text, host=ALL_NODES))
+            finding = Finding("rates", "warning", text, host=ALL_NODES)
+            findings.append(finding)
     return findings
 
 
@@ -284,27 +276,21 @@ def slowest_collectives(results: Sequence[Mapping[str, Any]], key: str) -> dict[
 
 def slowest_rates(results: Sequence[Mapping[str, Any]], *, source: str) -> dict[str, Any]:
     """Fields of `planner.machine.Rates`: of the slowest rank; None where not measured."""
-    rates: dict[str, Any] = {}
+    rates: dict[str, Any] = {"source": source}
     for name in RATES:
         values = [result["rates"][name] for result in results if name in result["rates"]]
         rates[name] = min(values, default=None)
-    for name, key in (
-        ("intra_node_bandwidth", "within_node"),
-        ("inter_node_bandwidth", "across_nodes"),
-    ):
-        collectives = slowest_collectives(results, key)
-        rates[name] = None if collectives is None else min(collectives.values())
-    return rates | {"source": source}
-
-
-# The run of the checks
+    groups = {"intra_node_bandwidth": "within_node", "inter_node_bandwidth": "across_nodes"}
+    for name, key in groups.items():
+        rates[name] = min((slowest_collectives(results, key) or {}).values(), default=None)
+    return rates
 
 
 def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False) -> Report:
-    """Checks and measures, on all ranks, which all get the report.
+    """Checks and measures on all ranks; each gets the report.
 
-    node: arguments of `examine`, for each node; None: the node was examined already. quick: the
-    nodes were examined already, only their versions are compared, and less is measured.
+    node: arguments of `examine`, for each node; None: the node was examined already. quick: nodes
+    were examined already, only their versions are compared, and less is measured.
     """
     environment = read_environment()
     first = environment.local_rank == 0
@@ -351,7 +337,7 @@ def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False
 
 
 def _examined(environment: Environment) -> Path:
-    """The file that says that the node's first rank has examined the node."""
+    """The file that exists once the node's first rank has examined the node."""
     name = f"launcher-doctor-{os.getuid()}-{environment.parent}-{environment.restart_count}"
     return Path(tempfile.gettempdir()) / name
 
@@ -359,10 +345,8 @@ def _examined(environment: Environment) -> Path:
 def _examine_first(
     node: dict[str, Any], environment: Environment
 ) -> tuple[list[Finding], dict[str, Any]]:
-    """Examines the node on its first rank, while the others wait and keep off its GPUs.
-
-    (The examination would find their processes on them.)
-    """
+    """Examines the node on its first rank. The others wait, so that it finds no process of theirs
+    on the GPUs."""
     if environment.local_rank == 0:
         found = examine(**node)
         _examined(environment).touch()
@@ -374,7 +358,7 @@ def _examine_first(
 
 
 def _run(setting: dict[str, Any]) -> dict[str, Any]:
-    return dataclasses.asdict(run(node=None, shared=None))
+    return asdict(run(node=None, shared=None))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def median_seconds(
 ) -> float:
     """Median time of a call, after two calls that do not count.
 
-    group: for a collective: its first rank decides how often all of its ranks call.
+    group: for a collective; its first rank decides how often all of its ranks call.
     """
 
     def once() -> float:
@@ -93,7 +93,7 @@ def collective_rates(group: dist.ProcessGroup, device: torch.device) -> dict[str
 def link_rounds(nodes: int) -> list[list[tuple[int, int]]]:
     """Pairs of neighbours in a ring of nodes, in rounds in which no node is in two pairs.
 
-    Each node has two links (of two nodes one), which tells a slow node from its neighbours.
+    Each node has two links (of two nodes one), so a slow node differs from its neighbours.
     """
     links = [(node, (node + 1) % nodes) for node in range(nodes if nodes > 2 else nodes - 1)]
     paired = nodes // 2 * 2
@@ -105,40 +105,37 @@ def link_rate(ranks: DataParallel, *, local: int) -> float | None:
     """Bytes/s that this rank exchanges with its counterpart on a neighbouring node.
 
     The better of both neighbours: a slow node does not make its neighbours look slow. None: this
-    rank had no neighbour. local: ranks of a node.
+    rank had no neighbour. local: ranks per node.
     """
     node, device = ranks.rank // local, ranks.device
     size = 1 << 24 if device.type == "cuda" else 1 << 20
     mine, other = torch.zeros(size, device=device), torch.empty(size, device=device)
+
+    def seconds(peer: int) -> float:
+        started = time.perf_counter()
+        send = dist.P2POp(dist.isend, mine, peer, group=ranks.group)
+        receive = dist.P2POp(dist.irecv, other, peer, group=ranks.group)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
+
     rates = []
     for pairs in link_rounds(ranks.size // local):
         dist.barrier(group=ranks.group)
-        pair = next((pair for pair in pairs if node in pair), None)
-        if pair is None:
-            continue
-        peer = ranks.rank + (sum(pair) - 2 * node) * local
-
-        def exchange(peer: int = peer) -> None:
-            send = dist.P2POp(dist.isend, mine, peer, group=ranks.group)
-            receive = dist.P2POp(dist.irecv, other, peer, group=ranks.group)
-            for work in dist.batch_isend_irecv([send, receive]):
-                work.wait()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-        times = []
-        for _ in range(6):
-            started = time.perf_counter()
-            exchange()
-            times.append(time.perf_counter() - started)
-        rates.append(4 * size / statistics.median(times[1:]))
+        for pair in pairs:
+            if node in pair:
+                peer = ranks.rank + (sum(pair) - 2 * node) * local
+                seconds(peer)  # the first exchange connects
+                rates.append(4 * size / statistics.median(seconds(peer) for _ in range(5)))
     return max(rates, default=None)
 
 
 def measure(ranks: DataParallel, *, local: int, quick: bool) -> dict[str, Any]:
     """This rank's rates by name; `within_node`, `across_nodes` and `link` may be None.
 
-    local: ranks of a node. quick: only what tells whether a node is healthy.
+    local: ranks per node. quick: only what shows whether a node is healthy.
     """
     device, nodes = ranks.device, ranks.size // local
     torch.set_float32_matmul_precision("high")  # as the recipes set it

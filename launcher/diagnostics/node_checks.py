@@ -85,63 +85,64 @@ def write_and_read(folder: Path) -> float:
             out.flush()
             os.fsync(out.fileno())
         if file.read_text() != file.name:
-            raise OSError(f"{file}: reads other bytes than were written")
+            raise OSError(f"{file}: the bytes read are not those that were written")
     finally:
         with contextlib.suppress(OSError):
             file.unlink()
     return time.monotonic() - started
 
 
+def _rated(name: str, value: float, text: str, *, bad: float, warning: float) -> Finding:
+    """A finding that is bad, or a warning, where the value is below these limits."""
+    state: State = "bad" if value < bad else "warning" if value < warning else "good"
+    return Finding(name, state, text)
+
+
 def host_findings(*, ranks: int | None) -> Iterator[Finding]:
     """Memory, cores, shared memory and limits."""
     whole, available = host_memory()
-    state: State = "bad" if available < GIB else "warning" if available < whole // 4 else "good"
     text = f"{bytes_as_text(available)} of {bytes_as_text(whole)} available"
-    yield Finding(name="host memory", state=state, text=text)
+    yield _rated("host memory", available, text, bad=GIB, warning=whole // 4)
     count = cores()
-    few = ranks is not None and count < ranks
-    text = f"{count}, fewer than {ranks} ranks" if few else str(count)
-    yield Finding(name="cores", state="warning" if few else "good", text=text)
+    text = f"{count}, fewer than {ranks} ranks" if count < (ranks or 0) else str(count)
+    yield _rated("cores", count, text, bad=0, warning=ranks or 0)
     shared = free_bytes(Path("/dev/shm")) if Path("/dev/shm").is_dir() else 0
-    state = "bad" if shared < 60 * 1024**2 else "warning" if shared < GIB else "good"
     text = f"{bytes_as_text(shared)} free"
-    if state != "good":
+    if shared < GIB:
         text += ": loader processes pass batches through it; "
         text += "in a container start with --ipc=host or --shm-size=8g"
-    yield Finding(name="/dev/shm", state=state, text=text)
+    yield _rated("/dev/shm", shared, text, bad=60 * 1024**2, warning=GIB)
     files = open_files()
     if files < 4096:
         text = f"a process may have {files:,} open: ulimit -n 65536"
-        yield Finding(name="open files", state="bad" if files < 256 else "warning", text=text)
+        yield _rated("open files", files, text, bad=256, warning=4096)
     locked = locked_memory()
     if locked is not None and has_infiniband():
         text = f"a process may lock {bytes_as_text(locked)}, but InfiniBand locks all that it "
         text += "sends: ulimit -l unlimited"
-        state = "bad" if locked < 64 * 1024**2 else "warning"
-        yield Finding(name="locked memory", state=state, text=text)
+        yield _rated("locked memory", locked, text, bad=64 * 1024**2, warning=float("inf"))
 
 
 def place_findings(*, runs: Path, shared: Path | None, port: int) -> Iterator[Finding]:
     """Disks and ports."""
     free = free_bytes(runs)
-    state: State = "bad" if free < GIB else "warning" if free < 20 * GIB else "good"
     text = f"{bytes_as_text(free)} free for {runs}"
-    yield Finding(name="disk of runs", state=state, text=text)
+    yield _rated("disk of runs", free, text, bad=GIB, warning=20 * GIB)
     temporary = free_bytes(Path(os.environ.get("TMPDIR", "/tmp")))
     if temporary < GIB:
-        text = f"{bytes_as_text(temporary)} free: compiled kernels go there"
-        yield Finding(name="temporary disk", state="warning", text=text)
+        text = f"{bytes_as_text(temporary)} free: compiled kernels are written there"
+        yield Finding("temporary disk", "warning", text)
     if shared is not None:
         try:
             seconds = write_and_read(shared)
             text = f"{shared}: a file written and read again in {seconds:.3g} s"
-            state = "bad" if seconds > SHARED_SECONDS else "good"
+            state: State = "bad" if seconds > SHARED_SECONDS else "good"
         except OSError as error:
             state, text = "bad", f"{shared}: {error.strerror or error}"
-        yield Finding(name="shared folder", state=state, text=text)
+        yield Finding("shared folder", state, text)
     problem = can_listen(port)
     good = f"port {port} is free" if port else "the host reaches itself by its name"
-    yield Finding(name="network", state="bad" if problem else "good", text=problem or good)
+    yield Finding("network", "bad" if problem else "good", problem or good)
 
 
 def examine(

@@ -38,7 +38,7 @@ def host_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """The result of one check."""
 
@@ -94,17 +94,12 @@ def _print(*pieces: tuple[str, str]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
-    if console.is_terminal:
-        console.print(Text.assemble(*pieces))
-    else:
-        print("".join(text for text, _ in pieces).rstrip())
+    Console(highlight=False, soft_wrap=True).print(Text.assemble(*pieces))
 
 
 def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
     """One line each. hosts: also the host; findings that several hosts share are printed once."""
-    if hosts:
-        findings = list(_merged(findings))
+    findings = list(_merged(findings)) if hosts else findings
     names = max((len(finding.name) for finding in findings), default=0)
     width = max((len(finding.host) for finding in findings), default=0) + 2 if hosts else 0
     for finding in findings:
@@ -120,15 +115,14 @@ def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
     for finding in findings:
         text = "" if finding.state in ("good", "note") else finding.text
         groups.setdefault((finding.name, finding.state, text), []).append(finding)
-    for group in groups.values():
-        first, hosts = group[0], {finding.host for finding in group}
-        if len(hosts) == 1:
+    for first, *others in groups.values():
+        if hosts := {finding.host for finding in others} - {first.host}:
+            differ = any(finding.text != first.text for finding in others)
+            text = f"{first.host}: {first.text}" if differ else first.text
+            host = ALL_NODES if hosts | {first.host} == everywhere else f"{len(hosts) + 1} nodes"
+            yield dataclasses.replace(first, host=host, text=text)
+        else:
             yield first
-            continue
-        differ = len({finding.text for finding in group}) > 1
-        text = f"{first.host}: {first.text}" if differ else first.text
-        host = ALL_NODES if hosts == everywhere else f"{len(hosts)} nodes"
-        yield dataclasses.replace(first, host=host, text=text)
 
 
 def print_node(findings: Sequence[Finding], versions: dict[str, Any]) -> bool:
@@ -149,19 +143,20 @@ def print_rates(report: Report) -> None:
     nodes = f"{report.nodes} node{'s' * (report.nodes > 1)}"
     where = f"{nodes} x {report.ranks_per_node} {report.device}"
     _print((f"\nRates of a rank, while all ranks measure ({where}):", "bold"))
-    rows = []
-    for key, (what, unit) in RATES.items():
-        if (rate := report.rates[key]) is not None and not what.startswith("collectives"):
-            rows.append((what, rate_as_text(rate, unit)))
-    groups = (("within a node", report.within_node), ("across nodes", report.across_nodes))
-    for place, rates in groups:
+    rows = {
+        what: rate_as_text(report.rates[key], unit)
+        for key, (what, unit) in RATES.items()
+        if report.rates[key] is not None and not what.startswith("collectives")
+    }
+    groups = {"within a node": report.within_node, "across nodes": report.across_nodes}
+    for place, rates in groups.items():
         for kind, rate in (rates or {}).items():
-            rows.append((f"{kind.replace('_', '-')} {place}", rate_as_text(rate, "B/s")))
+            rows[f"{kind.replace('_', '-')} {place}"] = rate_as_text(rate, "B/s")
     if report.links:
-        slowest = rate_as_text(min(report.links.values()), "B/s")
-        rows.append(("between neighbouring nodes", slowest))
-    width = max(len(what) for what, _ in rows)
-    for what, text in rows:
+        slowest = min(report.links.values())
+        rows["between neighbouring nodes"] = rate_as_text(slowest, "B/s")
+    width = max(map(len, rows))
+    for what, text in rows.items():
         _print((f"  {what:<{width}}  ", "dim"), (text, ""))
 
 

@@ -1,4 +1,4 @@
-"""The same losses, proved on the user's own recipe and machine.
+"""The same losses, checked on the user's own recipe and machine.
 
 `launcher selftest` starts this module under torchrun. It trains a few steps with each strategy,
 accumulation and number of ranks, and compares losses and gradient norms with the first of them.
@@ -6,11 +6,10 @@ accumulation and number of ranks, and compares losses and gradient norms with th
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import DataParallel
 from launcher.distributed.spawn import rank_main
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
-from launcher.recipe import schema
 from launcher.recipe.hub import model_folder
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import (
@@ -30,6 +28,7 @@ from launcher.recipe.schema import (
     Batch,
     CpuOffload,
     MixedPrecision,
+    Model,
     Recipe,
     Strategy,
 )
@@ -38,6 +37,22 @@ from launcher.training.setup import assemble
 
 SEQUENCES_PER_RANK = 4
 """Size of the global batch per rank: one micro-batch of four sequences, or four of one."""
+FLOAT32_TOLERANCES, MIXED_TOLERANCES = (1e-5, 1e-5), (1e-3, 2e-2)
+"""Largest relative differences of losses and of gradient norms."""
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 4,
+}
+"""Sizes of a shrunk model, where its config has these keys."""
+Results = list[tuple[list[float], list[float]]]
+"""Losses and gradient norms of each variant."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +63,20 @@ class Variant:
     ranks: int
     accumulation: int
     recipe: Recipe
-    loss_tolerance: float
-    norm_tolerance: float
+    tolerances: tuple[float, float]
 
 
-def shrunk(config: dict[str, Any]) -> dict[str, Any]:
-    """A model.config with the same architecture, a few layers deep and a few heads wide."""
-    small = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "n_layer": 2,
-        "n_embd": 64,
-        "n_head": 4,
-    }
-    return config | {key: value for key, value in small.items() if key in config}
+def shrunk(model: Model) -> Model:
+    """The same architecture with random weights, a few layers deep and a few heads wide."""
+    config = model.config
+    if model.path is not None:
+        folder = model_folder(model.path, key="model.path", weights=False)
+        config = json.loads((folder / "config.json").read_text())
+    assert config is not None
+    unused = ("architectures", "dtype", "torch_dtype", "transformers_version")
+    kept = {key: value for key, value in config.items() if model.path is None or key not in unused}
+    small = {key: value for key, value in SMALL.items() if key in kept}
+    return replace(model, path=None, init=None, config=kept | small)
 
 
 def switch_off_dropout(model: nn.Module) -> None:
@@ -81,37 +92,19 @@ def switch_off_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def shrunk_model(model: schema.Model) -> schema.Model:
-    """The same architecture, made small, with random weights."""
-    config = model.config
-    if model.path is not None:
-        folder = model_folder(model.path, key="model.path", weights=False)
-        told = json.loads((folder / "config.json").read_text())
-        config = {
-            key: value
-            for key, value in told.items()
-            if key not in ("architectures", "dtype", "torch_dtype", "transformers_version")
-        }
-    return dataclasses.replace(
-        model, path=None, init=None, config=None if config is None else shrunk(config)
-    )
-
-
 def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
     """The first one is the reference: fsdp in float32 on all ranks, one micro-batch a step."""
     strategies = _strategies(recipe, ranks=ranks)
     variants = []
     for name, changed in strategies:
+        sizes = (SEQUENCES_PER_RANK, 1)
         alone = ranks > 1 and changed.strategy.replicate == 1
-        counts = (ranks, 1) if alone else (ranks,)
-        sizes = itertools.product(counts, (SEQUENCES_PER_RANK, 1))
-        variants += [_variant(name, changed, None, ranks, *size) for size in sizes]
+        for count, size in itertools.product((ranks, 1) if alone else (ranks,), sizes):
+            variants.append(_variant(name, changed, None, ranks, count, size))
     precision = recipe.strategy.mixed_precision
     if precision is not None and precision.param_dtype != "float32":
-        variants += [
-            _variant(name, changed, precision, ranks, ranks, SEQUENCES_PER_RANK)
-            for name, changed in strategies
-        ]
+        size = SEQUENCES_PER_RANK
+        variants += [_variant(name, one, precision, ranks, ranks, size) for name, one in strategies]
     return variants
 
 
@@ -124,19 +117,19 @@ def _strategies(recipe: Recipe, *, ranks: int) -> list[tuple[str, Recipe]]:
         reshard_after_forward=own.reshard_after_forward,
         reshard_after_backward=own.reshard_after_backward,
     )
-    offload = dataclasses.replace(fsdp, cpu_offload=CpuOffload())
+    offload = replace(fsdp, cpu_offload=CpuOffload())
     checkpointing = recipe.activation_checkpointing or ActivationCheckpointing()
     found: list[tuple[str, Strategy, ActivationCheckpointing | None]] = [
         ("fsdp", fsdp, None),
         ("ddp", Strategy(kind="ddp", mixed_precision=None), None),
         ("fsdp, offload, checkpointing", offload, checkpointing),
     ]
-    replicate = own.replicate if own.replicate > 1 else 2
-    if ranks > replicate and ranks % replicate == 0:
-        hybrid = dataclasses.replace(fsdp, replicate=replicate)
-        found.append((f"fsdp, hybrid {replicate} x {ranks // replicate}", hybrid, None))
+    copies = own.replicate if own.replicate > 1 else 2
+    if ranks > copies and ranks % copies == 0:
+        hybrid = replace(fsdp, replicate=copies)
+        found.append((f"fsdp, hybrid {copies} x {ranks // copies}", hybrid, None))
     return [
-        (name, dataclasses.replace(recipe, strategy=strategy, activation_checkpointing=mode))
+        (name, replace(recipe, strategy=strategy, activation_checkpointing=mode))
         for name, strategy, mode in found
     ]
 
@@ -154,10 +147,10 @@ def _variant(
     batch = Batch(global_batch_size=sequences, micro_batch_size=micro_batch_size)
     if recipe.strategy.kind == "ddp" and precision is not None:
         precision = MixedPrecision(param_dtype=precision.param_dtype)  # it reduces in float32
-    strategy = dataclasses.replace(recipe.strategy, mixed_precision=precision)
-    recipe = dataclasses.replace(recipe, batch=batch, strategy=strategy)
-    tolerances = (1e-5, 1e-5) if precision is None else (1e-3, 2e-2)
-    return Variant(name, ranks, sequences // (micro_batch_size * ranks), recipe, *tolerances)
+    strategy = replace(recipe.strategy, mixed_precision=precision)
+    recipe = replace(recipe, batch=batch, strategy=strategy)
+    tolerances = FLOAT32_TOLERANCES if precision is None else MIXED_TOLERANCES
+    return Variant(name, ranks, sequences // (micro_batch_size * ranks), recipe, tolerances)
 
 
 def train_variant(variant: Variant, ranks: DataParallel) -> tuple[list[float], list[float]]:
@@ -175,37 +168,30 @@ def train_variant(variant: Variant, ranks: DataParallel) -> tuple[list[float], l
 
 def largest_difference(values: list[float], reference: list[float]) -> float:
     """The largest relative difference; infinite where a value is not finite."""
-    differences = [
-        abs(a - b) / abs(b) if b else abs(a) for a, b in zip(values, reference, strict=True)
-    ]
-    return max(
-        difference if difference == difference else float("inf") for difference in differences
-    )
+    pairs = zip(values, reference, strict=True)
+    differences = [abs(a - b) / abs(b) if b else abs(a) for a, b in pairs]
+    return max(float("inf") if off != off else off for off in differences)
 
 
-def _table(
-    variants: list[Variant], results: list[tuple[list[float], list[float]]]
-) -> tuple[list[str], bool]:
+def _table(variants: list[Variant], results: Results) -> tuple[list[str], bool]:
     width = max(len(variant.name) for variant in variants)
     head = f"{'strategy':<{width}}  precision  ranks  accumulation"
     head += f"  {'loss differs by':>22}  {'grad_norm differs by':>22}"
     lines, good = [head, "-" * len(head)], True
-    for variant, (losses, norms) in zip(variants, results, strict=True):
-        loss = largest_difference(losses, results[0][0])
-        norm = largest_difference(norms, results[0][1])
-        fine = loss <= variant.loss_tolerance and norm <= variant.norm_tolerance
+    for variant, values in zip(variants, results, strict=True):
+        pairs = zip(values, results[0], strict=True)
+        found = [largest_difference(own, reference) for own, reference in pairs]
+        limits = list(zip(found, variant.tolerances, strict=True))
+        fine = all(off <= tolerance for off, tolerance in limits)
         good = good and fine
         mixed = variant.recipe.strategy.mixed_precision
         precision = mixed.param_dtype if mixed is not None else "float32"
+        cells = [f"{off:.1e} of {tolerance:.0e}" for off, tolerance in limits]
         if variant is variants[0]:
-            cells = f"{'reference':>22}  {'reference':>22}"
-        else:
-            of_loss = f"{loss:.1e} of {variant.loss_tolerance:.0e}"
-            of_norm = f"{norm:.1e} of {variant.norm_tolerance:.0e}"
-            cells = f"{of_loss:>22}  {of_norm:>22}"
-        mark = "" if fine else "  TOO MUCH"
-        name = f"{variant.name:<{width}}  {precision:<9}"
-        lines.append(f"{name}  {variant.ranks:>5}  {variant.accumulation:>12}  {cells}{mark}")
+            cells = ["reference", "reference"]
+        line = f"{variant.name:<{width}}  {precision:<9}  {variant.ranks:>5}"
+        line += f"  {variant.accumulation:>12}  {cells[0]:>22}  {cells[1]:>22}"
+        lines.append(line + ("" if fine else "  TOO MUCH"))
     return lines, good
 
 
@@ -215,18 +201,17 @@ def selftest_recipe(setting: dict[str, Any]) -> Recipe:
     data, model = recipe.data, recipe.model
     tokenizer = data.tokenizer if data.tokenizer is not None else model.path
     schedule: dict[str, Any] = {"kind": "constant", "warmup_steps": 1, "decay_steps": None}
-    return dataclasses.replace(
+    has_sizes = model.path is not None or model.config is not None
+    return replace(
         recipe,
-        run=dataclasses.replace(recipe.run, max_steps=setting["steps"], epochs=None),
-        model=shrunk_model(model) if setting["shrink"] else model,
-        data=dataclasses.replace(data, validation=None, workers=0, tokenizer=tokenizer),
-        schedule=dataclasses.replace(recipe.schedule, **schedule),
+        run=replace(recipe.run, max_steps=setting["steps"], epochs=None),
+        model=shrunk(model) if setting["shrink"] and has_sizes else model,
+        data=replace(data, validation=None, workers=0, tokenizer=tokenizer),
+        schedule=replace(recipe.schedule, **schedule),
     )
 
 
-def train_all(
-    variants: list[Variant], everyone: DataParallel
-) -> list[tuple[list[float], list[float]]]:
+def train_all(variants: list[Variant], everyone: DataParallel) -> Results:
     """Losses and gradient norms of each variant; on rank 0 also of those on one rank."""
     group = dist.new_group([0])
     alone = DataParallel(rank=0, size=1, group=group, device=everyone.device)
@@ -265,7 +250,7 @@ def run(setting: dict[str, Any]) -> int:
         sequences = f"{setting['steps']} steps of {SEQUENCES_PER_RANK * ranks.size} sequences"
         print("\r\x1b[2K" if sys.stdout.isatty() else "")
         print("\n".join([*lines, "", f"{sequences} on {ranks.size} x {where}, dropout off."]))
-        same = "Every way of training gives the same losses."
+        same = "All configurations give the same losses."
         print(same if good else "Not the same: see the lines marked TOO MUCH.")
         return EXIT_DONE if good else EXIT_NO
 

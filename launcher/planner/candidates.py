@@ -1,6 +1,6 @@
-"""All configurations that a recipe could run in, with memory and time by the closed formulas.
+"""All configurations that a recipe could run in, with estimates of memory and time.
 
-None changes what is learned, but mixed precision, which is offered in place of float32.
+None changes what is learned, except mixed precision, which is offered in place of float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from launcher.planner.machine import Machine
 from launcher.planner.memory import Plan
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import ModelProfile, compute_dtype
-from launcher.planner.speed import StepTime, step_seconds
+from launcher.planner.speed import StepTime, step_seconds, tokens_per_step
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,
@@ -26,40 +26,54 @@ from launcher.recipe.schema import (
 )
 
 LARGEST_MICRO_BATCH = 512
-Checkpointing = ActivationCheckpointing | None
+Pair = tuple[Strategy, ActivationCheckpointing | None]
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A configuration, estimated."""
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """A variant of the recipe."""
 
     recipe: Recipe
     plan: Plan
+    """Estimated, or traced."""
     seconds: StepTime
+    """Of a step, predicted."""
+    overrides: tuple[str, ...]
+    """To add to the command; empty: as written."""
 
     @property
-    def tensors(self) -> int:
-        """Bytes of tensors at the peak."""
-        return self.plan.step.peak.components.total
+    def tokens_per_second(self) -> float:
+        """Of all ranks, predicted."""
+        return tokens_per_step(self.recipe) / self.seconds.total
+
+    @property
+    def offloads(self) -> bool:
+        """Whether parameters are in host memory."""
+        return self.recipe.strategy.cpu_offload is not None
 
 
-def candidate(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Candidate:
-    """Estimates a configuration that the profile covers."""
-    plan = estimated_plan(profile, recipe, machine)
-    return Candidate(recipe, plan, step_seconds(profile, recipe, machine))
+def estimated(
+    profile: ModelProfile, recipe: Recipe, machine: Machine, *, written: Recipe
+) -> Configuration:
+    """The estimate of a recipe that the profile covers. written: where overrides start from."""
+    return Configuration(
+        recipe=recipe,
+        plan=estimated_plan(profile, recipe, machine),
+        seconds=step_seconds(profile, recipe, machine),
+        overrides=overrides_between(written, recipe),
+    )
 
 
-def candidates(
-    profile: ModelProfile,
+def variants(
     written: Recipe,
     machine: Machine,
     *,
     strategies: bool = True,
     micro_batches: bool = True,
     precisions: bool = True,
-) -> list[Candidate]:
-    """All combinations that do something, each once. The flags say what may vary."""
-    recipes: dict[Any, Recipe] = {}
+) -> list[Recipe]:
+    """All combinations that have an effect, each once. The flags say what may vary."""
+    found: dict[Any, Recipe] = {}
     for batch in _batches(written, machine) if micro_batches else [written.batch]:
         sized = dataclasses.replace(written, batch=batch)
         accumulates = micro_batches_of(sized, ranks=machine.ranks) > 1
@@ -67,13 +81,13 @@ def candidates(
         if strategies:
             pairs = _pairs(written, machine, accumulates, precisions=precisions)
         for strategy, checkpointing in pairs:
-            recipes[batch, strategy, checkpointing] = dataclasses.replace(
+            found[batch, strategy, checkpointing] = dataclasses.replace(
                 sized, strategy=strategy, activation_checkpointing=checkpointing
             )
-    return [candidate(profile, recipe, machine) for recipe in recipes.values()]
+    return list(found.values())
 
 
-def _as_written(written: Recipe, accumulates: bool) -> Iterator[tuple[Strategy, Checkpointing]]:
+def _as_written(written: Recipe, accumulates: bool) -> Iterator[Pair]:
     """With CPU offload also one reduction a step, where `auto` leaves that open."""
     strategy, checkpointing = written.strategy, written.activation_checkpointing
     yield strategy, checkpointing
@@ -87,10 +101,10 @@ def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
     yield batch
     if batch.micro_batch_tokens is not None:
         tokens = batch.micro_batch_tokens
-        sizes = [tokens // 2**n for n in range(1, tokens.bit_length())]
-        sizes = [size for size in sizes if size >= length]
-        for size in (*sizes, 2 * tokens, 4 * tokens, 8 * tokens):
-            if size < tokens or size // length * machine.ranks <= batch.global_batch_size:
+        smaller = [tokens // 2**n for n in range(1, tokens.bit_length())]
+        for size in (*smaller, 2 * tokens, 4 * tokens, 8 * tokens):
+            larger = size > tokens and size // length * machine.ranks > batch.global_batch_size
+            if size >= length and not larger:
                 yield dataclasses.replace(batch, micro_batch_tokens=size)
         return
     share, rest = divmod(batch.global_batch_size, machine.ranks)
@@ -101,8 +115,8 @@ def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
 
 def _pairs(
     written: Recipe, machine: Machine, accumulates: bool, *, precisions: bool
-) -> Iterator[tuple[Strategy, Checkpointing]]:
-    """Strategies and checkpointing."""
+) -> Iterator[Pair]:
+    """Strategies with kinds of checkpointing."""
     yield written.strategy, written.activation_checkpointing
     on_gpu = machine.device == "cuda"
     mixed = [written.strategy.mixed_precision]
@@ -120,22 +134,24 @@ def _pairs(
             yield from ((ddp, checkpointing) for checkpointing in (None, *modes))
         for strategy in _sharded(written, machine, precision, accumulates):
             yield from ((strategy, checkpointing) for checkpointing in (None, *modes))
-            if on_gpu and strategy.reshard_after_forward:
-                if strategy.replicate in (1, written.strategy.replicate):
-                    offload = written.strategy.cpu_offload or CpuOffload()
-                    offloaded = dataclasses.replace(strategy, cpu_offload=offload)
-                    yield from ((offloaded, checkpointing) for checkpointing in modes)
+            usual = strategy.replicate in (1, written.strategy.replicate)
+            if on_gpu and usual and strategy.reshard_after_forward:
+                offload = written.strategy.cpu_offload or CpuOffload()
+                offloaded = dataclasses.replace(strategy, cpu_offload=offload)
+                yield from ((offloaded, checkpointing) for checkpointing in modes)
 
 
 def _sharded(
     written: Recipe, machine: Machine, precision: MixedPrecision | None, accumulates: bool
 ) -> Iterator[Strategy]:
-    """FSDP: copies inside of a node, resharding, and when gradients are reduced."""
+    """FSDP: copies (shards inside of a node), resharding, and when gradients are reduced."""
     per_node = machine.gpus_per_node
     inside = {machine.ranks // n for n in range(2, per_node + 1) if per_node % n == 0}
     copies = {1, written.strategy.replicate, *inside}
-    # Without accumulation the last two do nothing
-    accumulated = [(True, "auto"), (False, "auto"), (True, False), (False, False)]
+    # Without accumulation the last two have no effect
+    accumulated: list[tuple[bool, Any]] = [
+        (True, "auto"), (False, "auto"), (True, False), (False, False)
+    ]  # fmt: skip
     for replicate in sorted(n for n in copies if machine.ranks % n == 0):
         for reshard in (True, False):
             for reshard_backward, sync in accumulated if accumulates else accumulated[:1]:
@@ -145,15 +161,14 @@ def _sharded(
                     reshard_after_forward=reshard,
                     reshard_after_backward=reshard_backward,
                     replicate=replicate,
-                    sync_every_micro_batch=sync,  # type: ignore[arg-type]
+                    sync_every_micro_batch=sync,
                 )
 
 
-def complexity(recipe: Recipe, written: Recipe) -> tuple[int, ...]:
+def complexity(one: Configuration, written: Recipe) -> tuple[int, ...]:
     """To compare configurations of equal speed, the last resort first: CPU offload, activations on
     the host, unusual settings, precision, checkpointing, sharding, number of changes."""
-    strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
-    modes = {"selective": 1, "full": 2}
+    strategy, checkpointing = one.recipe.strategy, one.recipe.activation_checkpointing
     unusual = (
         strategy.replicate > 1,
         not strategy.reshard_after_forward,
@@ -161,13 +176,13 @@ def complexity(recipe: Recipe, written: Recipe) -> tuple[int, ...]:
         strategy.sync_every_micro_batch is (strategy.kind == "ddp"),
     )
     return (
-        int(strategy.cpu_offload is not None),
+        int(one.offloads),
         int(checkpointing is not None and checkpointing.offload_to_cpu),
         sum(unusual),
         int(compute_dtype(strategy) != compute_dtype(written.strategy)),
-        0 if checkpointing is None else modes[checkpointing.mode],
+        0 if checkpointing is None else 1 if checkpointing.mode == "selective" else 2,
         int(strategy.kind != "ddp"),
-        len(overrides_between(written, recipe)),
+        len(one.overrides),
     )
 
 
@@ -178,15 +193,14 @@ def smallest(written: Recipe, machine: Machine) -> Iterator[Recipe]:
     if written.batch.micro_batch_tokens is not None:
         tokens = written.data.sequence_length
         batch = dataclasses.replace(written.batch, micro_batch_tokens=tokens)
-    mixed = written.strategy.mixed_precision
-    for offload in (None, CpuOffload()) if machine.device == "cuda" else (None,):
-        for to_host in (False, True) if machine.device == "cuda" else (False,):
-            checkpointing = ActivationCheckpointing(mode="full", offload_to_cpu=to_host)
+    mixed, on_gpu = written.strategy.mixed_precision, machine.device == "cuda"
+    for offload in (None, CpuOffload()) if on_gpu else (None,):
+        for to_host in (False, True) if on_gpu else (False,):
             yield dataclasses.replace(
                 written,
                 batch=batch,
                 strategy=Strategy(kind="fsdp", mixed_precision=mixed, cpu_offload=offload),
-                activation_checkpointing=checkpointing,
+                activation_checkpointing=ActivationCheckpointing(offload_to_cpu=to_host),
             )
 
 
@@ -205,8 +219,7 @@ def _overrides(before: Any, after: Any, path: str) -> Iterator[str]:
     names = [field.name for field in dataclasses.fields(after)]
     if before is None:  # a section that was off: what is not its default, or its first key
         default = type(after)()
-        changed = [name for name in names if getattr(after, name) != getattr(default, name)]
-        names = changed or names[:1]
+        names = [n for n in names if getattr(after, n) != getattr(default, n)] or names[:1]
     for name in names:
         key = f"{path}.{name}" if path else name
         yield from _overrides(getattr(before, name, _UNSET), getattr(after, name), key)

@@ -1,4 +1,4 @@
-"""Memory of a training step in closed formulas, by component: it ranks a thousand configurations.
+"""Memory of a training step in closed formulas, by component: it ranks many configurations.
 
 Good to 10 %; the trace (`trace.py`) confirms what is shown. The formulas, for a parameter count P
 that S ranks shard (S = 1 with DDP), compute in c bytes, gradient reduction in r bytes:
@@ -8,11 +8,11 @@ that S ranks shard (S = 1 with DDP), compute in c bytes, gradient reduction in r
 - gathered: FSDP: c x (root weights + those of one block), or of all blocks where they stay
   unsharded. The root (embeddings, head, last norm) stays unsharded from the forward pass to the
   end of the backward pass. DDP under autocast: c bytes for each weight that was cast.
-- communication: FSDP: the next block's all-gather (c), and r bytes a gradient of the block whose
-  reduction is under way.
-- gradients, beside the shards: c bytes a gradient of one block until it is reduced; without a
-  reduction in each micro-batch r bytes a gradient of the whole model. DDP: buckets as large as all
-  gradients, and the gradients themselves in micro-batches that are not reduced.
+- communication: FSDP: the next block's all-gather (c), and r bytes per gradient of the block that
+  is being reduced.
+- gradients, beside the shards: c bytes per gradient of one block until it is reduced; without a
+  reduction in each micro-batch r bytes per gradient of the whole model. DDP: buckets as large as
+  all gradients, and the gradients themselves in micro-batches that are not reduced.
 - activations: from the shapes of weights (`profile.py`). With hidden size h they are about 34 h
   bytes a token and block of a GPT (Korthikanti et al., 2022), 49 h of a Llama. Full checkpointing
   keeps a block's input, and once all of one block; selective also attention and half the products.
@@ -24,13 +24,19 @@ that S ranks shard (S = 1 with DDP), compute in c bytes, gradient reduction in r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 from launcher.data.batching import accumulation_steps
 from launcher.data.synthetic import rows_of
-from launcher.planner.memory import CUBLAS_WORKSPACES, Components, Moment, Phase, StepMemory
+from launcher.planner.memory import (
+    CUBLAS_WORKSPACES,
+    Components,
+    Moment,
+    Phase,
+    StepMemory,
+    step_memory_of,
+)
 from launcher.planner.profile import (
     DTYPE_BYTES,
     ModelProfile,
@@ -54,8 +60,8 @@ def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
 
 def syncs_every_micro_batch(strategy: Strategy) -> bool:
     """What `auto` means: FSDP true, DDP false."""
-    wanted = strategy.sync_every_micro_batch
-    return strategy.kind != "ddp" if wanted == "auto" else wanted
+    sync = strategy.sync_every_micro_batch
+    return strategy.kind != "ddp" if sync == "auto" else sync
 
 
 def checkpointed(profile: ModelProfile, recipe: Recipe) -> list[bool]:
@@ -65,48 +71,10 @@ def checkpointed(profile: ModelProfile, recipe: Recipe) -> list[bool]:
     return [bool(every) and index % every == 0 for index in range(len(profile.block_classes))]
 
 
-@dataclass(frozen=True)
-class _Activations:
-    """Bytes of one block's activations."""
-
-    kept: int
-    """Between its forward and its backward pass."""
-    working: int
-    """In its backward pass, recomputed or kept, without the first tensor to be freed."""
-    forward: int
-    """Working space of its forward pass."""
-    backward: int
-    """Working space of its backward pass."""
-    host: int
-    """Kept in host memory."""
-
-
 def tokens_of(recipe: Recipe) -> int:
     """Tokens of a full micro-batch."""
     length = recipe.data.sequence_length
     return length * rows_of(recipe.batch, sequence_length=length)
-
-
-def _block_activations(profile: ModelProfile, recipe: Recipe) -> list[_Activations]:
-    checkpointing = recipe.activation_checkpointing
-    to_host = checkpointing is not None and checkpointing.offload_to_cpu
-    to_host = to_host and profile.device == "cuda"
-
-    def of(kind: int, recomputed: bool) -> _Activations:
-        block = block_footprint(profile, kind, recipe, tokens_of(recipe))
-        kept, output, widest = round(block.kept), round(block.output), round(block.widest)
-        backward = BACKWARD_WIDEST * widest + output
-        if not recomputed or checkpointing is None:
-            return _Activations(kept, kept - widest, widest, backward, 0)
-        selected = round(block.selective) if checkpointing.mode == "selective" else 0
-        working = kept - widest + (output if to_host else 0)
-        on_device = selected if to_host else output + selected
-        host = output if to_host else 0
-        return _Activations(on_device, working, FORWARD_WIDEST * widest, backward, host)
-
-    kinds = list(zip(profile.block_classes, checkpointed(profile, recipe), strict=True))
-    known = {key: of(*key) for key in set(kinds)}
-    return [known[key] for key in kinds]
 
 
 def step_memory(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> StepMemory:
@@ -115,94 +83,108 @@ def step_memory(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> StepMem
     recipe: the profiled one, or one that differs in strategy, checkpointing and batch only.
     """
     step = _Step(profile, recipe, ranks=ranks)
-    moments = list(step.moments())
-    phases: dict[Phase, Moment] = {}
-    for moment in moments:  # of equal moments the first
-        best = phases.get(moment.phase)
-        if best is None or moment.components.total > best.components.total:
-            phases[moment.phase] = moment
-    return StepMemory(
+    return step_memory_of(
+        list(step.moments()),
         method="arithmetic",
-        peak=max(phases.values(), key=lambda moment: moment.components.total),
-        phases=phases,
         held=step.held,
         after_forward=step.after_forward,
-        timeline=tuple(moments),
         host=step.host,
     )
 
 
+def _sums(values: Iterable[int], first: int = 0) -> list[int]:
+    """Sums of the blocks before each block, and of all."""
+    return list(accumulate(values, initial=first))
+
+
 class _Step:
-    """The sizes of a step, and its highest moments."""
+    """Sizes in bytes, and the highest moments of a step."""
 
     def __init__(self, profile: ModelProfile, recipe: Recipe, *, ranks: int) -> None:
-        strategy, root = recipe.strategy, profile.root
+        strategy, mixed = recipe.strategy, recipe.strategy.mixed_precision
         self.profile, count = profile, micro_batches_of(recipe, ranks=ranks)
         self.number = min(2, count) - 1
         self.ddp, self.on_gpu = strategy.kind == "ddp", profile.device == "cuda"
         self.shards = 1 if self.ddp else max(1, ranks // strategy.replicate)
-        self.size, mixed = DTYPE_BYTES[compute_dtype(strategy)], strategy.mixed_precision
+        self.size = DTYPE_BYTES[compute_dtype(strategy)]
         self.reduce = 4 if mixed is None else DTYPE_BYTES[mixed.reduce_dtype]
-        self.offloads = strategy.cpu_offload is not None and self.on_gpu
+        offload = strategy.cpu_offload if self.on_gpu else None
         accumulates, syncs = self.number > 0, syncs_every_micro_batch(strategy)
-        self.holds = accumulates and not syncs  # gradients are reduced in the last micro-batch
-        self.blocks = [profile.classes[kind] for kind in profile.block_classes]
-        shares = [group.share(self.shards, self.size) for group in (*self.blocks, root)]
-        shard = 4 * sum(share.trained for share in shares)
-        on_device = 0 if self.offloads else 1
-        self.shard = shard * on_device
-        # Of the blocks before each: trained elements, bytes of gradient shards, unsharded weights
-        self.trained = list(accumulate((block.trained for block in self.blocks), initial=0))
-        self.sharded = list(accumulate((4 * s.trained for s in shares[:-1]), initial=0))
-        weights = (self.size * block.count for block in self.blocks)
-        self.unsharded = list(accumulate(weights, initial=0))
-        self.root_weights, self.root_trained = self.size * root.count, root.trained
-        # All weights are unsharded between the forward and the backward pass
+        # Gradients are reduced in the last micro-batch only
+        self.holds = accumulates and not syncs
+        # All weights stay unsharded between the forward and the backward pass
         self.keeps = not strategy.reshard_after_forward
         self.keeps = self.keeps or (accumulates and not strategy.reshard_after_backward)
+
+        *self.blocks, self.root = profile.groups
+        self.trained = _sums(block.trained for block in self.blocks)
+        self.unsharded = _sums(self.size * block.count for block in self.blocks)
+        self.root_weights = self.size * self.root.count
+        kinds = [weights.share(self.shards, self.size) for weights in profile.classes]
+        shares = [kinds[kind] for kind in profile.block_classes]
+        self.sharded = _sums(4 * share.trained for share in shares)
+        shares.append(self.root.share(self.shards, self.size))
+        gradients = 4 * sum(share.trained for share in shares)
+        masters = sum(share.masters for share in shares)
+        self.shard = 0 if offload else gradients
         # Hybrid sharding: FSDP keeps the averages over the copies until the next micro-batch's,
         # unless they become the gradients: the first ones, without offload
-        reductions, first = count if syncs else 1, 0 if self.offloads else 1
-        copies = strategy.replicate > 1 and not self.ddp
-        averages = 4 * sum(share.trained for share in shares) if copies else 0
+        reductions, first = count if syncs else 1, 0 if offload else 1
+        averages = gradients if strategy.replicate > 1 and not self.ddp else 0
         self.averages = averages if reductions > first else 0
         self.old_averages = averages if reductions > first + 1 else 0
-        self._set_activations(recipe)
-
-        masters = sum(share.masters for share in shares)
-        pins = strategy.cpu_offload is not None and strategy.cpu_offload.pin_memory
-        states = (sum(share.pinned for share in shares) if pins else masters + shard) + 2 * shard
-        self.host = sum(acts.host for acts in self.acts) + (states if self.offloads else 0)
         # Offload uploads shards to cast them: one at a time; without a cast a whole group
         uploads = max(share.largest if self.size < 4 else share.masters for share in shares)
-        self.upload = uploads if self.offloads else 0
+        self.upload = uploads if offload else 0
         self.held = Components(
-            parameters=masters * on_device + profile.buffers,
+            parameters=(0 if offload else masters) + profile.buffers,
             optimizer=2 * self.shard,
-            gradients=shard if self.ddp else 0,
+            gradients=gradients if self.ddp else 0,
         )
-        gathered = self.kept_casts[-1] + self.root_casts
-        if not self.ddp:
-            gathered = self.root_weights + (self.unsharded[-1] if self.keeps else 0)
+        self._set_activations(recipe)
+        if offload:
+            pins = sum(share.pinned for share in shares)
+            self.host += (pins if offload.pin_memory else masters + gradients) + 2 * gradients
+        # Unsharded or cast between the forward and the backward pass
+        self.between = self.root_weights + (self.unsharded[-1] if self.keeps else 0)
+        if self.ddp:
+            self.between = self.kept_casts[-1]
         self.after_forward = dataclasses.replace(
             self.held,
-            gathered=gathered,
+            gathered=self.between + self.root_casts,
             activations=self.activations,
             logits=tokens_of(recipe) * profile.vocabulary * 4,
         )
 
     def _set_activations(self, recipe: Recipe) -> None:
         """Activations, logits, and autocast's copies of weights, all before each block."""
-        profile, tokens, again = self.profile, tokens_of(recipe), checkpointed(self.profile, recipe)
-        kinds = [block_footprint(profile, k, recipe, tokens) for k in range(len(profile.classes))]
+        profile, tokens = self.profile, tokens_of(recipe)
+        checkpointing = recipe.activation_checkpointing
+        to_host = checkpointing is not None and checkpointing.offload_to_cpu and self.on_gpu
+        selective = checkpointing is not None and checkpointing.mode == "selective"
+        classes = [block_footprint(profile, k, recipe, tokens) for k in range(len(profile.classes))]
+        blocks = [classes[kind] for kind in profile.block_classes]
         root = root_footprint(profile, recipe, tokens)
-        casts = [kinds[kind].casts for kind in profile.block_classes]
-        self.casts = list(accumulate(casts, initial=0))
-        kept = (0 if twice else cast for cast, twice in zip(casts, again, strict=True))
-        self.kept_casts, self.root_casts = list(accumulate(kept, initial=0)), root.casts
-        self.acts = _block_activations(profile, recipe)
-        first = round(min(root.kept, root.output)) if self.blocks else 0
-        self.before = list(accumulate((acts.kept for acts in self.acts), initial=first))
+        kept, self.working, self.forward_space, self.backward_space = [], [], [], []
+        kept_casts, self.host = [], 0
+        for block, twice in zip(blocks, checkpointed(profile, recipe), strict=True):
+            output, widest = round(block.output), round(block.widest)
+            working = round(block.kept) - widest  # without the first tensor to be freed
+            if twice:
+                on_device = 0 if to_host else output
+                kept.append(on_device + (round(block.selective) if selective else 0))
+                working += output - on_device
+                self.host += output - on_device
+            else:
+                kept.append(round(block.kept))
+            kept_casts.append(0 if twice else block.casts)
+            self.working.append(working)
+            self.forward_space.append(widest * (FORWARD_WIDEST if twice else 1))
+            self.backward_space.append(BACKWARD_WIDEST * widest + output)
+        self.casts, self.kept_casts = _sums(block.casts for block in blocks), _sums(kept_casts)
+        self.root_casts = root.casts
+        first = round(min(root.kept, root.output)) if blocks else 0
+        self.before = _sums(kept, first)
         self.activations = self.before[-1] + round(root.kept) - first
         self.head_temporary = HEAD_WIDEST * round(root.widest)
         elements = tokens * profile.vocabulary
@@ -220,110 +202,109 @@ class _Step:
 
     def moments(self) -> Iterator[Moment]:
         """The highest moments of a step's last micro-batch, and the optimizer's step."""
-        total = self.trained[-1] + self.root_trained
+        trained = self.trained[-1] + self.root.trained
         before = in_flight = head = 0
+        forward = self.casts[-1]
         if self.ddp:
-            before = 4 * total if self.holds else 0  # beside the buckets
-            forward, between = self.casts[-1], self.kept_casts[-1]
+            before = 4 * trained if self.holds else 0  # beside the buckets
         else:
             if self.number > 0:
-                before = self.reduce * total if self.holds else self.shard
-                in_flight = 0 if self.holds else self.reduce * self.root_trained
+                before = self.reduce * trained if self.holds else self.shard
+                in_flight = 0 if self.holds else self.reduce * self.root.trained
                 in_flight += self.old_averages
-            head = 0 if self.profile.tied else self.size * self.profile.root.largest_trained
-            between = self.root_weights + (self.unsharded[-1] if self.keeps else 0)
-            own = self.size * self.blocks[-1].count if self.blocks and not self.keeps else 0
-            forward = between + own
+            head = 0 if self.profile.tied else self.size * self.root.largest_trained
+            forward = self.between
         if self.blocks:
-            fetched = 0 if self.ddp or self.shards == 1 else self.size * self.blocks[-1].count
+            last = self.size * self.blocks[-1].count
             yield self._at(
                 "forward",
                 len(self.blocks) - 1,
                 gradients=before,
-                gathered=forward,
+                gathered=forward + (0 if self.ddp or self.keeps else last),
                 activations=self.before[-1],
-                temporary=max(acts.forward for acts in self.acts),
-                communication=in_flight + self.upload + fetched,
+                temporary=max(self.forward_space),
+                communication=in_flight
+                + self.upload
+                + (0 if self.ddp or self.shards == 1 else last),
             )
-        common = {"activations": self.activations, "communication": in_flight}
-        root_casts = self.root_casts if self.ddp else 0
-        forward = self.casts[-1] if self.ddp else between
-        for phase, gathered, logits in (
-            ("forward", forward, self.logits[0]),
-            ("backward", between, self.logits[1]),
-        ):
-            parts = common | {"gathered": gathered + root_casts, "logits": logits}
-            name: Phase = "forward" if phase == "forward" else "backward"
-            yield self._at(name, gradients=before, **parts)
-        common |= {"gathered": between, "temporary": self.head_temporary}
-        yield self._at("backward", gradients=before + head, **common)
-        classes = self.profile.block_classes
-        lasts = {len(classes) - 1 - classes[::-1].index(kind) for kind in set(classes)}
-        # Between the first and the last block of a class moments are lower
-        for index in sorted(lasts | {classes.index(kind) for kind in set(classes)}, reverse=True):
-            block = self._ddp_block if self.ddp else self._fsdp_block
-            yield from block(index, before, in_flight, head)
+        parts = {"activations": self.activations, "communication": in_flight}
+        loss, loss_backward = self.logits
+        yield self._at(
+            "forward", gradients=before, gathered=forward + self.root_casts, logits=loss, **parts
+        )
+        gathered = self.between + self.root_casts
+        yield self._at(
+            "backward", gradients=before, gathered=gathered, logits=loss_backward, **parts
+        )
+        parts |= {"gathered": self.between, "temporary": self.head_temporary}
+        yield self._at("backward", gradients=before + head, **parts)
+        for index in reversed(range(len(self.blocks))):
+            if self.ddp:
+                yield self._ddp_block(index, before)
+            else:
+                yield from self._fsdp_block(index, before, in_flight, head)
         kept = 0 if self.blocks else self.activations
         if self.ddp:
-            largest = max(group.largest_trained for group in (*self.blocks, self.profile.root))
+            largest = max(group.largest_trained for group in (*self.blocks, self.root))
             yield self._at("backward", activations=kept, temporary=4 * largest)
         else:  # the root's reduction
             shards = before if before and not self.holds else self.sharded[-1] if self.shard else 0
             yield self._at(
                 "backward",
-                gradients=shards + self.size * self.root_trained,
+                gradients=shards + self.size * self.root.trained,
                 activations=kept,
-                communication=self.reduce * self.root_trained + self.averages,
+                communication=self.reduce * self.root.trained + self.averages,
             )
         yield self._at("optimizer", gradients=0 if self.ddp else self.shard)
 
-    def _ddp_block(self, index: int, before: int, *unused: int) -> Iterator[Moment]:
+    def _ddp_block(self, index: int, before: int) -> Moment:
         """A block's backward pass: gradients go into the buckets."""
-        done = 4 * (self.trained[-1] + self.root_trained - self.trained[index + 1])
+        done = 4 * (self.trained[-1] + self.root.trained - self.trained[index + 1])
         cast = self.casts[index + 1] - self.casts[index]
-        largest = 4 * self.blocks[index].largest_trained
-        yield self._at(
+        return self._at(
             "backward",
             index,
             gradients=max(0, before - done),
             gathered=self.kept_casts[index] + cast,
-            activations=self.before[index] + self.acts[index].working,
-            temporary=self.acts[index].backward + largest,
+            activations=self.before[index] + self.working[index],
+            temporary=self.backward_space[index] + 4 * self.blocks[index].largest_trained,
         )
 
     def _fsdp_block(self, index: int, before: int, in_flight: int, head: int) -> Iterator[Moment]:
         """A block's backward pass, and the beginning of its reduction.
 
-        before: bytes of gradients of the micro-batches before. in_flight: of the root's gradients
-        that are being reduced. head: of the head's gradient, which the root's reduction includes.
+        before: gradients of the micro-batches before. in_flight: the root's gradients that are
+        being reduced. head: the head's gradient, which the root's reduction includes.
         """
-        block, acts = self.blocks[index], self.acts[index]
+        block, last = self.blocks[index], index + 1 == len(self.blocks)
         own = self.size * block.count
-        above = self.blocks[index + 1].trained if index + 1 < len(self.blocks) else None
-        flight = in_flight if above is None else self.reduce * above
         reduced = self.sharded[-1] - self.sharded[index + 1]
-        grown = reduced if self.shard else 0
+        gradients = reduced if self.shard else 0
         if self.holds:
-            grown += self.reduce * (self.trained[index + 1] + self.root_trained)
-        grown = head + (grown if self.holds else before or grown)
+            gradients += self.reduce * (self.trained[index + 1] + self.root.trained)
+        else:
+            gradients = before or gradients
+        gradients += head
         kept = self.unsharded[index + 1] if self.keeps else own
-        below = self.size * self.blocks[index - 1].count if index else 0
-        sent = 0 if self.keeps or self.shards == 1 else below
-        flight -= self.old_averages if above is None else 0
+        fetches = index > 0 and not self.keeps and self.shards > 1
+        sent = self.size * self.blocks[index - 1].count if fetches else 0
         sent += self.old_averages or min(self.averages, reduced)
+        # The reduction of the block above; of the micro-batch before at the last block
+        flight = in_flight - self.old_averages
+        flight = flight if last else self.reduce * self.blocks[index + 1].trained
         yield self._at(
             "backward",
             index,
-            gradients=grown + self.size * block.largest_trained,
+            gradients=gradients + self.size * block.largest_trained,
             gathered=self.root_weights + kept,
-            activations=self.before[index] + acts.working,
-            temporary=acts.backward,
+            activations=self.before[index] + self.working[index],
+            temporary=self.backward_space[index],
             communication=flight + sent,
         )
         yield self._at(  # gradients, and the copy of them that is sent
             "backward",
             index,
-            gradients=grown + self.size * block.trained,
+            gradients=gradients + self.size * block.trained,
             gathered=self.root_weights + kept - own,
             activations=self.before[index],
             communication=self.reduce * block.trained + sent,

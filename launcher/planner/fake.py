@@ -1,10 +1,10 @@
-"""What a trace replaces: fake tensors do not run DDP and offload, nor the operators of CUDA."""
+"""What a trace replaces: fake tensors run neither DDP nor offload nor the operators of CUDA."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from launcher.data.synthetic import SyntheticData
-from launcher.planner.tracker import Tracker, watching_resizes
+from launcher.planner.tracker import Tracker
 from launcher.training.setup import PreparedModel
 
 
@@ -37,30 +37,33 @@ def keep_blocks(prepared: PreparedModel, indices: Sequence[int]) -> bool:
     return True
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute for a while, if the installed version has it."""
-    before = getattr(owner, name, None)
-    if before is None:
-        yield
-        return
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+class Replacements(ExitStack):
+    """Attributes that are replaced until it is left, if the installed version has them."""
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replaces one."""
+        before = getattr(owner, name, None)
+        if before is not None:
+            setattr(owner, name, value)
+            self.callback(setattr, owner, name, before)
 
 
 @contextmanager
-def standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Iterator[None]:
-    """Replaces what fake tensors cannot do, or do otherwise than the device."""
+def replaced_for_tracing(
+    tracker: Tracker, data: SyntheticData, *, device: str, pinned: bool | None
+) -> Iterator[None]:
+    """Replaces what fake tensors cannot do, or do otherwise than the device.
+
+    pinned: whether CPU offload pins its host memory; None: no offload.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     from launcher.strategies import activation_checkpointing, ddp
 
-    group = _fsdp_param_group.FSDPParamGroup
-    post_backward = group.post_backward
+    group, storage = _fsdp_param_group.FSDPParamGroup, torch.UntypedStorage
+    post_backward, resize = group.post_backward, storage.resize_
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def marking(self: Any, *unused: Any) -> Any:
         for parameter in self.fsdp_params:
@@ -70,22 +73,25 @@ def standing_in(tracker: Tracker, data: SyntheticData, *, device: str) -> Iterat
                     tracker.mark([gradient], "gradients")
         return post_backward(self, *unused)
 
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-
     def unrecorded(*args: Any, **kwargs: Any) -> Any:
         with tracker.paused():  # torch 2.11 derives shapes from fake tensors of whole parameters
             return propagate(*args, **kwargs)
 
-    saving = partial(_saving_on_host, tracker)
-    on_host = replaced(activation_checkpointing, "save_on_cpu", saving)
-    with (
-        replaced(group, "post_backward", marking),
-        replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unrecorded),
-        replaced(ddp, "DistributedDataParallel", Reducer),
-        watching_resizes(tracker),
-        computing_as_on(device, data),
-        on_host if device == "cuda" else nullcontext(),
-    ):
+    def recorded_resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        tracker.resize(storage, size)
+        return result
+
+    with computing_as_on(device, data), Replacements() as replaced:
+        replaced.set(group, "post_backward", marking)
+        replaced.set(ShardingPropagator, "_propagate_tensor_meta_non_cached", unrecorded)
+        replaced.set(ddp, "DistributedDataParallel", Reducer)
+        # FSDP frees unsharded weights by resizing their storage, which no dispatch mode sees
+        replaced.set(storage, "resize_", recorded_resize)
+        if device == "cuda":
+            replaced.set(activation_checkpointing, "save_on_cpu", partial(_save_on_cpu, tracker))
+        if pinned is not None:
+            replaced.set(torch.Tensor, "to", _copying_to(tracker, pinned=pinned))
         yield
 
 
@@ -126,10 +132,9 @@ class Reducer(nn.Module):
             parameter.grad = bucket
 
 
-@contextmanager
-def offloading(tracker: Tracker, *, pinned: bool) -> Iterator[None]:
-    """CPU offload: FSDP copies shards to the device and gradients to the host. Fake tensors are all
-    on one device, where `Tensor.to` would not copy."""
+def _copying_to(tracker: Tracker, *, pinned: bool) -> Any:
+    """`Tensor.to` for CPU offload: FSDP copies shards to the device and gradients to the host. Fake
+    tensors are all on one device, where `Tensor.to` would not copy."""
     plain = torch.Tensor.to
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -144,12 +149,11 @@ def offloading(tracker: Tracker, *, pinned: bool) -> Iterator[None]:
             tracker.mark_host([copied], pinned=pinned)
         return copied
 
-    with replaced(torch.Tensor, "to", to):
-        yield
+    return to
 
 
 @contextmanager
-def _saving_on_host(tracker: Tracker, pin_memory: bool = False) -> Iterator[None]:
+def _save_on_cpu(tracker: Tracker, pin_memory: bool = False) -> Iterator[None]:
     """Activation offload: saved tensors go to host memory, and come back as copies."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,7 +172,7 @@ def _saving_on_host(tracker: Tracker, pin_memory: bool = False) -> Iterator[None
 
 @contextmanager
 def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
-    """The operators that a model runs on this kind of device, and no questions about values."""
+    """The operators that a model runs on this kind of device, and no reads of values."""
     from transformers import masking_utils
     from transformers.integrations import moe
 
@@ -177,18 +181,16 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
     def grouped(tokens: Any, weight: torch.Tensor, offsets: Any) -> bool:
         return weight.dtype == torch.bfloat16  # the only dtype with a shape function
 
-    with ExitStack() as stack:
-        stack.enter_context(replaced(moe, "_can_use_grouped_mm", grouped))
+    with Replacements() as replaced:
+        replaced.set(moe, "_can_use_grouped_mm", grouped)
         if "position_ids" not in data.tensors:
-            find = "find_packed_sequence_indices"
-            stack.enter_context(replaced(masking_utils, find, lambda positions: None))
+            replaced.set(masking_utils, "find_packed_sequence_indices", lambda positions: None)
         if "cu_seq_lens_q" in data.tensors:
             lengths = attention.document_lengths(data.tensors["cu_seq_lens_q"])
-            stack.enter_context(replaced(attention, "document_lengths", lambda bounds: lengths))
+            replaced.set(attention, "document_lengths", lambda bounds: lengths)
         if device == "cuda":
-            stack.enter_context(replaced(attention, "has_varlen_kernel", lambda tensor: True))
-            attend = replaced(nn.functional, "scaled_dot_product_attention", cuda_attention)
-            stack.enter_context(attend)
+            replaced.set(attention, "has_varlen_kernel", lambda tensor: True)
+            replaced.set(nn.functional, "scaled_dot_product_attention", cuda_attention)
         yield
 
 

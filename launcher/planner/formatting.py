@@ -1,39 +1,40 @@
-"""The plan for people and programs: `as_json` has all of it, `as_text` lays that out. No torch."""
+"""The plan as JSON (`as_json` has all of it) and as text (`as_text` formats that). No torch."""
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from launcher.data.batching import accumulation_steps
 from launcher.metrics.console import bytes_as_text
-from launcher.planner.memory import COMPONENTS, Components, Moment, Plan
-from launcher.planner.verification import OVER, UNDER, verified
+from launcher.planner.memory import OVER, UNDER, Moment, Plan, compare, peak_holds
 from launcher.recipe.schema import Recipe
 
 if TYPE_CHECKING:
+    from launcher.planner.candidates import Configuration
     from launcher.planner.measure import Measured
-    from launcher.planner.search import Configuration, Ladder
+    from launcher.planner.search import Ladder
 
-_COMPONENTS = {
-    "parameters": ("parameters", "blue"),
-    "gradients": ("gradients", "cyan"),
-    "optimizer": ("optimizer state", "bright_blue"),
-    "gathered": ("gathered weights", "magenta"),
-    "activations": ("activations", "yellow"),
-    "logits": ("logits and loss", "bright_red"),
-    "communication": ("communication buffers", "green"),
-    "temporary": ("temporary", "bright_magenta"),
-    "context": ("driver and libraries", "bright_black"),
-    "margin": ("fragmentation margin", "bright_black"),
+NAMES = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "gathered": "gathered weights",
+    "activations": "activations",
+    "logits": "logits and loss",
+    "communication": "communication buffers",
+    "temporary": "temporary",
+    "context": "driver and libraries",
+    "margin": "fragmentation margin",
 }
-"""Name and colour of a moment's components, and of the two amounts that are added to them."""
-NAMES = {key: name for key, (name, _) in _COMPONENTS.items()}
-HOST_NAMES = {
+"""Of a moment's components, and of what is added to them."""
+_COLOURS = ("blue", "cyan", "bright_blue", "magenta", "yellow", "bright_red", "green",
+            "bright_magenta", "bright_black", "bright_black")  # fmt: skip
+_HOST_NAMES = {
     "processes": "processes",
     "offload": "offload",
     "workers": "data workers",
@@ -44,15 +45,12 @@ DISAGREES = 0.10
 BAR = 36
 """Columns of a bar."""
 WIDTH = 100
-SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 Line = list[tuple[str, str]]
 """Pieces of text, each with its style (of rich)."""
 
 
-# Words
-
-
-def where(moment: Moment, *, micro_batches: int | None) -> str:
+def moment_text(moment: Moment, *, micro_batches: int | None) -> str:
     """`in the backward pass of model.layers.31, micro-batch 2 of 4`."""
     if moment.phase == "optimizer":
         return "in the optimizer's step"
@@ -63,14 +61,14 @@ def where(moment: Moment, *, micro_batches: int | None) -> str:
 
 
 def micro_batches(recipe: Recipe, ranks: int) -> int | None:
-    """Micro-batches of a rank in one step; None where tokens decide."""
+    """Micro-batches of a rank in one step; None where `batch.micro_batch_tokens` decides."""
     size, whole = recipe.batch.micro_batch_size, recipe.batch.global_batch_size
     if not isinstance(size, int):
         return None
     return accumulation_steps(global_batch_size=whole, micro_batch_size=size, ranks=ranks)
 
 
-def strategy_in_words(recipe: Recipe) -> str:
+def strategy_text(recipe: Recipe) -> str:
     """`fsdp, bf16, full checkpointing, CPU offload`: what configurations differ in."""
     strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
     words: list[str] = [strategy.kind]
@@ -80,29 +78,28 @@ def strategy_in_words(recipe: Recipe) -> str:
         words += ["kept after backward"] * (not strategy.reshard_after_backward)
         words += ["one reduction a step"] * (strategy.sync_every_micro_batch is False)
     mixed = strategy.mixed_precision
-    words.append("fp32" if mixed is None else SHORT_DTYPES[mixed.param_dtype])
+    words.append("fp32" if mixed is None else _SHORT_DTYPES[mixed.param_dtype])
     if recipe.lora is not None:
         words.append(f"LoRA {recipe.lora.rank}")
     if checkpointing is not None:
         n = checkpointing.every_n_blocks
-        host = " to host" if checkpointing.offload_to_cpu else ""
         every = "" if n == 1 else f" of 1 in {n}"
+        host = " to host" if checkpointing.offload_to_cpu else ""
         words.append(f"{checkpointing.mode} checkpointing{every}{host}")
     words += ["CPU offload"] * (strategy.cpu_offload is not None)
     return ", ".join(words)
 
 
-def batch_in_words(recipe: Recipe, ranks: int) -> str:
+def batch_text(recipe: Recipe, ranks: int) -> str:
     """`4 sequences of 2,048 tokens x 8 micro-batches x 8 ranks = 256 a step`."""
-    batch, passes = recipe.batch, micro_batches(recipe, ranks)
-    size, whole = batch.micro_batch_size, batch.global_batch_size
-    if passes is None or not isinstance(size, int):
+    batch, count = recipe.batch, micro_batches(recipe, ranks)
+    size, whole, on = batch.micro_batch_size, batch.global_batch_size, _plural(ranks, "rank")
+    if count is None or not isinstance(size, int):
         tokens = batch.micro_batch_tokens
-        on = _plural(ranks, "rank")
         return f"micro-batches of {tokens:,} tokens on {on}, {whole:,} sequences a step"
     return (
         f"{_plural(size, 'sequence')} of {recipe.data.sequence_length:,} tokens x "
-        f"{_plural(passes, 'micro-batch', 'es')} x {_plural(ranks, 'rank')} = {whole:,} a step"
+        f"{_plural(count, 'micro-batch', 'es')} x {on} = {whole:,} a step"
     )
 
 
@@ -116,76 +113,73 @@ def _plural(count: int, word: str, ending: str = "s") -> str:
 def as_json(
     recipe: Recipe, plan: Plan, ladder: Ladder | None, measured: Measured | None = None
 ) -> dict[str, Any]:
-    """All of a plan as plain values; `launcher/cli/plan.py` documents the keys."""
-    machine, step, fits = plan.machine, plan.step, plan.fits
-    passes = micro_batches(recipe, machine.ranks)
+    """A plan as plain values; `launcher/cli/plan.py` documents the keys."""
+    machine, step, estimate = plan.machine, plan.step, plan.arithmetic
+    peak = moment_text(step.peak, micro_batches=micro_batches(recipe, machine.ranks))
     return {
         "recipe": recipe.run.name,
-        "strategy": strategy_in_words(recipe),
-        "batch": batch_in_words(recipe, machine.ranks),
-        "machine": dataclasses.asdict(machine) | {"ranks": machine.ranks},
-        "fits": fits,
+        "strategy": strategy_text(recipe),
+        "batch": batch_text(recipe, machine.ranks),
+        "machine": asdict(machine) | {"ranks": machine.ranks},
+        "fits": plan.fits,
         "needed": plan.needed,
         "spare": plan.spare,
-        "peak": _moment(step.peak) | {"text": where(step.peak, micro_batches=passes)},
+        "peak": _moment(step.peak) | {"text": peak},
         "context": plan.context,
         "margin": plan.margin,
         "phases": {phase: _moment(moment) for phase, moment in step.phases.items()},
-        "held": _components(step.held),
-        "after_forward": _components(step.after_forward),
+        "held": asdict(step.held),
+        "after_forward": asdict(step.after_forward),
         "timeline": [_moment(moment) for moment in step.timeline],
         "method": step.method,
-        "arithmetic": None if plan.arithmetic is None else _moment(plan.arithmetic.peak),
-        "host": dataclasses.asdict(plan.host)
-        | {"total": plan.host.total, "spare": plan.host_spare},
+        "arithmetic": None if estimate is None else _moment(estimate.peak),
+        "host": asdict(plan.host) | {"total": plan.host.total, "spare": plan.host_spare},
         "checkpoint": {"bytes": plan.checkpoint_bytes, "kept": plan.checkpoints},
         "notes": list(plan.notes),
-        "verified": None if measured is None else verified(plan, measured),
+        "verified": None if measured is None else _verified(plan, measured),
         "ladder": None if ladder is None else _ladder(ladder),
     }
 
 
-def _components(components: Components) -> dict[str, int]:
-    return {name: int(getattr(components, name)) for name in COMPONENTS}
-
-
 def _moment(moment: Moment) -> dict[str, Any]:
-    return {
-        "phase": moment.phase,
-        "micro_batch": moment.micro_batch,
-        "where": moment.where,
-        "components": _components(moment.components),
-        "total": int(moment.components.total),
-    }
+    return asdict(moment) | {"total": moment.total}
+
+
+def _verified(plan: Plan, measured: Measured) -> dict[str, Any]:
+    *rows, peak = compare(plan.step, measured)
+    if measured.context is not None:
+        rows.append((NAMES["context"], plan.context, measured.context))
+    if measured.reserved is not None:
+        rows.append(("with margin", peak[1] + plan.margin, measured.reserved))
+    compared = [{"what": what, "planned": p, "measured": m} for what, p, m in (*rows, peak)]
+    return {"true": peak_holds(plan.step, measured), "compared": compared}
 
 
 def _ladder(ladder: Ladder) -> dict[str, Any]:
-    rows = ladder.all()
-    best = [index for index, one in enumerate(rows) if ladder.is_best(one)]
+    rows, best, seconds = ladder.configurations, ladder.best, ladder.written.seconds
     return {
         "considered": ladder.evaluated,
-        "best": best[0] if best else None,
+        "best": None if best is None else rows.index(best),
         "remedies": list(ladder.suggestions),
-        "written_seconds": dataclasses.asdict(ladder.asked.seconds)
-        | {"total": ladder.asked.seconds.total},
-        "rungs": [_configuration(one, ladder) for one in rows],
+        "written_seconds": asdict(seconds) | {"total": seconds.total},
+        "rungs": [_configuration(one, ladder.written.recipe) for one in rows],
     }
 
 
-def _configuration(one: Configuration, ladder: Ladder) -> dict[str, Any]:
+def _configuration(one: Configuration, written: Recipe) -> dict[str, Any]:
     batch, plan = one.recipe.batch, one.plan
     return {
         "overrides": list(one.overrides),
-        "strategy": strategy_in_words(one.recipe),
+        "strategy": strategy_text(one.recipe),
         "micro_batch_size": batch.micro_batch_size,
         "micro_batch_tokens": batch.micro_batch_tokens,
         "fits": plan.fits,
         "fits_host": plan.host_spare is None or plan.host_spare >= 0,
         "fits_device": plan.spare is None or plan.spare >= 0,
-        "as_written": ladder.is_written(one),
+        "as_written": one.recipe == written,
         "needed": plan.needed,
         "host": plan.host.total,
-        "seconds": dataclasses.asdict(one.seconds) | {"total": one.seconds.total},
+        "seconds": asdict(one.seconds) | {"total": one.seconds.total},
         "tokens_per_second": one.tokens_per_second,
     }
 
@@ -194,7 +188,7 @@ def _configuration(one: Configuration, ladder: Ladder) -> dict[str, Any]:
 
 
 def as_text(plan: dict[str, Any]) -> list[Line]:
-    """Lines of at most `WIDTH` columns, but for overrides and names of modules.
+    """Lines of at most `WIDTH` columns, except for overrides and names of modules.
 
     plan: as `as_json` returns it.
     """
@@ -208,9 +202,9 @@ def as_text(plan: dict[str, Any]) -> list[Line]:
         [(plan["strategy"], "")],
         [(plan["batch"], "")],
         [],
-        *_table(plan),
+        *_components(plan),
         [],
-        *_around(plan),
+        *_phases_host_and_disk(plan),
     ]
     remarks = [*_disagreement(plan), *(("note", "yellow", note) for note in plan["notes"])]
     found += [[]] if remarks else []
@@ -230,37 +224,38 @@ def _paragraph(first: str, style: str, text: str) -> Iterator[Line]:
         yield [(first if index == 0 else " " * len(first), style), (row, "")]
 
 
-def _table(plan: dict[str, Any]) -> Iterator[Line]:
+def _components(plan: dict[str, Any]) -> Iterator[Line]:
     """The components at the peak. Each bar begins where the one above it ends."""
-    needed, memory = plan["needed"], plan["machine"]["memory"]
+    needed, memory, spare = plan["needed"], plan["machine"]["memory"], plan["spare"]
     scale = max(needed, memory or 0, 1) / BAR
     edge = None if memory is None else round(memory / scale)
     device = "GPU" if plan["machine"]["device"] == "cuda" else "rank"
     yield [(f"One {device} holds most {plan['peak']['text']}", "bold")]
     amounts = plan["peak"]["components"] | {"context": plan["context"], "margin": plan["margin"]}
-    filled = 0
-    for name, amount in amounts.items():
+    end = 0
+    for (name, amount), colour in zip(amounts.items(), _COLOURS, strict=True):
         if amount:
-            bar = _bar(filled / scale, (filled + amount) / scale, edge, _COMPONENTS[name][1])
+            start, end = end, end + amount
+            bar = _bar(round(start / scale), round(end / scale), edge, colour)
             yield [(f"  {NAMES[name]:<22}{bytes_as_text(amount):>11}  ", ""), *bar]
-            filled += amount
-    total = (f"  {'needed':<22}{bytes_as_text(needed):>11}  ", "bold")
-    if memory is None:
-        yield [total]
-    elif plan["spare"] >= 0:
-        share = plan["spare"] / memory
-        left = f"{bytes_as_text(plan['spare'])} of {bytes_as_text(memory)} to spare ({share:.0%})"
-        yield [total, ("fits", "bold green"), (f": {left}", "")]
-    else:
-        over = f"{bytes_as_text(-plan['spare'])} too much for {bytes_as_text(memory)}"
-        yield [total, ("does not fit", "bold red"), (f": {over}", "")]
+    total: Line = [(f"  {'needed':<22}{bytes_as_text(needed):>11}  ", "bold")]
+    if memory is not None and spare >= 0:
+        left = f"{bytes_as_text(spare)} of {bytes_as_text(memory)} to spare ({spare / memory:.0%})"
+        total += [("fits", "bold green"), (f": {left}", "")]
+    elif memory is not None:
+        over = f"{bytes_as_text(-spare)} too much for {bytes_as_text(memory)}"
+        total += [("does not fit", "bold red"), (f": {over}", "")]
+    yield total
 
 
-def _bar(start: float, end: float, edge: int | None, style: str) -> Line:
+def _bar(start: int, end: int, edge: int | None, style: str) -> Line:
     """edge: the column of the device's memory."""
-    full, thin, limit = ("█", "▏", "│") if _prints("█▏│") else ("#", "#", "|")
-    first, last = round(start), round(end)
-    drawn = " " * first + (full * (last - first) or thin)
+    try:
+        "█▏│".encode(sys.stdout.encoding or "ascii")
+        full, thin, limit = "█▏│"
+    except (UnicodeEncodeError, LookupError):
+        full, thin, limit = "##|"
+    drawn = " " * start + (full * (end - start) or thin)
     if edge is None:
         return [(drawn, style)]
     if len(drawn) > edge:
@@ -268,34 +263,30 @@ def _bar(start: float, end: float, edge: int | None, style: str) -> Line:
     return [(drawn.ljust(edge), style), (limit, "dim")]
 
 
-def _prints(text: str) -> bool:
-    try:
-        text.encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
+def _phases_host_and_disk(plan: dict[str, Any]) -> Iterator[Line]:
+    def row(label: str, *pieces: tuple[str, str]) -> Line:
+        return [(f"  {label:<22}", "dim"), *pieces]
 
-
-def _around(plan: dict[str, Any]) -> Iterator[Line]:
-    """Phases, host and disk."""
     outside, host, disk = plan["context"] + plan["margin"], plan["host"], plan["checkpoint"]
     totals = {phase: moment["total"] + outside for phase, moment in plan["phases"].items()}
     phases = ", ".join(f"{phase} {bytes_as_text(total)}" for phase, total in totals.items())
-    yield [(f"  {'peak of each phase':<22}", "dim"), (phases, "")]
-    line = [(f"  {'host memory a node':<22}", "dim"), (bytes_as_text(host["total"]), "")]
-    if host["spare"] is not None and host["spare"] >= 0:
-        line += [(", ", ""), (f"{bytes_as_text(host['spare'])} to spare", "green")]
-    elif host["spare"] is not None:
-        over = f"does not fit: {bytes_as_text(-host['spare'])} too much"
-        line += [(", ", ""), (over, "bold red")]
-    yield line
-    parts = [f"{name} {bytes_as_text(host[key])}" for key, name in HOST_NAMES.items() if host[key]]
-    yield [(f"  {'':<22}{', '.join(parts)}", "dim")]
+    yield row("peak of each phase", (phases, ""))
+    spare, total = host["spare"], (bytes_as_text(host["total"]), "")
+    if spare is None:
+        yield row("host memory a node", total)
+    elif spare >= 0:
+        left = f", {bytes_as_text(spare)} to spare"
+        yield row("host memory a node", total, (left, "green"))
+    else:
+        over = f", does not fit: {bytes_as_text(-spare)} too much"
+        yield row("host memory a node", total, (over, "bold red"))
+    parts = [f"{name} {bytes_as_text(host[key])}" for key, name in _HOST_NAMES.items() if host[key]]
+    yield row("", (", ".join(parts), "dim"))
     if disk["kept"]:
-        together = bytes_as_text(disk["bytes"] * disk["kept"])
-        at_once = "" if disk["kept"] == 1 else f", {disk['kept']} at once: {together}"
-        each = f"{bytes_as_text(disk['bytes'])}{at_once}"
-        yield [(f"  {'a checkpoint on disk':<22}", "dim"), (each, "")]
+        each = bytes_as_text(disk["bytes"])
+        if disk["kept"] > 1:
+            each += f", {disk['kept']} at once: {bytes_as_text(disk['bytes'] * disk['kept'])}"
+        yield row("a checkpoint on disk", (each, ""))
 
 
 def _disagreement(plan: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -307,9 +298,9 @@ def _disagreement(plan: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     if abs(difference) > DISAGREES:
         more = "more" if difference > 0 else "less"
         text = (
-            f"the trace finds {bytes_as_text(traced)} in tensors, {abs(difference):.0%} {more} "
-            f"than the closed formulas' {bytes_as_text(estimated)}: one of them does not know "
-            "something about this model, so allow for the larger."
+            f"the trace finds {bytes_as_text(traced)} of tensors, {abs(difference):.0%} {more} "
+            f"than the estimate of {bytes_as_text(estimated)}. One of them is wrong about this "
+            "model: allow for the larger."
         )
         yield "warning", "bold yellow", text
 
@@ -325,21 +316,15 @@ def _configurations(plan: dict[str, Any]) -> Iterator[Line]:
     titles = f"{'micro-batch':>11}  {'peak':>9}  {'tokens/s':>10}  {'speed':>6}"
     yield [(f"      {'strategy':<{width}}  {titles}", "dim")]
     for index, row in enumerate(rows):
-        size = row["micro_batch_size"] or row["micro_batch_tokens"]
+        size, speed = row["micro_batch_size"] or row["micro_batch_tokens"], row["tokens_per_second"]
         text = (
             f"{index + 1:>3}  {row['strategy']:<{width}}  {size:>11,}  "
-            f"{bytes_as_text(row['needed']):>9}  {row['tokens_per_second']:>10,.0f}  "
-            f"{row['tokens_per_second'] / fastest:>6.0%}"
+            f"{bytes_as_text(row['needed']):>9}  {speed:>10,.0f}  {speed / fastest:>6.0%}"
         )
         style = "bold" if index == best else "dim" if row["fits"] is False else ""
         star = "*" if index == best else " "
         yield [(star, "bold green"), (text, style), *_remarks(row, index == best)]
     yield from _overrides(rows, best)
-    spent = ladder["written_seconds"]
-    parts = [f"{name} {t:.3g}" for name, t in spent.items() if name != "total" and t >= 0.0005]
-    step = f"as written {spent['total']:.3g} s: {', '.join(parts)}"
-    yield []
-    yield from _paragraph("step: ", "dim", step)
     if best is None and plan["fits"] is False:
         suggestions = ladder["remedies"]
         yield []
@@ -361,22 +346,20 @@ def _remarks(row: dict[str, Any], best: bool) -> Line:
 
 
 def _overrides(rows: list[dict[str, Any]], best: int | None) -> Iterator[Line]:
-    usable = [
-        (index, row)
-        for index, row in enumerate(rows)
-        if row["fits"] is not False and row["overrides"] and not row["as_written"]
-    ]
-    if usable:
-        yield []
-        yield [("To take one, add to the command:", "bold")]
-    for index, row in usable:
-        text = " ".join(shlex.quote(override) for override in row["overrides"])
-        yield [(f"{'*' if index == best else ' '}{index + 1:>3}  ", "bold green"), (text, "cyan")]
+    """Overrides of the configurations that fit, numbered as in the table."""
+    title = [[], [("To take one, add to the command:", "bold")]]
+    for index, row in enumerate(rows):
+        if row["fits"] is not False and row["overrides"] and not row["as_written"]:
+            yield from title
+            title = []
+            text = " ".join(shlex.quote(override) for override in row["overrides"])
+            star = "*" if index == best else " "
+            yield [(f"{star}{index + 1:>3}  ", "bold green"), (text, "cyan")]
 
 
 def _comparison(verified: dict[str, Any]) -> Iterator[Line]:
     """The plan beside the measurement."""
-    yield [("Planned and measured", "bold"), (": rank 0, in a step once training is under way", "")]
+    yield [("Planned and measured", "bold"), (": rank 0, in a step after the first", "")]
     yield [(f"  {'':<22}{'planned':>11}{'measured':>12}{'plan is':>13}", "dim")]
     for row in verified["compared"]:
         planned, measured = row["planned"], row["measured"]
@@ -386,8 +369,8 @@ def _comparison(verified: dict[str, Any]) -> Iterator[Line]:
         line = f"  {row['what']:<22}{bytes_as_text(planned):>11}{bytes_as_text(measured):>12}"
         bold = "bold" if row["what"] == "peak" else ""
         yield [(line, bold), (f"{text:>13}", "yellow" if abs(off) > OVER else "")]
+    limits = f": its peak is at most {OVER:.0%} over what was measured, and {UNDER:.0%} under"
     if verified["true"]:
-        limits = f": its peak is at most {OVER:.0%} over what was measured, and {UNDER:.0%} under"
         yield [("The plan holds", "bold green"), (limits, "")]
     else:
         report = ": please report the recipe and this table"

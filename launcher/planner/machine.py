@@ -1,7 +1,7 @@
 """Machines to plan for: devices, their memory, and the rates that training achieves. No torch.
 
 The rates rank configurations; they do not promise a speed. `launcher doctor --json FILE` measures
-those of a machine at hand.
+the rates of a real machine.
 """
 
 from __future__ import annotations
@@ -16,38 +16,33 @@ from typing import Any, Literal
 from launcher.errors import RecipeError
 from launcher.planner.hardware import GPUS, Gpu, find_gpu
 
+# Shares of the data sheet's rates that training achieves
 PRODUCTS = {"A100": 0.78, "B200": 0.65}
-"""Share of peak matrix products that shapes of a language model achieve, by prefix of a GPU's name.
-
-A100: 90 % of the best shape, which has 86 % (Bekman, Machine Learning Engineering, table of maximum
-achievable matmul FLOPS). B200: 64 to 69 % for matrices of a 7B model (arXiv 2604.23466, cuBLAS).
-"""
+"""Matrix products. A100: 90 % of the best shape's 86 % (Bekman, Machine Learning Engineering).
+B200: 64 to 69 % for matrices of a 7B model (arXiv 2604.23466, cuBLAS)."""
 OTHER_PRODUCTS = 0.70
-"""H100 and H200: 720 of 989 TFLOPS (SemiAnalysis, MI300X vs H100 vs H200, part 1), 80 % at the best
-shape (Bekman). Assumed for GPUs without published figures."""
+"""H100 and H200: 720 of 989 TFLOPS (SemiAnalysis, MI300X vs H100 vs H200). Others: assumed."""
 MEMORY = 0.88
-"""Share of the memory bandwidth. An estimate: a copy reaches 90 %."""
+"""Memory bandwidth. An estimate: a copy reaches 90 %."""
 NVLINK = 0.78
-"""Share of NVLink: nccl-tests' bus bandwidth of large all-gathers is about 235 of 300 GB/s (A100)
-and 360 of 450 GB/s (H100)."""
+"""nccl-tests: the bus bandwidth of large all-gathers is about 235 of 300 GB/s (A100) and 360 of
+450 GB/s (H100)."""
 PCIE = 0.75
-"""Share of PCIe one way, from pinned memory. An estimate."""
+"""One way, from pinned memory. An estimate."""
 PCIE_COLLECTIVE = 0.4
-"""Share of PCIe for collectives without NVLink, which cross the host's root complex both ways. An
-estimate."""
+"""Collectives over PCIe, which cross the host's root complex both ways. An estimate."""
 INTER_NODE = 0.8
-"""Share of the network cards of a node, which all rings of a collective share. An estimate."""
+"""The network cards of a node. An estimate."""
+
 NETWORK = 50e9
-"""Bytes a second of a GPU's own network card, where there is NVLink: 400 Gb/s InfiniBand, as in
-NVIDIA's DGX H100."""
+"""Bytes a second of a GPU's own network card, with NVLink: 400 Gb/s, as in NVIDIA's DGX H100."""
 SHARED_NETWORK = 12.5e9
-"""Bytes a second of the network card that a node's GPUs share without NVLink: 100 Gb/s. Assumed."""
+"""Bytes a second of the card that a node's GPUs share without NVLink: 100 Gb/s. Assumed."""
 HOST_MEMORY = 300e9
-"""Bytes a second of a node's host memory: half of what two sockets of eight channels DDR5-4800
-have (614e9)."""
+"""Bytes a second of a node's host memory: half of two sockets with eight channels of DDR5-4800."""
 ADAMW_BYTES = 28
-"""Bytes that AdamW reads and writes for a parameter: weight, gradient and two moments are read,
-weight and moments written, all float32."""
+"""Bytes that AdamW moves for a parameter: it reads weight, gradient and two moments, and writes
+the weight and the moments, all float32."""
 CPU_FLOPS, CPU_NETWORK, CPU_MEMORY = 1e12, 10e9, 100e9
 """A server with 32 cores: operations, bytes between ranks, bytes of memory a second. Assumed."""
 _UNUSUAL = ("A800", "H800", "H20", "MI", "V100", "T4")
@@ -56,7 +51,7 @@ _UNUSUAL = ("A800", "H800", "H20", "MI", "V100", "T4")
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a rank achieves, in units a second."""
+    """What a rank achieves, a second."""
 
     half_flops: float
     """Matrix products in bfloat16 or float16."""
@@ -73,7 +68,7 @@ class Rates:
     host_adamw: float
     """Parameters that fused AdamW updates on a rank's share of the host's cores."""
     source: str
-    """Where the figures come from: a data sheet and a share of it, or `measured here`."""
+    """Where the figures come from."""
 
 
 RATES = tuple(field.name for field in dataclasses.fields(Rates))
@@ -81,23 +76,22 @@ RATES = tuple(field.name for field in dataclasses.fields(Rates))
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Nodes of equal devices."""
+    """Nodes of equal devices. None: not known."""
 
     name: str
     """Of the device: H100, CPU."""
     device: Literal["cuda", "cpu"]
     nodes: int
     gpus_per_node: int
-    """Ranks a node."""
+    """Ranks per node."""
     memory: int | None
-    """Bytes of one device; None: not known."""
+    """Bytes of one device."""
     host_memory: int | None
-    """Bytes of one node's host memory; None: not known."""
+    """Bytes of one node's host memory."""
     rates: Rates
 
     @property
     def ranks(self) -> int:
-        """Ranks of all nodes."""
         return self.nodes * self.gpus_per_node
 
 
@@ -113,10 +107,10 @@ def known_machine(
     """Nodes of a GPU in the table, or of `cpu`.
 
     gpu: as users or CUDA call it (`h100`, `NVIDIA A100-SXM4-80GB`); None: the one in the table
-    whose memory is nearest. memory, host_memory: bytes; None: the table's, and not known.
-    overrides: fields of `Rates`, as `read_rates` returns them.
+    whose memory is nearest. memory, host_memory: bytes. overrides: fields of `Rates`.
     Raises RecipeError if the GPU is not known, unless memory and rates are given.
     """
+    device: Literal["cuda", "cpu"] = "cuda"
     if gpu is not None and gpu.strip().lower() == "cpu":
         name, device, rates = "CPU", "cpu", _cpu_rates(gpus_per_node)
     else:
@@ -125,17 +119,27 @@ def known_machine(
         if found is None and (gpu is None or overrides) and memory is not None:
             name, found = gpu or f"GPU of {memory / 2**30:.0f} GiB", _nearest(memory)
         if found is None:
-            raise RecipeError(_unknown(gpu))
+            known = ", ".join(one.name.lower().replace(" ", "-") for one in GPUS)
+            problem = "no GPU given" if gpu is None else f"gpu={gpu}: is not known"
+            raise RecipeError(
+                f"command line: {problem}; give one of {known}, cpu, or another with "
+                "gpu_memory=80GiB rates=FILE (launcher doctor)"
+            )
         memory = found.memory if memory is None else memory
-        device, rates = "cuda", _gpu_rates(found, nodes=nodes, gpus_per_node=gpus_per_node)
+        rates = _gpu_rates(found, nodes=nodes, gpus_per_node=gpus_per_node)
+    if overrides:
+        if wrong := [key for key in overrides if key not in RATES]:
+            raise RecipeError(f"rates: unknown: {', '.join(wrong)}; there are {', '.join(RATES)}")
+        given: dict[str, Any] = {"source": f"{rates.source}; as given: {', '.join(overrides)}"}
+        rates = dataclasses.replace(rates, **(given | dict(overrides)))
     return Machine(
         name=name,
-        device="cuda" if device == "cuda" else "cpu",
+        device=device,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         memory=memory,
         host_memory=host_memory,
-        rates=_overridden(rates, overrides),
+        rates=rates,
     )
 
 
@@ -144,32 +148,26 @@ def _nearest(memory: int) -> Gpu:
     return min(usual, key=lambda gpu: (abs(gpu.memory - memory), -gpu.nvlink_gb_s))
 
 
-def _unknown(gpu: str | None) -> str:
-    known = ", ".join(one.name.lower().replace(" ", "-") for one in GPUS)
-    what = "no GPU given" if gpu is None else f"gpu={gpu}: is not known"
-    return (
-        f"command line: {what}; give one of {known}, cpu, or another with gpu_memory=80GiB "
-        "rates=FILE (launcher doctor)"
-    )
-
-
 def _gpu_rates(gpu: Gpu, *, nodes: int, gpus_per_node: int) -> Rates:
     shares = (share for prefix, share in PRODUCTS.items() if gpu.name.startswith(prefix))
     share = next(shares, OTHER_PRODUCTS)
-    link_share = NVLINK if gpu.nvlink_gb_s else PCIE_COLLECTIVE
-    links = link_share * (gpu.nvlink_gb_s or gpu.pcie_gb_s) * 1e9
-    node_network = NETWORK * gpus_per_node if gpu.nvlink_gb_s else SHARED_NETWORK
-    each = "50 GB/s a GPU" if gpu.nvlink_gb_s else "12.5 GB/s a node"
+    if gpu.nvlink_gb_s:
+        link_share, links = NVLINK, gpu.nvlink_gb_s * 1e9
+        network, each = NETWORK * gpus_per_node, "50 GB/s a GPU"
+    else:
+        link_share, links = PCIE_COLLECTIVE, gpu.pcie_gb_s * 1e9
+        network, each = SHARED_NETWORK, "12.5 GB/s a node"
     return Rates(
         half_flops=share * gpu.half_tflops * 1e12,
         float32_flops=share * gpu.tf32_tflops * 1e12,
         memory_bandwidth=MEMORY * gpu.memory_tb_s * 1e12,
-        intra_node_bandwidth=links,
-        inter_node_bandwidth=min(links, INTER_NODE * node_network),
+        intra_node_bandwidth=link_share * links,
+        inter_node_bandwidth=min(link_share * links, INTER_NODE * network),
         host_bandwidth=min(PCIE * gpu.pcie_gb_s * 1e9, HOST_MEMORY / gpus_per_node),
         host_adamw=HOST_MEMORY / ADAMW_BYTES / gpus_per_node,
-        source=f"{gpu.source}, {share:.0%} of its products, {MEMORY:.0%} of its memory's bandwidth,"
-        f" {link_share:.0%} of its links" + (f"; network assumed: {each}" if nodes > 1 else ""),
+        source=f"{gpu.name} data sheet: {share:.0%} of its products, {MEMORY:.0%} of its memory "
+        f"bandwidth, {link_share:.0%} of its links"
+        + (f"; network assumed: {each}" if nodes > 1 else ""),
     )
 
 
@@ -182,45 +180,27 @@ def _cpu_rates(ranks_per_node: int) -> Rates:
         inter_node_bandwidth=CPU_NETWORK / 10 / ranks_per_node,
         host_bandwidth=CPU_MEMORY / ranks_per_node,
         host_adamw=CPU_MEMORY / ADAMW_BYTES / ranks_per_node,
-        source="a server of 32 cores, roughly",
+        source="a server with 32 cores, assumed",
     )
 
 
-def _overridden(rates: Rates, overrides: Mapping[str, float | str] | None) -> Rates:
-    if not overrides:
-        return rates
-    if wrong := [name for name in overrides if name not in RATES]:
-        raise RecipeError(f"rates: unknown: {', '.join(wrong)}; there are {', '.join(RATES)}")
-    given: dict[str, Any] = {"source": f"{rates.source}; as given: {', '.join(overrides)}"}
-    return dataclasses.replace(rates, **(given | dict(overrides)))
-
-
 def read_rates(file: Path) -> dict[str, float | str]:
-    """Rates that `launcher doctor --json FILE` wrote: fields of `Rates`, at the top or as `rates`.
-
-    Fields that could not be measured (null) are left out.
-
-    Raises RecipeError if the file cannot be read or holds something else.
-    """
-
-    def refuse(problem: str) -> RecipeError:
-        return RecipeError(f"command line: rates={file}: {problem}")
-
+    """Rates that `launcher doctor --json FILE` measured: fields of `Rates`, without those that are
+    null. Raises RecipeError if the file cannot be read or holds something else."""
+    given: dict[str, Any] = {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+        content = content.get("rates", content)
+        given = {name: content[name] for name in RATES if content.get(name) is not None}
+        wrong = [name for name in given if name != "source" and not given[name] > 0]
+        problem = f"{wrong[0]} must be a number above 0; got {given[wrong[0]]!r}" if wrong else ""
     except OSError as error:
-        raise refuse(error.strerror or str(error)) from None
-    except ValueError as error:
+        problem = error.strerror or str(error)
+    except (ValueError, AttributeError, TypeError) as error:
+        problem = f"not a file of rates: {error}"
+    if not given and not problem:
+        problem = f"holds no rates ({', '.join(RATES)})"
+    if problem:
         hint = "`launcher doctor --json FILE` writes such a file"
-        raise refuse(f"not JSON: {error}; {hint}") from None
-    content = content.get("rates", content) if isinstance(content, dict) else None
-    content = content if isinstance(content, dict) else {}
-    given = {name: content[name] for name in RATES if content.get(name) is not None}
-    if not given:
-        names = ", ".join(RATES)
-        raise refuse(f"holds no rates; `launcher doctor --json FILE` writes them: {names}")
-    for name, value in given.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-        if name != "source" and not number:
-            raise refuse(f"{name} must be a number above 0; got {value!r}")
+        raise RecipeError(f"command line: rates={file}: {problem}; {hint}")
     return {"source": str(file)} | given

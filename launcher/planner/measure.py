@@ -1,9 +1,8 @@
 """Memory that training takes: three steps of the recipe's model on full micro-batches.
 
 `launcher plan --verify` judges the plan by this, so this module imports nothing of the plan. On the
-CPU the events of the allocator are summed up, on CUDA the allocator's counters are read.
-
-`measure` starts this module under torchrun, once for any number of recipes.
+CPU it adds up the allocator's events, on CUDA it reads the allocator's counters. `measure` starts
+this module under torchrun, once for any number of recipes.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ import gc
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,41 +44,37 @@ PHASES = ("forward", "backward", "optimizer")
 STEPS = 3
 """Training steps. The first one has no optimizer state yet. Of the later ones the smallest counts
 on the CPU: gloo's threads may release buffers late, which is not memory of the step."""
-
 SETTLE_SECONDS = 0.01
-"""Wait of a mark on the CPU, so that gloo's threads can release their buffers."""
-
+"""Pause before each mark on the CPU: gloo's threads release their buffers late."""
 MICRO_BATCHES = 3
-"""Micro-batches of a step, at most: the first, one between, the last."""
+"""Most micro-batches of a step: the first, one between, the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """Bytes of tensors in the memory of rank 0's device. On the CPU offloaded tensors count too."""
 
-    device: Literal["cpu", "cuda"]
     peak: int
-    """CUDA: of all steps. CPU: of the later step that has less."""
+    """CUDA: of all steps. CPU: the smaller of the later steps' peaks."""
     phases: dict[str, int]
-    """The peak in forward, backward and optimizer of the later steps."""
+    """The peak of each phase in the later steps."""
     step_start: int
-    """Held when a step begins, before its batch is there."""
+    """Before the step's batch is there."""
     after_forward: int
-    """Held when the forward pass of the first micro-batch has ended."""
+    """After the forward pass of the first micro-batch."""
     parameters: int
-    """Storages of this rank's parameters (its shards) and buffers."""
+    """Of this rank (its shards), with buffers."""
     gradients: int
-    """Storages of the gradients that the optimizer gets. With DDP these are whole buckets."""
+    """Those that the optimizer gets. With DDP these are whole buckets."""
     optimizer: int
-    """Storages of the optimizer state."""
     reserved: int | None = None
     """CUDA: the most that the caching allocator reserved."""
     context: int | None = None
     """CUDA: memory of the device outside of the allocator, of all processes."""
     step_peaks: list[int]
-    """The peak of each step, the first one included."""
+    """Of all steps."""
     residue: int
-    """Held when the model is gone: 0 unless the measurement missed something."""
+    """After the model was deleted: 0 unless the measurement missed something."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +83,17 @@ class Mark:
 
     name: str
     live: int
-    """Bytes held now."""
+    """Bytes held."""
     peak: int
-    """The most bytes held from here to the next mark."""
+    """The most bytes held until the next mark."""
 
 
 class CpuMeter:
     """Memory of CPU tensors: the profiler records the allocator's total at each of its events.
 
-    Memory that was allocated before the first meter of this process does not count. The total
-    covers all threads. The peak misses what a thread that Python started allocates and frees again
-    between two events of profiled threads (autograd's and gloo's threads are profiled).
+    The total covers all threads, without what was allocated before the first meter of this process.
+    The peak misses what a thread that Python started allocates and frees between two events of
+    profiled threads (autograd's and gloo's threads are profiled).
     """
 
     def __init__(self) -> None:
@@ -110,7 +104,7 @@ class CpuMeter:
         self._names: list[str] = []
 
     def start(self) -> None:
-        """Starts counting at 0."""
+        """Counts from 0."""
         self._profile.start()
         self.mark("start")
 
@@ -127,31 +121,30 @@ class CpuMeter:
         self._profile.stop()
         recorded: Any = self._profile.profiler
         starts: list[tuple[int, str]] = []
-        sums: list[tuple[int, int]] = []
+        totals: list[tuple[int, int]] = []
         nodes = list(recorded.kineto_results.experimental_event_tree())
         while nodes:
             node = nodes.pop()
             nodes += node.children
             if node.tag == _EventType.Allocation:
                 if node.extra_fields.device.type == "cpu":
-                    sums.append((node.start_time_ns, node.extra_fields.total_allocated))
+                    totals.append((node.start_time_ns, node.extra_fields.total_allocated))
             elif node.name.startswith("mark "):
-                starts.append(
-                    (node.start_time_ns, self._names[int(node.name.removeprefix("mark "))])
-                )
-        sums.sort(key=lambda event: event[0])
+                number = int(node.name.removeprefix("mark "))
+                starts.append((node.start_time_ns, self._names[number]))
+        totals.sort(key=lambda event: event[0])
         starts.sort()
         if [name for _, name in starts] != self._names:
             raise TrainingError(f"the profiler recorded {len(starts)} of {len(self._names)} marks")
-        times = [when for when, _ in sums]
+        times = [when for when, _ in totals]
         # One event further the byte of the mark is freed
         first = [bisect_left(times, when) + 1 for when, _ in starts]
-        base = sums[first[0]][1]
+        base = totals[first[0]][1]
+        ends = [*(index - 1 for index in first[1:]), len(totals)]
         marks = []
-        ends = [*(index - 1 for index in first[1:]), len(sums)]
         for (_, name), since, until in zip(starts, first, ends, strict=True):
-            peak = max(total for _, total in sums[since:until])
-            marks.append(Mark(name, sums[since][1] - base, peak - base))
+            peak = max(total for _, total in totals[since:until])
+            marks.append(Mark(name, totals[since][1] - base, peak - base))
         return marks
 
 
@@ -161,11 +154,10 @@ class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Mark] = []
-        self._now: tuple[str, int] | None = None
         self._before = 0
 
     def start(self) -> None:
-        """Starts counting at 0."""
+        """Counts from 0."""
         self._release()
         torch.cuda.empty_cache()
         self._before = torch.cuda.memory_allocated(self._device)
@@ -173,10 +165,11 @@ class CudaMeter:
 
     def mark(self, name: str) -> None:
         """Reads the counters; they need no synchronization with the device."""
-        if self._now is not None:
+        if self._marks:
             peak = torch.cuda.max_memory_allocated(self._device) - self._before
-            self._marks.append(Mark(*self._now, peak))
-        self._now = (name, torch.cuda.memory_allocated(self._device) - self._before)
+            self._marks[-1] = dataclasses.replace(self._marks[-1], peak=peak)
+        live = torch.cuda.memory_allocated(self._device) - self._before
+        self._marks.append(Mark(name, live, live))
         torch.cuda.memory.reset_peak_memory_stats(self._device)
 
     def _release(self) -> None:
@@ -190,17 +183,18 @@ class CudaMeter:
         """Returns all marks; the last one is called `end`."""
         self._release()
         self.mark("end")
-        assert self._now is not None
-        return [*self._marks, Mark(*self._now, self._now[1])]
+        return self._marks
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.device) -> int:
-    """Bytes of the storages of these tensors on the device; shared storages count once.
-
-    A DTensor counts as this rank's shard.
-    """
-    plain = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors if t is not None)
-    storages = [tensor.untyped_storage() for tensor in plain if tensor.device.type == device.type]
+def storage_bytes(tensors: Iterable[Any], *, device: torch.device) -> int:
+    """Bytes of the storages of the tensors among these values on the device; shared ones count
+    once. A DTensor counts as this rank's shard."""
+    plain = (value._local_tensor if isinstance(value, DTensor) else value for value in tensors)
+    storages = [
+        tensor.untyped_storage()
+        for tensor in plain
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type
+    ]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
@@ -229,10 +223,12 @@ def _train(
     rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
     wrapped = prepared.wrap(random, ranks)
     optimizer = make_optimizer(wrapped.module, recipe.optimizer)
-    micro_batches = max(1, recipe.batch.global_batch_size // (rows * ranks.size))
-    batches = data.batches(ranks, micro_batches=min(MICRO_BATCHES, micro_batches), steps=STEPS)
+    count = max(1, recipe.batch.global_batch_size // (rows * ranks.size))
+    batches = data.batches(ranks, micro_batches=min(MICRO_BATCHES, count), steps=STEPS)
+    if device.type == "cpu":
+        batches = map(_with_own_tensors, batches)
 
-    def beat(phase: str) -> None:
+    def heartbeat(phase: str) -> None:
         meter.mark(phase)
         if phase == "optimizer":
             gradients = (parameter.grad for parameter in wrapped.module.parameters())
@@ -241,19 +237,18 @@ def _train(
     for _ in train_steps(
         wrapped,
         optimizer,
-        _with_own_tensors(batches, device=device),
+        batches,
         loss=data.loss,
         learning_rate=lambda step: 1e-4,
         loss_scale=LossScale(device, enabled=prepared.compute_dtype == torch.float16),
         max_grad_norm=recipe.optimizer.max_grad_norm,
         ranks=ranks.size,
-        heartbeat=beat,
+        heartbeat=heartbeat,
     ):
         pass
     module: Any = wrapped.module
     sizes["parameters"] = storage_bytes([*module.parameters(), *module.buffers()], device=device)
-    values = (value for state in optimizer.state.values() for value in state.values())
-    states = [value for value in values if isinstance(value, torch.Tensor)]
+    states = (value for state in optimizer.state.values() for value in state.values())
     sizes["optimizer"] = storage_bytes(states, device=device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -261,16 +256,10 @@ def _train(
         sizes["context"] = total - free - torch.cuda.memory_reserved(device)
 
 
-def _with_own_tensors(
-    batches: Iterator[GlobalBatch], *, device: torch.device
-) -> Iterator[GlobalBatch]:
+def _with_own_tensors(batch: GlobalBatch) -> GlobalBatch:
     """On the CPU synthetic micro-batches share memory of numpy; a loader gives each its own."""
-    for batch in batches:
-        if device.type == "cpu":
-            clone = partial(tree_map_only, torch.Tensor, torch.clone)
-            copies = [clone(micro_batch) for micro_batch in batch.micro_batches]
-            batch = dataclasses.replace(batch, micro_batches=copies)
-        yield batch
+    copies = [tree_map_only(torch.Tensor, torch.clone, one) for one in batch.micro_batches]
+    return dataclasses.replace(batch, micro_batches=copies)
 
 
 def evaluate(marks: list[Mark], sizes: dict[str, Any], *, device: str) -> Measured:
@@ -281,7 +270,6 @@ def evaluate(marks: list[Mark], sizes: dict[str, Any], *, device: str) -> Measur
     peaks = [max(step[phase] for phase in PHASES) for step in steps]
     least = {key: min(step[key] for step in steps[1:]) for key in steps[0]}
     return Measured(
-        device="cuda" if device == "cuda" else "cpu",
         peak=max(peaks) if device == "cuda" else min(peaks[1:]),
         phases={phase: least[phase] for phase in PHASES},
         step_start=least["step_start"],
@@ -294,14 +282,10 @@ def evaluate(marks: list[Mark], sizes: dict[str, Any], *, device: str) -> Measur
 
 def _of_step(marks: list[Mark]) -> dict[str, int]:
     """marks: from `data` of a step to `data` of the next one, both included."""
-    found = {
-        phase: max(
-            m.peak for m in marks[:-1] if m.name == phase or (m.name, phase) == ("data", "forward")
-        )
-        for phase in PHASES
-    }
+    names = {phase: {phase} for phase in PHASES} | {"forward": {"data", "forward"}}
+    peaks = {p: max(mark.peak for mark in marks[:-1] if mark.name in names[p]) for p in PHASES}
     backward = next(mark for mark in marks if mark.name == "backward")
-    return found | {"step_start": marks[0].live, "after_forward": backward.live}
+    return peaks | {"step_start": marks[0].live, "after_forward": backward.live}
 
 
 def run(setting: dict[str, Any]) -> list[dict[str, Any]]:
@@ -322,7 +306,7 @@ def run(setting: dict[str, Any]) -> list[dict[str, Any]]:
 def measure(
     recipes: Sequence[Sequence[str]], *, ranks: int, gpus: bool = True, timeout: float = 600
 ) -> list[Measured]:
-    """Measures recipes, each given as on the command line, in one launch of torchrun here.
+    """Measures recipes, each given as on the command line, in one launch of torchrun.
 
     gpus: whether to use GPUs where there are some. timeout: seconds for all recipes together.
     Raises RecipeError as `load_recipe`, and TrainingError if the processes fail or take too long.
@@ -338,11 +322,7 @@ def measure(
         "launcher.planner.measure", setting, ranks=ranks, seconds=timeout, variables=variables
     )
     if ended.status != 0 or ended.result is None:
-        what = (
-            f"were not done after {timeout:.0f} s"
-            if ended.status is None
-            else f"ended with status {ended.status}"
-        )
+        what = "timed out" if ended.status is None else f"ended with status {ended.status}"
         why = ended.error or f"the end of what they printed:\n{ended.printed[-4000:]}"
         raise TrainingError(f"the {ranks} processes that measure {what}: {why}")
     return [Measured(**measured) for measured in ended.result]

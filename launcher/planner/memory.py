@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from launcher.planner.machine import Machine
 
@@ -13,6 +13,9 @@ Phase = Literal["forward", "backward", "optimizer"]
 CUBLAS_WORKSPACES = 2 * 32 * 2**20
 """Bytes that PyTorch allocates for cuBLAS at the first matrix product: 32 MiB each for the threads
 of the forward and the backward pass. Before compute capability 9.0 they are 8.125 MiB each."""
+OVER, UNDER = 0.05, 0.02
+"""By how much the planned peak may exceed, or fall below, the measured one. Too little is the worse
+error: the job would run out of memory."""
 
 
 def pinned(size: int) -> int:
@@ -39,12 +42,11 @@ class Components:
     communication: int = 0
     """Buffers that collectives send from and receive into."""
     temporary: int = 0
-    """All else: workspaces of operators, gradients of activations, the batch."""
+    """Everything else: workspaces of operators, gradients of activations, the batch."""
 
     @property
     def total(self) -> int:
-        """Bytes of all components."""
-        return sum(dataclasses.asdict(self).values())
+        return sum(vars(self).values())
 
 
 COMPONENTS = tuple(field.name for field in dataclasses.fields(Components))
@@ -61,23 +63,52 @@ class Moment:
     """The module whose forward or backward runs; empty: outside of the blocks and the head."""
     components: Components
 
+    @property
+    def total(self) -> int:
+        return self.components.total
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
     """Memory of one optimizer step on one rank, once the optimizer state exists."""
 
     method: Literal["traced", "arithmetic"]
-    peak: Moment
-    phases: dict[Phase, Moment]
-    """The peak of each phase."""
-    held: Components
-    """Between steps, without cuBLAS workspaces, which moments count as temporary."""
-    after_forward: Components
-    """At the end of the first micro-batch's forward pass, without cuBLAS workspaces."""
     timeline: tuple[Moment, ...]
     """In order: the highest moment of each module's forward and backward, as far as examined."""
+    phases: dict[Phase, Moment]
+    """The peak of each phase."""
+    peak: Moment
+    held: Components
+    """Between steps. Without cuBLAS workspaces, which moments count as temporary."""
+    after_forward: Components
+    """After the first micro-batch's forward pass, without cuBLAS workspaces."""
     host: int
     """Host memory of this rank that offload takes: shards, gradients, moments, activations."""
+
+
+def step_memory_of(
+    timeline: list[Moment],
+    *,
+    method: Literal["traced", "arithmetic"],
+    held: Components,
+    after_forward: Components,
+    host: int,
+) -> StepMemory:
+    """With the peaks of the timeline; of equal moments the first."""
+    phases: dict[Phase, Moment] = {}
+    for moment in timeline:
+        if moment.phase not in phases or moment.total > phases[moment.phase].total:
+            phases[moment.phase] = moment
+    peak = max(phases.values(), key=lambda moment: moment.total)
+    return StepMemory(
+        method=method,
+        timeline=tuple(timeline),
+        phases=phases,
+        peak=peak,
+        held=held,
+        after_forward=after_forward,
+        host=host,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +126,7 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of all."""
-        return self.processes + self.offload + self.workers + self.staging
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +138,9 @@ class Plan:
     arithmetic: StepMemory | None
     """The analytic estimate, as a cross-check; None where `step` is the estimate."""
     context: int
-    """Bytes a rank that the driver, libraries and communicators take, outside of tensors."""
+    """Bytes per rank that the driver, libraries and communicators take, outside of tensors."""
     margin: int
-    """Bytes a rank for what the allocator cannot use (fragmentation)."""
+    """Bytes per rank for what the allocator cannot use (fragmentation)."""
     host: HostMemory
     checkpoint_bytes: int
     """On disk, of each checkpoint."""
@@ -120,9 +150,14 @@ class Plan:
     """What the plan leaves out or estimates."""
 
     @property
+    def tensors(self) -> int:
+        """Bytes of tensors on one device, at the peak."""
+        return self.step.peak.total
+
+    @property
     def needed(self) -> int:
-        """Bytes of one device."""
-        return self.step.peak.components.total + self.context + self.margin
+        """Bytes on one device."""
+        return self.tensors + self.context + self.margin
 
     @property
     def spare(self) -> int | None:
@@ -140,3 +175,30 @@ class Plan:
         """Whether it fits device and host; None where neither's memory is known."""
         known = [spare for spare in (self.spare, self.host_spare) if spare is not None]
         return all(spare >= 0 for spare in known) if known else None
+
+
+def compare(planned: StepMemory, measured: Any) -> list[tuple[str, int, int]]:
+    """Rows of (what, planned bytes, measured bytes), the peak last. measured: a `Measured`."""
+    held, optimizer = planned.held, planned.phases["optimizer"].components
+    return [
+        ("parameters", held.parameters, measured.parameters),
+        ("gradients", optimizer.gradients, measured.gradients),
+        ("optimizer state", held.optimizer, measured.optimizer),
+        ("between steps", held.total, measured.step_start),
+        ("after forward", planned.after_forward.total, measured.after_forward),
+        *(
+            (f"peak in {phase}", moment.total, measured.phases[phase])
+            for phase, moment in planned.phases.items()
+        ),
+        ("peak", planned.peak.total, measured.peak),
+    ]
+
+
+def peak_holds(planned: StepMemory, measured: Any) -> bool:
+    """Whether the planned peak is within `OVER` and `UNDER` of the measured one.
+
+    What the allocator reserves beyond it does not count: it caches memory while the device has
+    room, and frees it when the device is full.
+    """
+    off: float = planned.peak.total / measured.peak - 1
+    return -UNDER <= off <= OVER

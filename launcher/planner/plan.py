@@ -1,4 +1,4 @@
-"""From a recipe and a machine to the plan: the traced step, and formulas for all outside of it."""
+"""From a recipe and a machine to the plan: the traced step, and formulas for everything else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUDA_CONTEXT = 600 * MiB
 """Driver and kernels of torch and cuBLAS. An estimate: nvidia-smi shows 450 to 600 MiB for a
 process that computed one product on an A100 or H100; the peak counts 8 to 32 MiB of it too."""
 COMMUNICATOR = 400 * MiB
-"""Buffers of an NCCL communicator. An estimate: two of 4 MiB to a channel and peer."""
+"""Buffers of an NCCL communicator. An estimate: two of 4 MiB per channel and peer."""
 MARGIN = 0.04
 """Share of the peak that the allocator reserves but cannot use. An estimate, with expandable
 segments, which the launcher switches on. Reserved less allocated was 0 to 12 % of the peak with DDP
@@ -41,31 +41,31 @@ def make_plan(
     good to 10 %. Raises RecipeError if the model cannot be built.
     """
     profile = profile_model(recipe, device=machine.device)
-    estimate = estimated_plan(profile, recipe, machine)
+    estimate = step_memory(profile, recipe, ranks=machine.ranks)
     if method == "arithmetic":
-        return estimate
-    passes = micro_batches_of(recipe, ranks=machine.ranks)
+        return _plan(profile, recipe, machine, estimate)
+    count = micro_batches_of(recipe, ranks=machine.ranks)
     try:
-        step = trace_step(recipe, ranks=machine.ranks, device=machine.device, micro_batches=passes)
+        step = trace_step(recipe, ranks=machine.ranks, device=machine.device, micro_batches=count)
     except UntraceableError as error:
         note = f"estimated, good to some 20 %: the model does not run on fake tensors ({error})"
-        return _assembled(profile, recipe, machine, estimate.step, None, note)
-    return _assembled(profile, recipe, machine, step, estimate.step)
+        return _plan(profile, recipe, machine, estimate, note=note)
+    return _plan(profile, recipe, machine, step, estimate=estimate)
 
 
 def estimated_plan(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Plan:
     """The plan by the analytic estimate. recipe: one that the profile covers."""
-    step = step_memory(profile, recipe, ranks=machine.ranks)
-    return _assembled(profile, recipe, machine, step, None)
+    return _plan(profile, recipe, machine, step_memory(profile, recipe, ranks=machine.ranks))
 
 
-def _assembled(
+def _plan(
     profile: ModelProfile,
     recipe: Recipe,
     machine: Machine,
     step: StepMemory,
-    estimate: StepMemory | None,
-    *notes: str,
+    *,
+    estimate: StepMemory | None = None,
+    note: str | None = None,
 ) -> Plan:
     communicators = 0 if machine.ranks == 1 else 1 if recipe.strategy.replicate == 1 else 3
     on_gpu, saves = machine.device == "cuda", recipe.checkpoint
@@ -76,23 +76,23 @@ def _assembled(
         step=step,
         arithmetic=estimate,
         context=CUDA_CONTEXT + communicators * COMMUNICATOR if on_gpu else CPU_PROCESS,
-        margin=round(MARGIN * step.peak.components.total) if on_gpu else 0,
+        margin=round(MARGIN * step.peak.total) if on_gpu else 0,
         host=_host(recipe, machine, step, checkpoint_bytes),
         checkpoint_bytes=checkpoint_bytes,
         checkpoints=0 if saves.every_steps is None else kept,
-        notes=(*notes, *_notes(recipe, machine)),
+        notes=(*([note] if note else []), *_notes(recipe, machine)),
     )
 
 
 def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: int) -> HostMemory:
-    """Of one node."""
+    """Host memory of one node."""
     per_node, data, on_gpu = machine.gpus_per_node, recipe.data, machine.device == "cuda"
     rows = rows_of(recipe.batch, sequence_length=data.sequence_length)
     batch = rows * data.sequence_length * TOKEN_BYTES
     staged = recipe.checkpoint.asynchronous and recipe.checkpoint.every_steps is not None
     staging = checkpoint_bytes // machine.ranks if staged else 0
     # On a CPU all tensors are in host memory
-    process = CUDA_PROCESS if on_gpu else CPU_PROCESS + step.peak.components.total
+    process = CUDA_PROCESS if on_gpu else CPU_PROCESS + step.peak.total
     return HostMemory(
         processes=per_node * process,
         offload=per_node * step.host,
@@ -102,16 +102,17 @@ def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: 
 
 
 def _notes(recipe: Recipe, machine: Machine) -> list[str]:
-    notes = []
-    if recipe.model.compile:
-        notes.append(
-            "model.compile is not in the plan: compiled blocks keep fewer activations, and need "
-            "memory while they compile"
-        )
-    if machine.device == "cuda":
-        notes.append("context, communicators and the margin are estimates; all else is counted")
-    if recipe.strategy.kind == "ddp":
-        notes.append("the buckets of ddp, as large as the gradients, are calculated, not traced")
-    if recipe.data.builder is not None:
-        notes.append("the batch is the first samples of data.builder; larger samples need more")
-    return notes
+    notes = {
+        "model.compile is not in the plan: compiled blocks keep fewer activations, and need memory "
+        "while they compile": recipe.model.compile,
+        "context, communicators and the margin are estimates; everything else is counted": (
+            machine.device == "cuda"
+        ),
+        "ddp's buckets, as large as the gradients, are calculated, not traced": (
+            recipe.strategy.kind == "ddp"
+        ),
+        "the batch is the first samples of data.builder; larger samples need more": (
+            recipe.data.builder is not None
+        ),
+    }
+    return [note for note, applies in notes.items() if applies]

@@ -1,6 +1,6 @@
 """What the analytic estimate knows of a model: shapes of weights, bytes that autograd saves.
 
-Autograd itself is asked, in one forward pass on fake tensors; the trace follows storages instead.
+Autograd's bytes are counted in one forward pass on fake tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from launcher.models.initialization import materialize
 from launcher.planner.fake import computing_as_on, keep_blocks
@@ -29,6 +29,17 @@ from launcher.training.setup import PreparedModel, prepare_model
 
 Device = Literal["cuda", "cpu"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+OVER_MATRICES = 1.25
+"""What autograd saves of a block over the inputs and outputs of its matrix products, for models
+that do not run on fake tensors: of a Llama 49 h bytes a token in bfloat16 over 2 bytes x 20 h (h:
+hidden size)."""
+SELECTED = 0.25
+"""Share of it that selective checkpointing keeps, for such models. Of a Llama block."""
+TRAFFIC = 4.0
+"""Bytes that other operators read and write, over what is saved. Of a Llama block in bfloat16."""
+OPERATORS = 60
+"""Operators of a Llama block's forward pass."""
 
 
 def compute_dtype(strategy: Strategy) -> str:
@@ -47,27 +58,27 @@ class Weight:
 
     @property
     def count(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Share:
     """What rank 0 holds of a group of weights."""
 
-    masters: int
+    masters: int = 0
     """Bytes."""
-    trained: int
+    trained: int = 0
     """Elements."""
-    largest: int
+    largest: int = 0
     """Bytes of the largest one."""
-    pinned: int
+    pinned: int = 0
     """Bytes of the masters and of the gradients in pinned memory."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A group that is sharded and gathered together: a block, or the root. Tied ones count once."""
+    """A group that is sharded and gathered together: a block, or the root. Tied ones count once.
+    Counts are of elements."""
 
     parameters: tuple[Weight, ...]
     adapted: bool
@@ -75,17 +86,14 @@ class Weights:
 
     @cached_property
     def count(self) -> int:
-        """Elements."""
         return sum(weight.count for weight in self.parameters)
 
     @cached_property
     def trained(self) -> int:
-        """Trained elements."""
         return sum(weight.count for weight in self.parameters if weight.trained)
 
     @cached_property
     def largest_trained(self) -> int:
-        """Elements of the largest trained parameter."""
         return max((weight.count for weight in self.parameters if weight.trained), default=0)
 
     @cached_property
@@ -97,26 +105,20 @@ class Weights:
         kept = (w for w in self.parameters if not (self.adapted and w.trained))
         return [weight.shape for weight in kept if len(weight.shape) in (2, 3)]
 
-    @cached_property
-    def _shares(self) -> dict[tuple[int, int], Share]:
-        return {}
-
     def share(self, shards: int, dtype_bytes: int) -> Share:
         """The shards of rank 0: fully_shard divides the first dimension and rounds up for it."""
-        if (shards, dtype_bytes) not in self._shares:
-            masters = trained = largest = in_pinned = 0
-            for weight in self.parameters:
-                first, *others = weight.shape or (1,)
-                elements = -(-first // shards) * math.prod(others)
-                size = dtype_bytes if self.adapted and not weight.trained else weight.size
-                masters += elements * size
-                largest = max(largest, elements * size)
-                in_pinned += pinned(elements * size)
-                if weight.trained:
-                    trained += elements
-                    in_pinned += pinned(4 * elements)
-            self._shares[shards, dtype_bytes] = Share(masters, trained, largest, in_pinned)
-        return self._shares[shards, dtype_bytes]
+        share = Share()
+        for weight in self.parameters:
+            first, *others = weight.shape or (1,)
+            elements = -(-first // shards) * math.prod(others)
+            size = dtype_bytes if self.adapted and not weight.trained else weight.size
+            share.masters += elements * size
+            share.largest = max(share.largest, elements * size)
+            share.pinned += pinned(elements * size)
+            if weight.trained:
+                share.trained += elements
+                share.pinned += pinned(4 * elements)
+        return share
 
 
 @dataclass
@@ -131,7 +133,7 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """All of a model that memory and speed depend on."""
+    """The properties of a model that memory and speed depend on."""
 
     device: Device
     block_names: tuple[str, ...]
@@ -157,14 +159,17 @@ class ModelProfile:
     tensors, and `block_footprint` takes the shapes of weights."""
 
     @cached_property
+    def groups(self) -> list[Weights]:
+        """The weights of each block, those of the root last."""
+        return [*(self.classes[kind] for kind in self.block_classes), self.root]
+
+    @cached_property
     def parameters(self) -> int:
-        """Elements of the model."""
-        return self.root.count + sum(self.classes[kind].count for kind in self.block_classes)
+        return sum(group.count for group in self.groups)
 
     @cached_property
     def trained(self) -> int:
-        """Trained elements."""
-        return self.root.trained + sum(self.classes[kind].trained for kind in self.block_classes)
+        return sum(group.trained for group in self.groups)
 
 
 _PROFILES: dict[str, ModelProfile] = {}
@@ -221,30 +226,29 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
         return profile
     order = sorted(lasts, key=lambda kind: lasts[kind])
     own = compute_dtype(recipe.strategy)
-    saved = {}
-    for dtype in {own, "bfloat16" if own == "float32" else own}:  # the search offers bfloat16
-        try:
-            saved[dtype] = _measure_saved(prepared, recipe, order, getattr(torch, dtype), device)
-        except Exception:  # anything that a model does with a tensor without values
-            return profile
-    return dataclasses.replace(profile, saved=saved)
+    try:  # the search offers bfloat16
+        for dtype in {own, "bfloat16" if own == "float32" else own}:
+            profile.saved[dtype] = _measure_saved(prepared, recipe, order, dtype, device)
+    except Exception:  # models fail in various ways on tensors without values
+        profile.saved.clear()
+    return profile
 
 
 def _measure_saved(
-    prepared: PreparedModel, recipe: Recipe, order: list[int], dtype: torch.dtype, device: Device
+    prepared: PreparedModel, recipe: Recipe, order: list[int], dtype: str, device: Device
 ) -> dict[int, Saved]:
-    """Runs one sequence forward, and sees what each block saves. order: the blocks' classes."""
+    """Counts what each block saves in the forward pass of one sequence. order: their classes."""
     batch = dataclasses.replace(recipe.batch, micro_batch_size=1, micro_batch_tokens=None)
     data = prepared.synthetic_data(recipe.data, batch)
     model = copy.deepcopy(prepared.model).train()
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(getattr(torch, dtype))
     cpu = torch.device("cpu")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         materialize(model, parameters=cpu, buffers=cpu)
-        tensors = tree_map(_as_empty, data.tensors)
+        tensors = tree_map_only(torch.Tensor, torch.empty_like, data.tensors)
     seen: dict[int, Any] = {}  # keeps storages alive, so that no two have the same address
     found: dict[int, Saved] = defaultdict(Saved)
     current = Saved()
@@ -295,30 +299,12 @@ class _Selected(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def _as_empty(value: Any) -> Any:
-    return torch.empty_like(value) if isinstance(value, torch.Tensor) else value
-
-
 def _is_tied(model: Any) -> bool:
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "get_output_embeddings"):
         return False
-    weights = [
-        getattr(module, "weight", None)
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-    ]
-    return weights[0] is not None and weights[0] is weights[1]
-
-
-OVER_MATRICES = 1.25
-"""What autograd saves of a block over the inputs and outputs of its matrix products, for models
-that do not run on fake tensors: of a Llama 49 h bytes a token in bfloat16 over 2 bytes x 20 h (h:
-hidden size)."""
-SELECTED = 0.25
-"""Share of it that selective checkpointing keeps, for such models. Of a Llama block."""
-TRAFFIC = 4.0
-"""Bytes that other operators read and write, over what is saved. Of a Llama block in bfloat16."""
-OPERATORS = 60
-"""Operators of a Llama block's forward pass."""
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    first, last = (getattr(module, "weight", None) for module in modules)
+    return first is not None and first is last
 
 
 @dataclass(frozen=True)
@@ -350,12 +336,13 @@ def block_footprint(profile: ModelProfile, kind: int, recipe: Recipe, tokens: in
     dtype = compute_dtype(recipe.strategy)
     weights, size = profile.classes[kind], DTYPE_BYTES[dtype]
     matrices = [(m[-2], m[-1], profile.experts if len(m) == 3 else 1) for m in weights.matrices]
-    ends = sum(times * (i + o) for i, o, times in matrices)
-    kept = OVER_MATRICES * size * tokens * ends
-    selected = SELECTED * kept
     if dtype in profile.saved:
         rows, saved = tokens / recipe.data.sequence_length, profile.saved[dtype][kind]
         kept, selected = rows * saved.kept, rows * saved.selected
+    else:
+        ends = sum(times * (i + o) for i, o, times in matrices)
+        kept = OVER_MATRICES * size * tokens * ends
+        selected = SELECTED * kept
     heads, head_size = profile.heads
     return Footprint(
         kept=kept,

@@ -1,8 +1,21 @@
-"""Time of a training step in closed formulas: to rank configurations, not to promise a speed."""
+"""Time of a training step in closed formulas: to rank configurations, not to promise a speed.
+
+- A block's forward pass takes its products and attention over the rate of products, plus all other
+  traffic over the memory bandwidth; at least the time to issue its operators. Its backward pass
+  takes the products twice where weights are trained, once where they are frozen, and the traffic
+  twice. Recomputation is another forward pass; selective checkpointing saves attention and half of
+  the products.
+- A collective over n ranks moves (n - 1) / n of its bytes through each of them.
+- Communication overlaps with compute: only what exceeds compute counts. DDP's reduction overlaps
+  with the backward pass of the last micro-batch only.
+- CPU offload uploads float32 shards for each all-gather, and downloads gradients for each
+  reduction. From a step's second reduction on, the backward pass waits for the copy and for the
+  addition on the host. On one rank nothing hides the uploads: FSDP2 then copies on the stream that
+  computes. AdamW runs at the host's rate. Offloaded activations are never hidden.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from launcher.planner.estimate import (
@@ -25,8 +38,7 @@ from launcher.planner.profile import (
 from launcher.recipe.schema import Recipe
 
 LAUNCH = 5e-6
-"""Seconds in which eager PyTorch issues an operator (4 to 5 microseconds); a GPU that needs less
-waits. An estimate."""
+"""Seconds in which eager PyTorch issues an operator (4 to 5 microseconds). An estimate."""
 LATENCY = 20e-6
 """Seconds before the first byte of a collective arrives. An estimate."""
 ATTENTION = 0.5
@@ -34,15 +46,12 @@ ATTENTION = 0.5
 (Shah et al., 2024), products 70 %."""
 ATTENTION_BACKWARD = 2.5
 """Products of attention's backward pass over those of its forward pass: 5 over 2 (Dao, 2023)."""
-COMPILED = 0.4
-"""Share of the traffic and operators of compiled blocks that is left. Assumed: what is fused is not
-written."""
 FLOAT32_PRODUCTS = 1 / 8
 """Rate of float32 products without TF32 over that with it: A100 and H100, data sheets."""
 ADD_BYTES = 12
 """Bytes of a float32 addition: two are read, one is written."""
 NORM_BYTES = 4
-"""Bytes a gradient that clipping reads beside AdamW."""
+"""Bytes per gradient that clipping reads in addition to AdamW."""
 DDP_BUCKET = 25e6
 """Bytes of a bucket of DistributedDataParallel (its default, bucket_cap_mb)."""
 
@@ -51,23 +60,20 @@ DDP_BUCKET = 25e6
 class StepTime:
     """Seconds of one optimizer step on each rank."""
 
+    # Compute of all micro-batches
     forward: float
-    """Compute of all micro-batches."""
     backward: float
     recomputation: float
-    """Second forward passes of checkpointed blocks."""
+    # What compute does not hide
     gather: float
-    """All-gathers that compute does not hide."""
     reduce: float
-    """Reductions of gradients that compute does not hide."""
     offload: float
-    """Copies between device and host that compute does not hide."""
+    """Copies between device and host."""
     optimizer: float
 
     @property
     def total(self) -> float:
-        """Seconds of all."""
-        return float(sum(dataclasses.asdict(self).values()))
+        return float(sum(vars(self).values()))
 
 
 def tokens_per_step(recipe: Recipe) -> int:
@@ -76,31 +82,17 @@ def tokens_per_step(recipe: Recipe) -> int:
 
 
 def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> StepTime:
-    """Seconds of one optimizer step.
-
-    - forward of a block: products and attention over the rate of products, plus all other traffic
-      over the memory bandwidth; at least the time to issue its operators. backward: products
-      twice where weights are trained, once where they are frozen, traffic twice. Recomputation:
-      forward again; selective checkpointing spares attention and half of the products.
-    - a collective over n ranks moves (n - 1) / n of its bytes through each of them.
-    - communication overlaps with compute, so only what exceeds compute counts. DDP's reduction
-      overlaps with the backward pass of the last micro-batch only.
-    - CPU offload uploads float32 shards for each all-gather, and downloads gradients for each
-      reduction. From a step's second reduction on the backward pass waits for the copy and for the
-      addition on the host. On one rank nothing hides the uploads: FSDP2 then copies on the stream
-      that computes. AdamW runs at the host's rate. Offloaded activations are never hidden.
-    """
-    micro_batches = micro_batches_of(recipe, ranks=machine.ranks)
-    forward, backward, again = (micro_batches * t for t in _compute(profile, recipe, machine))
+    count, once = micro_batches_of(recipe, ranks=machine.ranks), _reductions(recipe, machine) == 1
+    forward, backward, again = (count * t for t in _compute(profile, recipe, machine))
     gather_forward, gather_backward, reduce = _collectives(profile, recipe, machine)
     copies_forward, copies_backward, waits, optimizer = _transfers(profile, recipe, machine)
     hiding = backward + again
-    if recipe.strategy.kind == "ddp" and not syncs_every_micro_batch(recipe.strategy):
-        hiding /= micro_batches
+    if recipe.strategy.kind == "ddp" and once:
+        hiding /= count
     exposed_forward = max(0.0, max(gather_forward, copies_forward) - forward)
     network = gather_backward + reduce
     exposed_backward = max(0.0, max(network, copies_backward) - hiding)
-    # What takes longer is what is waited for
+    # The longer of network and copies is what compute waits for
     network_forward = exposed_forward if gather_forward >= copies_forward else 0.0
     network_backward = exposed_backward if network >= copies_backward else 0.0
     gathers = gather_backward / network if network else 0.0
@@ -122,60 +114,65 @@ def _compute(profile: ModelProfile, recipe: Recipe, machine: Machine) -> tuple[f
     rate = rates.half_flops if size == 2 else rates.float32_flops
     if size == 4 and recipe.run.float32_matmul == "highest" and machine.device == "cuda":
         rate *= FLOAT32_PRODUCTS
-    fused = COMPILED if recipe.model.compile else 1.0
-    issued = OPERATORS * LAUNCH * fused
+    issued = OPERATORS * LAUNCH
 
     def seconds(part: Footprint, weights: Weights) -> tuple[float, float, float]:
         products, attention = part.products / rate, part.attention / (ATTENTION * rate)
-        moved = part.traffic * fused / rates.memory_bandwidth
+        moved = part.traffic / rates.memory_bandwidth
         trained = weights.trained / weights.count if weights.count else 1.0
         forward = max(products + attention + moved, issued)
         backward = (1 + trained) * products + ATTENTION_BACKWARD * attention + 2 * moved
         selective = products / 2 + moved
         return forward, max(backward, 2 * issued), selective
 
-    blocks = [
+    classes = [
         seconds(block_footprint(profile, kind, recipe, tokens), weights)
         for kind, weights in enumerate(profile.classes)
     ]
+    blocks = [classes[kind] for kind in profile.block_classes]
     root = seconds(root_footprint(profile, recipe, tokens), profile.root)
     # The logits are read, copied, normalised and read again
     loss = tokens * profile.vocabulary * (2 * size + 12) / rates.memory_bandwidth
     checkpointing = recipe.activation_checkpointing
     which = 0 if checkpointing is None or checkpointing.mode == "full" else 2
-    recomputed = zip(profile.block_classes, checkpointed(profile, recipe), strict=True)
+    recomputed = zip(blocks, checkpointed(profile, recipe), strict=True)
     return (
-        sum(blocks[kind][0] for kind in profile.block_classes) + root[0] + loss,
-        sum(blocks[kind][1] for kind in profile.block_classes) + root[1] + loss,
-        sum(blocks[kind][which] for kind, twice in recomputed if twice),
+        sum(block[0] for block in blocks) + root[0] + loss,
+        sum(block[1] for block in blocks) + root[1] + loss,
+        sum(block[which] for block, twice in recomputed if twice),
     )
 
 
-def _gathers(recipe: Recipe, micro_batches: int) -> tuple[int, int]:
+def _gathers(recipe: Recipe, machine: Machine) -> tuple[int, int]:
     """All-gathers of each weight in a step's forward passes, and in its backward passes."""
+    strategy, count = recipe.strategy, micro_batches_of(recipe, ranks=machine.ranks)
+    resharded = strategy.reshard_after_backward
+    backward = count if resharded else int(count == 1)
+    return count if resharded else 1, backward if strategy.reshard_after_forward else 0
+
+
+def _reductions(recipe: Recipe, machine: Machine) -> int:
+    """Reductions of each gradient in a step."""
+    every = syncs_every_micro_batch(recipe.strategy)
+    return micro_batches_of(recipe, ranks=machine.ranks) if every else 1
+
+
+def _shards(recipe: Recipe, machine: Machine) -> int:
     strategy = recipe.strategy
-    forward = micro_batches if strategy.reshard_after_backward else 1
-    if not strategy.reshard_after_forward:
-        return forward, 0
-    # Kept gathered between micro-batches, weights are freed after the last forward pass of none
-    kept = int(micro_batches == 1)
-    return forward, micro_batches if strategy.reshard_after_backward else kept
+    return 1 if strategy.kind == "ddp" else max(1, machine.ranks // strategy.replicate)
 
 
 def _collectives(
     profile: ModelProfile, recipe: Recipe, machine: Machine
 ) -> tuple[float, float, float]:
     """Seconds of all-gathers in forward and backward, and of reductions, of a step."""
-    strategy, ranks = recipe.strategy, machine.ranks
-    micro_batches = micro_batches_of(recipe, ranks=ranks)
+    strategy, reductions = recipe.strategy, _reductions(recipe, machine)
     if strategy.kind == "ddp":
         gradients = 4.0 * profile.trained
         buckets = max(1, round(gradients / DDP_BUCKET))
-        reductions = micro_batches if syncs_every_micro_batch(strategy) else 1
-        return 0.0, 0.0, 2 * reductions * _collective(gradients, ranks, machine, buckets)
-    shards, groups = max(1, ranks // strategy.replicate), len(profile.block_classes) + 1
-    size = DTYPE_BYTES[compute_dtype(strategy)]
-    mixed = strategy.mixed_precision
+        return 0.0, 0.0, 2 * reductions * _collective(gradients, machine.ranks, machine, buckets)
+    shards, groups = _shards(recipe, machine), len(profile.block_classes) + 1
+    mixed, size = strategy.mixed_precision, DTYPE_BYTES[compute_dtype(strategy)]
     gradients = profile.trained * (4.0 if mixed is None else DTYPE_BYTES[mixed.reduce_dtype])
     gather = _collective(size * profile.parameters, shards, machine, groups)
     reduce = _collective(gradients, shards, machine, groups)
@@ -183,8 +180,7 @@ def _collectives(
         across = machine.nodes > 1
         copies = strategy.replicate
         reduce += 2 * _collective(gradients / shards, copies, machine, groups, across=across)
-    forward, backward = _gathers(recipe, micro_batches)
-    reductions = micro_batches if syncs_every_micro_batch(strategy) else 1
+    forward, backward = _gathers(recipe, machine)
     return gather * forward, gather * backward, reduce * reductions
 
 
@@ -197,10 +193,10 @@ def _collective(
     """
     if ranks == 1:
         return 0.0
-    rates = machine.rates
+    rates, per_node = machine.rates, machine.gpus_per_node
     rate = rates.intra_node_bandwidth
-    if across or ranks > machine.gpus_per_node:
-        rate = rates.inter_node_bandwidth / (machine.gpus_per_node if across else 1)
+    if across or ranks > per_node:
+        rate = rates.inter_node_bandwidth / (per_node if across else 1)
     return moved * (ranks - 1) / ranks / rate + calls * LATENCY
 
 
@@ -208,31 +204,25 @@ def _transfers(
     profile: ModelProfile, recipe: Recipe, machine: Machine
 ) -> tuple[float, float, float, float]:
     """Seconds of copies in forward and backward that overlap, of waiting copies, and of AdamW."""
-    strategy, rates = recipe.strategy, machine.rates
-    on_gpu = machine.device == "cuda"
-    micro_batches = micro_batches_of(recipe, ranks=machine.ranks)
-    shards = 1 if strategy.kind == "ddp" else max(1, machine.ranks // strategy.replicate)
-    size = DTYPE_BYTES[compute_dtype(strategy)]
-    groups = (profile.root, *(profile.classes[kind] for kind in profile.block_classes))
-    shares = [group.share(shards, size) for group in groups]
-    masters = sum(share.masters for share in shares)
+    strategy, rates, on_gpu = recipe.strategy, machine.rates, machine.device == "cuda"
+    shards, size = _shards(recipe, machine), DTYPE_BYTES[compute_dtype(strategy)]
+    shares = [group.share(shards, size) for group in profile.groups]
     trained = sum(share.trained for share in shares)
     forward = backward = waits = 0.0
     optimizer = (ADAMW_BYTES + NORM_BYTES) * trained / rates.memory_bandwidth
     if strategy.cpu_offload is not None and on_gpu:
-        upload = masters / rates.host_bandwidth
-        uploads = _gathers(recipe, micro_batches)
-        forward, backward = upload * uploads[0], upload * uploads[1]
+        upload = sum(share.masters for share in shares) / rates.host_bandwidth
+        forward, backward = (upload * times for times in _gathers(recipe, machine))
         if shards == 1:
             forward, backward, waits = 0.0, 0.0, forward + backward
         download = 4 * trained / rates.host_bandwidth
         addition = ADD_BYTES / ADAMW_BYTES * trained / rates.host_adamw
-        reductions = micro_batches if syncs_every_micro_batch(strategy) else 1
         backward += download
-        waits += (reductions - 1) * (download + addition)
+        waits += (_reductions(recipe, machine) - 1) * (download + addition)
         optimizer = trained / rates.host_adamw
     checkpointing = recipe.activation_checkpointing
     if checkpointing is not None and checkpointing.offload_to_cpu and on_gpu:
+        count = micro_batches_of(recipe, ranks=machine.ranks)
         outputs = checkpointed(profile, recipe).count(True) * size * profile.hidden
-        waits += 2 * outputs * tokens_of(recipe) * micro_batches / rates.host_bandwidth
+        waits += 2 * outputs * tokens_of(recipe) * count / rates.host_bandwidth
     return forward, backward, waits, optimizer

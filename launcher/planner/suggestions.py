@@ -1,4 +1,4 @@
-"""What would help where no configuration fits: estimated, in words and overrides."""
+"""What would help where no configuration fits, by the estimate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from launcher.errors import RecipeError
-from launcher.metrics.console import bytes_as_text
 from launcher.planner.candidates import overrides_between, smallest
 from launcher.planner.machine import Machine
 from launcher.planner.plan import estimated_plan
@@ -14,21 +13,14 @@ from launcher.planner.profile import ModelProfile, profile_model
 from launcher.recipe.schema import Lora, Recipe
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Tried where nothing fits."""
-MANY_RANKS = 2**20
-"""So many that shards take no memory."""
+"""Numbers of nodes that are tried."""
 SHORTEST = 256
 """Tokens of a sequence."""
 
 
 def suggestions(profile: ModelProfile, written: Recipe, machine: Machine) -> Iterator[str]:
-    """More GPUs, shorter sequences, adapters; or what this launcher cannot do."""
-    without_shards = dataclasses.replace(
-        machine, nodes=max(1, MANY_RANKS // machine.gpus_per_node), host_memory=None
-    )
-    hopeless = _fitting(written, without_shards, profile) is None
-    if not hopeless:
-        yield _more_gpus(profile, written, machine)
+    """More GPUs, shorter sequences, adapters."""
+    yield _more_gpus(profile, written, machine)
     length = written.data.sequence_length // 2
     while length >= SHORTEST:
         data = dataclasses.replace(written.data, sequence_length=length)
@@ -42,46 +34,30 @@ def suggestions(profile: ModelProfile, written: Recipe, machine: Machine) -> Ite
         if found is not None:
             overrides = " ".join(overrides_between(written, found))
             yield f"adapters instead of all weights: {overrides}"
-    if hopeless:
-        recipes = smallest(written, machine)
-        steps = [estimated_plan(profile, one, without_shards).step for one in recipes]
-        parts = min((step.peak.components for step in steps), key=lambda parts: parts.total)
-        logits = parts.logits > parts.total / 2
-        what = "the logits and their loss" if logits else "one block with weights and activations"
-        yield (
-            f"tensor parallelism, which this launcher does not have: on any number of GPUs {what} "
-            f"need {bytes_as_text(parts.logits if logits else parts.total)} of "
-            f"{bytes_as_text(parts.total)} a rank; or a GPU with more memory than "
-            f"{bytes_as_text(machine.memory or 0)}"
-        )
 
 
 def _fitting(
     recipe: Recipe, machine: Machine, profile: ModelProfile | None = None
 ) -> Recipe | None:
-    """The fastest of the smallest configurations that fits by the estimate; None: none does."""
+    """The fastest of the smallest configurations that fits; None: none does."""
     try:
         profile = profile or profile_model(recipe, device=machine.device)
     except RecipeError:  # such as sequences too short for the model
         return None
-    for one in smallest(recipe, machine):
-        if estimated_plan(profile, one, machine).fits:
-            return one
-    return None
+    recipes = smallest(recipe, machine)
+    return next((one for one in recipes if estimated_plan(profile, one, machine).fits), None)
 
 
 def _more_gpus(profile: ModelProfile, written: Recipe, machine: Machine) -> str:
+    per_node, size = machine.gpus_per_node, written.batch.global_batch_size
     for nodes in NODES:
         more = dataclasses.replace(machine, nodes=nodes)
         found = _fitting(written, more, profile) if nodes > machine.nodes else None
         if found is not None:
-            size = written.batch.global_batch_size
             batch = f"; batch.global_batch_size must be a multiple of {more.ranks}, not {size}"
             return (
-                f"more GPUs: {more.ranks} of them (nodes={nodes} "
-                f"gpus_per_node={machine.gpus_per_node}), with "
+                f"more GPUs: {more.ranks} of them (nodes={nodes} gpus_per_node={per_node}), with "
                 + " ".join(overrides_between(written, found))
                 + (batch if size % more.ranks else "")
             )
-    most = NODES[-1] * machine.gpus_per_node
-    return f"more GPUs: {most} are not enough; pipeline parallelism is not available"
+    return f"a GPU with more memory: {NODES[-1] * per_node} of these are not enough"

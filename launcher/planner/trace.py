@@ -10,30 +10,30 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from launcher.data.loader import GlobalBatch
 from launcher.data.synthetic import SyntheticData
 from launcher.distributed.process_group import DataParallel
+from launcher.errors import first_line
 from launcher.models.initialization import clean_name, materialize
-from launcher.planner.fake import keep_blocks, offloading, standing_in
+from launcher.planner.fake import keep_blocks, replaced_for_tracing
 from launcher.planner.memory import (
     COMPONENTS,
     CUBLAS_WORKSPACES,
     Components,
     Moment,
-    Phase,
     StepMemory,
+    step_memory_of,
 )
 from launcher.planner.tracker import HOST, Held, Place, Tracker, on_device
 from launcher.recipe.schema import Recipe
@@ -42,11 +42,10 @@ from launcher.training.loop import train_steps
 from launcher.training.optimizer import LossScale, make_optimizer
 from launcher.training.setup import PreparedModel, prepare_model
 
-PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
-
 DEPTHS = (4, 6)
 """Blocks that a deep model is traced with: the first and the last two, whose neighbours differ from
 those of other blocks, and none or two between."""
+CPU = torch.device("cpu")
 
 
 class UntraceableError(Exception):
@@ -68,23 +67,41 @@ def trace_step(
     random = dataclasses.replace(recipe.model, init="random", compile=False)
     recipe = dataclasses.replace(recipe, model=random)
     micro_batches = min(micro_batches, 3 if recipe.strategy.replicate > 1 else 2)
+
+    def prepare() -> PreparedModel:
+        return prepare_model(recipe, device=torch.device(device), group=None)
+
     with _fake_process_group(ranks) as group:
-        prepared = _prepare(recipe, device=device)
+        run = partial(_run, recipe=recipe, ranks=group, device=device, micro_batches=micro_batches)
+        prepared = prepare()
         names, period = list(prepared.blocks), _period(prepared, recipe)
         depths = (DEPTHS[0] * period, DEPTHS[1] * period)
         deep = period > 0 and len(names) > depths[1]
-        shallow = deep and keep_blocks(prepared, range(depths[0]))
-        traced = _run(prepared, recipe, group, device=device, micro_batches=micro_batches)
-        if shallow:
-            larger = _prepare(recipe, device=device)
+        if deep and keep_blocks(prepared, range(depths[0])):
+            larger = prepare()
             keep_blocks(larger, range(depths[1]))
-            second = _run(larger, recipe, group, device=device, micro_batches=micro_batches)
-            traced = _extrapolated((traced, second), depths=depths, period=period, names=names)
-    return _as_step(traced, workspaces=CUBLAS_WORKSPACES if device == "cuda" else 0)
+            traced = _extrapolated((run(prepared), run(larger)), depths, period, names)
+        else:
+            traced = run(prepared)
+    workspaces = CUBLAS_WORKSPACES if device == "cuda" else 0
+    timeline = [
+        Moment(
+            **place._asdict(),
+            components=_components(held | {"temporary": held["temporary"] + workspaces}),
+        )
+        for place, held in traced.moments
+    ]
+    return step_memory_of(
+        timeline,
+        method="traced",
+        held=_components(traced.held),
+        after_forward=_components(traced.after_forward),
+        host=max(held[HOST] for _, held in traced.moments),
+    )
 
 
-def _prepare(recipe: Recipe, *, device: str) -> PreparedModel:
-    return prepare_model(recipe, device=torch.device(device), group=None)
+def _components(held: Held) -> Components:
+    return Components(**{name: held[name] for name in COMPONENTS})
 
 
 @contextmanager
@@ -94,19 +111,17 @@ def _fake_process_group(ranks: int) -> Iterator[DataParallel]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         assert dist.group.WORLD is not None
-        cpu = torch.device("cpu")
-        yield DataParallel(rank=0, size=ranks, group=dist.group.WORLD, device=cpu)
+        yield DataParallel(rank=0, size=ranks, group=dist.group.WORLD, device=CPU)
     finally:
         dist.destroy_process_group()
 
 
 def _period(prepared: PreparedModel, recipe: Recipe) -> int:
-    """Blocks after which all repeats; 0 where nothing does, and the model is traced whole."""
+    """Number of blocks after which all repeats; 0: nothing does, the model is traced whole."""
     blocks = list(prepared.blocks.values())
     config: Any = getattr(prepared.model, "config", None)
     kinds = getattr(config, "layer_types", None) or [None] * len(blocks)
-    signatures = {_signature(block) for block in blocks}
-    if len(signatures) != 1 or len(kinds) != len(blocks):
+    if len({_signature(block) for block in blocks}) != 1 or len(kinds) != len(blocks):
         return 0
     checkpointing = recipe.activation_checkpointing
     every = checkpointing.every_n_blocks if checkpointing is not None else 1
@@ -122,15 +137,7 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
     return (type(block), *shapes)
 
 
-class _TracedCounts:
-    """Stands in for the sums over ranks."""
-
-    def loss_tokens(self) -> torch.Tensor:
-        return torch.ones(())
-
-
-@dataclass(frozen=True)
-class _Traced:
+class _Traced(NamedTuple):
     """The second step."""
 
     moments: list[tuple[Place, Held]]
@@ -139,13 +146,13 @@ class _Traced:
 
 
 def _run(
-    prepared: PreparedModel, recipe: Recipe, ranks: DataParallel, *, device: str, micro_batches: int
+    prepared: PreparedModel, *, recipe: Recipe, ranks: DataParallel, device: str, micro_batches: int
 ) -> _Traced:
     """Trains two steps on fake tensors."""
     data = prepared.synthetic_data(recipe.data, recipe.batch)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def fill(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+    def init_fn(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
         with fake:
             materialize(model, parameters=parameters, buffers=buffers)
 
@@ -156,21 +163,20 @@ def _run(
 
     tracker = Tracker(label_of, gloo=device == "cpu")
     offload = recipe.strategy.cpu_offload if device == "cuda" else None
-    pins = offload is not None and offload.pin_memory
-    transfers = nullcontext() if offload is None else offloading(tracker, pinned=pins)
-    with standing_in(tracker, data, device=device), transfers:
-        wrapped = prepared.wrap(recipe, ranks, init_fn=fill)
+    pinned = None if offload is None else offload.pin_memory
+    with replaced_for_tracing(tracker, data, device=device, pinned=pinned):
+        wrapped = prepared.wrap(recipe, ranks, init_fn=init_fn)
         with fake, tracker:
-            if offload is not None:
-                tracker.mark_host(wrapped.module.parameters(), pinned=pins)
-            label = "parameters" if offload is None else HOST
-            tracker.mark(wrapped.module.parameters(), label)
+            if pinned is None:
+                tracker.mark(wrapped.module.parameters(), "parameters")
+            else:
+                tracker.mark_host(wrapped.module.parameters(), pinned=pinned)
             tracker.mark(wrapped.module.buffers(), "parameters")
             tracker.mark(getattr(wrapped.model, "buckets", ()), "gradients")
             optimizer = make_optimizer(wrapped.module, recipe.optimizer)
-            driver = _Driver(tracker, wrapped, optimizer, offloads=offload is not None)
-            driver.watch({**prepared.blocks, **_head(wrapped.module)})
-            enabled = prepared.compute_dtype == torch.float16
+            observer = _Observer(tracker, wrapped, optimizer, offloads=offload is not None)
+            observer.watch({**prepared.blocks, **_head(wrapped.module)})
+            scales = prepared.compute_dtype == torch.float16
             try:
                 for _ in train_steps(
                     wrapped,
@@ -178,16 +184,15 @@ def _run(
                     _batches(data, micro_batches),
                     loss=data.loss,
                     learning_rate=lambda step: 1e-3,
-                    loss_scale=LossScale(torch.device("cpu"), enabled=enabled),
+                    loss_scale=LossScale(CPU, enabled=scales),
                     max_grad_norm=recipe.optimizer.max_grad_norm,
                     ranks=ranks.size,
-                    heartbeat=driver.beat,
+                    heartbeat=observer.heartbeat,
                 ):
                     pass
-            except Exception as error:  # anything that a model does with a tensor without values
-                first = (str(error).splitlines() or [""])[0]
-                raise UntraceableError(f"{type(error).__name__}: {first}") from error
-    return driver.traced()
+            except Exception as error:  # models fail in various ways on tensors without values
+                raise UntraceableError(f"{type(error).__name__}: {first_line(error)}") from error
+    return observer.traced()
 
 
 def _head(model: Any) -> dict[str, nn.Module]:
@@ -198,8 +203,22 @@ def _head(model: Any) -> dict[str, nn.Module]:
     return {clean_name(name): module for name, module in model.named_modules() if module is head}
 
 
-class _Driver:
-    """Tells the tracker the phase and module of the step, and labels storages."""
+class _TracedStatistics:
+    """Stands in for the sums over ranks."""
+
+    def loss_tokens(self) -> torch.Tensor:
+        return torch.ones(())
+
+
+def _batches(data: SyntheticData, micro_batches: int) -> Iterator[GlobalBatch]:
+    """Two steps; the first one only makes the optimizer state."""
+    for step, count in ((1, 1), (2, micro_batches)):
+        fake = [tree_map_only(torch.Tensor, torch.empty_like, data.tensors) for _ in range(count)]
+        yield GlobalBatch(step, fake, _TracedStatistics(), step, 0.0)  # type: ignore[arg-type]
+
+
+class _Observer:
+    """Gives the tracker the phase and module of the step, and labels storages."""
 
     def __init__(
         self,
@@ -211,24 +230,22 @@ class _Driver:
     ) -> None:
         self._tracker, self._optimizer = tracker, optimizer
         self._trained = [p for p in wrapped.module.parameters() if p.requires_grad]
-        kinds = ("gradients", "optimizer")
-        self._shard_label = {kind: HOST if offloads else kind for kind in kinds}
-        self._steps = -1
+        self._gradients = HOST if offloads else "gradients"
+        self._states = HOST if offloads else "optimizer"
         self._micro_batch = -1
         self._phase = ""
         self._forward_from = 0
         self._step_from: list[int] = []
-        self._after_forward = 0
+        self._after_forward: list[int] = []
 
-    def beat(self, phase: str) -> None:
+    def heartbeat(self, phase: str) -> None:
         """The loop calls this as each phase begins."""
         tracker, self._phase = self._tracker, phase
         if phase == "data":
-            self._steps += 1
             self._micro_batch = -1
             values = (value for state in self._optimizer.state.values() for value in state.values())
             states = [value for value in values if isinstance(value, torch.Tensor)]
-            tracker.mark(states, self._shard_label["optimizer"])
+            tracker.mark(states, self._states)
             self._step_from.append(tracker.events)
             tracker.go("", phase="forward", micro_batch=0)
         elif phase == "forward":
@@ -238,8 +255,7 @@ class _Driver:
             tracker.go("", phase="forward", micro_batch=self._micro_batch)
         elif phase == "backward":
             tracker.label_live("activations", since=self._forward_from)
-            if self._steps == 1 and self._micro_batch == 0:
-                self._after_forward = tracker.events
+            self._after_forward.append(tracker.events)
             tracker.go(tracker.place.where, phase="backward")
         elif phase == "optimizer":
             self._mark_gradients()
@@ -247,7 +263,7 @@ class _Driver:
 
     def _mark_gradients(self) -> None:
         gradients = [p.grad for p in self._trained if p.grad is not None]
-        self._tracker.mark(gradients, self._shard_label["gradients"])
+        self._tracker.mark(gradients, self._gradients)
 
     def watch(self, modules: dict[str, nn.Module]) -> None:
         """Follows these modules through forward, backward and recomputation."""
@@ -274,65 +290,22 @@ class _Driver:
         self._tracker.go(name)
 
     def traced(self) -> _Traced:
-        """The second step."""
-        first, last = self._step_from[1:3]
-        tracker = self._tracker
-        after_forward = tracker.at(self._after_forward)
-        return _Traced(tracker.play(first, last), tracker.at(last), after_forward)
-
-
-def _batches(data: SyntheticData, micro_batches: int) -> Iterator[GlobalBatch]:
-    """Two steps; the first one only makes the optimizer state."""
-
-    def faked(value: Any) -> Any:
-        return torch.empty_like(value) if isinstance(value, torch.Tensor) else value
-
-    for step, count in ((1, 1), (2, micro_batches)):
-        moved = [tree_map(faked, data.tensors) for _ in range(count)]
-        yield GlobalBatch(step, moved, _TracedCounts(), step, 0.0)  # type: ignore[arg-type]
-
-
-def _as_step(traced: _Traced, *, workspaces: int) -> StepMemory:
-    timeline = [
-        Moment(
-            phase=place.phase,
-            micro_batch=place.micro_batch,
-            where=place.where,
-            components=_components(held | {"temporary": held["temporary"] + workspaces}),
-        )
-        for place, held in traced.moments
-    ]
-
-    def highest(moments: Sequence[Moment]) -> Moment:
-        return max(moments, key=lambda moment: moment.components.total)
-
-    phases = {phase: highest([m for m in timeline if m.phase == phase]) for phase in PHASES}
-    return StepMemory(
-        method="traced",
-        peak=highest(list(phases.values())),
-        phases=phases,
-        held=_components(traced.held),
-        after_forward=_components(traced.after_forward),
-        timeline=tuple(timeline),
-        host=max(held[HOST] for _, held in traced.moments),
-    )
-
-
-def _components(held: Held) -> Components:
-    return Components(**{name: held[name] for name in COMPONENTS})
+        """The second step; its first micro-batch is the second of all."""
+        tracker, (first, last) = self._tracker, self._step_from[1:3]
+        after_forward = tracker.at(self._after_forward[1])
+        return _Traced(tracker.replay(first, last), tracker.at(last), after_forward)
 
 
 def _extrapolated(
-    traces: tuple[_Traced, _Traced], *, depths: tuple[int, int], period: int, names: list[str]
+    traces: tuple[_Traced, _Traced], depths: tuple[int, int], period: int, names: list[str]
 ) -> _Traced:
     """What a model of as many blocks as there are names would give, on a line through two traces.
 
     Blocks between the first and the last two periods are one moment: the highest of them.
     """
-    depth = len(names)
+    further = (len(names) - depths[0]) / (depths[1] - depths[0])
 
     def line(small: Held, large: Held) -> Held:
-        further = (depth - depths[0]) / (depths[1] - depths[0])
         return {n: max(0, round(small[n] + (large[n] - small[n]) * further)) for n in small}
 
     small, large = (_by_role(t, n, period, names) for t, n in zip(traces, depths, strict=True))
@@ -340,9 +313,8 @@ def _extrapolated(
     for key, (place, held) in small.items():
         if key in large:
             role = key[2]
-            last = role.startswith("last ")
-            where = names[depth - int(role.removeprefix("last "))] if last else place.where
-            place = Place(place.phase, place.micro_batch, where)
+            if role.startswith("last "):
+                place = place._replace(where=names[-int(role.removeprefix("last "))])
             moments.append((place, line(held, large[key][1])))
     first, second = traces
     return _Traced(

@@ -1,8 +1,8 @@
 """Follows every storage of a step from allocation to release.
 
-What a storage is for is often known only later: an activation is what is left when the forward pass
-has ended. So the tracker records when bytes came and went, and reads the labels when it plays the
-record back.
+The purpose of a storage is often known only later: activations are what is still held when the
+forward pass has ended. So the tracker records allocations and releases, and reads the labels when
+it replays them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -44,20 +43,12 @@ class Record:
         self.weak: Any = None
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A phase and module of the step."""
 
     phase: Phase
     micro_batch: int
     where: str
-
-
-@dataclass(frozen=True)
-class _Event:
-    place: int
-    record: Record
-    delta: int
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -68,13 +59,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """label_of: a label by a tensor's shape. gloo: it copies what it gathers and scatters."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._gloo = gloo
+        self._gloo, self._label_of = gloo, label_of
         copied = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
         self._copied = copied if gloo else {}
-        self._label_of = label_of
         self.place = Place("forward", 0, "")
-        self._places: list[Place] = [self.place]
-        self._events: list[_Event] = []
+        self._events: list[tuple[Place, Record, int]] = []
+        """Place, storage, and bytes allocated (positive) or released."""
         self._live: dict[int, Record] = {}
         self._paused = False
 
@@ -94,7 +84,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._paused:
             return out
         if func.name() in self._copied:
-            self._note_transient(args[self._copied[func.name()]].nbytes, "communication")
+            self._record_transient(args[self._copied[func.name()]].nbytes, "communication")
         casts = func is torch.ops.aten._to_copy.default
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -102,43 +92,40 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Attention without a fused kernel, in aten/src/ATen/native (torch 2.11 to 2.13): a byte
         # for each element, and on CUDA the product of gradient and result
         if func is torch.ops.aten._safe_softmax.default:
-            self._note_transient(out.numel(), "activations")
+            self._record_transient(out.numel(), "activations")
         elif func is torch.ops.aten._softmax_backward_data.default and not self._gloo:
-            self._note_transient(out.nbytes, "activations")
+            self._record_transient(out.nbytes, "activations")
         return out
 
-    def _note_transient(self, size: int, label: str) -> None:
+    def _record_transient(self, size: int, label: str) -> None:
         """Memory that an operation takes beside its result, and frees before it returns."""
         record = Record(size, label, len(self._events))
-        self._note(record, size)
-        self._note(record, -size)
+        self._record(record, size)
+        self._record(record, -size)
 
     def go(self, where: str, *, phase: Phase | None = None, micro_batch: int | None = None) -> None:
         """Sets the place of the events that follow."""
         now = self.place
         number = now.micro_batch if micro_batch is None else micro_batch
-        place = Place(now.phase if phase is None else phase, number, where)
+        place = Place(phase or now.phase, number, where)
         if place != now:
             self.place = place
-            self._places.append(place)
 
     def see(self, tensor: torch.Tensor, *, label: str | None = None, source: Any = None) -> Record:
         """Records a tensor's storage, if it is new. source: the tensor it was cast from."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         storage = tensor.untyped_storage()
-        known = self._live.get(storage._cdata)
-        if known is not None:
-            if label is not None:
-                known.label = label
-            return known
-        if label is None:
-            label = self._label_of_cast(source) or self._label_of(tensor) or _label_of_caller()
-        record = Record(storage.nbytes(), label, len(self._events))
-        self._live[storage._cdata] = record
         key = storage._cdata
-        record.weak = weakref.ref(storage, lambda _: self._gone(key))
-        self._note(record, record.size)
+        known = self._live.get(key)
+        if known is not None:
+            known.label = label or known.label
+            return known
+        label = label or self._label_of_cast(source) or self._label_of(tensor) or _label_of_caller()
+        record = Record(storage.nbytes(), label, len(self._events))
+        self._live[key] = record
+        record.weak = weakref.ref(storage, lambda _: self._release(key))
+        self._record(record, record.size)
         return record
 
     def mark(self, tensors: Iterable[torch.Tensor], label: str) -> None:
@@ -152,7 +139,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             record = self.see(tensor, label=HOST)
             if pinned:
                 local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-                self.resized(local.untyped_storage(), pinned_bytes(record.size))
+                self.resize(local.untyped_storage(), pinned_bytes(record.size))
 
     @property
     def events(self) -> int:
@@ -160,25 +147,25 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self._events)
 
     def label_live(self, label: str, *, since: int) -> None:
-        """Labels what came since this event, is still there, and has no label."""
+        """Labels what was allocated since this event, is still held, and has no label."""
         for record in self._live.values():
             if record.label is None and record.born >= since and record.size:
                 record.label = label
 
-    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """Records that a storage changed its size."""
         record = self._live.get(storage._cdata)
-        if record is not None and size != record.size:
-            self._note(record, size - record.size)
+        if record is not None:
+            self._record(record, size - record.size)
             record.size = size
 
-    def _gone(self, key: int) -> None:
+    def _release(self, key: int) -> None:
         record = self._live.pop(key)
-        self._note(record, -record.size)
+        self._record(record, -record.size)
 
-    def _note(self, record: Record, delta: int) -> None:
+    def _record(self, record: Record, delta: int) -> None:
         if delta:
-            self._events.append(_Event(len(self._places) - 1, record, delta))
+            self._events.append((self.place, record, delta))
 
     def _label_of_cast(self, source: Any) -> str | None:
         """Copies of weights that autocast makes."""
@@ -190,27 +177,23 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def at(self, event: int) -> Held:
         """Bytes held at an event."""
         now = dict.fromkeys((*COMPONENTS, HOST), 0)
-        for past in self._events[:event]:
-            now[past.record.label or "temporary"] += past.delta
+        for _, record, delta in self._events[:event]:
+            now[record.label or "temporary"] += delta
         return now
 
-    def play(self, since: int, until: int) -> list[tuple[Place, Held]]:
+    def replay(self, since: int, until: int) -> list[tuple[Place, Held]]:
         """The highest moment of each place between two events, in order."""
-        now = self.at(since)
+        now, last, most = self.at(since), None, 0
         moments: list[tuple[Place, Held]] = []
-        place: int | None = None
-        best, most = dict(now), -1
-        for event in self._events[since:until]:
-            if place is not None and event.place != place:
-                moments.append((self._places[place], best))
-                most = -1
-            place = event.place
-            now[event.record.label or "temporary"] += event.delta
+        for place, record, delta in self._events[since:until]:
+            now[record.label or "temporary"] += delta
             total = on_device(now)
-            if total > most:
-                best, most = dict(now), total
-        if place is not None:
-            moments.append((self._places[place], best))
+            if place is not last:
+                moments.append((place, dict(now)))
+                last, most = place, total
+            elif total > most:
+                moments[-1] = (place, dict(now))
+                most = total
         return moments
 
 
@@ -227,20 +210,3 @@ def _label_of_caller() -> str | None:
             break
         frame = frame.f_back
     return None
-
-
-@contextmanager
-def watching_resizes(tracker: Tracker) -> Iterator[None]:
-    """FSDP frees unsharded weights by resizing their storage, which no dispatch mode sees."""
-    plain = torch.UntypedStorage.resize_
-
-    def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        result = plain(storage, size)
-        tracker.resized(storage, size)
-        return result
-
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]

@@ -16,10 +16,10 @@ if rank == 1:
 from launcher.cli import main
 sys.exit(main.main(["doctor", "quick=true", *sys.argv[1:]]))
 """
-"""A rank that takes itself for a node of three, of which n2's clock is ahead, and n3 is Slurm's first."""
+"""Each rank stands for one of three nodes. The clock of n2 is ahead; n3 is Slurm's first node."""
 
 
-def test_a_real_examination(tmp_path):
+def test_doctor_on_two_ranks(tmp_path):
     file = tmp_path / "doctor.json"
     done = run(
         [
@@ -52,7 +52,7 @@ def test_a_real_examination(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_of_three_nodes_the_one_that_is_not_as_the_others_is_named(tmp_path):
+def test_of_three_nodes_the_unusual_one_is_reported(tmp_path):
     script, file = tmp_path / "node.py", tmp_path / "doctor.json"
     script.write_text(NODE)
     done = torchrun(script, f"json={file}", f"shared={tmp_path}", ranks=3, timeout=90).check()

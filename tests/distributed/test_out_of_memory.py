@@ -55,7 +55,7 @@ def losses(run_dir):
 
 @pytest.fixture(scope="module")
 def fixed(folder):
-    """Two ranks that train as they are told, and run out of memory in step 9 of rank 1."""
+    """Two ranks without `auto`; rank 1 runs out of memory in step 9."""
     run_dir = folder / "fixed"
     words = [
         f"recipe={folder}/recipe.yaml",
@@ -119,7 +119,7 @@ def test_with_auto_the_next_start_takes_a_smaller_micro_batch(restarted, undistu
 
 @pytest.mark.long
 def test_on_other_hardware_auto_chooses_again(restarted, folder, undisturbed):
-    """One rank in the place of two goes on: what ran out of memory on two does not bind it."""
+    """One rank resumes a run of two; micro-batches that failed on two ranks are allowed."""
     run_dir, _ = restarted
     words = [f"recipe={folder}/recipe.yaml", f"run.dir={run_dir}", "run.max_steps=8"]
     result = run([sys.executable, FAULTY, *words], FAULT="none:0:0").check()

@@ -2,9 +2,10 @@
 
 import dataclasses
 
+from launcher.planner.candidates import Configuration
 from launcher.planner.machine import Machine, Rates
 from launcher.planner.memory import Components, HostMemory, Moment, Plan, StepMemory
-from launcher.planner.search import Configuration, Ladder
+from launcher.planner.search import Ladder
 from launcher.planner.speed import StepTime
 from launcher.recipe.schema import (
     ActivationCheckpointing,
@@ -161,12 +162,11 @@ def configuration(overrides, plan, tokens_per_second, *, micro=4, **changes):
         recipe=recipe,
         plan=plan,
         seconds=seconds,
-        tokens_per_second=tokens_per_second,
     )
 
 
 def made_ladder(*, memory=80 * GIB, fits=True):
-    """Three configurations; with fits=False none of them does, on a GPU of 8 GiB."""
+    """Four configurations; with fits=False none of them does, on a GPU of 8 GiB."""
     memory = memory if fits else 8 * GIB
     asked = configuration((), made_plan(memory=memory), 74_000)
     one = configuration(
@@ -191,8 +191,8 @@ def made_ladder(*, memory=80 * GIB, fits=True):
         activation_checkpointing=ActivationCheckpointing(),
     )
     return Ladder(
-        asked=asked,
-        configurations=(one, two, last),
+        written=asked,
+        configurations=(one, two, asked, last),
         best=two if fits else None,
         evaluated=96,
         suggestions=()

@@ -82,7 +82,7 @@ def test_a_llama_block_keeps_49_hidden_sizes_a_token(llama):
     assert llama.saved["bfloat16"][0].kept / 4096 / 4096 == pytest.approx(49, abs=0.3)
 
 
-def test_what_is_gathered_and_sent_at_the_peak(llama, load):
+def test_gathered_weights_and_communication_at_the_peak(llama, load):
     step = step_memory(llama, load(), ranks=8)
     at = step.peak.components
     assert (step.peak.phase, step.peak.micro_batch, step.peak.where) == ("backward", 1, "")
@@ -112,7 +112,7 @@ def test_without_sync_whole_gradients_are_kept(llama, load):
     assert synced.peak.components.gradients == 4 * PARAMETERS
 
 
-def test_offload_leaves_the_device_what_is_at_work(llama, load):
+def test_offload_moves_states_to_the_host(llama, load):
     step = step_memory(llama, load("strategy.cpu_offload.pin_memory=true"), ranks=8)
     end = step.phases["optimizer"].components
     assert end.total == llama.buffers + CUBLAS_WORKSPACES
@@ -168,7 +168,7 @@ def test_checkpointing_keeps_inputs(llama, load):
     ],
     ids=str,
 )
-def test_what_asks_for_less_needs_less(llama, load, less, more):
+def test_settings_that_save_memory_do(llama, load, less, more):
     assert peak(llama, load(*less)) < peak(llama, load(*more))
 
 
@@ -178,7 +178,7 @@ def test_more_ranks_never_need_more(llama, load):
     assert peaks == sorted(peaks, reverse=True)
 
 
-def test_what_does_not_divide_is_rounded_up_for_rank_0(llama, load):
+def test_uneven_shards_are_rounded_up_on_rank_0(llama, load):
     small = dataclasses.replace(llama.root.parameters[0], shape=(10, 4))
     weights = dataclasses.replace(llama.root, parameters=(small,))
     assert weights.share(8, 2).trained == 2 * 4
@@ -189,7 +189,7 @@ SMALL = ("model.config.hidden_size=64", "model.config.intermediate_size=96", "mo
          "model.config.num_key_value_heads=2", "model.config.vocab_size=300", "data.sequence_length=64")  # fmt: skip
 
 
-def test_with_adapters_only_they_are_trained(load):
+def test_lora_trains_only_the_adapters(load):
     recipe = load(*SMALL, "lora.rank=4", "model.config.num_hidden_layers=6")
     known = profile_model(recipe, device="cuda")
     rank = 4 * (2 * 64 + 64 + 64 + 2 * (64 + 32) + 3 * (64 + 96))  # q, o; k, v; gate, up, down
@@ -233,7 +233,7 @@ def test_a_model_without_blocks_is_one_group(load, monkeypatch):
     assert step_memory(whole, recipe, ranks=2).held == step_memory(split, recipe, ranks=2).held
 
 
-def test_a_model_that_does_not_run_without_values_is_estimated_by_shapes(load, llama, monkeypatch):
+def test_a_model_that_does_not_run_on_fake_tensors_is_estimated_by_shapes(load, llama, monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("it asks for a number")
 
@@ -261,7 +261,7 @@ def test_a_model_that_does_not_run_without_values_is_estimated_by_shapes(load, l
     ],
     ids=str,
 )
-def test_it_agrees_with_the_trace(load, overrides):
+def test_estimate_agrees_with_the_trace(load, overrides):
     sizes = ("model.config.hidden_size=256", "model.config.intermediate_size=512", "model.config.num_attention_heads=4",
              "model.config.num_key_value_heads=2", "model.config.vocab_size=600", "model.config.num_hidden_layers=4",
              "data.sequence_length=256", "batch.micro_batch_size=8", "batch.global_batch_size=64")  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import RecipeError
-from launcher.planner.candidates import candidates, overrides_between
+from launcher.planner.candidates import overrides_between, variants
 from launcher.planner.hardware import GPUS, find_gpu
 from launcher.planner.machine import Rates, known_machine, read_rates
 from launcher.planner.plan import make_plan
@@ -110,12 +110,12 @@ def test_a_gpu_is_found_by_the_names_of_users_and_cuda(spoken, name):
     assert (found.name if found else None) == name
 
 
-def test_each_gpu_is_found_by_its_own_name_and_memory_decides_where_that_does_not():
+def test_each_gpu_is_found_by_its_name_and_memory_decides_between_variants():
     assert [find_gpu(gpu.name) for gpu in GPUS] == list(GPUS)
     assert find_gpu("a100", memory=40 * GIB).name.startswith("A100 40GB")
 
 
-def test_an_unknown_gpu_names_all_that_are_known():
+def test_an_unknown_gpu_is_an_error_that_lists_the_known_ones():
     with pytest.raises(
         RecipeError,
         match=r"gpu=h1000: is not known; give one of .*h100-pcie.*rtx-3090.*mi355x, cpu",
@@ -126,7 +126,7 @@ def test_an_unknown_gpu_names_all_that_are_known():
 def test_a_gpu_of_some_memory_has_the_rates_of_the_nearest():
     found = known_machine(None, nodes=1, gpus_per_node=2, memory=45 * GIB)
     assert found.memory == 45 * GIB
-    assert found.rates.source.startswith("NVIDIA L40S")
+    assert found.rates.source.startswith("L40S data sheet")
 
 
 def test_rates_are_read_from_what_doctor_writes(tmp_path):
@@ -144,8 +144,9 @@ def test_rates_are_read_from_what_doctor_writes(tmp_path):
     assert rates.inter_node_bandwidth == machine().rates.inter_node_bandwidth
     for content, message in (
         ("{}", "holds no rates"),
-        ("[", "not JSON"),
-        ('{"half_flops": "fast"}', "must be a number above 0"),
+        ("[", "not a file of rates"),
+        ('{"half_flops": "fast"}', "not a file of rates"),
+        ('{"half_flops": -1}', "must be a number above 0"),
     ):
         file.write_text(content)
         with pytest.raises(RecipeError, match=message):
@@ -167,7 +168,7 @@ def unhindered(**rates):
     return dataclasses.replace(machine(), rates=dataclasses.replace(plain, **rates))
 
 
-def test_products_take_their_operations_over_the_rate(load):
+def test_compute_time_is_operations_over_the_rate(load):
     recipe = load("model.config.hidden_size=4096", "model.config.intermediate_size=8192", "model.config.num_attention_heads=32",
                   "batch.micro_batch_size=8", "data.sequence_length=2048")  # fmt: skip
     profile = profile_model(recipe, device="cuda")
@@ -187,7 +188,7 @@ def test_products_take_their_operations_over_the_rate(load):
     assert 0.9 * seconds.forward < again.recomputation < seconds.forward
 
 
-def test_slow_links_are_seen_where_they_are_used(load):
+def test_slow_links_slow_down_what_uses_them(load):
     recipe = load("batch.micro_batch_size=1")
     profile = profile_model(recipe, device="cuda")
     slow = unhindered(intra_node_bandwidth=1e9)
@@ -210,7 +211,7 @@ def test_slow_links_are_seen_where_they_are_used(load):
     assert on_slow("strategy.kind=ddp") < seconds.total
 
 
-def test_offload_waits_for_the_bus_and_the_hosts_adamw(load):
+def test_offload_waits_for_copies_and_for_adamw_on_the_host(load):
     recipe = load("strategy.cpu_offload.pin_memory=true")
     profile = profile_model(recipe, device="cuda")
     assert step_seconds(profile, recipe, unhindered(host_adamw=1e6)).optimizer == pytest.approx(
@@ -266,17 +267,18 @@ def test_on_one_gpu_nothing_hides_the_uploads_of_offload(load):
 # The search
 
 
-def test_configurations_go_down_in_memory_and_speed_and_the_best_is_the_fastest_that_fits(load):
+def test_configurations_are_sorted_and_the_best_is_the_fastest_that_fits(load):
     asked = load()
     ladder = make_ladder(asked, machine(), plan_of=by_estimate)
     assert ladder.evaluated > 100
     assert ladder.best is not None
     assert ladder.best.plan.fits
-    assert ladder.asked.recipe == asked
-    assert ladder.asked.overrides == ()
+    assert ladder.written.recipe == asked
+    assert ladder.written.overrides == ()
     assert 2 <= len(ladder.configurations) <= 8
     assert ladder.best in ladder.configurations
     assert ladder.suggestions == ()
+    assert any(one.recipe == asked for one in ladder.configurations)
     for one in ladder.configurations:
         assert one.tokens_per_second == tokens_per_step(asked) / one.seconds.total
         for other in ladder.configurations:
@@ -284,9 +286,8 @@ def test_configurations_go_down_in_memory_and_speed_and_the_best_is_the_fastest_
                 other.plan.needed < one.plan.needed,
                 other.plan.host.offload <= one.plan.host.offload,
             )
-            assert not (device and host and other.seconds.total < one.seconds.total), (
-                "none is beaten by another"
-            )
+            beaten = device and host and other.seconds.total < one.seconds.total
+            assert not beaten or one.recipe == asked
     speeds = [one.tokens_per_second for one in ladder.configurations]
     assert speeds == sorted(speeds, reverse=True)
 
@@ -320,12 +321,11 @@ def test_cpu_offload_is_the_last_resort(load):
     ],
     ids=str,
 )  # fmt: skip
-def test_all_overrides_of_shipped_recipes_load_and_mean_what_they_say(name, overrides):
+def test_overrides_of_shipped_recipes_load_as_the_configuration(name, overrides):
     base = [f"recipe={RECIPES / name}.yaml", *overrides]
     written = load_recipe(base, ranks=4).recipe
-    profile = profile_model(written, device="cuda")
-    found = candidates(profile, written, machine(nodes=2, gpus=2))
-    pasted = {overrides_between(written, one.recipe): one.recipe for one in found}
+    found = variants(written, machine(nodes=2, gpus=2))
+    pasted = {overrides_between(written, recipe): recipe for recipe in found}
     assert len(pasted) == len(found)
     kinds = {(r.strategy.kind, r.strategy.cpu_offload is None) for r in pasted.values()}
     assert kinds == {("ddp", True), ("fsdp", True), ("fsdp", False)}
@@ -339,10 +339,10 @@ def test_float32_is_offered_mixed_precision(load):
     ladder = make_ladder(load("strategy.mixed_precision=null"), machine(), plan_of=by_estimate)
     changed = "strategy.mixed_precision.param_dtype=bfloat16"
     assert any(changed in one.overrides for one in ladder.configurations)
-    assert ladder.asked.recipe.strategy.mixed_precision is None
+    assert ladder.written.recipe.strategy.mixed_precision is None
 
 
-def test_a_trace_overrules_the_estimate(load):
+def test_a_trace_overrides_the_estimate(load):
     asked, refused = load(), []
 
     def plan_of(recipe, on):
@@ -386,8 +386,7 @@ def test_where_nothing_fits_there_are_suggestions(load):
         ranks=2,
     )
     large = make_ladder(long, machine(gpus=2, memory=8 * GIB), plan_of=by_estimate)
-    assert any("tensor parallelism" in text and "logits" in text for text in large.suggestions)
-    assert not any(text.startswith("more GPUs") for text in large.suggestions)
+    assert "a GPU with more memory: 256 of these are not enough" in large.suggestions
     assert any("data.sequence_length=" in text for text in large.suggestions)
 
 

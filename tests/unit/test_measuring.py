@@ -1,4 +1,4 @@
-"""The instrument against allocations whose size is known, to the byte."""
+"""The meters against allocations of known size, to the byte."""
 
 import threading
 
@@ -109,7 +109,7 @@ def test_marks_become_phases_and_components():
     assert measure.evaluate(marks, sizes, device="cuda").peak == 1580
 
 
-def test_the_measurement_does_not_know_the_plan():
+def test_the_measurement_imports_nothing_of_the_plan():
     graph = {module_name(file): set(imports(file)) for file in FILES}
     seen, waiting = set(), ["planner.measure"]
     while waiting:

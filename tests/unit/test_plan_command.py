@@ -18,9 +18,9 @@ from launcher.planner.formatting import (
     NAMES,
     as_json,
     as_text,
-    batch_in_words,
-    strategy_in_words,
-    where,
+    batch_text,
+    moment_text,
+    strategy_text,
 )
 from launcher.planner.memory import COMPONENTS
 from launcher.recipe.schema import Strategy
@@ -105,7 +105,7 @@ def printed(plan, ladder=None, measured=None):
     return ["".join(piece for piece, _ in line).rstrip() for line in lines]
 
 
-def test_a_plan_in_words():
+def test_text_of_a_plan():
     text = printed(made_plan(host_memory=200 * GIB, notes=("the loss is counted by arithmetic",)))
     assert text[0] == "llama_3_1_8b on 1 node x 8 H100 of 80.0 GiB, 200.0 GiB host memory a node"
     assert text[1] == "fsdp, bf16"
@@ -126,7 +126,7 @@ def test_a_plan_in_words():
     assert max(map(len, text)) <= 100
 
 
-def test_bars_follow_one_another_up_to_what_is_needed():
+def test_bars_are_stacked_up_to_the_needed_memory():
     plan = made_plan()
     bars = [
         line[37:]
@@ -141,14 +141,14 @@ def test_bars_follow_one_another_up_to_what_is_needed():
     assert filled[-1][1] == round(plan.needed / (80 * GIB / 36))
 
 
-def test_a_plan_that_does_not_fit_says_by_how_much():
+def test_text_says_how_much_memory_is_missing():
     text = "\n".join(printed(made_plan(memory=40 * GIB)))
     assert "does not fit: 6.9 GiB too much for 40.0 GiB" in text
     host = "\n".join(printed(made_plan(host_memory=100 * GIB)))
     assert "does not fit: 4.0 GiB too much" in host
 
 
-def test_without_a_device_there_is_no_verdict():
+def test_without_known_memory_there_is_no_verdict():
     text = "\n".join(printed(made_plan(memory=None)))
     assert "fit" not in text
     assert "needed                   46.9 GiB" in text
@@ -157,7 +157,7 @@ def test_without_a_device_there_is_no_verdict():
 @pytest.mark.parametrize(
     ("scale", "said"), [(1.2, "17% less"), (0.8, "25% more"), (1.05, None), (0.95, None)]
 )
-def test_a_cross_check_that_disagrees_warns(scale, said):
+def test_warning_where_trace_and_estimate_disagree(scale, said):
     plan = made_plan(arithmetic=scale)
     text = "\n".join(printed(plan))
     assert (said is not None) == ("warning" in text)
@@ -167,7 +167,7 @@ def test_a_cross_check_that_disagrees_warns(scale, said):
 
 def test_the_fastest_that_fits_and_the_recipe_as_written_are_marked():
     ladder = made_ladder()
-    text = printed(ladder.asked.plan, ladder)
+    text = printed(ladder.written.plan, ladder)
     rungs = [line for line in text if re.match(r"^[* ] +\d  fsdp", line)]
     assert [line[:4].split()[-1] for line in rungs] == ["1", "2", "3", "4"]
     assert rungs[0].endswith("107%  does not fit")
@@ -183,7 +183,7 @@ def test_the_fastest_that_fits_and_the_recipe_as_written_are_marked():
 
 def test_where_nothing_fits_there_are_suggestions():
     ladder = made_ladder(fits=False)
-    text = printed(ladder.asked.plan, ladder)
+    text = printed(ladder.written.plan, ladder)
     at = text.index("Nothing fits. What would:")
     assert text[at + 1 :] == [
         "  - 16 GPUs instead of 8: gpus_per_node=8 nodes=2",
@@ -192,16 +192,16 @@ def test_where_nothing_fits_there_are_suggestions():
     assert not any("To take one" in line for line in text)
 
 
-def test_words():
+def test_descriptions_of_moment_batch_and_strategy():
     plan = made_plan()
-    assert where(plan.step.phases["optimizer"], micro_batches=2) == "in the optimizer's step"
-    assert where(plan.step.peak, micro_batches=1) == "in the backward pass of model.layers.31"
+    assert moment_text(plan.step.phases["optimizer"], micro_batches=2) == "in the optimizer's step"
+    assert moment_text(plan.step.peak, micro_batches=1) == "in the backward pass of model.layers.31"
     assert (
-        batch_in_words(RECIPE, 16)
+        batch_text(RECIPE, 16)
         == "4 sequences of 4,096 tokens x 1 micro-batch x 16 ranks = 64 a step"
     )
     assert (
-        strategy_in_words(made_ladder().configurations[-1].recipe)
+        strategy_text(made_ladder().configurations[-1].recipe)
         == "fsdp, bf16, full checkpointing, CPU offload"
     )
 
@@ -267,13 +267,13 @@ def test_exit_statuses(faked, capsys):
     assert main.main(["plan", *words, "--html", "a.html"]) == 2
 
 
-def test_without_a_gpu_it_says_what_to_give(folder, monkeypatch, capsys):
+def test_without_a_gpu_the_error_lists_known_gpus(folder, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: None)
     assert main.main(["plan", "recipe=x.yaml", "ladder=false"]) == 2
     assert "no GPU given; give one of a100-40gb-pcie, " in capsys.readouterr().err
 
 
-def test_the_gpus_that_are_here_are_planned_for(faked, monkeypatch, capsys):
+def test_the_gpus_of_this_machine_are_the_default(faked, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H200", 140 * GIB, 2))
     assert command.main(["recipe=x.yaml", "ladder=false", "rates=r.json", "host_memory=1TiB"]) == 0
     assert "Planned for the GPUs of this machine" in capsys.readouterr().out
@@ -288,7 +288,6 @@ def test_the_gpus_that_are_here_are_planned_for(faked, monkeypatch, capsys):
 def measured_like(plan, scale=1.0, **changes):
     step = plan.step
     found = {
-        "device": "cuda",
         "peak": int(step.peak.components.total * scale),
         "phases": {phase: moment.components.total for phase, moment in step.phases.items()},
         "step_start": step.held.total,
@@ -302,7 +301,7 @@ def measured_like(plan, scale=1.0, **changes):
     return measure.Measured(**found | changes)
 
 
-def test_what_was_measured_stands_beside_the_plan():
+def test_measured_memory_is_listed_beside_the_plan():
     plan = made_plan()
     text = printed(plan, measured=measured_like(plan))
     assert sum(line.endswith("the same") for line in text) == 9
@@ -323,7 +322,7 @@ def test_what_was_measured_stands_beside_the_plan():
     assert text[-1].startswith("The plan does not hold")
 
 
-def test_verify_trains_here_and_judges(faked, monkeypatch, capsys):
+def test_verify_trains_and_compares(faked, monkeypatch, capsys):
     asked = []
 
     def measured(recipes, *, ranks, gpus):
@@ -346,7 +345,7 @@ def test_verify_trains_here_and_judges(faked, monkeypatch, capsys):
     assert verified["compared"][-1]["what"] == "peak"
 
 
-def test_auto_is_planned_as_what_a_run_would_take(monkeypatch):
+def test_auto_is_planned_as_a_run_would_choose(monkeypatch):
     chosen = made_ladder().configurations[1]
     monkeypatch.setattr(search, "fastest_that_fits", lambda recipe, machine, *, plan_of: chosen)
     recipe, overrides, words = command._choose(RECIPE, machine())

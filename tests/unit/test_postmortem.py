@@ -1,4 +1,4 @@
-"""The out-of-memory report: what is counted, and what it says."""
+"""The out-of-memory report: its counts and its text."""
 
 import dataclasses
 import io
@@ -11,7 +11,13 @@ from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
 from launcher.errors import TrainingError
 from launcher.planner import out_of_memory
-from launcher.planner.out_of_memory import Inventory, PostMortem, Trained, asked_for, take_inventory
+from launcher.planner.out_of_memory import (
+    DeviceMemory,
+    PostMortem,
+    Trained,
+    requested_bytes,
+    take_inventory,
+)
 from launcher.recipe.schema import Batch
 from launcher.reliability.causes import ran_out_of_memory
 from launcher.reliability.failures import FailureWatch
@@ -45,9 +51,9 @@ CPU_TEXT = (
         ),
     ],
 )
-def test_errors_of_memory(error, size):
+def test_out_of_memory_errors(error, size):
     assert ran_out_of_memory(error)
-    assert asked_for(error) == size
+    assert requested_bytes(error) == size
 
 
 @pytest.mark.parametrize(
@@ -64,11 +70,11 @@ def test_other_errors(error):
 
 
 @pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability(), reason="no CPU allocator")
-def test_the_cpus_own_error():
+def test_the_error_of_the_cpu_allocator():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**61, dtype=torch.uint8)
     assert ran_out_of_memory(caught.value)
-    assert asked_for(caught.value) == 2**61
+    assert requested_bytes(caught.value) == 2**61
 
 
 class Block(nn.Module):
@@ -88,20 +94,18 @@ def trained():
     return model, optimizer
 
 
-def test_what_is_there_is_counted_once():
+def test_each_storage_is_counted_once():
     model, optimizer = trained()
     model.register_parameter("tied", model[0].weight)
-    found = take_inventory(model, optimizer, torch.device("cpu"), buckets=False)
-    assert found.parameters == 4 * (8 * 8 + 8 * 32)
-    assert found.gradients == 4 * 8 * 8
-    assert 2 * found.gradients <= found.optimizer <= 2 * found.gradients + 64, (
-        "the two moments, and a count"
-    )
-    assert found.used > 2**24
-    assert (
-        take_inventory(model, optimizer, torch.device("cpu"), buckets=True).gradients
-        == found.parameters
-    )
+    training = Trained(model, optimizer, torch.device("cpu"))
+    found, gpu = take_inventory(training, buckets=False, requested=2**40)
+    assert gpu is None
+    assert found["parameters"] == 4 * (8 * 8 + 8 * 32)
+    assert found["gradients"] == 4 * 8 * 8
+    assert 0 <= found["optimizer"] - 2 * found["gradients"] <= 64, "the two moments, and a count"
+    assert 2**24 < found["process"] - 2**40 < 2**40
+    found, _ = take_inventory(training, buckets=True, requested=0)
+    assert found["gradients"] == found["parameters"]
 
 
 def raised(model, micro_batch):
@@ -137,7 +141,7 @@ def examined(
     )
 
 
-def test_where_it_ran_out(tmp_path):
+def test_the_report_names_step_phase_and_module(tmp_path):
     account = examined(tmp_path)
     assert account.told.splitlines()[:2] == [
         "rank 1 of 8 ran out of GPU memory in step 3: in the forward pass of micro-batch 2 of 2 (input_ids 4 x 8), in 1",
@@ -152,50 +156,48 @@ def test_where_it_ran_out(tmp_path):
     )
 
 
-def answers(plan, *found):
-    planned = {
-        "components": dataclasses.asdict(plan.step.peak.components),
-        "context": plan.context,
-        "margin": plan.margin,
-    }
-    planned |= {"needed": plan.needed, "host": plan.host.total}
-    return [
-        planned,
-        {
-            "suggestions": [
-                dict(zip(("overrides", "needed", "tokens_per_second"), one, strict=True))
-                for one in found
-            ]
-        },
-    ]
+def answers(plan, *suggestions):
+    return [plan, list(suggestions)]
 
 
 def concluded(monkeypatch, account, found, trouble=""):
     asked = {}
 
-    def ask(task, recipe, machine, **how):
-        asked.update(how, task=task)
+    def ask(task, recipe, machine, measured, outside, *, seconds):
+        asked.update(task=task, measured=measured, outside=outside, seconds=seconds)
         return found, trouble
 
     monkeypatch.setattr(out_of_memory, "ask", ask)
     return account.conclude(60), asked
 
 
-def with_inventory(account, **sizes):
-    account.inventory = Inventory(
-        **(
-            {"gradients": 0, "on_host": 0, "total": 80 * GIB}
-            | {k: round(v * GIB) for k, v in sizes.items()}
-        )
+@pytest.fixture
+def on_gpu(monkeypatch, tmp_path):
+    """Examines a rank that holds so many GiB on a GPU of 80 GiB."""
+
+    def examine(*, allocated, reserved, used, **settings):
+        def inventory(training, *, buckets, requested):
+            sizes = [round(size * GIB) for size in (allocated, reserved, used, 80)]
+            gpu = DeviceMemory(*sizes)
+            states = {name: round(size * GIB) for name, size in HELD.items()}
+            rows = out_of_memory._gpu_rows(gpu, sum(states.values()), requested)
+            return states | rows, gpu
+
+        monkeypatch.setattr(out_of_memory, "take_inventory", inventory)
+        return examined(tmp_path, **settings)
+
+    return examine
+
+
+HELD = {"parameters": 3.74, "gradients": 3.74, "optimizer": 7.48}
+
+
+def test_what_is_held_is_listed_beside_the_plan_with_suggestions(on_gpu, monkeypatch):
+    account = on_gpu(allocated=62, reserved=70, used=71)
+    assert account.told.splitlines()[1] == (
+        "it asked for 2.5 GiB; of 80.0 GiB, 9.0 GiB were free, and 8.0 GiB reserved by the "
+        "allocator in pieces too small"
     )
-    return account
-
-
-HELD = {"parameters": 3.74, "optimizer": 7.48, "gradients": 3.74}
-
-
-def test_what_grew_stands_beside_the_plan_and_suggestions_below(tmp_path, monkeypatch):
-    account = with_inventory(examined(tmp_path), **HELD, allocated=62, reserved=70, used=71)
     text, asked = concluded(
         monkeypatch,
         account,
@@ -208,7 +210,6 @@ def test_what_grew_stands_beside_the_plan_and_suggestions_below(tmp_path, monkey
     assert asked == {
         "task": "explain",
         "seconds": 60,
-        "phase": "forward",
         "measured": round(64.5 * GIB),
         "outside": GIB,
     }
@@ -217,38 +218,35 @@ def test_what_grew_stands_beside_the_plan_and_suggestions_below(tmp_path, monkey
         "parameters 3.7 GiB 3.7 GiB",
         "gradients 3.7 GiB 3.7 GiB",
         "optimizer state 7.5 GiB 7.5 GiB",
-        "all other tensors, with what was asked for 49.5 GiB 28.6 GiB <- 20.9 GiB beyond the plan",
-        "kept by the allocator, not in use 8.0 GiB 2.1 GiB <- 5.9 GiB beyond the plan",
+        "all other tensors, with the request 49.5 GiB 25.8 GiB <- 23.7 GiB beyond the plan",
+        "reserved by the allocator, not in use 8.0 GiB 2.1 GiB <- 5.9 GiB beyond the plan",
         "driver, communicators, other processes 1.0 GiB 1.2 GiB",
-        "beyond the plan: all other tensors, with what was asked for; kept by the allocator, not in use",
         "what fits by plan, the fastest first, as overrides:",
         "batch.micro_batch_size=2 # 40.0 GiB a rank",
         "activation_checkpointing={mode: full} # 30.0 GiB a rank, 75% of the first's speed",
     ]
 
 
-def test_other_processes_and_plans_that_do_not_fit_are_named(tmp_path, monkeypatch):
-    account = with_inventory(examined(tmp_path), **HELD, allocated=40, reserved=42, used=75)
+def test_other_processes_and_plans_that_do_not_fit_are_named(on_gpu, monkeypatch):
+    account = on_gpu(allocated=40, reserved=42, used=75)
     text, _ = concluded(monkeypatch, account, answers(made_plan()))
-    assert "other processes hold memory on this GPU: nvidia-smi names them" in text
-    assert "nothing that the plan knows needs less on these devices" in text
-    small = examined(tmp_path, on=machine(memory=40 * GIB))
-    text, _ = concluded(
-        monkeypatch,
-        with_inventory(small, **HELD, allocated=39, reserved=39, used=40),
-        answers(made_plan()),
-    )
-    assert "it does not fit, as `launcher plan` would have said" in text
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    beyond = "driver, communicators, other processes 33.0 GiB 1.2 GiB <- 31.8 GiB beyond the plan"
+    assert beyond in rows
+    assert "no known configuration needs less on these devices" in text
+    small = on_gpu(allocated=39, reserved=39, used=40, on=machine(memory=40 * GIB))
+    text, _ = concluded(monkeypatch, small, answers(made_plan(memory=40 * GIB)))
+    assert "the plan is 46.9 GiB a rank, and there are 40.0 GiB: the recipe does not fit" in text
 
 
-def test_without_an_answer_the_inventory_is_reported_all_the_same(tmp_path, monkeypatch):
+def test_without_a_plan_the_inventory_is_reported(tmp_path, monkeypatch):
     text, _ = concluded(monkeypatch, examined(tmp_path), [], "planning took more than 60 s")
     assert "parameters" in text
     assert "by plan" not in text
-    assert "what would fit could not be found out: planning took more than 60 s" in text
+    assert "what would fit is not known: planning took more than 60 s" in text
 
 
-def test_where_a_restart_takes_a_smaller_one_at_once_nothing_is_asked(tmp_path, monkeypatch):
+def test_an_immediate_restart_with_a_smaller_micro_batch_asks_no_plan(tmp_path, monkeypatch):
     text, asked = concluded(
         monkeypatch, examined(tmp_path, restarts_smaller=True, restarts_left=1), []
     )
@@ -270,7 +268,7 @@ def test_where_a_restart_takes_a_smaller_one_at_once_nothing_is_asked(tmp_path, 
     assert account.noted["micro_batch_size"] == 1
 
 
-def test_a_kill_by_the_kernel(tmp_path, monkeypatch):
+def test_a_process_killed_by_the_kernel(tmp_path, monkeypatch):
     environment = Environment(
         rank=0, world_size=8, local_rank=0, local_world_size=8, torchrun=True, restart_count=0
     )
@@ -284,12 +282,13 @@ def test_a_kill_by_the_kernel(tmp_path, monkeypatch):
     )
     account = died.killed("rank 3 of 8", 6)
     assert account.told.startswith(
-        "rank 3 of 8 was ended in step 7 by the kernel, whose out-of-memory killer acts where"
+        "rank 3 of 8 was ended in step 7 by the kernel: host memory ran out"
     )
     assert account.noted == {}, "the GPUs' micro-batch is not what host memory runs out of"
-    text, _ = concluded(monkeypatch, account, answers(made_plan()))
+    plan = made_plan(host_memory=512 * GIB)
+    text, _ = concluded(monkeypatch, account, answers(plan))
     assert (
-        "the plan gives a node 104.0 GiB of host memory, and 512.0 GiB were free at the start"
+        "the plan of a node is 104.0 GiB of host memory, and 512.0 GiB were free at the start"
         in text
     )
 
@@ -317,7 +316,9 @@ class Told:
         (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4"), "rank 1 of 2"),
     ],
 )
-def test_the_killer_is_named_where_its_counter_rose(tmp_path, monkeypatch, error, who):
+def test_the_out_of_memory_killer_is_named_where_its_counter_rose(
+    tmp_path, monkeypatch, error, who
+):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = Environment(
         rank=0, world_size=2, local_rank=0, local_world_size=2, torchrun=True, restart_count=0

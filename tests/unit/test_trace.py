@@ -77,7 +77,7 @@ def test_states_are_sharded_and_the_logits_are_counted():
     assert not dist.is_initialized()
 
 
-def test_ddp_keeps_everything_and_held_back_gradients_beside_its_buffers():
+def test_ddp_holds_unreduced_gradients_beside_its_buckets():
     found = step(kind="ddp", micro_batches=2)
     near(found.held.parameters, PARAMETERS * 4)
     near(found.held.gradients, PARAMETERS * 4)
@@ -119,7 +119,7 @@ def test_a_deep_model_is_extrapolated_from_two_shallow_ones(settings, monkeypatc
     assert extrapolated.held == whole.held
 
 
-def test_offload_leaves_the_device_to_what_is_computed():
+def test_offload_moves_states_to_the_host():
     found = step(device="cuda", cpu_offload=CpuOffload(), checkpointing="full")
     assert found.held.total < PARAMETERS * 4 * 0.05
     near(found.host, PARAMETERS * 16 / 2)
@@ -147,7 +147,7 @@ def asking_model():
     return Asking()
 
 
-def test_a_model_that_asks_for_a_number_cannot_be_traced():
+def test_a_model_that_reads_a_value_cannot_be_traced():
     plain = recipe()
     asks = dataclasses.replace(plain, model=Model(builder=f"{__name__}:asking_model"))
     with pytest.raises(UntraceableError, match="DataDependent"):

@@ -72,7 +72,6 @@ nvmlDeviceGetMemoryInfo = _answer("memory", lambda m: SimpleNamespace(total=m[0]
 nvmlDeviceGetTotalEccErrors = _answer("ecc")  # noqa: N816
 nvmlDeviceGetRemappedRows = _answer("rows")  # noqa: N816
 nvmlDeviceGetCurrentClocksEventReasons = _answer("clocks")  # noqa: N816
-nvmlDeviceGetCurrentClocksThrottleReasons = _answer("old_clocks")  # noqa: N816
 nvmlDeviceGetTemperature = _answer("temperature")  # noqa: N816
 nvmlDeviceGetComputeRunningProcesses = _answer(  # noqa: N816
     "processes", lambda pids: [SimpleNamespace(pid=pid) for pid in pids]

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from launcher.planner.measure import Measured
-from launcher.planner.memory import COMPONENTS, Components, Moment, StepMemory
-from launcher.planner.verification import compare, peak_holds
+from launcher.planner.memory import COMPONENTS, Components, Moment, StepMemory, compare, peak_holds
 
 MB = 1_000_000
 STATES = {"parameters": 40 * MB, "gradients": 40 * MB, "optimizer": 80 * MB}
@@ -47,7 +46,6 @@ PLANNED = StepMemory(
 def measured(**changes):
     peak = PLANNED.peak.components.total
     found = Measured(
-        device="cpu",
         peak=peak,
         phases={phase: found.components.total for phase, found in PLANNED.phases.items()},
         step_start=PLANNED.held.total,
@@ -81,7 +79,7 @@ def scaled(step, name, factor):
 
 @pytest.mark.parametrize("factor", [0.9, 1.1])
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_a_component_that_is_wrong_shows(name, factor):
+def test_a_wrong_component_shows_in_the_comparison(name, factor):
     rows = compare(PLANNED, measured())
     assert all(planned == found for _, planned, found in rows)
     assert rows[-1][0] == "peak"
@@ -95,6 +93,6 @@ def test_a_component_that_is_wrong_shows(name, factor):
 @pytest.mark.parametrize(
     ("factor", "holds"), [(1.0, True), (0.96, True), (0.94, False), (1.015, True), (1.03, False)]
 )
-def test_a_plan_may_be_over_by_more_than_under(factor, holds):
+def test_a_plan_may_exceed_the_peak_by_more_than_it_may_fall_below(factor, holds):
     peak = round(PLANNED.peak.components.total * factor)
     assert peak_holds(PLANNED, measured(peak=peak)) == holds
