@@ -28,6 +28,18 @@ Overrides = Annotated[
 ]
 
 
+def option(help: str, metavar: str | None = None, *, min: int = 1) -> Any:
+    """An option `--name value`. A default that the signature cannot hold stands in its help."""
+    shows_default = "Default: " not in help
+    bound = min if metavar == "N" else None
+    return typer.Option(metavar=metavar, min=bound, help=help, show_default=shows_default)
+
+
+def flag(name: str, help: str) -> Any:
+    """An option without a value."""
+    return typer.Option(name, help=help)
+
+
 class Command(TyperCommand):
     """A command whose options may be written `name=value` as well as `--name value`."""
 
