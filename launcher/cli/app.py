@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from launcher.recipe.find import recipe_folders
+from launcher.recipe.find import recipe_names
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -100,11 +100,8 @@ class _Group(TyperGroup):
             formatter.write_dl([(name, text.split("\n")[0]) for name, text in first_lines.items()])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        recipes = sorted(
-            {file.stem for folder in recipe_folders() for file in folder.glob("*.yaml")}
-        )
         formatter.write_paragraph()
-        formatter.write_text(f"Shipped recipes: {', '.join(recipes)}.")
+        formatter.write_text(f"Shipped recipes: {', '.join(recipe_names())}.")
 
 
 app = typer.Typer(

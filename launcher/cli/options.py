@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from launcher.errors import RecipeError, suggestion
 from launcher.recipe.decode import all_keys
-from launcher.recipe.find import recipe_folders
+from launcher.recipe.find import recipe_names
 from launcher.recipe.schema import Recipe, Slurm
 
 
@@ -71,8 +71,7 @@ def _is_override_or_path(argument: str, sections: Sequence[str]) -> bool:
 
 def complete_override(incomplete: str) -> list[str]:
     """Completions of an override for the shell: recipes by name, and keys."""
-    recipes = {file.stem for folder in recipe_folders() for file in folder.glob("*.yaml")}
-    words = [f"recipe={name}" for name in sorted(recipes)] + [f"{key}=" for key in all_keys()]
+    words = [f"recipe={name}" for name in recipe_names()] + [f"{key}=" for key in all_keys()]
     return [word for word in words if word.startswith(incomplete)]
 
 
