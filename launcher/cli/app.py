@@ -29,7 +29,7 @@ Overrides = Annotated[
 
 
 def option(help: str, metavar: str | None = None, *, min: int = 1) -> Any:
-    """An option `--name value`. A default that the signature cannot hold stands in its help."""
+    """An option `--name value`. Its help names a default that the signature cannot hold."""
     shows_default = "Default: " not in help
     bound = min if metavar == "N" else None
     return typer.Option(metavar=metavar, min=bound, help=help, show_default=shows_default)

@@ -179,8 +179,8 @@ class _Order:
 
         dataset, batch, order = self._opened[part], self._batch, self._orders[part]
         if dataset.packed:
-            tokens = int(dataset.sequences.lengths.sum())
-            return f"{1 - tokens / (len(dataset) * dataset.length):.1%}"
+            filled = int(dataset.sequences.lengths.sum())
+            return f"{1 - filled / (len(dataset) * dataset.length):.1%}"
         size, tokens = batch.micro_batch_size, batch.micro_batch_tokens
         one: dict[str, Any] = {"rank": 0, "ranks": 1, "first_step": 0, "steps": 64}
         one |= {"order": order, "global_batch_size": batch.global_batch_size}

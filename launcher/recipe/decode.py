@@ -18,7 +18,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from launcher.errors import closest, suggestion
-from launcher.recipe.schema import Recipe, Section
+from launcher.recipe.schema import Recipe
+from launcher.recipe.section import Section
 
 KeyPath = tuple[str, ...]
 _Schema = dict[str, Any]
@@ -276,7 +277,7 @@ def _keys(section: _Schema, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _repaired(plain: dict[str, Any], errors: _Errors) -> Recipe:
-    """The recipe with its wrong values left out."""
+    """The recipe without its wrong values."""
     plain = copy.deepcopy(plain)
     while True:
         for path, found in errors.at.items():

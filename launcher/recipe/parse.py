@@ -51,35 +51,26 @@ class Origins:
     """Where each value of a recipe came from."""
 
     file: str
-    lines: dict[KeyPath, int] = field(default_factory=dict)
-    overrides: dict[KeyPath, str] = field(default_factory=dict)
-    """The argument that set the key, as it was typed."""
+    places: dict[KeyPath, int | str] = field(default_factory=dict)
+    """The line of the file, or the argument as it was typed."""
 
     def of(self, path: KeyPath) -> str:
         """`recipes/ddp.yaml:24`, `command line` or `default`."""
-        if path in self.overrides:
+        place = self.places.get(path)
+        if isinstance(place, str):
             return COMMAND_LINE
-        return f"{self.file}:{self.lines[path]}" if path in self.lines else "default"
+        return "default" if place is None else f"{self.file}:{place}"
 
     def override(self, path: KeyPath, argument: str) -> None:
         """Records that an argument set this key, and with it all keys inside."""
         depth = len(path)
-        self.lines = {
-            key: line for key, line in self.lines.items() if key == path or key[:depth] != path
-        }
-        self.overrides = {
-            key: earlier for key, earlier in self.overrides.items() if key[:depth] != path
-        }
-        self.overrides[path] = argument
+        kept = {key: place for key, place in self.places.items() if key[:depth] != path}
+        self.places = kept | {path: argument}
 
     def locate(self, path: KeyPath) -> str | int:
-        """The argument or line that set a key, or else the section around it; 0: neither."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.overrides:
-                return self.overrides[path[:length]]
-            if path[:length] in self.lines:
-                return self.lines[path[:length]]
-        return 0
+        """The place of a key, or else of the section around it; 0: neither."""
+        above = (path[:length] for length in range(len(path), 0, -1))
+        return next((self.places[key] for key in above if key in self.places), 0)
 
     def cite(self, problem: Problem) -> str:
         """One line: where, which key, what is wrong."""
@@ -92,7 +83,7 @@ class Origins:
 
 
 def parse(text: str, origins: Origins, problems: list[Problem]) -> dict[str, Any]:
-    """The values of a recipe's text, not interpolated; fills `origins.lines`.
+    """The values of a recipe's text, not interpolated; fills `origins.places`.
 
     Adds to `problems` what is wrong with one key. Raises RecipeError if the text as a whole cannot
     be read.
@@ -105,7 +96,7 @@ def parse(text: str, origins: Origins, problems: list[Problem]) -> dict[str, Any
         if not isinstance(node, yaml.MappingNode):
             where = f"{origins.file}:{node.start_mark.line + 1}"
             raise RecipeError(f"{where}: must be sections (run:, model:, data:, ...)")
-        values: dict[str, Any] = _construct(node, (), origins.lines, problems)
+        values: dict[str, Any] = _construct(node, (), origins.places, problems)
         return values
     except yaml.reader.ReaderError as error:
         where = f"{origins.file}:{text.count(chr(10), 0, error.position) + 1}"
@@ -140,20 +131,20 @@ def parse_override(argument: str, problems: list[Problem]) -> tuple[KeyPath, Any
 
 
 def _construct(
-    node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], problems: list[Problem]
+    node: yaml.Node, path: KeyPath, places: dict[KeyPath, int | str], problems: list[Problem]
 ) -> Any:
-    """The value of a node. Fills `lines` with the line of each key inside."""
+    """The value of a node. Fills `places` with the line of each key inside."""
     if isinstance(node, yaml.ScalarNode):
         if node.tag in _SCALARS:
             return _construct_scalar(node, path, problems)
     elif node.tag in (_TAG + "map", _TAG + "seq"):
         if isinstance(node, yaml.MappingNode):
-            return _construct_section(node, path, lines, problems)
+            return _construct_section(node, path, places, problems)
         values = []
         for index, item in enumerate(node.value):
             here = (*path, str(index))
-            lines[here] = item.start_mark.line + 1
-            values.append(_construct(item, here, lines, problems))
+            places[here] = item.start_mark.line + 1
+            values.append(_construct(item, here, places, problems))
         return values
     tag = node.tag.replace(_TAG, "!!")
     what = "has no meaning in a recipe; text that starts with ! or = must be in quotes"
@@ -163,7 +154,7 @@ def _construct(
 
 def _construct_scalar(node: yaml.ScalarNode, path: KeyPath, problems: list[Problem]) -> Any:
     try:
-        value = yaml.constructor.SafeConstructor().construct_object(node)  # type: ignore[no-untyped-call]
+        value = yaml.constructor.SafeConstructor().construct_object(node)
         if isinstance(value, str) and "${" in value:
             OmegaConf.create([value])
         return value
@@ -179,7 +170,7 @@ def _construct_scalar(node: yaml.ScalarNode, path: KeyPath, problems: list[Probl
 
 
 def _construct_section(
-    node: yaml.MappingNode, path: KeyPath, lines: dict[KeyPath, int], problems: list[Problem]
+    node: yaml.MappingNode, path: KeyPath, places: dict[KeyPath, int | str], problems: list[Problem]
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
     own: dict[str, int] = {}
@@ -187,7 +178,7 @@ def _construct_section(
         name, line = key.value, key.start_mark.line + 1
         if key.tag == _TAG + "merge":  # <<: the merged keys keep the lines of their anchor
             for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                inside = _construct(merged, path, lines, problems)
+                inside = _construct(merged, path, places, problems)
                 values |= inside if isinstance(inside, dict) else {}
         elif key.tag not in (_TAG + "str", _TAG + "int"):
             shown = repr(name) if isinstance(name, str) else "a list or a section"
@@ -197,8 +188,8 @@ def _construct_section(
             if name in own:
                 what = f"given twice: in line {own[name]} and in line {line}"
                 problems.append(Problem(here, what))
-            own[name] = lines[here] = line
-            values[name] = _construct(value, here, lines, problems)
+            own[name] = places[here] = line
+            values[name] = _construct(value, here, places, problems)
     return values
 
 

@@ -51,7 +51,7 @@ def _names(recipe: Recipe) -> Found:
     for key, section in sections:
         for name in section if isinstance(section, dict) else ():
             if not re.fullmatch(r"[A-Za-z_][\w-]*", name):
-                what = "a name has letters, digits, _ and - (it stands in metrics and overrides)"
+                what = "a name has letters, digits, _ and - (it is part of metrics and overrides)"
                 yield f"{key}.{name}", f"{what}; got {name!r}"
 
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -53,8 +53,8 @@ def check(
     ranks: data-parallel ranks; None: not known yet. files: whether the data must exist.
     unsound: keys without a sound value. A rule that reads one, or a key inside it, is skipped.
     """
-    rules = (*_RULES, *rules_model.RULES, *rules_data.RULES)
-    rules += (partial(_batches, ranks=ranks), partial(_strategy, ranks=ranks))
+    rules: list[Callable[[Recipe], Found]] = [*_RULES, *rules_model.RULES, *rules_data.RULES]
+    rules += [partial(_batches, ranks=ranks), partial(_strategy, ranks=ranks)]
     rules += rules_data.FILE_RULES if files else ()
     problems = []
     for rule in rules:

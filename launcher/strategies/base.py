@@ -1,4 +1,4 @@
-"""What every strategy gives the training loop."""
+"""The interface of a strategy to the training loop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 from launcher.recipe import schema
 
 InitFn = Callable[[nn.Module, torch.device, torch.device], None]
-"""Gives a meta model its weights: init_fn(model, device of parameters, device of buffers)."""
+"""Initialises a meta model: init_fn(model, device of parameters, device of buffers)."""
 
 
 class WrappedModel(Protocol):
-    """A model spread over its ranks, ready to train."""
+    """A model distributed over its ranks, ready to train."""
 
     model: nn.Module
     """Call this one."""
@@ -36,20 +36,14 @@ class WrappedModel(Protocol):
         """Frees unsharded weights, after forward passes without a backward pass."""
 
     def grad_norm(self) -> torch.Tensor:
-        """2-norm of all gradients over all ranks: a scalar, the same on every rank, with any loss
-        scale.
-
-        Returns without waiting for the device.
-
-        """
+        """2-norm of all gradients, with any loss scale, over all ranks: a scalar, the same on every
+        rank. Does not wait for the device."""
 
 
 def compute_dtype(strategy: schema.Strategy) -> torch.dtype:
     """The dtype of forward and backward passes: mixed_precision.param_dtype, or float32."""
     precision = strategy.mixed_precision
-    dtype: torch.dtype = (
-        torch.float32 if precision is None else getattr(torch, precision.param_dtype)
-    )
+    dtype: torch.dtype = getattr(torch, "float32" if precision is None else precision.param_dtype)
     return dtype
 
 

@@ -24,9 +24,8 @@ class Ddp:
     ) -> None:
         init_fn(model, ranks.device, ranks.device)
         # torch 2.13 renames broadcast_buffers
-        renamed = (
-            "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-        )
+        names = inspect.signature(DistributedDataParallel.__init__).parameters
+        renamed = "forward_sync_buffers" in names
         no_buffers: dict[str, Any] = {
             "forward_sync_buffers" if renamed else "broadcast_buffers": False
         }
@@ -46,12 +45,10 @@ class Ddp:
         self._parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
-        self._device_type = ranks.device.type
+        self._device_type, self._group = ranks.device.type, ranks.group
         self._param_dtype = compute_dtype(strategy)
-        self._sync_every_micro_batch = (
-            strategy.sync_every_micro_batch is True
-        )  # auto: only after the last one
-        self._group = ranks.group
+        # auto: only after the last one
+        self._sync_every_micro_batch = strategy.sync_every_micro_batch is True
         self._reductions = 0
 
     def description(self) -> str:

@@ -539,11 +539,12 @@ def test_complete_recipes_show_every_key(file):
         section = value_at(loaded.recipe, path[:-1]) and value_at(loaded.recipe, path)
         for field in dataclasses.fields(kind):
             if section is not None:
-                shown = (*path, field.name) in loaded.origins.lines
+                shown = (*path, field.name) in loaded.origins.places
             else:
                 shown = (
                     re.search(
-                        rf"\b{field.name}\b", text[loaded.origins.lines[path] - 1].partition("#")[2]
+                        rf"\b{field.name}\b",
+                        text[loaded.origins.places[path] - 1].partition("#")[2],
                     )
                     is not None
                 )
@@ -570,7 +571,7 @@ def test_complete_recipes_say_what_the_choices_are(file):
         "checkpoint.resume": {"auto", "never"},
         "checkpoint.export_dtype": {"bfloat16", "float16", "float32"},
     }.items():
-        line = loaded.origins.lines[tuple(key.split("."))]
+        line = loaded.origins.places[tuple(key.split("."))]
         comment = text[line - 1].partition("#")[2]
         for further in text[line:]:
             if not further.lstrip().startswith("#"):
