@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
-from launcher.strategies.base import InitFn, compute_dtype, dtype_name
+from launcher.strategies.base import InitFn, WrappedModel, compute_dtype, dtype_name, norm_of
 
 
 def _make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
@@ -26,7 +26,7 @@ def _make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
     return DeviceMesh(ranks.device.type, members, mesh_dim_names=("replicate", "shard"))
 
 
-class Fsdp:
+class Fsdp(WrappedModel):
     """fully_shard with a mixed-precision policy, optionally with the shards in host memory."""
 
     def __init__(
@@ -58,13 +58,9 @@ class Fsdp:
         fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
         init_fn(model, torch.device("cpu") if offload is not None else ranks.device, ranks.device)
         assert isinstance(model, FSDPModule)
-        self.module: nn.Module = model
-        self.model: nn.Module = model
+        super().__init__(model, module=model)
         self._root: FSDPModule = model
         self._shards: dist.ProcessGroup = mesh.get_group("shard")
-        self._parameters = [
-            parameter for parameter in model.parameters() if parameter.requires_grad
-        ]
         self._strategy = strategy
         # auto: after each one
         self._sync_every_micro_batch = strategy.sync_every_micro_batch is not False
@@ -92,10 +88,6 @@ class Fsdp:
             + f"largest tensor {tuple(shard.shape)} sharded to {tuple(local.shape)}, "
             f"gathered in {gathered}, gradients reduced in {reduced} after {when}"
         )
-
-    def forward_context(self) -> AbstractContextManager[object]:
-        """Nothing to do: the mixed-precision policy casts what is all-gathered."""
-        return nullcontext()
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -128,7 +120,6 @@ class Fsdp:
             for parameter in self._parameters
             if isinstance(parameter.grad, DTensor)
         ]
-        norms = torch.stack(torch._foreach_norm(gradients))
-        squared: torch.Tensor = torch.linalg.vector_norm(norms).square()
+        squared = norm_of(gradients).square()
         dist.all_reduce(squared, group=self._shards)
         return squared.sqrt()
