@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from launcher.recipe.find import recipe_folders
+from launcher.recipe.find import recipe_names
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -26,6 +26,18 @@ Overrides = Annotated[
         autocompletion=_complete,
     ),
 ]
+
+
+def option(help: str, metavar: str | None = None, *, min: int = 1) -> Any:
+    """An option `--name value`. Its help names a default that the signature cannot hold."""
+    shows_default = "Default: " not in help
+    bound = min if metavar == "N" else None
+    return typer.Option(metavar=metavar, min=bound, help=help, show_default=shows_default)
+
+
+def flag(name: str, help: str) -> Any:
+    """An option without a value."""
+    return typer.Option(name, help=help)
 
 
 class Command(TyperCommand):
@@ -88,11 +100,8 @@ class _Group(TyperGroup):
             formatter.write_dl([(name, text.split("\n")[0]) for name, text in first_lines.items()])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        recipes = sorted(
-            {file.stem for folder in recipe_folders() for file in folder.glob("*.yaml")}
-        )
         formatter.write_paragraph()
-        formatter.write_text(f"Shipped recipes: {', '.join(recipes)}.")
+        formatter.write_text(f"Shipped recipes: {', '.join(recipe_names())}.")
 
 
 app = typer.Typer(

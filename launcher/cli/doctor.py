@@ -1,10 +1,9 @@
 """`launcher doctor`: is this machine, node or allocation fit to train, and how fast is it?
 
-The JSON file, which `launcher plan rates=FILE` reads, has: fit, bad_nodes (hosts, as Slurm names
+Keys of the JSON file, which `launcher plan rates=FILE` reads: fit, bad_nodes (hosts, as Slurm names
 them), device, nodes, ranks_per_node, versions, findings [{host, name, state, text}], rates
-(`planner.hardware.Rates`; null where a rate was not measured), within_node and across_nodes (bytes
-a second that a rank sends, by collective), links (bytes a second that a rank swaps with the next
-node, by host).
+(`planner.hardware.Rates`; null: not measured), and in bytes per second of a rank: within_node and
+across_nodes (sent, by collective), links (exchanged with the next node, by host).
 """
 
 from __future__ import annotations
@@ -51,10 +50,11 @@ class Request:
 
 def main(request: Request) -> int:
     """Returns 0 where everything is fit, 3 where something is bad."""
-    folder = None if request.json is None else request.json.absolute().parent
-    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        what = f"there is no folder {folder} that can be written to"
-        raise RecipeError(f"command line: json={request.json}: {what}")
+    if request.json is not None:
+        folder = request.json.absolute().parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            what = f"there is no folder {folder} that can be written to"
+            raise RecipeError(f"command line: json={request.json}: {what}")
     granted = os.environ.get("SLURM_GPUS_ON_NODE", "")
     node: dict[str, Any] = {
         "expected_gpus": request.gpus or (int(granted) if granted.isdigit() else None),
@@ -100,7 +100,7 @@ def _examine_machine(request: Request, node: dict[str, Any]) -> int:
     )
     needed = ("torch", "GPUs", "/dev/shm")
     if any(finding.state == "bad" and finding.name in needed for finding in findings):
-        print("\nnothing was measured: see to what is bad first")
+        print("\nnothing was measured: fix what is bad first")
     else:
         print(f"\nmeasuring with {ranks} {'rank' if ranks == 1 else 'ranks'} ...", flush=True)
         report = measured(ranks, report)
@@ -109,11 +109,13 @@ def _examine_machine(request: Request, node: dict[str, Any]) -> int:
     finish(report, request.json)
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if nodes not in ("", "1"):
-        alone = f"This was {socket.gethostname()} alone."
-        print(f"\n{alone} Over all {nodes} nodes of the job, with a HOST of it:")
-        torchrun = "torchrun --nnodes $SLURM_JOB_NUM_NODES --nproc-per-node GPUS"
-        print(f"  srun --ntasks-per-node=1 {torchrun} --rdzv-backend c10d \\")
-        print("    --rdzv-endpoint HOST:29500 -m launcher.cli.main doctor")
+        print(
+            f"\nThis was {socket.gethostname()} alone. For all {nodes} nodes of the job, with a HOST "
+            "of it:\n"
+            "  srun --ntasks-per-node=1 torchrun --nnodes $SLURM_JOB_NUM_NODES --nproc-per-node "
+            "GPUS --rdzv-backend c10d \\\n"
+            "    --rdzv-endpoint HOST:29500 -m launcher.cli.main doctor"
+        )
     return EXIT_DONE if report.fit else EXIT_NO
 
 
@@ -125,19 +127,18 @@ def _prints(environment: Environment) -> bool:
 
 
 def measured(ranks: int, report: Report) -> Report:
-    """Measures with so many ranks. Returns the report with the rates, or with a bad finding."""
+    """Measures with this number of ranks. Returns the report with the rates, or a bad finding."""
     ended = run_ranks(
         "launcher.diagnostics.group_checks", {}, ranks=ranks, seconds=MEASURING_SECONDS
     )
     if ended.status is not None and ended.result is not None:
         found = ended.result
-        findings = [Finding(**finding) for finding in found.pop("findings")]
-        both = {"findings": report.findings + findings, "versions": report.versions}
-        return Report(**found | both)
+        findings = report.findings + [Finding(**finding) for finding in found.pop("findings")]
+        return Report(**found | {"findings": findings, "versions": report.versions})
     if ended.status is None:
         why = f"{ranks} ranks did not finish within {MEASURING_SECONDS} s: one of them hangs"
     else:
-        printed = (ended.error or "").splitlines()[:1] or ended.printed.splitlines()[-1:]
-        why = f"the ranks failed: {printed[0].strip() if printed else 'nothing was printed'}"
+        lines = (ended.error or "").splitlines()[:1] or ended.printed.splitlines()[-1:]
+        why = f"the ranks failed: {lines[0].strip() if lines else 'nothing was printed'}"
     finding = Finding(name="measuring", state="bad", text=why)
     return dataclasses.replace(report, findings=[*report.findings, finding])

@@ -14,31 +14,32 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def main(run: Path, out: Path, *, dtype: str | None, merged: bool) -> int:
     """Writes the weights of RUN_DIR/hf, or else those of the newest checkpoint, to `out`.
 
-    dtype: of the weights; None: as they are stored. merged: adds adapters into their model.
+    dtype: of the weights; None: as they are stored. merged: merges adapters into their model.
     """
     if dtype not in (None, *_DTYPES):
         raise RecipeError(f"command line: dtype={dtype}: must be {' | '.join(_DTYPES)}")
     checkpoint = _checkpoint(run)
-    if checkpoint is not None:
-        _refuse_if_used(out)
+    source = _weights(run) if checkpoint is None else checkpoint
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RecipeError(f"command line: {out} exists and is not empty; name a new folder")
+    if not out.absolute().parent.is_dir():
+        raise RecipeError(f"command line: {out}: there is no folder {out.absolute().parent}")
+    if checkpoint is None:
+        adapter = (source / "adapter_config.json").is_file()
+        if merged and not adapter:
+            raise RecipeError(f"command line: merged=true: {source} has no adapter to merge")
+        from launcher.checkpoint.export import export_folder  # and with it torch
+
+        export_folder(source, out, dtype=dtype, merged=merged)
+        adapter = adapter and not merged
+    else:
         from launcher.checkpoint.export import export_checkpoint
 
         adapter = export_checkpoint(
             checkpoint, out, dtype=dtype, merged=merged, save_tokenizer=_save_tokenizer
         )
-        _print_result(out, adapter=adapter)
-        print(f"from {checkpoint}")
-        return EXIT_DONE
-    source = _weights(run)
-    _refuse_if_used(out)
-    adapter = (source / "adapter_config.json").is_file()
-    if merged and not adapter:
-        what = "holds a whole model already, there is no adapter to add in"
-        raise RecipeError(f"command line: merged=true: {source} {what}")
-    from launcher.checkpoint.export import export_folder  # and with it torch
-
-    export_folder(source, out, dtype=dtype, merged=merged)
-    _print_result(out, adapter=adapter and not merged)
+    reader = "peft's PeftModel.from_pretrained" if adapter else "from_pretrained"
+    print(f"{out}: {'the adapter, ' if adapter else ''}for {reader}, from {source}")
     return EXIT_DONE
 
 
@@ -50,19 +51,8 @@ def _save_tokenizer(recipe: Recipe, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _print_result(out: Path, *, adapter: bool) -> None:
-    print(
-        f"{out}: "
-        + (
-            "the adapter, for peft's PeftModel.from_pretrained"
-            if adapter
-            else "for from_pretrained"
-        )
-    )
-
-
 def _checkpoint(run: Path) -> Path | None:
-    """A checkpoint that was named itself, or the newest valid one of a run that has no export."""
+    """`run` if it is a checkpoint, or the newest valid one of a run that has no export."""
     if (run / MARKER).is_file():
         problem = verify(run)
         if problem is not None:
@@ -81,22 +71,10 @@ def _weights(run: Path) -> Path:
     if not run.is_dir():
         raise RecipeError(f"command line: {run}: no such folder")
     if not any(source.glob("*.safetensors")):
-        started = (
-            ""
-            if (run / "recipe.yaml").is_file()
-            else " (it does not look like the folder of a run: no recipe.yaml)"
-        )
+        is_run = (run / "recipe.yaml").is_file()
+        hint = "" if is_run else " (no recipe.yaml: it does not look like the folder of a run)"
         raise RecipeError(
-            f"command line: {run} has no weights{started}: a run leaves them in {source} when it "
-            "ends, where the recipe says checkpoint.export: at_end, and in its checkpoints"
+            f"command line: {run} has no weights{hint}: a run writes them to {source} at its end, "
+            "if the recipe has checkpoint.export: at_end, and to its checkpoints"
         )
     return source
-
-
-def _refuse_if_used(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RecipeError(f"command line: {out} is there already and not empty; name a new folder")
-    if not out.absolute().parent.is_dir():
-        raise RecipeError(
-            f"command line: {out}: there is no folder {out.absolute().parent} to put it in"
-        )

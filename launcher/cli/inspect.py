@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli.inspect_page import Page
 from launcher.errors import EXIT_DONE, RecipeError, suggestion
 from launcher.metrics.console import configure_logging
+from launcher.recipe.hub import model_folder
 from launcher.recipe.load import load_recipe
+from launcher.recipe.schema import Data, DataKind, Model, Recipe
 
 if TYPE_CHECKING:
-    from launcher.recipe.schema import Data, DataKind, Model, Recipe
+    from rich.console import Console
 
-    Parts = dict[str, tuple[tuple[str, ...], DataKind]]
-    """The sets to show: files and kind of each."""
+Parts = dict[str, tuple[tuple[str, ...], DataKind]]
+"""The sets to show: files and kind of each."""
 
 _WIDTH = 120
 _STREAMED = 1000
@@ -30,38 +32,49 @@ def main(overrides: Sequence[str], *, name: str, samples: int, tokens: int) -> i
     """
     configure_logging(stream="stderr")
     recipe = load_recipe(overrides, ranks=None).recipe
-    if recipe.data.builder is not None:
+    data = recipe.data
+    if data.builder is not None:
         what = "inspect shows the samples of data.train and data.validation, not its own"
         raise RecipeError(f"data.builder: {what}")
-    parts, weights = _parts(recipe.data, name)
+    parts, weights = _parts(data, name)
 
-    from rich.console import Console
-
+    # After all errors of the recipe, because they import numpy
+    from launcher.cli.inspect_page import Page, facts
     from launcher.data.samples import load_decoder
+
+    tokenizer = data.tokenizer or recipe.model.path
+    validates = name != "train" and not (isinstance(data.train, dict) and name in data.train)
+    opened = _open(recipe, parts, tokenizer, validates=validates)
+    order = _Order(opened, weights, recipe, validates=validates)
+    page, several = Page(_console()), len(opened) > 1
+    streamed = f"the first {_STREAMED:,} rows" if data.streaming else ""
+    page.title(recipe.run.name, name, "validation" if validates else streamed)
+    decoder = load_decoder(tokenizer)
+    for number, (part, index) in enumerate(order.first(samples), start=1):
+        title = f"sample {number} · {part}" if several else f"sample {number}"
+        page.sample(title, index, opened[part], decoder, data, most=tokens)
+    shares = [f"{weight / sum(weights):.1%}" for weight in weights] or [""] * len(opened)
+    page.totals(
+        {
+            part: facts(dataset, share=share, padding=order.padding(part))
+            for (part, dataset), share in zip(opened.items(), shares, strict=True)
+        }
+    )
+    for part, dataset in opened.items():
+        page.histogram(part if several else "", dataset)
+        page.skipped(dataset.skipped)
+    return EXIT_DONE
+
+
+def _console() -> Console:
+    from rich.console import Console
 
     terminal = sys.stdout.isatty()
     console = Console(
         highlight=False, width=None if terminal else _WIDTH, emoji=False, markup=False
     )
-    if terminal and console.width > _WIDTH:
-        console.width = _WIDTH
-    page = Page(console)
-    tokenizer = recipe.data.tokenizer or recipe.model.path
-    validates = not _trained(recipe.data, name)
-    opened = _open(recipe, parts, tokenizer, validates=validates)
-    order = _Order(opened, weights, recipe, validates=validates)
-    streamed = f"the first {_STREAMED:,} rows" if recipe.data.streaming else ""
-    page.title(recipe.run.name, name, "validation" if validates else streamed)
-    decoder = load_decoder(tokenizer)
-    for number, (part, index) in enumerate(order.first(samples), start=1):
-        title = f"sample {number} · {part}" if len(opened) > 1 else f"sample {number}"
-        page.sample(title, index, opened[part], decoder, recipe.data, most=tokens)
-    padding = [order.padding(part) for part in opened]
-    page.totals(opened, weights, padding, recipe.data.sequence_length)
-    for part, dataset in opened.items():
-        page.histogram(part if len(opened) > 1 else "", dataset)
-        page.skipped(dataset)
-    return EXIT_DONE
+    console.width = min(console.width, _WIDTH)
+    return console
 
 
 def _open(
@@ -72,7 +85,7 @@ def _open(
     from launcher.data.samples import first_documents
     from launcher.data.token_store import ModelInputs
 
-    vocabulary = _vocabulary(recipe.model)
+    model = ModelInputs(vocabulary=_vocabulary(recipe.model))
     opened: dict[str, Any] = {}
     for part, (files, kind) in parts.items():
         data = dataclasses.replace(recipe.data, kind=kind)
@@ -82,60 +95,48 @@ def _open(
             )
         else:
             opened[part] = open_dataset(
-                data,
-                files,
-                tokenizer=tokenizer,
-                model=ModelInputs(vocabulary=vocabulary),
-                build=True,
-                validation=validates,
+                data, files, tokenizer=tokenizer, model=model, build=True, validation=validates
             )
     return opened
 
 
 def _parts(data: Data, name: str) -> tuple[Parts, list[float]]:
     """The sets of a name, and their weights in a mixture."""
-    train = data.train if isinstance(data.train, dict) else {}
-    whole: dict[str, Parts] = {
-        "train": {part: (source.files, source.kind or data.kind) for part, source in train.items()}
-    }
-    if isinstance(data.train, tuple):
-        whole["train"] = {"train": (data.train, data.kind)}
-    if isinstance(data.validation, tuple):
-        whole["validation"] = {"validation": (data.validation, data.kind)}
+    weights: list[float] = []
+    sets: dict[str, Parts] = {"train": {}}
+    if isinstance(data.train, dict):
+        for part, source in data.train.items():
+            sets["train"][part] = (source.files, source.kind or data.kind)
+        weights = [source.weight for source in data.train.values()] if name == "train" else []
+    elif data.train is not None:
+        sets["train"] = {"train": (data.train, data.kind)}
+    if isinstance(data.validation, dict):
+        sets["validation"] = {part: (files, data.kind) for part, files in data.validation.items()}
     elif data.validation is not None:
-        whole["validation"] = {part: (files, data.kind) for part, files in data.validation.items()}
-    if name in whole:
-        return whole[name], [
-            source.weight for source in train.values()
-        ] if name == "train" and train else []
-    single = {part: found for sets in whole.values() for part, found in sets.items()}
+        sets["validation"] = {"validation": (data.validation, data.kind)}
+    if name in sets:
+        return sets[name], weights
+    single = {part: found for parts in sets.values() for part, found in parts.items()}
     if name not in single:
-        known = list(dict.fromkeys([*whole, *single]))
+        known = list(dict.fromkeys([*sets, *single]))
         what = f"no set of that name{suggestion(name, known)}; there are {', '.join(known)}"
         raise RecipeError(f"command line: set={name}: {what}")
     return {name: single[name]}, []
 
 
 def _vocabulary(model: Model) -> int | None:
-    """Vocabulary of the model by its config; None where the config has none."""
-    config: Any = model.config
+    """Vocabulary of the model by its config; None if the config has none."""
+    config: Any = model.config or {}
     if model.path is not None:
-        import json
-
-        from launcher.recipe.hub import model_folder
-
-        config = json.loads(
-            (model_folder(model.path, key="model.path", weights=False) / "config.json").read_text(
-                encoding="utf-8"
-            )
-        )
+        folder = model_folder(model.path, key="model.path", weights=False)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)
-    size = (config or {}).get("vocab_size")
+    size = config.get("vocab_size")
     return size if isinstance(size, int) else None
 
 
 class _Order:
-    """The order of the run: training data shuffled, validation data as it is."""
+    """The order of the run: training data shuffled, validation data in order."""
 
     def __init__(
         self, opened: dict[str, Any], weights: list[float], recipe: Recipe, *, validates: bool
@@ -149,65 +150,45 @@ class _Order:
             part: SampleOrder(samples=size, seed=seed, shuffle=shuffle)
             for part, size in sizes.items()
         }
-        self._mixed = (
-            MixtureOrder(sizes=list(sizes.values()), weights=weights, seed=seed, shuffle=shuffle)
-            if weights
-            else None
-        )
+        self._mixed = None
+        if weights:
+            self._mixed = MixtureOrder(
+                sizes=list(sizes.values()), weights=weights, seed=seed, shuffle=shuffle
+            )
 
     def first(self, samples: int) -> list[tuple[str, int]]:
         """Set and index of the first samples; of several sets in turn."""
-        names = list(self._opened)
-        if self._mixed is None:
-            return [
-                (names[i % len(names)], self._orders[names[i % len(names)]].sample(i // len(names)))
-                for i in range(samples)
-            ]
-        found = []
+        names, found = list(self._opened), []
         for position in range(samples):
+            if self._mixed is None:
+                turn, part = divmod(position, len(names))
+                found.append((names[part], self._orders[names[part]].sample(turn)))
+                continue
             index = self._mixed.sample(position)
-            for part, dataset in self._opened.items():
-                if index < len(dataset):
-                    found.append((part, index))
+            for name in names:
+                if index < len(self._opened[name]):
+                    found.append((name, index))
                     break
-                index -= len(dataset)
+                index -= len(self._opened[name])
         return found
 
     def padding(self, part: str) -> str:
-        """Share of padding; estimated over 64 steps where rows are padded to their micro-batch."""
+        """Share of padding; estimated over 64 steps if rows are padded to their micro-batch."""
         from launcher.data.batching import BatchSampler, RankBatchSampler, TokenBatchSampler
         from launcher.data.loader import expected_padding
 
-        dataset, batch = self._opened[part], self._batch
+        dataset, batch, order = self._opened[part], self._batch, self._orders[part]
         if dataset.packed:
-            return (
-                f"{1 - int(dataset.sequences.lengths.sum()) / (len(dataset) * dataset.length):.1%}"
-            )
-        one = {
-            "global_batch_size": batch.global_batch_size,
-            "rank": 0,
-            "ranks": 1,
-            "first_step": 0,
-            "steps": 64,
-        }
+            filled = int(dataset.sequences.lengths.sum())
+            return f"{1 - filled / (len(dataset) * dataset.length):.1%}"
+        size, tokens = batch.micro_batch_size, batch.micro_batch_tokens
+        one: dict[str, Any] = {"rank": 0, "ranks": 1, "first_step": 0, "steps": 64}
+        one |= {"order": order, "global_batch_size": batch.global_batch_size}
         sampler: BatchSampler
-        if batch.micro_batch_tokens is not None:
-            sampler = TokenBatchSampler(
-                order=self._orders[part],
-                lengths=dataset.lengths,
-                micro_batch_tokens=batch.micro_batch_tokens,
-                **one,
-            )
+        if tokens is not None:
+            sampler = TokenBatchSampler(lengths=dataset.lengths, micro_batch_tokens=tokens, **one)
         else:
-            micro_batch_size = (
-                batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1
-            )
-            sampler = RankBatchSampler(
-                order=self._orders[part], micro_batch_size=micro_batch_size, **one
-            )
+            size = size if isinstance(size, int) else 1
+            sampler = RankBatchSampler(micro_batch_size=size, **one)
         share = expected_padding(dataset, sampler)
         return "" if share is None else f"{share:.1%}"
-
-
-def _trained(data: Data, name: str) -> bool:
-    return name == "train" or (isinstance(data.train, dict) and name in data.train)

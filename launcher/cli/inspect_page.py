@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
 
-    from launcher.data.samples import Decoder, Piece
-    from launcher.recipe.schema import Data
+from launcher.data.samples import Decoder, Piece, bins, pieces, statistics
+from launcher.recipe.schema import Data
 
 _BAR = 44
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -27,235 +30,144 @@ class Page:
             console.is_terminal and console.color_system is not None and not console.no_color
         )
 
-    def _print(self, text: Text | str = "") -> None:
-        self._console.print(text, soft_wrap=not self._colours)
+    def _print(self, text: Text | str = "", style: str = "") -> None:
+        self._console.print(text, style=style, soft_wrap=not self._colours)
+
+    def _rule(self, *parts: str | tuple[str, str], characters: str = "━") -> None:
+        title = Text.assemble(*parts)
+        rule = Rule(title, align="left", characters=characters, style="bright_black")
+        self._console.print(rule)
 
     def title(self, run: str, name: str, what: str) -> None:
         """Prints run and set, and how to read the samples."""
-        from rich.text import Text
-
         self._print()
-        line = Text.assemble(
-            (f"{run} · {name}", "bold"), (f"   {what or 'in the order of the run'}", "dim")
-        )
-        self._print(line)
-        self._print(
-            Text.assemble(
-                ("  loss ", "green"),
-                ("  no loss  ", "dim"),
-                ("<special>", _SPECIAL_LOSS),
-                " ",
-                ("<special>", _SPECIAL),
-                ("  with and without", "dim"),
-            )
-            if self._colours
-            else "⟦what carries loss⟧, and what does not"
-        )
+        order = f"   {what or 'in the order of the run'}"
+        self._print(Text.assemble((f"{run} · {name}", "bold"), (order, "dim")))
+        if not self._colours:
+            self._print("⟦tokens with loss⟧, and tokens without")
+            return
+        special = (("<special>", _SPECIAL_LOSS), " ", ("<special>", _SPECIAL))
+        names = (("  loss ", "green"), ("  no loss  ", "dim"))
+        self._print(Text.assemble(*names, *special, ("  with and without", "dim")))
 
     def sample(
         self, title: str, index: int, dataset: Any, decoder: Decoder, data: Data, *, most: int
     ) -> None:
         """Prints a sample: its tokens as text, up to `most` of them, document by document."""
-        from rich.text import Text
-
-        from launcher.data.samples import pieces
-
         row = dataset[index]
         found = pieces(dataset.store, dataset.sequences, index, row, decoder, most=most)
         tokens = len(row["input_ids"])
-        words = _describe(row, data.labels)
-        if len(found) > 1:
-            words.append(f"{len(found)} documents")
-        if dataset.packed and tokens < dataset.length:
-            words.append(f"{dataset.length - tokens:,} padding")
         name, _, part = title.partition(" · ")
-        what = " · ".join([part, *words] if part else words)
+        facts = [part] if part else []
+        facts += _describe(row, data.labels)
+        if len(found) > 1:
+            facts.append(f"{len(found)} documents")
+        if dataset.packed and tokens < dataset.length:
+            facts.append(f"{dataset.length - tokens:,} padding")
         self._print()
-        self._rule(Text.assemble((name, "bold"), f" · {what}"), strong=True)
+        self._rule((name, "bold"), f" · {' · '.join(facts)}")
         shown = 0
         for place, piece in enumerate(found):
             if shown >= most:
                 break
             if place:
-                self._rule(self._cyan(f"next document, {piece.tokens:,} tokens"), strong=False)
+                text = f"next document, {piece.tokens:,} tokens"
+                self._rule((text, "cyan"), characters="┈")
             if piece.before:
-                text = f"… {piece.before:,} tokens of it stand in another sequence"
-                self._print(self._cyan(text))
+                self._print(f"… {piece.before:,} tokens of it are in another sequence", "cyan")
             self._print(self._decoded(piece))
             shown += piece.tokens
             if piece.after and shown <= most:
                 cut = dataset.sequences.cut_documents
-                where = "are cut off and lost" if cut else "of it stand in another sequence"
-                text = f"… {piece.after:,} tokens {where}"
-                self._print(Text(text, style="yellow" if cut else "cyan"))
+                where = "are cut off" if cut else "of it are in another sequence"
+                self._print(f"… {piece.after:,} tokens {where}", "yellow" if cut else "cyan")
         if tokens > most:
             text = f"… {tokens - most:,} more tokens (tokens={tokens} shows them)"
-            self._print(Text(text, style="yellow"))
-
-    def _cyan(self, text: str) -> Text:
-        from rich.text import Text
-
-        return Text(text, style="cyan")
-
-    def _rule(self, text: Text, *, strong: bool) -> None:
-        from rich.rule import Rule
-
-        self._console.print(
-            Rule(text, align="left", characters="━" if strong else "┈", style="bright_black")
-        )
+            self._print(text, "yellow")
 
     def _decoded(self, piece: Piece) -> Text:
-        from rich.text import Text
-
         text, inside = Text(), False
         for span in piece.spans:
             shown = span.text.replace("\t", "→   ").replace("\n", "↵\n")
             if self._colours:
-                style = (
-                    (_SPECIAL_LOSS if span.loss else _SPECIAL)
-                    if span.special
-                    else ("green" if span.loss else "dim")
-                )
-                text.append(shown, style=style)
+                plain, special = ("green", _SPECIAL_LOSS) if span.loss else ("dim", _SPECIAL)
+                text.append(shown, style=special if span.special else plain)
                 continue
             if span.loss != inside:
                 text.append("⟦" if span.loss else "⟧")
             inside = span.loss
             text.append(shown)
-        if inside:
-            text.append("⟧")
-        return text
+        return text.append("⟧") if inside else text
 
-    def totals(
-        self, opened: dict[str, Any], weights: list[float], padding: list[str], length: int
-    ) -> None:
-        """Prints a table with a column for each set.
-
-        padding: share of each set. length: data.sequence_length.
-        """
-        from rich import box
-        from rich.table import Table
-
-        from launcher.data.samples import statistics
-
-        table = Table(
-            box=box.SIMPLE_HEAD if len(opened) > 1 else None,
-            show_header=len(opened) > 1,
-            pad_edge=False,
-        )
+    def totals(self, columns: dict[str, dict[str, str]]) -> None:
+        """Prints a table with a column of `facts` per set."""
+        several = len(columns) > 1
+        style = box.SIMPLE_HEAD if several else None
+        table = Table(box=style, show_header=several, pad_edge=False)
         table.add_column("", style="dim" if self._colours else "")
-        for part in opened:
-            table.add_column(part, justify="right" if len(opened) > 1 else "left")
-        found = {
-            part: statistics(dataset.store, dataset.sequences) for part, dataset in opened.items()
-        }
-
-        def row(title: str, values: list[str]) -> None:
-            if any(value for value in values):
-                table.add_row(title, *values)
-
-        if weights:
-            row("share of the sequences", [f"{weight / sum(weights):.1%}" for weight in weights])
-        row("documents", [f"{len(one.lengths):,}" for one in found.values()])
-        quantiles = [_quantiles(one.lengths) for one in found.values()]
-        if len(opened) == 1:
-            row(
-                "tokens of a document",
-                [", ".join(f"{what} {number}" for what, number in quantiles[0].items())],
-            )
-        else:
-            for what in quantiles[0]:
-                row(f"tokens of a document, {what}", [one[what] for one in quantiles])
-        row(f"sequences of up to {length:,}", [f"{one.sequences:,}" for one in found.values()])
-        row("tokens in them", [f"{one.tokens:,}" for one in found.values()])
-        row(
-            "tokens with loss",
-            [
-                f"{one.loss_tokens:,}  ({one.loss_tokens / one.tokens:.1%})"
-                for one in found.values()
-            ],
-        )
-        row("padding", padding)
-        row(
-            "documents that go on in another sequence",
-            [_some(dataset.sequences.split_documents) for dataset in opened.values()],
-        )
-        row(
-            "documents that lose their end",
-            [_lost(dataset.sequences) for dataset in opened.values()],
-        )
-        row("rows skipped", [_some(len(dataset.skipped)) for dataset in opened.values()])
+        for part in columns:
+            table.add_column(part, justify="right" if several else "left")
+        for name in next(iter(columns.values())):
+            values = [column[name] for column in columns.values()]
+            if any(values):
+                table.add_row(name, *values)
         self._print()
-        self._rule_line("in all")
+        self._rule(("in all", "bold"))
         self._console.print(table)
-
-    def _rule_line(self, text: str) -> None:
-        from rich.text import Text
-
-        self._rule(Text(text, style="bold"), strong=True)
 
     def histogram(self, part: str, dataset: Any) -> None:
         """Prints how many documents have how many tokens."""
-        import numpy as np
-        from rich.text import Text
-
-        from launcher.data.samples import bins
-
-        lengths = np.diff(dataset.store.offsets)
+        lengths, most = np.diff(dataset.store.offsets), dataset.length
         if not len(lengths):
             return
-        edges, counts = bins(lengths, mark=dataset.length)
-        width = len(f"{edges[-1]:,}")
+        edges, counts = bins(lengths, mark=most)
+        width, digits = len(f"{edges[-1]:,}"), len(f"{max(counts):,}")
         self._print()
-        self._rule_line(f"{part + ': ' if part else ''}documents by tokens")
+        self._rule((f"{part + ': ' if part else ''}documents by tokens", "bold"))
         marked = False
         for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
-            if low > dataset.length and not marked:
+            if low > most and not marked:
                 marked = True
-                line = f"{'':>{2 * width + 3}} ╌╌╌ data.sequence_length {dataset.length:,} ╌╌╌"
-                self._print(Text(line, style="yellow"))
+                line = f"{'':>{2 * width + 3}} ╌╌╌ data.sequence_length {most:,} ╌╌╌"
+                self._print(line, "yellow")
             bar = count * _BAR * 8 // max(counts)
             drawn = "█" * (bar // 8) + _EIGHTHS[bar % 8].strip() or ("▏" if count else "")
-            line_text = Text(f"{low:>{width},} – {high - 1:>{width},} ")
-            line_text.append(
-                f"{drawn:<{_BAR}}", style="yellow" if low > dataset.length else "green"
-            )
-            line_text.append(f" {count:>{len(f'{max(counts):,}')},}")
-            self._print(line_text)
+            style = "yellow" if low > most else "green"
+            row = (f"{low:>{width},} – {high - 1:>{width},} ", (f"{drawn:<{_BAR}}", style))
+            self._print(Text.assemble(*row, f" {count:>{digits},}"))
 
-    def skipped(self, dataset: Any, most: int = 5) -> None:
+    def skipped(self, rows: list[dict[str, str]], most: int = 5) -> None:
         """Prints the rows that cannot be used."""
-        skipped = dataset.skipped
-        if skipped:
+        if rows:
             self._print()
-        for row in skipped[:most]:
+        for row in rows[:most]:
             self._print(f"skipped: {row['where']}: {row['problem']}")
-        if len(skipped) > most:
-            self._print(
-                f"... and {len(skipped) - most:,} more; a run lists them in skipped_rows.jsonl"
-            )
+        if len(rows) > most:
+            left = len(rows) - most
+            self._print(f"... and {left:,} more; a run lists them in skipped_rows.jsonl")
 
 
-def _describe(row: Any, labels: tuple[str, ...] | None) -> list[str]:
-    """Tokens of a row, and how many carry loss, or its class."""
-    tokens = len(row["input_ids"])
-    words = [f"{tokens:,} tokens"]
-    if "position_ids" in row:
-        trained = int((row["targets"] != _IGNORED).sum())
-        return [*words, f"{trained:,} with loss ({trained / max(1, tokens):.0%})"]
-    label = int(row["targets"][0])
-    name = f", {labels[label]}" if labels and label < len(labels) else ""
-    return [*words, f"class {label}{name}"]
+def facts(dataset: Any, *, share: str, padding: str) -> dict[str, str]:
+    """The totals of a set. Empty text: not shown.
 
-
-def _quantiles(lengths: Any) -> dict[str, str]:
-    import numpy as np
-
-    middle, most = np.quantile(lengths, [0.5, 0.9], method="nearest").tolist()
+    share: of the sequences of a mixture. padding: share of padding.
+    """
+    found, sequences = statistics(dataset.store, dataset.sequences), dataset.sequences
+    median, most = np.quantile(found.lengths, [0.5, 0.9], method="nearest").tolist()
+    lost = f"{sequences.cut_documents:,}  ({sequences.cut_tokens:,} tokens)"
     return {
-        "median": f"{middle:,}",
-        "90 % up to": f"{most:,}",
-        "longest": f"{int(lengths.max()):,}",
+        "share of the sequences": share,
+        "documents": f"{len(found.lengths):,}",
+        "tokens of a document, median": f"{median:,}",
+        "tokens of a document, 90 % up to": f"{most:,}",
+        "tokens of a document, longest": f"{int(found.lengths.max()):,}",
+        f"sequences of up to {dataset.length:,}": f"{found.sequences:,}",
+        "tokens in them": f"{found.tokens:,}",
+        "tokens with loss": f"{found.loss_tokens:,}  ({found.loss_tokens / found.tokens:.1%})",
+        "padding": padding,
+        "documents that continue in another sequence": _some(sequences.split_documents),
+        "documents that lose their end": lost if sequences.cut_documents else "",
+        "rows skipped": _some(len(dataset.skipped)),
     }
 
 
@@ -263,9 +175,12 @@ def _some(count: int) -> str:
     return f"{count:,}" if count else ""
 
 
-def _lost(sequences: Any) -> str:
-    return (
-        f"{sequences.cut_documents:,}  ({sequences.cut_tokens:,} tokens)"
-        if sequences.cut_documents
-        else ""
-    )
+def _describe(row: Any, labels: tuple[str, ...] | None) -> list[str]:
+    """Tokens of a row, and how many have a loss, or its class."""
+    tokens = len(row["input_ids"])
+    if "position_ids" in row:
+        trained = int((row["targets"] != _IGNORED).sum())
+        return [f"{tokens:,} tokens", f"{trained:,} with loss ({trained / max(1, tokens):.0%})"]
+    label = int(row["targets"][0])
+    name = f", {labels[label]}" if labels and label < len(labels) else ""
+    return [f"{tokens:,} tokens", f"class {label}{name}"]

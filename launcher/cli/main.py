@@ -1,6 +1,6 @@
 """The `launcher` command: every subcommand with its options, their defaults and an example.
 
-The modules that do the work are imported when their command runs: `--help` needs none of them.
+A command imports the module that does its work when it runs: `--help` needs none of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from launcher import __version__
-from launcher.cli.app import Overrides, SubmitCommand, app, command
+from launcher.cli.app import Overrides, SubmitCommand, app, command, flag, option
 from launcher.errors import EXIT_DONE, EXIT_USAGE, RecipeError
 
 
@@ -43,19 +43,10 @@ def launcher(
 def train(
     overrides: Overrides,
     gpus: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Processes, each on a GPU of its own. Default: the visible GPUs, or 1.",
-            show_default=False,
-        ),
+        int | None, option("Processes, one per GPU. Default: the visible GPUs, or 1.", "N")
     ] = None,
     max_restarts: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, help="Restarts after a failure, from the last checkpoint."
-        ),
+        int, option("Restarts after a failure, from the last checkpoint.", "N", min=0)
     ] = 0,
 ) -> int:
     """Train on this machine: starts torchrun with a process for each GPU.
@@ -74,8 +65,7 @@ def train(
 def show(
     overrides: Overrides,
     ranks: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Check the batch sizes for so many ranks, too."),
+        int | None, option("Also check the batch sizes for this number of ranks.", "N")
     ] = None,
 ) -> int:
     """Print the resolved recipe, each value with the line or argument that it comes from.
@@ -97,51 +87,39 @@ def schema() -> int:
     Example:
       launcher schema > recipe.schema.json
     """
-    from launcher.cli.schema import main
+    import json
 
-    return main()
+    from launcher.recipe.decode import json_schema
+
+    print(json.dumps(json_schema(), indent=1))
+    return EXIT_DONE
 
 
 @command
 def plan(
     overrides: Overrides,
-    nodes: Annotated[int, typer.Option(metavar="N", help="Nodes.")] = 1,
+    nodes: Annotated[int, option("Nodes.", "N")] = 1,
     gpus_per_node: Annotated[
-        int | None,
-        typer.Option(
-            help="GPUs on each node. Default: those of this machine, or 8.", show_default=False
-        ),
+        int | None, option("GPUs per node. Default: those of this machine, or 8.", "N")
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            help="Name of the GPU, such as h100. Default: the GPUs of this machine.",
-            show_default=False,
-        ),
+        option("Name of the GPU, such as h100. Default: the GPUs of this machine.", "NAME"),
     ] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of a GPU, such as 80GiB.")
-    ] = None,
+    gpu_memory: Annotated[str | None, option("Memory of a GPU, such as 80GiB.", "SIZE")] = None,
     host_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Host memory of a node, such as 1TiB.")
+        str | None, option("Host memory of a node, such as 1TiB.", "SIZE")
     ] = None,
     rates: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Measured rates, from `launcher doctor --json FILE`."),
+        Path | None, option("Measured rates, from `launcher doctor --json FILE`.", "FILE")
     ] = None,
     ladder: Annotated[
-        bool,
-        typer.Option(help="Search for the fastest configuration that fits; not with --verify."),
+        bool, option("Search for the fastest configuration that fits; not with --verify.")
     ] = True,
     verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify", help="Train three steps here and print measured beside planned memory."
-        ),
+        bool, flag("--verify", "Train three steps here and print measured beside planned memory.")
     ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object; sizes are bytes.")
-    ] = False,
+    json: Annotated[bool, flag("--json", "Print one JSON object; sizes are in bytes.")] = False,
 ) -> int:
     """Predict memory and speed: does it fit, and which configuration is the fastest that fits?
 
@@ -151,19 +129,26 @@ def plan(
     Example:
       launcher plan recipe=qwen3_8b gpu=a100-40gb gpus_per_node=8
     """
-    from launcher.cli.plan import main
+    from launcher.cli.options import read_size
+    from launcher.cli.plan import Request, main
 
-    words = {"nodes": nodes, "gpus_per_node": gpus_per_node, "gpu": gpu, "gpu_memory": gpu_memory}
-    words |= {"host_memory": host_memory, "rates": rates}
-    given = [f"{name}={value}" for name, value in words.items() if value is not None]
-    given += [] if ladder and not verify else ["ladder=false"]
-    given += ["verify=true"] * verify + ["json=true"] * json
-    return main([*overrides, *given])
+    request = Request(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu=gpu,
+        gpu_memory=read_size("gpu_memory", gpu_memory),
+        host_memory=read_size("host_memory", host_memory),
+        rates=rates,
+        ladder=ladder and not verify,
+        verify=verify,
+        json=json,
+    )
+    return main(overrides, request)
 
 
 @command
 def prepare(overrides: Overrides) -> int:
-    """Fetch model and data and tokenize into the cache: for nodes that have no network later.
+    """Fetch model and data and tokenize into the cache, for nodes that have no network.
 
     \b
     Example:
@@ -178,12 +163,10 @@ def prepare(overrides: Overrides) -> int:
 def inspect(
     overrides: Overrides,
     set: Annotated[
-        str, typer.Option(help="train, validation, or a name in data.train or data.validation.")
+        str, option("train, validation, or a name in data.train or data.validation.", "NAME")
     ] = "train",
-    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Samples to print.")] = 3,
-    tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tokens to print of each sample.")
-    ] = 600,
+    samples: Annotated[int, option("Samples to print.", "N")] = 3,
+    tokens: Annotated[int, option("Tokens to print of each sample.", "N")] = 600,
 ) -> int:
     """Print samples as the model will see them, packing, totals and a histogram of lengths.
 
@@ -199,11 +182,9 @@ def inspect(
 @command
 def selftest(
     overrides: Overrides,
-    ranks: Annotated[int, typer.Option(metavar="N", min=1, help="Ranks, on this machine.")] = 2,
-    steps: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Optimizer steps of each variant.")
-    ] = 5,
-    shrink: Annotated[bool, typer.Option("--shrink", help="Make the model small.")] = False,
+    ranks: Annotated[int, option("Ranks, on this machine.", "N")] = 2,
+    steps: Annotated[int, option("Optimizer steps of each variant.", "N")] = 5,
+    shrink: Annotated[bool, flag("--shrink", "Make the model small.")] = False,
 ) -> int:
     """Compare the losses of a few steps over strategies, accumulation and numbers of ranks.
 
@@ -223,25 +204,22 @@ def submit(
     overrides: Overrides,
     gpu: Annotated[
         str | None,
-        typer.Option(help="GPU of the nodes, such as h100: checks first whether the recipe fits."),
+        option("GPU of the nodes, such as h100: check first whether the recipe fits.", "NAME"),
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of a GPU, for the same check.")
+        str | None, option("Memory of a GPU, for the same check.", "SIZE")
     ] = None,
-    dependency: Annotated[str | None, typer.Option(help="sbatch --dependency.")] = None,
+    dependency: Annotated[str | None, option("sbatch --dependency.", "JOBS")] = None,
     throttle: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Runs of a sweep that run at the same time."),
+        int | None, option("Runs of a sweep that run at the same time.", "N")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script only.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Print the job script only.")] = False,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for the end of the run; exit with its status.")
+        bool, flag("--wait", "Wait for the end of the run; exit with its status.")
     ] = False,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="The same, and print what rank 0 prints.")
-    ] = False,
+    follow: Annotated[bool, flag("--follow", "As --wait, and print the output of rank 0.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Submit what does not fit by the plan.")
+        bool, flag("--force", "Submit even if the recipe does not fit by the plan.")
     ] = False,
 ) -> int:
     """Submit a Slurm job that is requeued until the run is finished.
@@ -257,13 +235,9 @@ def submit(
     """
     from launcher.cli.submit import Request, main
 
-    plan_words = [
-        f"{name}={value}"
-        for name, value in (("gpu", gpu), ("gpu_memory", gpu_memory))
-        if value is not None
-    ]
+    options = {"gpu": gpu, "gpu_memory": gpu_memory}
     request = Request(
-        plan=plan_words,
+        plan=[f"{name}={value}" for name, value in options.items() if value is not None],
         dependency=dependency,
         throttle=throttle,
         dry_run=dry_run,
@@ -281,7 +255,7 @@ def status(
         typer.Argument(metavar="RUN_DIR", help="Folder of a run, or a folder that holds several."),
     ],
 ) -> int:
-    """Print how a run stands: step, loss, speed, checkpoint, restarts and lost time.
+    """Print the state of a run: step, loss, speed, checkpoint, restarts and lost time.
 
     \b
     Example:
@@ -303,18 +277,15 @@ def export(
     ],
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="bfloat16 | float16 | float32. Default: as the weights are stored.",
-            show_default=False,
-        ),
+        option("bfloat16 | float16 | float32. Default: as the weights are stored.", "DTYPE"),
     ] = None,
     merged: Annotated[
-        bool, typer.Option("--merged", help="Add adapters into the model that they belong to.")
+        bool, flag("--merged", "Merge the adapters into the model that they belong to.")
     ] = False,
 ) -> int:
     """Write the weights of a run as a Hugging Face folder.
 
-    Takes RUN_DIR/hf where a finished run left it, else the newest checkpoint.
+    Takes RUN_DIR/hf if a finished run has it, else the newest checkpoint.
 
     \b
     Example:
@@ -328,54 +299,31 @@ def export(
 @command
 def doctor(
     ranks: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Processes that measure together. Default: the GPUs, or 2.",
-            show_default=False,
-        ),
+        int | None, option("Processes that measure together. Default: the GPUs, or 2.", "N")
     ] = None,
     json: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the report, for `launcher plan rates=FILE`."),
+        Path | None, option("Write the report, for `launcher plan rates=FILE`.", "FILE")
     ] = None,
     shared: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="A folder that all nodes must see and write to."),
+        Path | None, option("A folder that all nodes must see and write to.", "FOLDER")
     ] = None,
-    runs: Annotated[Path, typer.Option(metavar="FOLDER", help="Where runs are written.")] = Path(
-        "runs"
-    ),
+    runs: Annotated[Path, option("Where runs are written.", "FOLDER")] = Path("runs"),
     gpus: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="GPUs that this node must have. Default: those that Slurm granted.",
-            show_default=False,
-        ),
+        option("GPUs that this node must have. Default: those that Slurm granted.", "N"),
     ] = None,
-    port: Annotated[
-        int, typer.Option(metavar="N", min=0, help="A port that must be free; 0: any.")
-    ] = 0,
+    port: Annotated[int, option("A port that must be free; 0: any.", "N", min=0)] = 0,
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick",
-            help="Compare several nodes without measuring. Exits with 0; read the JSON.",
-        ),
+        flag("--quick", "Compare several nodes without measuring. Exits with 0; read the JSON."),
     ] = False,
     node: Annotated[
-        bool,
-        typer.Option(
-            "--node", help="Check this node alone, in seconds; prints a line for each problem."
-        ),
+        bool, flag("--node", "Check this node alone, in seconds; prints a line for each problem.")
     ] = False,
 ) -> int:
     """Check whether this machine, node or allocation is fit to train, and measure how fast it is.
 
-    Exit status 3: something is bad. Over several nodes, start it like training, with one torchrun
+    Exit status 3: something is bad. For several nodes, start it like training, with one torchrun
     on each node:
 
     \b
@@ -386,18 +334,7 @@ def doctor(
     """
     from launcher.cli.doctor import Request, main
 
-    return main(
-        Request(
-            ranks=ranks,
-            json=json,
-            shared=shared,
-            runs=runs,
-            gpus=gpus,
-            port=port,
-            quick=quick,
-            node=node,
-        )
-    )
+    return main(Request(ranks, json, shared, runs, gpus, port, quick, node))
 
 
 def run(arguments: Sequence[str]) -> int:

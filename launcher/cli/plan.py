@@ -1,13 +1,9 @@
-"""`launcher plan recipe=... [gpu=h100 | gpu_memory=80GiB] [nodes=1 gpus_per_node=8]`: will it fit?
+"""`launcher plan recipe=... [gpu=h100 | gpu_memory=80GiB]`: will it fit? Needs no GPU, no weights.
 
-Needs no GPU and no weights. Options, besides overrides of the recipe:
-    nodes, gpus_per_node   nodes=1; the GPUs of this machine where it has some, else 8
-    gpu                    h100, a100, ...: its memory and rates; default: the GPUs of this machine
-    gpu_memory             memory of one GPU, with a unit: 80GiB, 80GB
-    host_memory            host memory of one node
-    rates                  a file of `launcher doctor --json FILE`: measured rates, not a table's
-    ladder=false           only the recipe as written: quicker
-    json                   one object on standard output, all sizes in bytes, and nothing else:
+With `--verify` it trains three steps on this machine, with random weights and tokens. Exit status
+3 if the planned peak is more than 5 % above or 2 % below the measured one.
+
+The object that `--json` prints, all sizes in bytes:
         recipe, strategy, batch   name of the run; strategy and batch in words
         machine                   name, device, nodes, gpus_per_node, ranks, memory, host_memory
                                   (null: not known), rates
@@ -30,9 +26,6 @@ Needs no GPU and no weights. Options, besides overrides of the recipe:
                                   remedies [text], written_seconds, and the configurations, fastest
                                   first, as rungs [{overrides [text], strategy, micro_batch_size,
                                   fits, as_written, needed, host, seconds, tokens_per_second, ...}]
-    verify                 train three steps here, with random weights and tokens, and print the
-                           measured memory beside the plan, without other configurations. Exit
-                           status 3 where the planned peak is over 5 % more, or over 2 % less
 """
 
 from __future__ import annotations
@@ -42,10 +35,9 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from launcher.cli.options import count, read_options, size, truth, word
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, RecipeError, TrainingError
 from launcher.planner import machine as machines
 from launcher.planner.formatting import Line, as_json, as_text
@@ -54,89 +46,86 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import leaves_open
 
-OPTIONS = {
-    "nodes": count,
-    "gpus_per_node": count,
-    "gpu": word,
-    "gpu_memory": size,
-    "host_memory": size,
-    "rates": word,
-    "ladder": truth,
-    "json": truth,
-    "verify": truth,
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of the command; memory in bytes."""
+
+    nodes: int
+    gpus_per_node: int | None
+    gpu: str | None
+    gpu_memory: int | None
+    host_memory: int | None
+    rates: Path | None
+    ladder: bool
+    verify: bool
+    json: bool
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(overrides: Sequence[str], request: Request) -> int:
     """Exit status 0: it fits, or the memory is not known; 3: it does not fit."""
-    options, rest = read_options("launcher plan", arguments, OPTIONS)
-    quiet, verify = options.get("json", False), options.get("verify", False)
-    machine, notes = _machine(options, rest)
-    loaded = load_recipe(rest, ranks=machine.ranks, files=False)
-    if verify:
+    machine, notes = _machine(overrides, request)
+    loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
+    if request.verify:
         _check_can_verify(machine)
     # After all errors of the user, because they import torch
     from launcher.planner import measure, plan, search
 
-    recipe = loaded.recipe
+    recipe, quiet = loaded.recipe, request.json
     if leaves_open(recipe):
-        with _progress("choosing what is auto", shown=not quiet):
+        with _progress("choosing what is auto", quiet):
             recipe, chosen, note = _choose(recipe, machine)
-        rest, notes = [*rest, *chosen], [*notes, note]
-    with _progress("tracing a step", shown=not quiet):
+        overrides, notes = [*overrides, *chosen], [*notes, note]
+    with _progress("tracing a step", quiet):
         planned = plan.make_plan(recipe, machine)
     planned = dataclasses.replace(planned, notes=(*notes, *planned.notes))
     ladder = measured = None
-    if options.get("ladder", not verify):
-        with _progress("looking for what is faster", shown=not quiet):
+    if request.ladder:
+        with _progress("searching for a faster configuration", quiet):
             ladder = search.make_ladder(recipe, machine, plan_of=plan.make_plan)
-    if verify:
+    if request.verify:
         on_gpus = machine.device == "cuda"
         try:
-            with _progress("training three steps", shown=not quiet):
-                (measured,) = measure.measure([rest], ranks=machine.ranks, gpus=on_gpus)
+            with _progress("training three steps", quiet):
+                (measured,) = measure.measure([overrides], ranks=machine.ranks, gpus=on_gpus)
         except TrainingError as error:
             print(error, file=sys.stderr)
             return EXIT_FAILED
     report = as_json(recipe, planned, ladder, measured)
-    if quiet:
+    if request.json:
         print(json.dumps(report, indent=1))
     else:
-        show(as_text(report))
+        _print(as_text(report))
     wrong = report["verified"] is not None and not report["verified"]["true"]
     return EXIT_NO if report["fits"] is False or wrong else EXIT_DONE
 
 
-def _machine(options: dict[str, Any], recipe: Sequence[str]) -> tuple[Machine, list[str]]:
-    """The machine to plan for, and what to note about it. Raises RecipeError."""
-    gpu, memory, gpus = (options.get(name) for name in ("gpu", "gpu_memory", "gpus_per_node"))
+def _machine(overrides: Sequence[str], request: Request) -> tuple[Machine, list[str]]:
+    """The machine to plan for, and notes about it. Raises RecipeError."""
+    gpu, memory, gpus = request.gpu, request.gpu_memory, request.gpus_per_node
     notes = []
-    if gpu is None and memory is None:
-        present = detect_gpus()
-        if present is not None:
-            gpu, memory, found = present
-            gpus = gpus or found
-            notes.append(
-                "Planned for the GPUs of this machine; for others give gpu=h100, or "
-                f"gpu_memory=80GiB, and gpus_per_node={gpus}."
-            )
-    nodes, gpus = options.get("nodes", 1), gpus or 8
-    load_recipe(recipe, ranks=nodes * gpus, files=False)  # its errors first
-    rates = options.get("rates")
-    overrides = None if rates is None else machines.read_rates(Path(rates))
+    if gpu is None and memory is None and (present := detect_gpus()) is not None:
+        gpu, memory, found = present
+        gpus = gpus or found
+        notes.append(
+            "Planned for the GPUs of this machine; for others give gpu=h100, or "
+            f"gpu_memory=80GiB, and gpus_per_node={gpus}."
+        )
+    gpus = gpus or 8
+    load_recipe(overrides, ranks=request.nodes * gpus, files=False)  # its errors first
     machine = machines.known_machine(
         gpu,
-        nodes=nodes,
+        nodes=request.nodes,
         gpus_per_node=gpus,
         memory=memory,
-        host_memory=options.get("host_memory"),
-        overrides=overrides,
+        host_memory=request.host_memory,
+        overrides=None if request.rates is None else machines.read_rates(request.rates),
     )
     return machine, notes
 
 
 def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, tuple[str, ...], str]:
-    """What a run on this machine would take for `auto`, as overrides too, and why."""
+    """The recipe with each `auto` replaced, the overrides that do the same, and a note."""
     from launcher.planner import candidates, plan, search
 
     best = search.fastest_that_fits(recipe, machine, plan_of=plan.make_plan)
@@ -151,40 +140,40 @@ def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, tuple[str, ...], 
 
 
 def _check_can_verify(machine: Machine) -> None:
-    """Raises RecipeError unless the machine to plan for is this one."""
+    """Raises RecipeError unless this machine has the planned devices."""
     if machine.nodes > 1:
-        raise RecipeError("command line: verify: trains on this node alone; leave out nodes")
-    present, ranks = detect_gpus(), machine.gpus_per_node
-    if machine.device == "cuda" and (present is None or present[2] < ranks):
-        there = "no GPU" if present is None else f"{present[2]} GPUs"
-        hint = "give gpus_per_node, or gpu=cpu"
-        raise RecipeError(f"command line: verify: there is {there} here for {ranks} ranks; {hint}")
+        raise RecipeError("command line: verify: trains on this node only; leave out nodes")
+    ranks, (_, _, present) = machine.gpus_per_node, detect_gpus() or ("", 0, 0)
+    if machine.device == "cuda" and present < ranks:
+        what = f"this machine has {present or 'no'} GPUs for {ranks} ranks"
+        raise RecipeError(f"command line: verify: {what}; give gpus_per_node, or gpu=cpu")
 
 
 def detect_gpus() -> tuple[str, int, int] | None:
-    """Name, bytes and number of this machine's GPUs; None: there is none."""
+    """Name and bytes of this machine's GPUs, and how many there are; None without a GPU."""
     import torch
 
-    if not torch.cuda.is_available() or torch.cuda.device_count() == 0:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
         return None
     properties = torch.cuda.get_device_properties(0)
-    return properties.name, properties.total_memory, torch.cuda.device_count()
+    return properties.name, properties.total_memory, count
 
 
 @contextmanager
-def _progress(what: str, *, shown: bool) -> Iterator[None]:
-    """A line on standard error meanwhile, on a terminal only."""
-    shown = shown and sys.stderr.isatty()
-    if shown:
-        print(f"{what} ...", end="", file=sys.stderr, flush=True)
+def _progress(what: str, quiet: bool) -> Iterator[None]:
+    """Shows a line on standard error meanwhile, if that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    print(f"{what} ...", end="", file=sys.stderr, flush=True)
     try:
         yield
     finally:
-        if shown:
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
-def show(text: Sequence[Line]) -> None:
+def _print(text: Sequence[Line]) -> None:
     """Prints lines: in colour on a terminal, plain elsewhere."""
     from rich.console import Console
     from rich.text import Text

@@ -4,74 +4,67 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
+from launcher.errors import EXIT_DONE
 from launcher.metrics.console import bytes_as_text, configure_logging
+from launcher.recipe.hub import is_hub_id, model_folder
 from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Data, DataKind
+from launcher.recipe.schema import Data, DataKind, Recipe
 
 
 def main(overrides: Sequence[str]) -> int:
     """Prints where each part is. Raises RecipeError for a part that cannot be fetched or used."""
     recipe = load_recipe(overrides, ranks=None).recipe
-    say = partial(print, flush=True)
     configure_logging()
-    from launcher.recipe.hub import is_hub_id, model_folder
-
     model, data = recipe.model, recipe.data
     if model.path is not None:
-        weights = model.init != "random"
-        folder = model_folder(model.path, key="model.path", weights=weights)
-        say(f"model      {model.path}: {folder} ({_size(folder)})")
+        folder = model_folder(model.path, key="model.path", weights=model.init != "random")
+        _print(f"model      {model.path}: {folder} ({_size(folder)})")
     if data.builder is not None:
-        say(
-            f"data       {data.builder} brings its own; start it once on this machine if it "
-            "fetches something"
-        )
-        return 0
-    tokenizer = data.tokenizer or model.path
+        hint = "if it fetches something, start it once on this machine"
+        _print(f"data       {data.builder} provides the data; {hint}")
+        return EXIT_DONE
     if data.tokenizer not in (None, "bytes"):
         folder = model_folder(str(data.tokenizer), key="data.tokenizer", weights=False)
-        say(f"tokenizer  {data.tokenizer}: {folder}")
+        _print(f"tokenizer  {data.tokenizer}: {folder}")
     offline = True
     for name, kind, patterns, validation in _sets(data):
         if data.streaming and not validation:
             remote = [pattern for pattern in patterns if is_hub_id(pattern)]
-            say(
-                f"{name}: read while training (data.streaming)"
-                + (f", {', '.join(remote)} through the network" if remote else "")
-            )
+            network = f", {', '.join(remote)} through the network" if remote else ""
+            _print(f"{name}: read while training (data.streaming){network}")
             offline = offline and not remote
-            continue
-        from launcher.data.token_store import ModelInputs, open_store
+        else:
+            _tokenize(recipe, name, kind, patterns, validation)
+    what = ": training needs no network now, and with HF_HUB_OFFLINE=1 it requests nothing"
+    _print(f"ready{what if offline else ''}")
+    return EXIT_DONE
 
-        store = open_store(
-            patterns,
-            dataclasses.replace(data, kind=kind),
-            tokenizer=tokenizer,
-            model=ModelInputs(
-                vocabulary=(model.config or {}).get("vocab_size"), classes=model.num_labels
-            ),
-            validation=validation,
-            build=True,
-            refresh=True,
-        )
-        assert store.folder is not None
-        what = f"{store.documents:,} documents, {len(store.ids):,} tokens"
-        say(f"{name}: {what}: {store.folder} ({_size(store.folder)})")
-        if store.skipped:
-            first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
-            say(
-                f"{name}: {len(store.skipped):,} rows cannot be used and are left out, the "
-                f"first: {first}"
-            )
-    say(
-        "ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none"
-        if offline
-        else "ready"
+
+def _tokenize(
+    recipe: Recipe, name: str, kind: DataKind, patterns: tuple[str, ...], validation: bool
+) -> None:
+    from launcher.data.token_store import ModelInputs, open_store
+
+    model = recipe.model
+    store = open_store(
+        patterns,
+        dataclasses.replace(recipe.data, kind=kind),
+        tokenizer=recipe.data.tokenizer or model.path,
+        model=ModelInputs(
+            vocabulary=(model.config or {}).get("vocab_size"), classes=model.num_labels
+        ),
+        validation=validation,
+        build=True,
+        refresh=True,
     )
-    return 0
+    assert store.folder is not None
+    what = f"{store.documents:,} documents, {len(store.ids):,} tokens"
+    _print(f"{name}: {what}: {store.folder} ({_size(store.folder)})")
+    if store.skipped:
+        first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
+        _print(f"{name}: {len(store.skipped):,} rows cannot be used and are skipped, first {first}")
 
 
 def _sets(data: Data) -> Iterator[tuple[str, DataKind, tuple[str, ...], bool]]:
@@ -86,6 +79,10 @@ def _sets(data: Data) -> Iterator[tuple[str, DataKind, tuple[str, ...], bool]]:
             yield f"data.validation.{name}", data.kind, files, True
     elif data.validation is not None:
         yield "data.validation", data.kind, data.validation, True
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
 
 
 def _size(folder: Path) -> str:

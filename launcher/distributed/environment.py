@@ -21,17 +21,16 @@ from launcher.errors import RecipeError
 class Environment:
     """This process's rank, as torchrun gives it; a process without torchrun is rank 0 of 1."""
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    torchrun: bool
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    torchrun: bool = False
     """Started by torchrun, whose agent hosts the store and restarts workers on any status but 0."""
-    restart_count: int
-    """How often torchrun's agent has restarted the workers; 0 at first."""
+    restart_count: int = 0
+    """How often torchrun's agent has restarted the workers."""
     restarts_left: int = 0
     """How often it may restart them again."""
-
     error_file: str | None = None
     """File in which torchrun's agent looks for the reason of a failure, to print it last."""
     parent: int = 0
@@ -95,23 +94,13 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
                 "Start one torchrun a node: srun --ntasks-per-node=1 torchrun --nproc-per-node "
                 "GPUS launcher/train.py"
             )
-        return Environment(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            local_world_size=1,
-            torchrun=False,
-            restart_count=0,
-            **job,
-        )
-    missing = [name for name in names if name not in given]
-    if missing:
-        raise RecipeError(
-            f"{', '.join(given)} set, but not {', '.join(missing)}: start through torchrun, or "
-            "unset them"
-        )
-
+        return Environment(**job)
+    if missing := ", ".join(name for name in names if name not in given):
+        hint = "start through torchrun, or unset them"
+        raise RecipeError(f"{', '.join(given)} set, but not {missing}: {hint}")
     world_size = _integer(variables, "WORLD_SIZE", 1)
+    restart_count = _integer(variables, "TORCHELASTIC_RESTART_COUNT", 0)
+    max_restarts = _integer(variables, "TORCHELASTIC_MAX_RESTARTS", 0)
     return Environment(
         rank=_integer(variables, "RANK", 0),
         world_size=world_size,
@@ -119,12 +108,8 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         local_world_size=_integer(variables, "LOCAL_WORLD_SIZE", world_size),
         torchrun="TORCHELASTIC_RUN_ID" in variables,
         error_file=variables.get("TORCHELASTIC_ERROR_FILE"),
-        restart_count=_integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
-        restarts_left=max(
-            0,
-            _integer(variables, "TORCHELASTIC_MAX_RESTARTS", 0)
-            - _integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
-        ),
+        restart_count=restart_count,
+        restarts_left=max(0, max_restarts - restart_count),
         run_id=variables.get("TORCHELASTIC_RUN_ID"),
         meeting_point=f"{variables.get('MASTER_ADDR')}:{variables.get('MASTER_PORT')}",
         **job,
@@ -143,11 +128,10 @@ def _integer(variables: Mapping[str, str], name: str, default: int) -> int:
 def alone(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables without ranks and GPUs, for a process that only plans."""
     ranked = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    prefixes = ("GROUP_", "ROLE_", "TORCHELASTIC_")
     kept = {
         name: value
         for name, value in variables.items()
-        if name not in ranked and not name.startswith(prefixes)
+        if name not in ranked and not name.startswith(("GROUP_", "ROLE_", "TORCHELASTIC_"))
     }
     return kept | {"CUDA_VISIBLE_DEVICES": ""}
 

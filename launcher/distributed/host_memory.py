@@ -1,6 +1,6 @@
-"""Host memory as the kernel reports it: what is available, this process's use, out-of-memory kills.
+"""Host memory by the kernel's files: what is available, what this process uses, kills.
 
-Standard library only. Everything is read from files; a missing file is skipped.
+Standard library only. A missing file is skipped.
 """
 
 from __future__ import annotations
@@ -12,44 +12,36 @@ from pathlib import Path
 
 
 def available(root: Path = Path("/")) -> int | None:
-    """Bytes that processes here can still allocate; None if unknown.
-
-    The node's, or the rest of the limit of this process's control groups if that is less.
-    """
-    left = []
-    with contextlib.suppress(OSError, KeyError, ValueError, StopIteration):
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        left.append(
-            int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
-        )
+    """Bytes that processes can still allocate on this node and in this process's control groups;
+    None if unknown."""
+    bounds = list(_meminfo(root, "MemAvailable:"))
     for folder in _control_groups(root):
         for limit, used in (
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
             with contextlib.suppress(OSError, ValueError):  # memory.max is `max` without a limit
-                left.append(
-                    max(0, int((folder / limit).read_text()) - int((folder / used).read_text()))
-                )
-    return min(left, default=None)
+                left = int((folder / limit).read_text()) - int((folder / used).read_text())
+                bounds.append(max(0, left))
+    return min(bounds, default=None)
 
 
 def allowed(root: Path = Path("/")) -> int | None:
-    """Bytes that all processes here may use together; None if unknown.
-
-    The node's, or the limit of this process's control groups if that is less.
-    """
-    bounds = []
-    with contextlib.suppress(OSError, KeyError, ValueError, StopIteration):
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        bounds.append(
-            int(next(line for line in lines if line.startswith("MemTotal:")).split()[1]) * 1024
-        )
+    """Bytes that all processes may use on this node and in this process's control groups; None if
+    unknown."""
+    bounds = list(_meminfo(root, "MemTotal:"))
     for folder in _control_groups(root):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with contextlib.suppress(OSError, ValueError):
                 bounds.append(int((folder / name).read_text()))
     return min(bounds, default=None)
+
+
+def _meminfo(root: Path, name: str) -> Iterator[int]:
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith(name):
+                yield int(line.split()[1]) * 1024
 
 
 def resident() -> int:
@@ -71,16 +63,11 @@ def take_peak() -> int:
 
 
 def killed(root: Path = Path("/")) -> dict[str, int]:
-    """How many processes the out-of-memory killer has ended, by the file that counts them.
-
-    In this process's control groups and on the whole node.
-    """
+    """Processes that the out-of-memory killer has ended, by the file that counts them: on the node
+    and in this process's control groups."""
+    names = ("memory.events", "memory.oom_control")
+    files = [folder / name for folder in _control_groups(root) for name in names]
     counts: dict[str, int] = {}
-    files = [
-        folder / name
-        for folder in _control_groups(root)
-        for name in ("memory.events", "memory.oom_control")
-    ]
     for file in (*files, root / "proc/vmstat"):
         with contextlib.suppress(OSError, ValueError):
             for line in file.read_text().splitlines():

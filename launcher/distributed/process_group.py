@@ -25,12 +25,9 @@ from launcher.distributed.environment import Environment
 from launcher.errors import TrainingError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""By device. A group with a CPU backend sends objects over it (torch 2.11 to 2.14,
-`_get_object_coll_device`).
-
-So an exchange of objects neither waits for a device nor needs a communicator of NCCL. With CPU
-offload, gradient norms are reduced over gloo too.
-"""
+"""By device. With a CPU backend in the group, objects are exchanged over it (torch 2.11 to 2.14,
+`_get_object_coll_device`), which neither waits for a device nor needs an NCCL communicator. With
+CPU offload, gradient norms are reduced over gloo too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +44,6 @@ class DataParallel:
     device: torch.device
 
 
-def cores_per_rank(environment: Environment) -> int:
-    """Cores of this process, divided by the ranks of the node."""
-    return max(1, len(os.sched_getaffinity(0)) // environment.local_world_size)
-
-
 def set_threads(environment: Environment, *, device: torch.device, cpu_offload: bool) -> None:
     """Gives a rank that computes on the CPU its share of the cores.
 
@@ -59,7 +51,8 @@ def set_threads(environment: Environment, *, device: torch.device, cpu_offload: 
     offloaded parameters would then use one thread. Any other value was set by the user and stays.
     """
     if os.environ.get("OMP_NUM_THREADS", "1") == "1" and (cpu_offload or device.type == "cpu"):
-        torch.set_num_threads(cores_per_rank(environment))
+        cores = len(os.sched_getaffinity(0)) // environment.local_world_size
+        torch.set_num_threads(max(1, cores))
 
 
 def choose_device(environment: Environment, store: Store, wanted: str) -> torch.device:
@@ -71,21 +64,16 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
     if wanted == "cpu":
         return torch.device("cpu")
     # A ROCm build of torch calls its devices cuda too
-    build = (
-        f"CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else f"ROCm {torch.version.hip}"
-        if torch.version.hip
-        else None
-    )
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else None
+    if torch.version.hip:
+        build = f"ROCm {torch.version.hip}"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     mine = Node(socket.gethostname(), gpus, environment.local_world_size, torch.__version__, build)
     store.set(f"device/{environment.rank}", json.dumps(dataclasses.astuple(mine)))
     if environment.rank == 0:
         found = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])
-        store.set(
-            "device", json.dumps(agree_on_device(wanted, [Node(*json.loads(one)) for one in found]))
-        )
+        agreed = agree_on_device(wanted, [Node(*json.loads(one)) for one in found])
+        store.set("device", json.dumps(agreed))
     kind, problem = json.loads(store.get("device"))
     if problem is not None:
         raise TrainingError(problem, reason="no_gpu")
@@ -109,7 +97,7 @@ class Node:
 
 
 def agree_on_device(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | None]:
-    """`cuda` or `cpu`, or the problem. nodes: one for each rank. wanted: see `choose_device`."""
+    """`cuda` or `cpu`, or the problem. nodes: one per rank. wanted: see `choose_device`."""
     short = [node for node in dict.fromkeys(nodes) if node.gpus < node.ranks]
     if not short:
         return "cuda", None
@@ -120,14 +108,11 @@ def agree_on_device(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str
         if node.gpus:
             what = f"{node.gpus} GPUs for {node.ranks} ranks; start --nproc-per-node {node.gpus}"
         elif node.build:
-            tool = (
-                "amd-smi, ROCR_VISIBLE_DEVICES"
-                if node.build.startswith("ROCm")
-                else "nvidia-smi, CUDA_VISIBLE_DEVICES"
-            )
+            rocm = node.build.startswith("ROCm")
+            tool = "amd-smi, ROCR" if rocm else "nvidia-smi, CUDA"
             what = (
-                f"torch {node.torch} is built for {node.build} and finds no GPU; "
-                f"see the driver ({tool}) and what the job was granted"
+                f"torch {node.torch} is built for {node.build} and finds no GPU; check the driver "
+                f"({tool}_VISIBLE_DEVICES) and what the job was granted"
             )
         else:
             what = f"torch {node.torch} is built without CUDA or ROCm; install a build for the GPU"
@@ -135,17 +120,14 @@ def agree_on_device(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str
     return None, "\n".join([*lines, "to compute on the CPUs of all nodes, set run.device=cpu"])
 
 
-def check_dtype(device: torch.device, dtype: str) -> None:
+def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
     """Raises ValueError if the device only emulates this dtype."""
-    if (
-        dtype == "bfloat16"
-        and device.type == "cuda"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        name = torch.cuda.get_device_name(device)
+    if dtype != torch.bfloat16 or device.type != "cuda":
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(
-            f"{name} does not compute in bfloat16; use float16, whose loss scale keeps small "
-            "gradients, or mixed_precision: null"
+            f"{torch.cuda.get_device_name(device)} does not compute in bfloat16; use float16, "
+            "whose loss scale keeps small gradients, or mixed_precision: null"
         )
 
 
@@ -167,13 +149,9 @@ def interface_to(host: str) -> str | None:
         probe.connect((host, 9))  # sends nothing: the kernel looks up the route
         address = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
+            request = struct.pack("256s", os.fsencode(name)[:15])
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                if (
-                    fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))[
-                        20:24
-                    ]
-                    == address
-                ):
+                if fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24] == address:
                     return name
     return None
 
@@ -182,8 +160,7 @@ def choose_gloo_interface(environment: Environment) -> None:
     """Makes gloo listen on the interface that leads to MASTER_ADDR, unless the user chose one.
 
     By default gloo uses the address of this machine's own name, which may not exist or not be
-    reachable. The loopback interface is not set: it leads to MASTER_ADDR if all ranks are on one
-    machine.
+    reachable. The loopback interface, which leads to MASTER_ADDR on a single machine, is not set.
     """
     if "GLOO_SOCKET_IFNAME" not in os.environ and environment.meeting_point is not None:
         name = interface_to(environment.meeting_point.rsplit(":", 1)[0])
@@ -195,54 +172,31 @@ def choose_gloo_interface(environment: Environment) -> None:
 def process_group(
     environment: Environment, *, device: str, init_timeout: int
 ) -> Iterator[tuple[DataParallel, Store]]:
-    """The default process group, for the duration of the context.
+    """The default process group, for the duration of the context. Yields all ranks and their store.
 
-    device: see `choose_device`. Yields all ranks and their store. `init_timeout` (seconds) applies
-    until `set_timeout`. After an error the group is not destroyed: another rank may be waiting in
-    it.
+    device: see `choose_device`. `init_timeout` (seconds) applies until `set_timeout`. After an
+    error the group is not destroyed: another rank may be waiting in it.
     """
     timeout = timedelta(seconds=init_timeout)
     store: Store
     if environment.world_size == 1 and not environment.torchrun:
         store = HashStore()
     else:
-        try:
-            found, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
-        except (dist.DistError, OSError) as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise TrainingError(
-                f"could not meet the other ranks at {where} within {init_timeout} s: {error}"
-            ) from error
-        # A restart uses the same store; without its own prefix it would read the addresses of dead
-        # ranks
-        found.set_timeout(timeout)
-        try:
-            generation = _agree_on_generation(
-                found, rank=environment.rank, ranks=environment.world_size, seconds=init_timeout
-            )
-        except (dist.DistError, TimeoutError) as error:
-            raise TrainingError(
-                f"not all of {environment.world_size} ranks came within {init_timeout} s: {error}"
-            ) from error
-        store = PrefixStore(f"generation{generation}", found)
+        store = _meet(environment, seconds=init_timeout)
         choose_gloo_interface(environment)
     chosen = choose_device(environment, store, device)
+    rank, size = environment.rank, environment.world_size
     dist.init_process_group(
         BACKENDS[chosen.type],
         store=store,
-        rank=environment.rank,
-        world_size=environment.world_size,
+        rank=rank,
+        world_size=size,
         timeout=timeout,
         device_id=chosen if chosen.type == "cuda" else None,
     )
     group = dist.group.WORLD
     assert group is not None
-    yield (
-        DataParallel(
-            rank=environment.rank, size=environment.world_size, group=group, device=chosen
-        ),
-        store,
-    )
+    yield DataParallel(rank=rank, size=size, group=group, device=chosen), store
     # DistributedDataParallel is in a reference cycle and refers to the group. Without this
     # collection the group could be destroyed under the interpreter's lock, which gloo's thread may
     # be waiting for (hung with torch 2.13)
@@ -250,13 +204,33 @@ def process_group(
     dist.destroy_process_group()
 
 
+def _meet(environment: Environment, *, seconds: int) -> Store:
+    """The store of these ranks. Raises TrainingError."""
+    timeout, ranks = timedelta(seconds=seconds), environment.world_size
+    try:
+        store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+    except (dist.DistError, OSError) as error:
+        what = f"could not meet the other ranks at {environment.meeting_point} within {seconds} s"
+        raise TrainingError(f"{what}: {error}") from error
+    store.set_timeout(timeout)
+    try:
+        generation = _agree_on_generation(
+            store, rank=environment.rank, ranks=ranks, seconds=seconds
+        )
+    except (dist.DistError, TimeoutError) as error:
+        what = f"not all of {ranks} ranks came within {seconds} s"
+        raise TrainingError(f"{what}: {error}") from error
+    # A restart uses the same store; without its own prefix it would read addresses of dead ranks
+    return PrefixStore(f"generation{generation}", store)
+
+
 def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float) -> int:
     """A number that these ranks share and no earlier ranks at this store had.
 
     torchrun's restart count is not such a number: each node's agent counts for itself, and does not
-    count a restart caused by a returning node (seen with torch 2.13: 1 on one node, 0 on the
-    other). Rank 0 draws the number. It answers each rank under a name that only this process knows,
-    so an entry of a dead process is answered too, but nobody reads that answer.
+    count a restart caused by a returning node (seen with torch 2.13). Rank 0 draws the number and
+    answers each rank under a name that only this process knows: the answer to an entry of a dead
+    process is never read.
     """
     if rank != 0:
         mine = uuid.uuid4().hex
@@ -271,17 +245,14 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
         for other in sorted(waiting):
             if store.check([f"generation/{generation}/{other}"]):
                 waiting.discard(other)
-            elif (
-                store.check([f"hello/{other}"])
-                and (name := store.get(f"hello/{other}")) != answered[other]
-            ):
-                answered[other] = name
-                store.set(f"generation/of/{name.decode()}", str(generation))
+            elif store.check([f"hello/{other}"]):
+                name = store.get(f"hello/{other}")
+                if name != answered[other]:
+                    answered[other] = name
+                    store.set(f"generation/of/{name.decode()}", str(generation))
         if waiting and time.monotonic() > deadline:
-            raise TimeoutError(
-                f"missing are {', '.join(map(str, sorted(waiting)[:8]))}"
-                + (" ..." if len(waiting) > 8 else "")
-            )
+            missing = ", ".join(map(str, sorted(waiting)[:8]))
+            raise TimeoutError(f"missing are {missing}{' ...' if len(waiting) > 8 else ''}")
         time.sleep(0.01 if waiting else 0)
     return generation
 
@@ -294,34 +265,28 @@ def enable_keepalive(environment: Environment) -> None:
     """Makes existing connections to the store fail if its node is cut off.
 
     The store's timeout applies to `get` and `wait`. On a dead connection `check` and `add` wait
-    until the kernel gives up, about 15 minutes (seen with torch 2.13). A rank that checks whether
-    another one failed would hang there before its end. tcp(7): TCP_USER_TIMEOUT.
+    until the kernel gives up, about 15 minutes (seen with torch 2.13), and with them a rank that
+    checks whether another one failed. tcp(7): TCP_USER_TIMEOUT.
     """
+    tcp = socket.IPPROTO_TCP
+    options = (
+        (tcp, socket.TCP_USER_TIMEOUT, KEEPALIVE_SECONDS * 1000),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (tcp, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS // 3),
+        (tcp, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS // 3),
+    )
     port = int((environment.meeting_point or ":0").rsplit(":", 1)[1])
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             connection = socket.socket(fileno=descriptor)
         except OSError:  # not a socket
             continue
-        try:
-            if (
-                connection.family in (socket.AF_INET, socket.AF_INET6)
-                and connection.getpeername()[1] == port
-            ):
-                connection.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, KEEPALIVE_SECONDS * 1000
-                )
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                connection.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS // 3
-                )
-                connection.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS // 3
-                )
-        except OSError:  # not connected, or closed meanwhile
-            pass
-        finally:
-            connection.detach()
+        with contextlib.suppress(OSError):  # not connected, or closed meanwhile
+            internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if internet and connection.getpeername()[1] == port:
+                for option in options:
+                    connection.setsockopt(*option)
+        connection.detach()
 
 
 CHECKPOINT_GROUP = "checkpoint"

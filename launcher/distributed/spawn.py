@@ -1,7 +1,4 @@
-"""Starting ranks under torchrun, and processes that end with their parent.
-
-Standard library only.
-"""
+"""Starts ranks under torchrun, and ends processes with their parent. Standard library only."""
 
 from __future__ import annotations
 
@@ -49,10 +46,10 @@ def run_ranks(
     variables: Mapping[str, str] = os.environ,
     console: bool = False,
 ) -> RanksEnded:
-    """Runs `python -m MODULE SETTING` on so many processes of this machine, under torchrun.
+    """Runs `python -m MODULE SETTING` in `ranks` processes of this machine, under torchrun.
 
-    module: calls `rank_main`. setting: its argument, as JSON. seconds: time limit, after which all
-    processes are ended. console: the ranks print to the console.
+    module: calls `rank_main`. setting: its argument, as JSON. seconds: time limit. console: the
+    ranks print to the console.
     """
     # torchrun's own default, without its warning
     environment = {"OMP_NUM_THREADS": "1"} | dict(variables)

@@ -35,7 +35,7 @@ from launcher.distributed.spawn import rank_main, run_ranks
 from launcher.errors import TrainingError
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
-from launcher.training.loop import train_steps
+from launcher.training.loop import Update, train_steps
 from launcher.training.optimizer import LossScale, make_optimizer
 from launcher.training.setup import prepare_model
 
@@ -234,16 +234,14 @@ def _train(
             gradients = (parameter.grad for parameter in wrapped.module.parameters())
             sizes["gradients"] = storage_bytes(gradients, device=device)
 
-    for _ in train_steps(
-        wrapped,
+    update = Update(
         optimizer,
-        batches,
-        loss=data.loss,
         learning_rate=lambda step: 1e-4,
         loss_scale=LossScale(device, enabled=prepared.compute_dtype == torch.float16),
         max_grad_norm=recipe.optimizer.max_grad_norm,
-        ranks=ranks.size,
-        heartbeat=heartbeat,
+    )
+    for _ in train_steps(
+        wrapped, batches, loss=data.loss, update=update, ranks=ranks.size, heartbeat=heartbeat
     ):
         pass
     module: Any = wrapped.module

@@ -38,7 +38,7 @@ from launcher.planner.memory import (
 from launcher.planner.tracker import HOST, Held, Place, Tracker, on_device
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import WrappedModel
-from launcher.training.loop import train_steps
+from launcher.training.loop import Update, train_steps
 from launcher.training.optimizer import LossScale, make_optimizer
 from launcher.training.setup import PreparedModel, prepare_model
 
@@ -176,16 +176,20 @@ def _run(
             optimizer = make_optimizer(wrapped.module, recipe.optimizer)
             observer = _Observer(tracker, wrapped, optimizer, offloads=offload is not None)
             observer.watch({**prepared.blocks, **_head(wrapped.module)})
-            scales = prepared.compute_dtype == torch.float16
+            enabled = prepared.compute_dtype == torch.float16
+            update = Update(
+                optimizer,
+                learning_rate=lambda step: 1e-3,
+                loss_scale=LossScale(CPU, enabled=enabled),
+                max_grad_norm=recipe.optimizer.max_grad_norm,
+            )
+            batches = _batches(data, micro_batches)
             try:
                 for _ in train_steps(
                     wrapped,
-                    optimizer,
-                    _batches(data, micro_batches),
+                    batches,
                     loss=data.loss,
-                    learning_rate=lambda step: 1e-3,
-                    loss_scale=LossScale(CPU, enabled=scales),
-                    max_grad_norm=recipe.optimizer.max_grad_norm,
+                    update=update,
                     ranks=ranks.size,
                     heartbeat=observer.heartbeat,
                 ):

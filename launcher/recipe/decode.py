@@ -1,11 +1,11 @@
 """Plain YAML values to a Recipe, by pydantic, and pydantic's errors as messages.
 
-Where a value is wrong, decoding still returns a recipe, with a default in its place: the rules
-that join several keys are then checked wherever the keys that they read are sound.
+A wrong value is replaced by a default, so that the rules that join several keys can be checked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -18,7 +18,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from launcher.errors import closest, suggestion
-from launcher.recipe.schema import Recipe, Section
+from launcher.recipe.schema import Recipe
+from launcher.recipe.section import Section
 
 KeyPath = tuple[str, ...]
 _Schema = dict[str, Any]
@@ -62,15 +63,12 @@ def dotted(path: KeyPath) -> str:
 
 def quoted(value: Any) -> str:
     """A value as the user would write it in YAML, shortened."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
     if isinstance(value, dict):
-        pairs = (f"{key}: {quoted(inner)}" for key, inner in value.items())
-        text = "{" + ", ".join(pairs) + "}"
+        text = "{" + ", ".join(f"{key}: {quoted(inner)}" for key, inner in value.items()) + "}"
     elif isinstance(value, list):
-        text = "[" + ", ".join(quoted(inner) for inner in value) + "]"
+        text = "[" + ", ".join(map(quoted, value)) + "]"
+    elif value is None or isinstance(value, bool):
+        text = "null" if value is None else str(value).lower()
     else:
         text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -132,6 +130,7 @@ class _Errors:
         for one in error.errors(include_url=False):
             self.at.setdefault(self._path(one), []).append(one)
         self.misspelt: set[KeyPath] = set()
+        """Missing keys whose misspelling was found."""
 
     def _path(self, error: Any) -> KeyPath:
         """pydantic's location of an error, without the names of the kinds that it tried."""
@@ -152,12 +151,12 @@ class _Errors:
             if errors[0]["type"] == "unexpected_keyword_argument"
         ]
         seen = {problem.path for problem in unknown} | self.misspelt
-        messages = (
-            (path, self._message(path, errors))
+        messages = [
+            Problem(path, self._message(path, errors))
             for path, errors in self.at.items()
             if path not in seen and path[:-1] not in self.misspelt
-        )
-        return unknown + [Problem(path, message) for path, message in messages if message]
+        ]
+        return unknown + [problem for problem in messages if problem.message]
 
     def _unknown(self, path: KeyPath) -> str:
         *parent, key = path
@@ -169,28 +168,22 @@ class _Errors:
         if meant is not None and section.get(meant, {}) == {}:
             self.misspelt.add((*parent, meant))
         if "." in key:
-            return (
-                "unknown key; a dot joins keys on the command line only, in a file they are nested"
-            )
-        elsewhere = [*filter(lambda other: other[-1] == key, _keys(_root())), None]
-        if meant is None and elsewhere[0] is not None:
-            meant = dotted(elsewhere[0])
-        return "unknown key; " + (
-            f"did you mean {meant}?" if meant else f"known here: {', '.join(known)}"
-        )
+            what = "a dot joins keys on the command line only, in a file they are nested"
+            return f"unknown key; {what}"
+        meant = meant or next((dotted(other) for other in _keys(_root()) if other[-1] == key), None)
+        hint = f"did you mean {meant}?" if meant else f"known here: {', '.join(known)}"
+        return f"unknown key; {hint}"
 
     def _message(self, path: KeyPath, errors: list[Any]) -> str:
-        """An empty text where an error of a key inside this one says it better."""
+        """Empty if an error of a key inside this one is more precise."""
         for error in errors:
-            value = error["input"]
-            if error["type"] == "finite_number":
+            kind, value = error["type"], error["input"]
+            if kind == "finite_number":
                 return f"must be finite; got {value}"
-            if error["type"] == "string_pattern_mismatch" or (
-                error["type"] == "too_short" and not value
-            ):
+            if kind == "string_pattern_mismatch" or (kind == "too_short" and not value):
                 return "must not be empty"
-            if error["type"] in _BOUNDS:
-                name, words = _BOUNDS[error["type"]]
+            if kind in _BOUNDS:
+                name, words = _BOUNDS[kind]
                 return f"{words} {_number(error['ctx'][name])}; got {_number(value)}"
         if any(other[: len(path)] == path for other in self.at if other != path):
             return ""
@@ -204,7 +197,7 @@ class _Errors:
         value = errors[0]["input"]
         if value is None:
             return f"must not be null; must be {words}"
-        null = ", or null" if len(options) > len(kinds) and {"type": "null"} in options else ""
+        null = ", or null" if {"type": "null"} in options else ""
         return f"must be {words}{null}; got {quoted(value)}{_hint(value, kinds)}"
 
 
@@ -217,21 +210,15 @@ def _number(value: float) -> str:
 
 
 def _hint(value: Any, kinds: list[_Schema]) -> str:
-    types = {kind["type"] for kind in kinds if "const" not in kind and "enum" not in kind}
+    types = {kind["type"] for kind in kinds if not _choices(kind)}
     if "string" in types and isinstance(value, (int, float, bool)):
         return "; put it in quotes"
     if not isinstance(value, str):
         return ""
-    if types & {"integer", "number"} and _is_number(value):
-        return "; take the quotes away"
+    if types & {"integer", "number"}:
+        with contextlib.suppress(ValueError):
+            return "; take the quotes away" if math.isfinite(float(value)) else ""
     return suggestion(value, [choice for kind in kinds for choice in _choices(kind)])
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 def _choices(schema: _Schema) -> list[str]:
@@ -290,7 +277,7 @@ def _keys(section: _Schema, path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _repaired(plain: dict[str, Any], errors: _Errors) -> Recipe:
-    """The recipe with its wrong values left out."""
+    """The recipe without its wrong values."""
     plain = copy.deepcopy(plain)
     while True:
         for path, found in errors.at.items():

@@ -16,26 +16,22 @@ def call_function(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
     """Calls the function `package.module:function` with keyword arguments.
 
     key: of the recipe, for messages: `SECTION.builder`.
-    Raises RecipeError where there is no such function or it takes other arguments. Errors of the
-    function itself are not caught.
+    Raises RecipeError if there is no such function or it takes other arguments.
     """
     function = import_function(name, key=key)
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
-        section = key.partition(".")[0]
-        raise RecipeError(
-            f"{section}.arguments: {name}{inspect.signature(function)} cannot be called with "
-            f"them: {error}"
-        ) from None
+        where, what = f"{key.partition('.')[0]}.arguments", f"{name}{signature}"
+        raise RecipeError(f"{where}: {what} cannot be called with them: {error}") from None
     return function(**arguments)
 
 
 def import_function(name: str, *, key: str) -> Callable[..., Any]:
     """The function `package.module:function`, from an installed package or the current folder.
 
-    key: of the recipe, for messages.
-    Raises RecipeError where there is none. Errors of its module are not caught.
+    Raises RecipeError if there is none. Errors of its module are not caught.
     """
     module_name, _, function_name = name.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -45,19 +41,15 @@ def import_function(name: str, *, key: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise RecipeError(
-            f"{key}: there is no module {error.name}; it must lie in the current folder "
-            f"({os.getcwd()}) or be installed"
-        ) from None
+        where = f"it must be in the current folder ({os.getcwd()}) or be installed"
+        raise RecipeError(f"{key}: there is no module {error.name}; {where}") from None
     function = getattr(module, function_name, None)
     if not callable(function):
-        there = [
+        own = [
             name
             for name, value in vars(module).items()
             if callable(value) and getattr(value, "__module__", "") == module_name
         ]
-        raise RecipeError(
-            f"{key}: {module_name} ({module.__file__}) has no function {function_name}; it has "
-            f"{', '.join(there) or 'none'}"
-        )
+        where = f"{module_name} ({module.__file__}) has no function {function_name}"
+        raise RecipeError(f"{key}: {where}; it has {', '.join(own) or 'none'}")
     return function  # type: ignore[no-any-return]

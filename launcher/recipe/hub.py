@@ -1,8 +1,4 @@
-"""Names on the Hugging Face hub, and the folders they stand for on this machine.
-
-What is in the hub's cache is used without asking the network; everything else is fetched.
-`launcher prepare` fetches beforehand, for compute nodes that have no network.
-"""
+"""Models and data sets of the Hugging Face hub: from its cache if they are there, else fetched."""
 
 from __future__ import annotations
 
@@ -13,40 +9,31 @@ import re
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, first_line
 
 logger = logging.getLogger(__name__)
 
+# fmt: off
 _FILE_ENDINGS = (
-    ".jsonl",
-    ".json",
-    ".parquet",
-    ".csv",
-    ".txt",
-    ".py",
-    ".md",
-    ".yaml",
-    ".yml",
-    ".gz",
-    ".zst",
+    ".jsonl", ".json", ".parquet", ".csv", ".txt", ".py", ".md", ".yaml", ".yml", ".gz", ".zst",
     ".jinja",
 )
-_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
-"""What is fetched of a model's repository: config, weights, tokenizer and chat template, but not
-the same weights in another format."""
+# fmt: on
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
+_MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
+"""Not the same weights in another format."""
 
 
-_PREPARE = (
-    "where there is no network, run `launcher prepare recipe=...` on a machine that has one and "
-    "shares the cache (HF_HOME)"
-)
+def _not_fetched(what: str, error: Exception) -> RecipeError:
+    return RecipeError(
+        f"{what} and could not be fetched: {first_line(error)}; without network, run `launcher "
+        "prepare recipe=...` on a machine that has one and shares the cache (HF_HOME)"
+    )
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form of a hub id and is no path: neither it nor its first folder
-    exists here. Of a data set, the forms are `owner/name`, `owner/name:split` and
-    `owner/name/config:split`."""
+    """Whether a name has the form of a hub id (see `data_set_id`), and neither it nor its first
+    folder exists here."""
     if name.endswith(_FILE_ENDINGS) or os.path.exists(name):
         return False
     form = re.fullmatch(r"(\w[\w.-]*)/\w[\w.-]*(/[\w.-]+)?(:[\w.+-]+)?", name)
@@ -73,26 +60,18 @@ def load_data_set(name: str, *, validation: bool = False, streaming: bool = Fals
 
     repository, config, split = data_set_id(name)
     splits = [split] if split else ["validation", "test"] if validation else ["train"]
+    options = {"streaming": True} if streaming else {}
     for wanted in splits:
         try:
-            return datasets.load_dataset(
-                repository, config, split=wanted, **({"streaming": True} if streaming else {})
-            )
+            return datasets.load_dataset(repository, config, split=wanted, **options)
         except ValueError as error:
-            what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            what = first_line(error)
             if "split" not in what.lower():
                 raise RecipeError(f"data: {name}: {what}") from None
-            missing = f"has no split {' or '.join(splits)}: {what.rstrip('.')}"
-            problem = f"data: {name}: {missing}; name one, as in {repository}:train"
-        except (
-            Exception
-        ) as error:  # no network, no such repository, no access, a broken file: many classes
-            what = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise RecipeError(
-                f"data: {name} is not in the cache of data sets and could not be fetched: "
-                f"{what}; {_PREPARE}"
-            ) from None
-    raise RecipeError(problem)
+        except Exception as error:  # no network, no access, a broken file: many classes
+            raise _not_fetched(f"data: {name} is not in the cache of data sets", error) from None
+    missing = f"has no split {' or '.join(splits)}: {what.rstrip('.')}"
+    raise RecipeError(f"data: {name}: {missing}; name one, as in {repository}:train")
 
 
 def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
@@ -118,10 +97,5 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
     logger.info(f"fetching {name} from the hub")
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (
-        Exception
-    ) as error:  # no network, no such repository, no access: the hub has many classes for these
-        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RecipeError(
-            f"{key}: {name} is not in the hub's cache and could not be fetched: {what}; {_PREPARE}"
-        ) from None
+    except Exception as error:  # no network, no such repository, no access: many classes
+        raise _not_fetched(f"{key}: {name} is not in the hub's cache", error) from None

@@ -1,7 +1,7 @@
 """From `recipe=NAME key=value ...` to a checked Recipe.
 
-OmegaConf loads, overrides and interpolates; `decode.py` makes a Recipe of the plain values;
-`validate.py` has the rules that join several keys. Only this file and `parse.py` import omegaconf.
+`parse.py` reads the YAML, OmegaConf interpolates, `decode.py` makes a Recipe of the plain values,
+and `validate.py` has the rules that join several keys.
 """
 
 from __future__ import annotations
@@ -9,31 +9,21 @@ from __future__ import annotations
 import dataclasses
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, first_line
 from launcher.recipe.decode import KeyPath, Problem, decode, dotted, subsection
-from launcher.recipe.find import find_recipe, read_recipe, recipe_folders, shown_path
-from launcher.recipe.parse import (
-    BROKEN_INTERPOLATION,
-    COMMAND_LINE,
-    MISPLACED,
-    Origins,
-    explain,
-    first_line,
-    parse,
-)
-from launcher.recipe.schema import Recipe
+from launcher.recipe.find import find_recipe, read_recipe, recipe_names, shown_path
+from launcher.recipe.parse import COMMAND_LINE, FLOAT, Origins, parse, parse_override
+from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
 from launcher.recipe.validate import check
-
-_CYCLE = "it leads back to itself"
 
 
 @dataclass(frozen=True)
@@ -51,29 +41,26 @@ class LoadedRecipe:
 def load_recipe(arguments: Sequence[str], *, ranks: int | None, files: bool = True) -> LoadedRecipe:
     """Loads, overrides, interpolates, decodes and checks a recipe.
 
-    arguments: `recipe=NAME` or `recipe=FILE`, and overrides in OmegaConf's dot-list form, in any
-        order.
+    arguments: `recipe=NAME` or `recipe=FILE`, and overrides `key=value`, in any order.
     ranks: data-parallel ranks of the run; None: the rules that need them are not checked.
     files: whether the data must exist; a plan does not need it.
     Raises RecipeError with all problems, each with the file and line or the argument that it
     comes from: those of the file first, then those of the arguments.
     """
-    if not OmegaConf.has_resolver("stdlib"):
-        renamed = getattr(OmegaConf, "register_resolver", None)  # since omegaconf 2.4
-        (renamed or OmegaConf.register_new_resolver)("stdlib", _standard_library)
     path = _named_recipe(arguments)
     origins = Origins(file=shown_path(path))
     problems: list[Problem] = []
     found: list[tuple[bool, int, str]] = []  # on the command line, line or argument, message
-    config = parse(read_recipe(path, origins.file), origins, problems)
+    plain = parse(read_recipe(path, origins.file), origins, problems)
     for index, argument in enumerate(arguments):
         if not argument.startswith("recipe="):
             try:
-                config = _override(config, argument, origins)
+                _override(plain, argument, origins, problems)
             except RecipeError as error:
                 found.append((True, index, str(error)))
-    defaults = set(_write_defaults(config, Recipe, ()))
-    plain = _resolve(config, (), (config,), defaults, problems)
+    if isinstance(plain.get("run"), dict):
+        plain["run"].setdefault("dir", DEFAULT_RUN_DIR)
+    plain = _interpolate(plain, _tree(plain), (), origins, problems)
     recipe, wrong, unsound = decode(plain)
     reported = {problem.path for problem in problems}
     problems += [problem for problem in wrong if problem.path not in reported]
@@ -91,130 +78,99 @@ def _named_recipe(arguments: Sequence[str]) -> Path:
     named = [argument.partition("=")[2] for argument in arguments if argument.startswith("recipe=")]
     if len(named) == 1 and named[0]:
         return find_recipe(named[0])
-    known = sorted({path.stem for folder in recipe_folders() for path in folder.glob("*.yaml")})
-    what = "no recipe given" if not named or not named[0] else f"{len(named)} recipes given"
-    form = f"say recipe=NAME ({', '.join(known)}) or recipe=path/to/file.yaml"
+    what = f"{len(named)} recipes given" if any(named) else "no recipe given"
+    form = f"give recipe=NAME ({', '.join(recipe_names())}) or recipe=path/to/file.yaml"
     raise RecipeError(f"{COMMAND_LINE}: {what}; {form}")
 
 
-def _override(config: DictConfig, argument: str, origins: Origins) -> DictConfig:
-    """The tree with one override. Raises RecipeError where the argument is none."""
-    key, equals, _ = argument.partition("=")
-    if not equals or any(not part or part != part.strip() for part in key.split(".")):
-        form = "an override is key=value, such as batch.micro_batch_size=4"
-        raise RecipeError(f"{COMMAND_LINE}: {argument or repr('')}: {form}")
-    try:
-        override = OmegaConf.from_dotlist([argument])
-        _clear(config, OmegaConf.to_container(override, resolve=False), (), argument, origins)
-        merged = OmegaConf.merge(config, override)
-    except RecipeError:
-        raise
-    except GrammarParseError:
-        raise RecipeError(f"{COMMAND_LINE}: {argument}: {BROKEN_INTERPOLATION}") from None
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{COMMAND_LINE}: {argument}: not a value: {explain(error)}") from None
-    except (OmegaConfBaseException, ValueError, LookupError, TypeError, RecursionError):
-        raise RecipeError(f"{COMMAND_LINE}: {argument}: not a value: {MISPLACED}") from None
-    assert isinstance(merged, DictConfig)
-    return merged
+def _override(
+    plain: dict[str, Any], argument: str, origins: Origins, problems: list[Problem]
+) -> None:
+    """Sets what an override sets, and records it as the origin. Raises RecipeError."""
+    path, changes = parse_override(argument, problems)
+    for key in reversed(path):
+        changes = {key: changes}
+    _merge(plain, changes, (), argument, origins)
 
 
-def _clear(config: DictConfig, values: Any, path: KeyPath, argument: str, origins: Origins) -> None:
-    """Removes the values that an override replaces, and notes their new origin.
-
-    OmegaConf would fail to merge a section into a list. Raises RecipeError where the override
-    sets one item of a list.
-    """
-    for key, value in values.items():
-        here = (*path, str(key))
-        before = _peek(config, key)
-        if isinstance(before, DictConfig) and isinstance(value, dict):
-            _clear(before, value, here, argument, origins)
+def _merge(
+    values: dict[str, Any], changes: dict[str, Any], path: KeyPath, argument: str, origins: Origins
+) -> None:
+    for key, value in changes.items():
+        here, before = (*path, key), values.get(key)
+        if isinstance(before, dict) and isinstance(value, dict):
+            _merge(before, value, here, argument, origins)
             continue
         name = dotted(here)
-        into_list = isinstance(before, ListConfig) and isinstance(value, dict)
+        into_list = isinstance(before, list) and isinstance(value, dict)
         if into_list and argument.partition("=")[0] != name:
             what = f"{name} is a list; give it whole, as {name}=[...]"
             raise RecipeError(f"{COMMAND_LINE}: {argument}: {what}")
-        if before is not None:
-            config[key] = None
+        values[key] = value
         for leaf in _leaves(value, here):
             origins.override(leaf, argument)
 
 
 def _leaves(value: Any, path: KeyPath) -> list[KeyPath]:
-    if not isinstance(value, dict):
-        return [path]
-    inside = (_leaves(inner, (*path, str(key))) for key, inner in value.items())
-    return [path, *(leaf for leaves in inside for leaf in leaves)]
+    inside = value.items() if isinstance(value, dict) else ()
+    return [path, *(leaf for key, inner in inside for leaf in _leaves(inner, (*path, key)))]
 
 
-def _peek(config: DictConfig, key: Any) -> Any:
-    """A value, interpolated where that is possible; None where there is none."""
-    try:
-        missing = key not in set(config) or OmegaConf.is_missing(config, key)
-        return None if missing else config[key]
-    except (OmegaConfBaseException, ValueError):
-        return None
+def _tree(plain: dict[str, Any]) -> Any:
+    """The values in OmegaConf, with all defaults, so that interpolations find them."""
+    if not OmegaConf.has_resolver("stdlib"):
+        renamed = getattr(OmegaConf, "register_resolver", None)  # since omegaconf 2.4
+        (renamed or OmegaConf.register_new_resolver)("stdlib", _standard_library)
+    return OmegaConf.create(_with_defaults(plain, Recipe))
 
 
-def _write_defaults(config: DictConfig, section: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """Adds the keys that a recipe leaves out, so that interpolations find them; yields them."""
+def _standard_library(folder: str = "") -> str:
+    """`${stdlib:}`: the folder of the running Python's standard library."""
+    return str(Path(sysconfig.get_path("stdlib")) / folder)
+
+
+def _with_defaults(values: dict[str, Any], section: Any) -> dict[str, Any]:
+    completed = dict(values)
     for key in dataclasses.fields(section):
-        name, default = key.name, key.default
-        absent = name not in set(config)  # `in config` would interpolate
-        if absent and default is not dataclasses.MISSING:
-            config[name] = _plain(default)
-            yield (*path, name)
-            continue
-        inner, value = subsection(section, name), _peek(config, name)
-        given = isinstance(value, DictConfig) and not OmegaConf.is_interpolation(config, name)
-        if inner is not None and given:
-            yield from _write_defaults(value, inner, (*path, name))
+        inner = subsection(section, key.name)
+        if key.name not in values and key.default is not dataclasses.MISSING:
+            completed[key.name] = _plain(key.default)
+        elif inner is not None and isinstance(values.get(key.name), dict):
+            completed[key.name] = _with_defaults(values[key.name], inner)
+    return completed
 
 
-def _resolve(
-    config: Any,
-    path: KeyPath,
-    above: tuple[Any, ...],
-    defaults: set[KeyPath],
-    problems: list[Problem],
+def _interpolate(
+    values: Any, tree: Any, path: KeyPath, origins: Origins, problems: list[Problem]
 ) -> Any:
-    """OmegaConf's tree as plain values, interpolated; where that fails: a problem and None.
+    """The values of a section or list, interpolated; where that fails: a problem and None.
 
-    above: the sections around this one.
-    defaults: keys to leave out again, unless they are interpolated themselves (`run.dir`).
+    tree: the same in OmegaConf.
     """
-    keys = range(len(config)) if isinstance(config, ListConfig) else list(config.keys())
-    resolved: dict[str, Any] = {}
-    for key in keys:
+    is_section, resolved = isinstance(values, dict), {}
+    for key, value in values.items() if is_section else enumerate(values):
         here = (*path, str(key))
-        if here in defaults and not OmegaConf.is_interpolation(config, key):
-            continue
         try:
-            if OmegaConf.is_missing(config, key):
-                resolved[str(key)] = None
-                problems.append(Problem(here, "??? stands where a value must be given"))
-                continue
-            value = config[key]
-            if any(value is node for node in above):
-                raise ValueError(_CYCLE)
-        except (OmegaConfBaseException, ValueError) as error:
-            if here not in defaults:
-                resolved[str(key)] = None
-                what = f"cannot be interpolated: {_explain_interpolation(error)}"
-                problems.append(Problem(here, what))
-            continue
-        if isinstance(value, (DictConfig, ListConfig)):
-            value = _resolve(value, here, (*above, value), defaults, problems)
-        resolved[str(key)] = value
-    return list(resolved.values()) if isinstance(config, ListConfig) else resolved
+            if isinstance(value, (dict, list)):
+                value = _interpolate(value, tree[key], here, origins, problems)
+            elif isinstance(value, str) and "${" in value:
+                value = tree[key]
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True)
+        except (OmegaConfBaseException, ValueError, RecursionError) as error:
+            if here == ("run", "dir") and origins.of(here) == "default":
+                continue  # the name that it interpolates is reported itself
+            value = None
+            what = f"cannot be interpolated: {_explain(error)}"
+            problems.append(Problem(here, what))
+        resolved[key] = value
+    return resolved if is_section else list(resolved.values())
 
 
-def _explain_interpolation(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     what = first_line(error)
-    if "Recursive" in what or "parent node" in what:
-        return _CYCLE
+    if isinstance(error, RecursionError) or "ecursi" in what or "parent node" in what:
+        return "it leads back to itself"
     if "is not a container" in what:
         return "it looks for a key in what is no section"
     if missing := re.fullmatch(r"Interpolation key '(.*)' not found", what):
@@ -225,22 +181,16 @@ def _explain_interpolation(error: Exception) -> str:
     return re.sub(r"^\w+ raised while resolving interpolation: ", "", what).strip('"')
 
 
-def _standard_library(folder: str = "") -> str:
-    """`${stdlib:}`: the folder of the running Python's standard library."""
-    return str(Path(sysconfig.get_path("stdlib")) / folder)
-
-
 class _Dumper(yaml.SafeDumper):
-    """Writes text so that OmegaConf reads it as text: 1e-4 in quotes, ${ escaped."""
+    """Writes text so that it is read as text: 1e-4 in quotes, ${ escaped."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     return dumper.represent_str(re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
-_FLOAT = re.compile(r"[-+]?[\d_.]+[eE][-+]?\d+")
 _Dumper.add_representer(str, _represent_text)
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
 
 
 def to_yaml(recipe: Recipe) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.recipe.hub import is_hub_id
-from launcher.recipe.rules import Found, rule
 from launcher.recipe.rules_model import is_model_id
 from launcher.recipe.schema import Data, Recipe
+
+Found = Iterator[tuple[str, str]]
 
 _COLUMNS = {
     "text_column": {"text", "classification"},
@@ -29,11 +31,7 @@ def _kinds(recipe: Recipe) -> set[str]:
     return {recipe.data.kind, *(source.kind for source in sources if source.kind is not None)}
 
 
-@rule(
-    *("data.kind", "data.train", "data.builder", "data.streaming", "data.shuffle_buffer"),
-    *(f"data.{name}" for name in _COLUMNS),
-)
-def _columns(recipe: Recipe, ranks: int | None) -> Found:
+def _columns(recipe: Recipe) -> Found:
     data = recipe.data
     for name, kinds in _COLUMNS.items():
         if getattr(data, name) == getattr(Data, name):
@@ -48,18 +46,16 @@ def _columns(recipe: Recipe, ranks: int | None) -> Found:
         yield "data.shuffle_buffer", what
 
 
-@rule("data.train", "data.validation")
-def _names(recipe: Recipe, ranks: int | None) -> Found:
+def _names(recipe: Recipe) -> Found:
     sections = (("data.train", recipe.data.train), ("data.validation", recipe.data.validation))
     for key, section in sections:
         for name in section if isinstance(section, dict) else ():
             if not re.fullmatch(r"[A-Za-z_][\w-]*", name):
-                what = "a name has letters, digits, _ and - (it stands in metrics and overrides)"
+                what = "a name has letters, digits, _ and - (it is part of metrics and overrides)"
                 yield f"{key}.{name}", f"{what}; got {name!r}"
 
 
-@rule("data.sequence_length", "data.kind", "data.builder")
-def _sequence_length(recipe: Recipe, ranks: int | None) -> Found:
+def _sequence_length(recipe: Recipe) -> Found:
     data = recipe.data
     predicts_tokens = data.builder is None and data.kind != "classification"
     if data.sequence_length == 1 and predicts_tokens:
@@ -67,8 +63,7 @@ def _sequence_length(recipe: Recipe, ranks: int | None) -> Found:
         yield "data.sequence_length", f"1 leaves {what}; give 2 or more"
 
 
-@rule("data.kind", "data.train", "data.tokenizer", "data.builder", "model.path")
-def _tokenizer(recipe: Recipe, ranks: int | None) -> Found:
+def _tokenizer(recipe: Recipe) -> Found:
     if recipe.data.builder is not None or _kinds(recipe) == {"tokens"}:
         return
     if recipe.data.tokenizer is None and recipe.model.path is None:
@@ -76,8 +71,7 @@ def _tokenizer(recipe: Recipe, ranks: int | None) -> Found:
         yield "data.tokenizer", f"missing; {what}"
 
 
-@rule("data.tokenizer", "data.builder", "data.kind", "data.train", of_files=True)
-def _tokenizer_folder(recipe: Recipe, ranks: int | None) -> Found:
+def _tokenizer_folder(recipe: Recipe) -> Found:
     tokenizer = recipe.data.tokenizer
     if recipe.data.builder is not None or _kinds(recipe) == {"tokens"}:
         return
@@ -88,16 +82,14 @@ def _tokenizer_folder(recipe: Recipe, ranks: int | None) -> Found:
         yield "data.tokenizer", f"no such folder: {tokenizer}; {what}"
 
 
-@rule("data.chat_template", of_files=True)
-def _chat_template(recipe: Recipe, ranks: int | None) -> Found:
+def _chat_template(recipe: Recipe) -> Found:
     template = recipe.data.chat_template
     if template is not None and not os.path.isfile(template):
         where = f"{template} (looked for in {Path.cwd()})"
         yield "data.chat_template", f"no such file: {where}; give a file with a Jinja template"
 
 
-@rule("data.train", "data.builder", of_files=True)
-def _train_files(recipe: Recipe, ranks: int | None) -> Found:
+def _train_files(recipe: Recipe) -> Found:
     train, builder = recipe.data.train, recipe.data.builder
     if builder is not None:
         what = "data.builder is given too, which brings its own; set one of the two to null"
@@ -114,8 +106,7 @@ def _train_files(recipe: Recipe, ranks: int | None) -> Found:
         yield from _missing_files("data.train", train)
 
 
-@rule("data.validation", of_files=True)
-def _validation_files(recipe: Recipe, ranks: int | None) -> Found:
+def _validation_files(recipe: Recipe) -> Found:
     validation = recipe.data.validation
     if isinstance(validation, dict):
         for name, files in validation.items():
@@ -135,10 +126,7 @@ def _missing_files(key: str, patterns: tuple[str, ...]) -> Found:
             yield f"{key}.{index}", f"{pattern!r}: {what} (looked for in {Path.cwd()})"
 
 
-@rule(
-    *("data.streaming", "data.kind", "data.train", "run.epochs", "run.max_steps", "data.builder"),
-)
-def _streaming(recipe: Recipe, ranks: int | None) -> Found:
+def _streaming(recipe: Recipe) -> Found:
     data = recipe.data
     if not data.streaming:
         return
@@ -152,3 +140,8 @@ def _streaming(recipe: Recipe, ranks: int | None) -> Found:
         yield "data.train", what
     elif data.kind == "classification":
         yield "data.streaming", "not available with kind classification"
+
+
+RULES = (_columns, _names, _sequence_length, _tokenizer, _streaming)
+FILE_RULES = (_tokenizer_folder, _chat_template, _train_files, _validation_files)
+"""Those that look for the data, which a plan does not need."""

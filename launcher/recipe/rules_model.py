@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.recipe.hub import is_hub_id
 from launcher.recipe.model_config import config_problems
-from launcher.recipe.rules import Found, rule
 from launcher.recipe.schema import Model, Recipe
+
+Found = Iterator[tuple[str, str]]
 
 _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -25,8 +27,7 @@ def is_model_id(name: str) -> bool:
     return is_hub_id(name) and re.fullmatch(r"[^/:]+/[^/:]+", name) is not None
 
 
-@rule("model.path", "model.config", "model.builder")
-def _source(recipe: Recipe, ranks: int | None) -> Found:
+def _source(recipe: Recipe) -> Found:
     model = recipe.model
     given = [name for name in ("path", "config", "builder") if getattr(model, name) is not None]
     if not given:
@@ -44,8 +45,7 @@ def _source(recipe: Recipe, ranks: int | None) -> Found:
             yield "model.path", f"{model.path} has no config.json; {what}"
 
 
-@rule("model.builder", "model.arguments", "data.builder", "data.arguments")
-def _builders(recipe: Recipe, ranks: int | None) -> Found:
+def _builders(recipe: Recipe) -> Found:
     for name, section in (("model", recipe.model), ("data", recipe.data)):
         builder = section.builder
         if builder is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", builder):
@@ -54,8 +54,7 @@ def _builders(recipe: Recipe, ranks: int | None) -> Found:
             yield f"{name}.arguments", f"needs {name}.builder, whose arguments they are"
 
 
-@rule("logging.memory_plan", "model.builder", "data.builder")
-def _memory_plan(recipe: Recipe, ranks: int | None) -> Found:
+def _memory_plan(recipe: Recipe) -> Found:
     sections = {"model.builder": recipe.model.builder, "data.builder": recipe.data.builder}
     builders = [key for key, builder in sections.items() if builder is not None]
     if recipe.logging.memory_plan and builders:
@@ -63,11 +62,7 @@ def _memory_plan(recipe: Recipe, ranks: int | None) -> Found:
         yield "logging.memory_plan", f"not available with {' and '.join(builders)}: {why}"
 
 
-@rule(
-    *("model.builder", "model.path", "model.task", "model.num_labels", "model.attention"),
-    *("model.init", "data.builder"),
-)
-def _own_model(recipe: Recipe, ranks: int | None) -> Found:
+def _own_model(recipe: Recipe) -> Found:
     model = recipe.model
     if model.builder is not None:
         if recipe.data.builder is None:
@@ -80,8 +75,7 @@ def _own_model(recipe: Recipe, ranks: int | None) -> Found:
         yield "model.trust_remote_code", "needs model.path, whose code it would be"
 
 
-@rule("model.attention", "strategy")
-def _attention(recipe: Recipe, ranks: int | None) -> Found:
+def _attention(recipe: Recipe) -> Found:
     attention, precision = recipe.model.attention, recipe.strategy.mixed_precision
     in_float32 = precision is None or precision.param_dtype == "float32"
     if "flash_attention" in attention and in_float32:
@@ -89,17 +83,13 @@ def _attention(recipe: Recipe, ranks: int | None) -> Found:
         yield "model.attention", f"{attention} computes in 16 bits only; {what}"
 
 
-@rule("model.path", "model.init", "model.builder")
-def _init(recipe: Recipe, ranks: int | None) -> Found:
+def _init(recipe: Recipe) -> Found:
     model = recipe.model
     if model.init == "pretrained" and model.path is None and model.builder is None:
         yield "model.init", "pretrained needs model.path; without one the weights are random"
 
 
-@rule(
-    *("model.task", "model.num_labels", "data.kind", "data.labels", "data.builder", "data.train"),
-)
-def _classification(recipe: Recipe, ranks: int | None) -> Found:
+def _classification(recipe: Recipe) -> Found:
     model, data = recipe.model, recipe.data
     classifies = model.task == "sequence_classification"
     if not classifies and model.num_labels is not None and model.builder is None:
@@ -125,8 +115,7 @@ def _classification(recipe: Recipe, ranks: int | None) -> Found:
             yield f"data.train.{name}.kind", what
 
 
-@rule("model.config", "model.task")
-def _config(recipe: Recipe, ranks: int | None) -> Found:
+def _config(recipe: Recipe) -> Found:
     config = recipe.model.config
     if config is None:
         return
@@ -138,8 +127,7 @@ def _config(recipe: Recipe, ranks: int | None) -> Found:
             yield f"model.config.{key}", f"must be at least 1; got {size}"
 
 
-@rule("data.builder", "data.tokenizer", "model.config")
-def _vocabulary(recipe: Recipe, ranks: int | None) -> Found:
+def _vocabulary(recipe: Recipe) -> Found:
     size = (recipe.model.config or {}).get("vocab_size")
     tokenizer = recipe.data.tokenizer if recipe.data.builder is None else None
     if tokenizer == "bytes" and isinstance(size, int) and 0 < size < 257:
@@ -147,8 +135,21 @@ def _vocabulary(recipe: Recipe, ranks: int | None) -> Found:
         yield "model.config.vocab_size", f"{size} is too small for the tokenizer `bytes`: {what}"
 
 
-@rule("lora", "model.builder", "model.freeze")
-def _lora(recipe: Recipe, ranks: int | None) -> Found:
+def _lora(recipe: Recipe) -> Found:
     if recipe.lora is not None and recipe.model.freeze is not None:
         what = "which freezes everything but the adapters; set one of the two to null"
         yield "model.freeze", f"lora is given too, {what}"
+
+
+RULES = (
+    _source,
+    _builders,
+    _memory_plan,
+    _own_model,
+    _attention,
+    _init,
+    _classification,
+    _config,
+    _vocabulary,
+    _lora,
+)

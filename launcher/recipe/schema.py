@@ -1,58 +1,46 @@
-"""What a recipe may contain: a frozen dataclass for each section, with a docstring for each key.
+"""What a recipe may contain: a frozen dataclass per section, with a docstring per key.
 
-pydantic checks plain values against these classes (`decode.py`) and exports them as a JSON Schema
-(`launcher schema`). A key that a recipe leaves out has the default that stands here; a key without
-a default must be given. To add a key: add it here, read it where it is used, show it in the
-recipes.
+pydantic checks plain values against these classes (`decode.py`) and exports them as JSON Schema
+(`launcher schema`). A key without a default must be given. To add a key: add it here, read it
+where it is used, show it in the recipes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, Strict, StrictBool, StrictInt
+from pydantic import Field, StrictBool, StrictInt
+
+from launcher.recipe.schema_slurm import Slurm as Slurm
+from launcher.recipe.section import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    StrictFloat,
+    Text,
+    TextList,
+)
 
 DEFAULT_RUN_DIR = "runs/${run.name}"
 
-# Nothing is converted but a whole number to a float: 3 is not true, "4" is not 4
-StrictFloat = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-PositiveInt = Annotated[StrictInt, Field(ge=1)]
-NonNegativeInt = Annotated[StrictInt, Field(ge=0)]
-PositiveFloat = Annotated[StrictFloat, Field(gt=0)]
-NonNegativeFloat = Annotated[StrictFloat, Field(ge=0)]
-Fraction = Annotated[StrictFloat, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(pattern=r"\S")]
-TextList = Annotated[
-    tuple[Text, ...],
-    Field(min_length=1),
-    BeforeValidator(
-        lambda value: [value] if isinstance(value, str) else value,
-        json_schema_input_type=Text | tuple[Text, ...],
-    ),
-]
-"""A list that may be written as one value: `train: a.txt` is `train: [a.txt]`."""
 Dtype = Literal["bfloat16", "float16", "float32"]
+DataKind = Literal["text", "tokens", "chat", "instruct", "classification"]
 
 
-class Section:
-    """How pydantic reads every section."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run(Section):
     """Name, folder, length and safeguards of the run."""
 
     name: Text
     """Name of the run, and of its folder."""
     dir: Text = DEFAULT_RUN_DIR
-    """Folder that everything the run writes goes into; relative to where the command is started."""
+    """Folder of everything that the run writes; relative to the current folder."""
     seed: Annotated[StrictInt, Field(ge=0, le=2**32 - 1)] = 1234
     """Seed of the initial weights, the order of samples and dropout."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device of all ranks. auto: a GPU each; CPUs only where no rank sees a GPU and torch is built
+    """Device of all ranks. auto: a GPU each; CPUs only if no rank sees a GPU and torch is built
     for none. cuda: a GPU each (ROCm's too)."""
     deterministic: StrictBool = False
     """true: results are the same bits on CUDA too, at some cost in speed."""
@@ -76,11 +64,10 @@ class Run(Section):
     """stop: end the run. rewind: resume from the checkpoint before it, and skip the samples of the
     steps that diverged."""
     hang_timeout: PositiveInt = 480
-    """Seconds without a heartbeat of a rank before the run reports which rank is behind, and ends
-    to be restarted."""
+    """Seconds without a heartbeat of a rank before the run logs which rank is behind, and ends to
+    be restarted."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Model(Section):
     """Which model, and how it is built."""
 
@@ -93,11 +80,9 @@ class Model(Section):
     arguments: dict[str, Any] | None = None
     """Keyword arguments of the builder."""
     task: Literal["causal_lm", "sequence_classification"] = "causal_lm"
-    """causal_lm: AutoModelForCausalLM. sequence_classification:
-    AutoModelForSequenceClassification."""
+    """The Auto class of transformers: AutoModelForCausalLM or AutoModelForSequenceClassification."""
     num_labels: Annotated[StrictInt, Field(ge=2)] | None = None
-    """Number of classes, for task sequence_classification; null: the number of data.labels, else
-    that of the config."""
+    """Classes, for task sequence_classification; null: those of data.labels, else of the config."""
     trust_remote_code: StrictBool = False
     """Run the Python code of a checkpoint. It can do whatever you can."""
     init: Literal["pretrained", "random"] | None = None
@@ -110,10 +95,8 @@ class Model(Section):
     """Parameters that are not trained: patterns of their names, such as `model.embed_tokens.*`."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Lora(Section):
-    """Low-rank adapters (Hu et al., 2021), by peft. All other weights are frozen, in
-    param_dtype."""
+    """Low-rank adapters (Hu et al., 2021), by peft. All else is frozen, in param_dtype."""
 
     rank: PositiveInt = 16
     """Rank of each adapter."""
@@ -125,10 +108,6 @@ class Lora(Section):
     """Linear layers that get an adapter, such as q_proj; null: all those of the blocks."""
 
 
-DataKind = Literal["text", "tokens", "chat", "instruct", "classification"]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Source(Section):
     """One part of a mixture."""
 
@@ -140,7 +119,6 @@ class Source(Section):
     """null: data.kind."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Data(Section):
     """Training and validation data."""
 
@@ -150,12 +128,11 @@ class Data(Section):
     classification: text and label."""
     train: TextList | Annotated[dict[str, Source], Field(min_length=1)] | None = None
     """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
-    `owner/name/config:split`). Or a mixture: a section of names, each {files: [...], weight:
-    1.0}."""
+    `owner/name/config:split`). Or a mixture: {NAME: {files: [...], weight: 1.0}, ...}."""
     validation: TextList | Annotated[dict[str, TextList], Field(min_length=1)] | None = None
     """The same, for evaluation. Or several sets: a section of names, each a list of files."""
     builder: Text | None = None
-    """Instead of train and validation: your function `package.module:function` (see
+    """Instead of train and validation: a function of yours, `package.module:function` (see
     launcher/data/custom.py)."""
     arguments: dict[str, Any] | None = None
     """Keyword arguments of the builder."""
@@ -174,7 +151,7 @@ class Data(Section):
     persistent_workers: StrictBool = True
     """Keep the workers of an evaluation running until the next one."""
     pin_memory: StrictBool | None = None
-    """Page-locked host memory for the copy to the device; null: where the device is a GPU."""
+    """Page-locked host memory for the copy to the device; null: if the device is a GPU."""
     text_column: Text = "text"
     """Column with the document, for kinds text and classification."""
     messages_column: Text | None = None
@@ -186,15 +163,13 @@ class Data(Section):
     label_column: Text = "label"
     """Column of kind classification."""
     labels: TextList | None = None
-    """Names of the classes in order, for kind classification; null: the column holds integers from
-    0."""
+    """Names of the classes, for kind classification; null: the column holds integers from 0."""
     chat_template: Text | None = None
     """File with a Jinja chat template, for kinds chat and instruct; null: the tokenizer's own."""
     on_error: Literal["fail", "skip"] = "fail"
-    """What to do with a row that cannot be used; skip: leave it out, count it and list it in
-    RUN_DIR/skipped_rows.jsonl."""
+    """What to do with an unusable row; skip: count it and list it in RUN_DIR/skipped_rows.jsonl."""
     processes: PositiveInt | None = None
-    """Processes that tokenize on each node; null: one for each core."""
+    """Processes that tokenize on each node; null: one per core."""
     streaming: StrictBool = False
     """Tokenize while training, for sets larger than the disk."""
     shuffle_buffer: PositiveInt = 1000
@@ -203,21 +178,18 @@ class Data(Section):
     """Folder of tokenized data; null: $XDG_CACHE_HOME/launcher or ~/.cache/launcher."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Batch(Section):
     """Sequences of a step. Accumulation follows from the sizes and the number of ranks."""
 
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: PositiveInt | Literal["auto"] | None = None
-    """Sequences per rank and forward pass; auto: the fastest size that fits by the memory plan, on
-    the devices of this run."""
+    """Sequences per rank and forward pass; auto: the fastest size that fits by the memory plan."""
     micro_batch_tokens: PositiveInt | None = None
-    """Instead of micro_batch_size, with packing: false: tokens per rank and forward pass, padding
-    included; sequences of similar length are put together."""
+    """Instead of micro_batch_size, with packing: false: tokens per rank and forward pass, with
+    padding; sequences of similar length are put together."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class MixedPrecision(Section):
     """Lower precision of compute and reduction. Master weights and optimizer state stay float32."""
 
@@ -227,27 +199,23 @@ class MixedPrecision(Section):
     """Gradient reduction (fsdp); ddp reduces in float32."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class CpuOffload(Section):
     """Parameters, gradients and optimizer state live in host memory."""
 
     pin_memory: StrictBool = True
-    """Page-locked, for copies that overlap with compute; used where the device is a GPU."""
+    """Page-locked, for copies that overlap with compute; used if the device is a GPU."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Strategy(Section):
     """How model and gradients are distributed over the ranks."""
 
     kind: Literal["ddp", "fsdp", "auto"] = "fsdp"
     """ddp: every rank holds the model. fsdp: parameters, gradients and optimizer state are sharded.
-    auto: the fastest that fits by the memory plan, on the devices of this run, together with
-    activation_checkpointing."""
+    auto: the fastest that fits by the memory plan, together with activation_checkpointing."""
     mixed_precision: MixedPrecision | None = MixedPrecision()
     """null: float32 throughout."""
     reshard_after_forward: StrictBool = True
-    """fsdp: free a block's unsharded weights after its forward pass, and gather them again for its
-    backward pass."""
+    """fsdp: free a block's unsharded weights after its forward pass; gather again for backward."""
     reshard_after_backward: StrictBool = True
     """fsdp; false: weights stay unsharded from the first to the last micro-batch of a step, which
     is faster and needs more memory."""
@@ -260,9 +228,8 @@ class Strategy(Section):
     traffic). auto: true with fsdp, false with ddp."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing(Section):
-    """Activations that are computed again in the backward pass instead of kept."""
+    """Activations that are recomputed in the backward pass instead of kept."""
 
     mode: Literal["full", "selective"] = "full"
     """full: keep only the input of a block. selective: also the outputs of attention and of every
@@ -273,7 +240,6 @@ class ActivationCheckpointing(Section):
     """Keep these activations in host memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Optimizer(Section):
     """AdamW (Loshchilov and Hutter, 2019), fused; weight decay on matrices only."""
 
@@ -291,7 +257,6 @@ class Optimizer(Section):
     """Clip gradients to this global 2-norm; null: never."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Schedule(Section):
     """The learning rate over the run."""
 
@@ -305,31 +270,29 @@ class Schedule(Section):
     """wsd: steps of decay at the end; null: a tenth of the run."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Evaluation(Section):
     """Loss on data.validation."""
 
     every_steps: PositiveInt | None = 200
-    """Optimizer steps between evaluations; the last step is always evaluated. null: only there."""
+    """Optimizer steps between evaluations; the last step is always evaluated. null: only that."""
     max_batches: PositiveInt | None = None
     """Micro-batches per rank of one evaluation; null: all."""
     at_start: StrictBool = False
     """Evaluate before the first step, too."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Checkpoint(Section):
     """Checkpoints to resume from, and the weights at the end."""
 
     every_steps: PositiveInt | None = 500
-    """Optimizer steps between checkpoints; one is also written when the run is stopped, and at its
-    end. null: no checkpoints."""
+    """Optimizer steps between checkpoints. One is also written when the run is stopped or ends.
+    null: no checkpoints."""
     keep_last: PositiveInt = 2
     """Checkpoints to keep."""
     keep_every: PositiveInt | None = None
-    """Keep checkpoints whose step is a multiple of this, too."""
+    """Also keep checkpoints whose step is a multiple of this."""
     keep_best: Literal["eval_loss"] | None = None
-    """eval_loss: keep the checkpoint with the lowest evaluation loss, too."""
+    """eval_loss: also keep the checkpoint with the lowest evaluation loss."""
     resume: Text = "auto"
     """auto: resume from the newest valid checkpoint of run.dir, if there is one. never: start from
     scratch. Or the path of a checkpoint, to start an empty run.dir from; later starts resume from
@@ -339,17 +302,15 @@ class Checkpoint(Section):
     asynchronous: StrictBool = True
     """Write checkpoints while training continues."""
     max_failures: PositiveInt = 3
-    """Consecutive saves that may fail (a full disk) before the run ends; fewer are reported."""
+    """Consecutive failed saves (a full disk) that end the run; fewer are logged."""
     export: Literal["at_end"] | None = None
     """at_end: write the final weights as a Hugging Face folder to RUN_DIR/hf."""
     export_dtype: Dtype | None = None
-    """Dtype of the exported weights; null: that of the checkpoint that the run started from, else
-    float32."""
+    """Dtype of the exported weights; null: that of the initial checkpoint, else float32."""
     export_merged: StrictBool = False
-    """lora: true: export the whole model with the adapters added. false: the adapters, for peft."""
+    """lora: true: export the whole model with the adapters merged. false: the adapters, for peft."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Wandb(Section):
     """Weights & Biases."""
 
@@ -361,7 +322,6 @@ class Wandb(Section):
     """User or team; null: wandb's default."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Logging(Section):
     """Where metrics are written, besides metrics.jsonl and the console."""
 
@@ -373,13 +333,12 @@ class Logging(Section):
     tensorboard: StrictBool = False
     """Write RUN_DIR/tensorboard."""
     memory_plan: StrictBool = False
-    """Plan the memory while training starts, and log how the measured peak compares. Planning takes
-    seconds of one core."""
+    """Plan the memory when training starts, and log how the measured peak compares. Takes seconds
+    of one core."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Profile(Section):
-    """torch.profiler over a few steps: one Chrome trace a rank in RUN_DIR/profile."""
+    """torch.profiler over a few steps: one Chrome trace per rank in RUN_DIR/profile."""
 
     start_step: PositiveInt
     """First step to profile, counted over the whole run."""
@@ -389,93 +348,24 @@ class Profile(Section):
     """CUDA: also RUN_DIR/profile/memory_rank_N.pickle, for pytorch.org/memory_viz."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slurm(Section):
-    """What `launcher submit` asks Slurm for, and how the job runs. An argument of the same name
-    wins: `submit time=1:30:00`."""
-
-    nodes: PositiveInt | Text = 1
-    """Nodes; "2-4": as many of them as are free, another number after each requeue."""
-    gpus_per_node: PositiveInt | None = None
-    """GPUs on each node; null: the ranks compute on the CPU."""
-    ranks_per_node: PositiveInt | None = None
-    """Ranks on each node; null: one for each GPU, or one."""
-    cpus: PositiveInt | None = None
-    """CPUs on each node (sbatch --cpus-per-task); null: the partition's default."""
-    host_memory: Text | None = None
-    """Host memory on each node (sbatch --mem), such as 500G; "0": all of it; null: the partition's
-    default."""
-    time: Text | None = None
-    """Time limit of one allocation, in quotes: "12:00:00"; the job continues in another. null: the
-    partition's."""
-    partition: Text | None = None
-    """sbatch --partition."""
-    account: Text | None = None
-    """sbatch --account."""
-    qos: Text | None = None
-    """sbatch --qos."""
-    constraint: Text | None = None
-    """sbatch --constraint."""
-    exclude: Text | None = None
-    """Nodes to leave out (sbatch --exclude)."""
-    reservation: Text | None = None
-    """sbatch --reservation."""
-    mail: Text | None = None
-    """Address for mail when the job ends, fails or is requeued."""
-    sbatch_extra: TextList | None = None
-    """Other options of sbatch, such as --exclusive."""
-    srun_extra: TextList | None = None
-    """Other options of the srun that starts the ranks, such as --container-image=IMAGE."""
-    setup: TextList | None = None
-    """Lines of bash that prepare the environment on the first node, which the others get: module
-    load, source .../activate."""
-    environment: Annotated[dict[str, Text], Field(min_length=1)] | None = None
-    """Environment variables, set after setup: {NCCL_IB_HCA: mlx5}."""
-    interface: Text | None = None
-    """Network interface of NCCL, gloo and the rendezvous, such as ib0; null: chosen by them."""
-    python: Text | None = None
-    """Python of the ranks; null: the one that runs `launcher submit`."""
-    max_restarts: NonNegativeInt = 3
-    """Restarts within an allocation (torchrun --max-restarts)."""
-    max_failures: PositiveInt = 3
-    """Consecutive failures without a new checkpoint after which the job is not requeued."""
-    lead: PositiveInt | None = None
-    """Seconds before the time limit when the run is told to save; null: at least twice the time of
-    a step and a save, as measured."""
-    preflight: StrictBool = False
-    """Check every node before training (launcher doctor --node), then all together; a bad node is
-    excluded and the job requeued."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recipe(Section):
-    """One run."""
+    """One run. Each key is described at its section's class."""
 
     run: Run
-    """Name, folder, length and safeguards of the run."""
     model: Model
-    """Which model, and how it is built."""
     data: Data
-    """Training and validation data."""
     batch: Batch
-    """Sequences of a step."""
     strategy: Strategy = Strategy()
-    """How model and gradients are distributed over the ranks."""
     activation_checkpointing: ActivationCheckpointing | None = None
-    """Activations that are computed again in the backward pass; null: none."""
+    """Activations that are recomputed in the backward pass; null: none."""
     lora: Lora | None = None
     """Train low-rank adapters and freeze all else; null: train everything."""
     optimizer: Optimizer = Optimizer()
-    """AdamW and its settings."""
     schedule: Schedule = Schedule()
-    """The learning rate over the run."""
     evaluation: Evaluation = Evaluation()
-    """Loss on data.validation."""
     checkpoint: Checkpoint = Checkpoint()
-    """Checkpoints to resume from, and the weights at the end."""
     logging: Logging = Logging()
-    """Where metrics are written."""
     profile: Profile | None = None
     """torch.profiler over a few steps; null: off."""
     slurm: Slurm | None = None
-    """What `launcher submit` asks Slurm for; null: its arguments and the defaults."""
+    """What `launcher submit` requests from Slurm; null: its arguments and the defaults."""

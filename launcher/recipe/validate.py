@@ -1,23 +1,48 @@
 """Checks the rules that join several keys of a recipe.
 
-Here are the rules of a run, its batches, strategy, checkpoints and job; those of model and data
-are in `rules_model.py` and `rules_data.py`.
+The rules of model and data are in `rules_model.py` and `rules_data.py`. A rule is a generator of
+problems: (dotted key, what is wrong with it).
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
-from launcher.recipe import rules_data, rules_model  # noqa: F401 (they add their rules)
+from launcher.recipe import rules_data, rules_model
 from launcher.recipe.decode import KeyPath, Problem
-from launcher.recipe.rules import RULES, Found, rule
 from launcher.recipe.schema import Recipe, Slurm, Strategy
+
+Found = Iterator[tuple[str, str]]
 
 _NODES = re.compile(r"[1-9]\d*(-[1-9]\d*)?")
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
+
+
+class _UnsoundError(Exception):
+    """A rule reads a key without a sound value."""
+
+
+class _Sound:
+    """A section as rules see it: reading a key without a sound value ends the rule."""
+
+    def __init__(self, section: Any, path: KeyPath, unsound: set[KeyPath]) -> None:
+        self._section, self._path, self._unsound = section, path, unsound
+
+    def __getattr__(self, name: str) -> Any:
+        path, value = (*self._path, name), getattr(self._section, name)
+        is_section = dataclasses.is_dataclass(value)
+        for bad in self._unsound:
+            if path[: len(bad)] == bad or (bad[: len(path)] == path and not is_section):
+                raise _UnsoundError
+        return _Sound(value, path, self._unsound) if is_section else value
 
 
 def check(
@@ -26,19 +51,16 @@ def check(
     """Returns all broken rules.
 
     ranks: data-parallel ranks; None: not known yet. files: whether the data must exist.
-    unsound: keys without a sound value. Rules that read one, or a key inside it, are left out.
+    unsound: keys without a sound value. A rule that reads one, or a key inside it, is skipped.
     """
+    rules: list[Callable[[Recipe], Found]] = [*_RULES, *rules_model.RULES, *rules_data.RULES]
+    rules += [partial(_batches, ranks=ranks), partial(_strategy, ranks=ranks)]
+    rules += rules_data.FILE_RULES if files else ()
     problems = []
-    for one in RULES:
-        if one.of_files and not files:
-            continue
-        paths = [tuple(key.split(".")) for key in one.reads]
-        if any(
-            bad[: len(path)] == path or path[: len(bad)] == bad for path in paths for bad in unsound
-        ):
-            continue
-        found = one.test(recipe, ranks)
-        problems += [Problem(tuple(key.split(".")), message) for key, message in found]
+    for rule in rules:
+        with contextlib.suppress(_UnsoundError):
+            for key, message in rule(cast(Recipe, _Sound(recipe, (), unsound))):
+                problems.append(Problem(tuple(key.split(".")), message))
     return problems
 
 
@@ -57,23 +79,20 @@ def leaves_open(recipe: Recipe) -> bool:
     return recipe.strategy.kind == "auto" or recipe.batch.micro_batch_size == "auto"
 
 
-@rule("run.name")
-def _name(recipe: Recipe, ranks: int | None) -> Found:
+def _name(recipe: Recipe) -> Found:
     name = recipe.run.name
     if any(character in name for character in "/\\\n\t\0") or name in (".", ".."):
         yield "run.name", f"must be usable as a folder's name; got {name!r}"
 
 
-@rule("run.dir", "data.cache")
-def _home(recipe: Recipe, ranks: int | None) -> Found:
+def _home(recipe: Recipe) -> Found:
     for key, folder in (("run.dir", recipe.run.dir), ("data.cache", recipe.data.cache)):
         if folder is not None and folder.startswith("~"):
             what = "~ is not expanded in a recipe; write the whole path, or ${oc.env:HOME}"
             yield key, f"{what}; got {folder!r}"
 
 
-@rule("run.dir")
-def _run_dir(recipe: Recipe, ranks: int | None) -> Found:
+def _run_dir(recipe: Recipe) -> Found:
     folder = Path(recipe.run.dir).absolute()
     nearest = next((path for path in (folder, *folder.parents) if os.path.exists(path)), None)
     if nearest is not None and not nearest.is_dir():
@@ -81,8 +100,7 @@ def _run_dir(recipe: Recipe, ranks: int | None) -> Found:
         yield "run.dir", f"{nearest} {what}"
 
 
-@rule("run.max_steps", "run.epochs")
-def _length(recipe: Recipe, ranks: int | None) -> Found:
+def _length(recipe: Recipe) -> Found:
     steps, epochs = recipe.run.max_steps, recipe.run.epochs
     if steps is None and epochs is None:
         yield "run.max_steps", "missing; give max_steps or epochs"
@@ -90,8 +108,7 @@ def _length(recipe: Recipe, ranks: int | None) -> Found:
         yield "run.epochs", f"max_steps {steps} is given too; set one of the two to null"
 
 
-@rule("batch", "data.packing", "data.streaming", "data.builder")
-def _micro_batch_tokens(recipe: Recipe, ranks: int | None) -> Found:
+def _micro_batch_tokens(recipe: Recipe) -> Found:
     batch, data = recipe.batch, recipe.data
     tokens, key = batch.micro_batch_tokens, "batch.micro_batch_tokens"
     if tokens is None:
@@ -114,8 +131,7 @@ def _micro_batch_tokens(recipe: Recipe, ranks: int | None) -> Found:
         yield key, f"{tokens} does not hold {what}"
 
 
-@rule("batch.global_batch_size", "batch.micro_batch_size", "run.dir", "checkpoint.resume")
-def _batches(recipe: Recipe, ranks: int | None) -> Found:
+def _batches(recipe: Recipe, *, ranks: int | None) -> Found:
     size, micro = recipe.batch.global_batch_size, recipe.batch.micro_batch_size
     if micro is None:  # batches are formed by tokens: of any number of sequences
         return
@@ -134,8 +150,7 @@ def _batches(recipe: Recipe, ranks: int | None) -> Found:
         yield "batch.global_batch_size", what
 
 
-@rule("strategy")
-def _strategy(recipe: Recipe, ranks: int | None) -> Found:
+def _strategy(recipe: Recipe, *, ranks: int | None) -> Found:
     strategy, use_fsdp = recipe.strategy, "use kind fsdp"
     if strategy.kind == "ddp":
         names = ("cpu_offload", "replicate", "reshard_after_forward", "reshard_after_backward")
@@ -152,23 +167,20 @@ def _strategy(recipe: Recipe, ranks: int | None) -> Found:
         yield "strategy.replicate", what
 
 
-@rule("schedule")
-def _schedule(recipe: Recipe, ranks: int | None) -> Found:
+def _schedule(recipe: Recipe) -> Found:
     schedule = recipe.schedule
     if schedule.decay_steps is not None and schedule.kind != "wsd":
         what = f"not available with kind {schedule.kind}; use kind wsd"
         yield "schedule.decay_steps", what
 
 
-@rule("evaluation", "data.validation", "data.builder")
-def _evaluation(recipe: Recipe, ranks: int | None) -> Found:
+def _evaluation(recipe: Recipe) -> Found:
     data = recipe.data
     if recipe.evaluation.at_start and data.validation is None and data.builder is None:
         yield "evaluation.at_start", "needs data.validation"
 
 
-@rule("checkpoint", "lora", "data.validation", "data.builder", "run.on_divergence", "run.dir")
-def _checkpoint(recipe: Recipe, ranks: int | None) -> Found:
+def _checkpoint(recipe: Recipe) -> Found:
     checkpoint, data = recipe.checkpoint, recipe.data
     if checkpoint.keep_best is not None and data.validation is None and data.builder is None:
         yield "checkpoint.keep_best", "needs data.validation, whose loss it goes by"
@@ -188,8 +200,7 @@ def _checkpoint(recipe: Recipe, ranks: int | None) -> Found:
         yield "run.on_divergence", what
 
 
-@rule("profile", "run.max_steps")
-def _profile(recipe: Recipe, ranks: int | None) -> Found:
+def _profile(recipe: Recipe) -> Found:
     profile, max_steps = recipe.profile, recipe.run.max_steps
     if profile is None or max_steps is None:
         return
@@ -198,8 +209,7 @@ def _profile(recipe: Recipe, ranks: int | None) -> Found:
         yield "profile.steps", f"steps {first} to {last} go beyond run.max_steps {max_steps}"
 
 
-@rule("slurm")
-def _slurm(recipe: Recipe, ranks: int | None) -> Found:
+def _slurm(recipe: Recipe) -> Found:
     slurm = recipe.slurm
     if slurm is None:
         return
@@ -233,3 +243,17 @@ def _job_script(slurm: Slurm) -> Found:
             yield "slurm.environment", f"{name!r} is no name of an environment variable"
         if "\0" in value:
             yield f"slurm.environment.{name}", "holds a null character"
+
+
+_RULES = (
+    _name,
+    _home,
+    _run_dir,
+    _length,
+    _micro_batch_tokens,
+    _schedule,
+    _evaluation,
+    _checkpoint,
+    _profile,
+    _slurm,
+)

@@ -1,1 +1,1 @@
-"""How a model is spread over the ranks: DDP, FSDP and activation checkpointing."""
+"""How a model is distributed over the ranks: DDP, FSDP and activation checkpointing."""

@@ -1,10 +1,10 @@
-"""What every strategy gives the training loop."""
+"""The interface of a strategy to the training loop."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -12,44 +12,52 @@ from torch import nn
 from launcher.recipe import schema
 
 InitFn = Callable[[nn.Module, torch.device, torch.device], None]
-"""Gives a meta model its weights: init_fn(model, device of parameters, device of buffers)."""
+"""Initialises a meta model: init_fn(model, device of parameters, device of buffers)."""
 
 
-class WrappedModel(Protocol):
-    """A model spread over its ranks, ready to train."""
+class WrappedModel(ABC):
+    """A model distributed over its ranks, ready to train.
 
-    model: nn.Module
-    """Call this one."""
-    module: nn.Module
-    """The model inside, with its parameters, names and config."""
+    model: to call. module: the model inside, with its parameters, names and config.
+    """
 
+    def __init__(self, model: nn.Module, *, module: nn.Module) -> None:
+        self.model, self.module = model, module
+        self._parameters = [
+            parameter for parameter in module.parameters() if parameter.requires_grad
+        ]
+
+    @abstractmethod
     def description(self) -> str:
         """Precision and sharding, read off the wrapped model."""
 
     def forward_context(self) -> AbstractContextManager[object]:
         """The precision of forward passes."""
+        return nullcontext()
 
+    @abstractmethod
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch. Decides whether it reduces gradients."""
 
-    def reshard(self) -> None:
+    def reshard(self) -> None:  # noqa: B027 (nothing to do without sharding)
         """Frees unsharded weights, after forward passes without a backward pass."""
 
+    @abstractmethod
     def grad_norm(self) -> torch.Tensor:
-        """2-norm of all gradients over all ranks: a scalar, the same on every rank, with any loss
-        scale.
+        """2-norm of all gradients, with any loss scale, over all ranks: a scalar, the same on every
+        rank. Does not wait for the device."""
 
-        Returns without waiting for the device.
 
-        """
+def norm_of(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """2-norm of local tensors."""
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return norm
 
 
 def compute_dtype(strategy: schema.Strategy) -> torch.dtype:
     """The dtype of forward and backward passes: mixed_precision.param_dtype, or float32."""
     precision = strategy.mixed_precision
-    dtype: torch.dtype = (
-        torch.float32 if precision is None else getattr(torch, precision.param_dtype)
-    )
+    dtype: torch.dtype = getattr(torch, "float32" if precision is None else precision.param_dtype)
     return dtype
 
 

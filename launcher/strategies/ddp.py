@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
-from launcher.strategies.base import InitFn, compute_dtype, dtype_name
+from launcher.strategies.base import InitFn, WrappedModel, compute_dtype, dtype_name, norm_of
 
 
-class Ddp:
+class Ddp(WrappedModel):
     """DistributedDataParallel under autocast."""
 
     def __init__(
@@ -24,13 +24,11 @@ class Ddp:
     ) -> None:
         init_fn(model, ranks.device, ranks.device)
         # torch 2.13 renames broadcast_buffers
-        renamed = (
-            "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-        )
+        names = inspect.signature(DistributedDataParallel.__init__).parameters
+        renamed = "forward_sync_buffers" in names
         no_buffers: dict[str, Any] = {
             "forward_sync_buffers" if renamed else "broadcast_buffers": False
         }
-        self.module = model
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
@@ -42,16 +40,11 @@ class Ddp:
         # DDP times itself with events, and waits for them, in its first ten iterations (always) and
         # in every 100th
         self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
-        self.model: nn.Module = self._ddp
-        self._parameters = [
-            parameter for parameter in model.parameters() if parameter.requires_grad
-        ]
-        self._device_type = ranks.device.type
+        super().__init__(self._ddp, module=model)
+        self._device_type, self._group = ranks.device.type, ranks.group
         self._param_dtype = compute_dtype(strategy)
-        self._sync_every_micro_batch = (
-            strategy.sync_every_micro_batch is True
-        )  # auto: only after the last one
-        self._group = ranks.group
+        # auto: only after the last one
+        self._sync_every_micro_batch = strategy.sync_every_micro_batch is True
         self._reductions = 0
 
     def description(self) -> str:
@@ -83,12 +76,8 @@ class Ddp:
             yield
         self._reductions += reduces
 
-    def reshard(self) -> None:
-        """Nothing is sharded."""
-
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
         """Computed without communication: reduced gradients are the same on all ranks."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        return norm
+        return norm_of(gradients)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
-from launcher.strategies.base import InitFn, compute_dtype, dtype_name
+from launcher.strategies.base import InitFn, WrappedModel, compute_dtype, dtype_name, norm_of
 
 
-def make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
+def _make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
     """A (shard) mesh, or a (replicate, shard) one in which the ranks of a node shard."""
     if replicate == 1:
         return DeviceMesh.from_group(ranks.group, ranks.device.type, mesh_dim_names=("shard",))
@@ -26,7 +26,7 @@ def make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
     return DeviceMesh(ranks.device.type, members, mesh_dim_names=("replicate", "shard"))
 
 
-class Fsdp:
+class Fsdp(WrappedModel):
     """fully_shard with a mixed-precision policy, optionally with the shards in host memory."""
 
     def __init__(
@@ -38,83 +38,61 @@ class Fsdp:
         ranks: DataParallel,
         init_fn: InitFn,
     ) -> None:
-        mesh = make_mesh(ranks, strategy.replicate)
+        mesh = _make_mesh(ranks, strategy.replicate)
         precision, offload = strategy.mixed_precision, strategy.cpu_offload
-        reduce_dtype = (
-            torch.float32 if precision is None else getattr(torch, precision.reduce_dtype)
-        )
+        reduce_dtype = "float32" if precision is None else precision.reduce_dtype
         policies: dict[str, Any] = {
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=compute_dtype(strategy), reduce_dtype=reduce_dtype
+                param_dtype=compute_dtype(strategy), reduce_dtype=getattr(torch, reduce_dtype)
             ),
         }
         if offload is not None:
-            policies["offload_policy"] = CPUOffloadPolicy(
-                pin_memory=offload.pin_memory and ranks.device.type == "cuda"
-            )
+            pin_memory = offload.pin_memory and ranks.device.type == "cuda"
+            policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
+        reshard: bool | None = strategy.reshard_after_forward
         for block in blocks:
-            fully_shard(block, reshard_after_forward=strategy.reshard_after_forward, **policies)
+            fully_shard(block, reshard_after_forward=reshard, **policies)
         # The root's own weights (embedding, head) are used at the end of the forward pass and the
         # start of the backward pass. None tells fully_shard to keep them unsharded in between.
-        fully_shard(
-            model,
-            reshard_after_forward=None if strategy.reshard_after_forward else False,
-            **policies,
-        )
+        fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
         init_fn(model, torch.device("cpu") if offload is not None else ranks.device, ranks.device)
         assert isinstance(model, FSDPModule)
-        self.module: nn.Module = model
-        self.model: nn.Module = model
+        super().__init__(model, module=model)
         self._root: FSDPModule = model
         self._shards: dist.ProcessGroup = mesh.get_group("shard")
-        self._parameters = [
-            parameter for parameter in model.parameters() if parameter.requires_grad
-        ]
         self._strategy = strategy
-        self._sync_every_micro_batch = (
-            strategy.sync_every_micro_batch is not False
-        )  # auto: after each one
+        # auto: after each one
+        self._sync_every_micro_batch = strategy.sync_every_micro_batch is not False
         self._last: bool | None = None
 
     def description(self) -> str:
         """Read off a sharded parameter and the groups that fully_shard made."""
         groups = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
-        shard = max(
-            (p for p in self.module.parameters() if isinstance(p, DTensor)), key=lambda p: p.numel()
-        )
-        trained = self._parameters[0].dtype
+        parameters = list(self.module.parameters())
+        shard = max((p for p in parameters if isinstance(p, DTensor)), key=lambda p: p.numel())
+        local, mesh = shard.to_local(), shard.device_mesh
         policy = groups[0]._get_fsdp_state()._mp_policy
-        names = [
+        masters, gathered, reduced = (
             dtype_name(dtype or shard.dtype)
-            for dtype in (trained, policy.param_dtype, policy.reduce_dtype)
-        ]
-        frozen = {dtype_name(p.dtype) for p in self.module.parameters() if not p.requires_grad}
-        mesh = " x ".join(
-            f"{shard.device_mesh.size(dim)} {name}"
-            for dim, name in enumerate(shard.device_mesh.mesh_dim_names or ())
+            for dtype in (self._parameters[0].dtype, policy.param_dtype, policy.reduce_dtype)
         )
+        frozen = sorted({dtype_name(p.dtype) for p in parameters if not p.requires_grad})
+        sizes = [f"{mesh.size(i)} {name}" for i, name in enumerate(mesh.mesh_dim_names or ())]
+        offloaded = " (offloaded)" if self._strategy.cpu_offload is not None else ""
         when = "each micro-batch" if self._sync_every_micro_batch else "the last micro-batch"
-        where = f"on {shard.to_local().device}" + (
-            " (offloaded)" if self._strategy.cpu_offload is not None else ""
-        )
         return (
-            f"fsdp: {len(groups)} groups over a mesh of {mesh}, {names[0]} masters {where}, "
-            + (f"frozen weights in {', '.join(sorted(frozen))}, " if frozen else "")
-            + f"largest tensor {tuple(shard.shape)} sharded to {tuple(shard.to_local().shape)}, "
-            f"gathered in {names[1]}, gradients reduced in {names[2]} after {when}"
+            f"fsdp: {len(groups)} groups over a mesh of {' x '.join(sizes)}, {masters} masters on "
+            f"{local.device}{offloaded}, "
+            + (f"frozen weights in {', '.join(frozen)}, " if frozen else "")
+            + f"largest tensor {tuple(shard.shape)} sharded to {tuple(local.shape)}, "
+            f"gathered in {gathered}, gradients reduced in {reduced} after {when}"
         )
-
-    def forward_context(self) -> AbstractContextManager[object]:
-        """Nothing to do: the mixed-precision policy casts what is all-gathered."""
-        return nullcontext()
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Reduces gradients and frees unsharded weights after each micro-batch or only the last."""
-        if (
-            last is not self._last
-        ):  # these calls walk all modules, so they are made only on a change
+        if last is not self._last:  # only on a change: these calls walk all modules
             self._root.set_is_last_backward(last)
             if not self._sync_every_micro_batch:
                 self._root.set_requires_gradient_sync(last)
@@ -138,15 +116,10 @@ class Fsdp:
     def grad_norm(self) -> torch.Tensor:
         """Sums over each rank's shards, then one all-reduce of one number over the shard group."""
         gradients = [
-            _local(parameter.grad) for parameter in self._parameters if parameter.grad is not None
+            parameter.grad.to_local()
+            for parameter in self._parameters
+            if isinstance(parameter.grad, DTensor)
         ]
-        squared: torch.Tensor = torch.linalg.vector_norm(
-            torch.stack(torch._foreach_norm(gradients))
-        ).square()
+        squared = norm_of(gradients).square()
         dist.all_reduce(squared, group=self._shards)
         return squared.sqrt()
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    assert isinstance(gradient, DTensor)
-    return gradient.to_local()

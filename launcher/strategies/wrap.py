@@ -19,7 +19,7 @@ def wrap(
     ranks: DataParallel,
     init_fn: InitFn,
 ) -> WrappedModel:
-    """Wraps a meta model and gives it its weights.
+    """Wraps a meta model and initialises its weights.
 
     blocks: the model's blocks by name (`find_blocks`), not yet wrapped.
     """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,48 +78,44 @@ class Evaluator:
 
         The ranks agree on a stop at each micro-batch. heartbeat: called at each micro-batch.
         """
-        wrapped.model.eval()
-        device = self._ranks.device
+        device, ranks = self._ranks.device, self._ranks
         stream = None
         if device.type == "cuda":
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         asked: StepStatistics | None = None
-        stopped = False
         totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
-        for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
-            for collated in loader if not stopped else ():
-                heartbeat("evaluation")
-                # The answer from the previous micro-batch, so that nothing waits. All ranks get it
-                # at the same one
-                stopped = asked is not None and asked.read()[0] > 0
-                asked = (
-                    None
-                    if stopped
-                    else StepStatistics([int(stop_requested())], self._ranks, stream)
-                )
-                if stopped:
-                    break
-                micro_batch = to_device(collated["tensors"], device)
-                with wrapped.forward_context():
-                    total[0] += dataset.loss(wrapped.model, micro_batch)
-                total[1] += collated["loss_tokens"]
-        wrapped.reshard()
+        with _evaluating(wrapped):
+            for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
+                for collated in loader:
+                    heartbeat("evaluation")
+                    # The answer at the previous micro-batch, so that nothing waits. All ranks get
+                    # it at the same one
+                    if asked is not None and asked.read()[0] > 0:
+                        return {}
+                    asked = StepStatistics([int(stop_requested())], ranks, stream)
+                    micro_batch = to_device(collated["tensors"], device)
+                    with wrapped.forward_context():
+                        total[0] += dataset.loss(wrapped.model, micro_batch)
+                    total[1] += collated["loss_tokens"]
         if asked is not None:
             asked.read()
-        if stopped:
-            wrapped.model.train()
-            return {}
-        dist.all_reduce(totals, group=self._ranks.group)
-        wrapped.model.train()
+        dist.all_reduce(totals, group=ranks.group)
         return {
             name: Evaluated(loss / max(tokens, 1.0), int(tokens))
             for name, (loss, tokens) in zip(self._loaders, totals.tolist(), strict=True)
         }
 
 
+@contextmanager
+def _evaluating(wrapped: WrappedModel) -> Iterator[None]:
+    wrapped.model.eval()
+    yield
+    wrapped.reshard()
+    wrapped.model.train()
+
+
 def over_all(results: Mapping[str, Evaluated]) -> Evaluated:
     """The loss over the tokens of all sets."""
     tokens = sum(result.tokens for result in results.values())
-    return Evaluated(
-        sum(result.loss * result.tokens for result in results.values()) / max(tokens, 1), tokens
-    )
+    loss = sum(result.loss * result.tokens for result in results.values())
+    return Evaluated(loss / max(tokens, 1), tokens)

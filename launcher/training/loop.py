@@ -1,7 +1,7 @@
 """The training loop: a generator that accumulates, clips, steps, and yields finished steps.
 
-Its caller logs, evaluates, saves and stops. Nothing here waits for the device: loss, norm, clipping
-and skipping stay tensors, and the CPU runs ahead until someone reads one.
+Its caller logs, evaluates, saves and stops. Nothing here waits for the device: loss, norm and
+skipping stay tensors, and the CPU runs ahead until the caller reads one.
 """
 
 from __future__ import annotations
@@ -33,15 +33,48 @@ class Step:
     batch: GlobalBatch
 
 
+@dataclass(frozen=True)
+class Update:
+    """How gradients update the weights."""
+
+    optimizer: torch.optim.Optimizer
+    """As `make_optimizer` returns it."""
+    learning_rate: LearningRate
+    loss_scale: LossScale
+    max_grad_norm: float | None
+
+    def apply(self, step: int, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Clips the gradients, updates the weights, and frees the gradients.
+
+        norm: of the scaled gradients, on the optimizer's device (the host with offload).
+        Returns the unscaled norm, whether the step was skipped (1 or 0), and the learning rate.
+        """
+        optimizer, loss_scale = self.optimizer, self.loss_scale
+        divisor = loss_scale.value.to(norm.device) if loss_scale.enabled else None
+        if divisor is not None:
+            norm = norm / divisor
+        skipped = (~torch.isfinite(norm)).to(norm.dtype)
+        if self.max_grad_norm is not None:
+            clip = torch.clamp((norm + 1e-6) / self.max_grad_norm, min=1.0)
+            divisor = clip if divisor is None else clip * divisor
+        rate = self.learning_rate(step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        # The fused step divides by grad_scale and does nothing if found_inf is 1
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss_scale.update(skipped)
+        return norm, skipped, rate
+
+
 def train_steps(
     wrapped: WrappedModel,
-    optimizer: torch.optim.Optimizer,
     batches: Iterator[GlobalBatch],
     *,
     loss: Loss,
-    learning_rate: LearningRate,
-    loss_scale: LossScale,
-    max_grad_norm: float | None,
+    update: Update,
     ranks: int,
     heartbeat: Callable[[str], None] = lambda phase: None,
 ) -> Iterator[Step]:
@@ -58,7 +91,8 @@ def train_steps(
     while batch is not None:
         targets = batch.statistics.loss_tokens()
         factor = ranks / targets
-        scaled = factor * loss_scale.value if loss_scale.enabled else factor
+        if update.loss_scale.enabled:
+            factor = factor * update.loss_scale.value
         total = torch.zeros_like(factor)
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
@@ -67,37 +101,12 @@ def train_steps(
                 with wrapped.forward_context():
                     summed = loss(model, micro_batch)
                 heartbeat("backward")
-                (summed * scaled).backward()  # type: ignore[no-untyped-call]
+                (summed * factor).backward()  # type: ignore[no-untyped-call]
                 total += summed.detach()
         heartbeat("optimizer")
-        # On the optimizer's device: the host with offload
-        norm = wrapped.grad_norm()
-        scale = loss_scale.value.to(norm.device) if loss_scale.enabled else None
-        if scale is not None:
-            norm = norm / scale
-        skipped = (~torch.isfinite(norm)).to(norm.dtype)
-        rate = learning_rate(batch.step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        # The fused step divides by grad_scale and does nothing if found_inf is 1
-        optimizer.grad_scale = _divisor(norm, scale, max_grad_norm)  # type: ignore[attr-defined]
-        optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss_scale.update(skipped)
+        norm, skipped, rate = update.apply(batch.step, wrapped.grad_norm())
         step = Step(batch.step, total / targets, norm, skipped, rate, batch)
         heartbeat("data")
-        batch = next(
-            batches, None
-        )  # its copy to the device starts before the caller waits for this step
+        # Its copy to the device starts before the caller waits for this step
+        batch = next(batches, None)
         yield step
-
-
-def _divisor(
-    norm: torch.Tensor, scale: torch.Tensor | None, max_grad_norm: float | None
-) -> torch.Tensor | None:
-    """What gradients are divided by: the loss scale, times the clipping factor."""
-    if max_grad_norm is None:
-        return scale
-    clip = torch.clamp((norm + 1e-6) / max_grad_norm, min=1.0)
-    return clip if scale is None else clip * scale

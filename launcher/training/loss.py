@@ -18,8 +18,8 @@ Loss = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 def summed_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
     """Sum of the next-token cross-entropies of a micro-batch, a float32 scalar.
 
-    If the model's config asks for the router's auxiliary loss (output_router_logits), the gradient
-    includes it. The value does not, and stays comparable between models and with an evaluation.
+    If the model config sets the router's auxiliary loss (output_router_logits), the gradient
+    includes it; the value does not, to be comparable with an evaluation.
 
     micro_batch: `input_ids` and `targets` (batch, tokens). Targets are shifted: targets[b, t]
     follows input_ids[b, t], and is IGNORED where there is no loss. `position_ids` (batch, tokens)
@@ -35,25 +35,18 @@ def summed_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tenso
         reduction="sum",
     )
     if torch.is_grad_enabled() and getattr(outputs, "aux_loss", None) is not None:
-        summed = _with_gradient_of(summed, _router_loss(model, outputs, targets))
+        router_loss = _router_loss(model, outputs, targets)
+        summed = summed + (router_loss - router_loss.detach())  # adds its gradient only
     return summed
 
 
-def _with_gradient_of(loss: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The value of `loss` with the gradient of loss + other."""
-    return loss + (other - other.detach())
-
-
 def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-    """The auxiliary (load balancing) loss of a mixture of experts, times its coefficient and the
-    micro-batch's targets.
+    """Load-balancing loss of a mixture of experts, times its coefficient and the number of targets.
 
-    The caller sums it over micro-batches m and ranks and divides by all targets T of the global
-    batch. The result is coefficient * sum_m(targets_m / T * auxiliary_m); with one micro-batch this
-    is what transformers' forward adds to its loss. Padding does not count, as in transformers with
-    an attention mask: it is everything more than one token after the last target of its row. Models
-    without `num_experts` and `num_experts_per_tok` keep transformers' value, which includes
-    padding.
+    Summed over micro-batches m and ranks, and divided by the targets T of the global batch, it is
+    coefficient * sum_m(targets_m / T * auxiliary_m): with one micro-batch, what transformers adds to
+    its loss. Padding (everything more than one token after the last target of its row) does not
+    count, but in models without `num_experts` and `num_experts_per_tok`.
     """
     model = getattr(model, "module", model)  # unwrap DistributedDataParallel
     config: Any = model.config

@@ -15,21 +15,19 @@ LearningRate = Callable[[int], float]
 
 
 def make_optimizer(model: nn.Module, optimizer: schema.Optimizer) -> torch.optim.AdamW:
-    """Fused AdamW, with weight decay on parameters of two or more dimensions (not on norms and
-    biases).
+    """Fused AdamW, with weight decay on parameters of two or more dimensions (matrices).
 
-    The fused step reads two scalars from the device: `grad_scale`, which divides the gradients, and
-    `found_inf`, which skips the step. The loop clips and skips through them, without its own pass
-    over the gradients and without waiting.
+    The fused step reads two scalars on the device: `grad_scale`, which divides the gradients, and
+    `found_inf`, which skips the step. The loop clips and skips through them, without waiting and
+    without another pass over the gradients.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {
-            "params": [parameter for parameter in trained if parameter.ndim >= 2],
-            "weight_decay": optimizer.weight_decay,
-        },
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    others = [parameter for parameter in trained if parameter.ndim < 2]
+    groups = (
+        {"params": matrices, "weight_decay": optimizer.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    )
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=optimizer.learning_rate,
@@ -55,10 +53,7 @@ def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> Lear
             return peak
         begin = warmup
         if schedule.kind == "wsd":
-            decay = (
-                schedule.decay_steps if schedule.decay_steps is not None else max(1, steps // 10)
-            )
-            begin = max(warmup, steps - decay)
+            begin = max(warmup, steps - (schedule.decay_steps or max(1, steps // 10)))
             if step <= begin:
                 return peak
         progress = (step - begin) / (steps - begin)
@@ -99,7 +94,6 @@ class LossScale:
         skipped = skipped.to(self.value.device, non_blocking=True)
         good = (self._good_steps + 1) * (1 - skipped)
         grow = good >= 2000
-        self.value = torch.where(
-            skipped > 0, self.value * 0.5, torch.where(grow, self.value * 2, self.value)
-        )
+        grown = torch.where(grow, self.value * 2, self.value)
+        self.value = torch.where(skipped > 0, self.value * 0.5, grown)
         self._good_steps = torch.where(grow, torch.zeros_like(good), good)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -48,19 +48,15 @@ class Reporter:
         flops_per_token: float,
     ) -> None:
         device = ranks.device
-        self._main = ranks.rank == 0
+        self._main, self._run = ranks.rank == 0, recipe.run
         self._folder, self._steps = folder, steps
-        self._every_steps, self._max_skipped = (
-            recipe.logging.every_steps,
-            recipe.run.max_skipped_steps,
-        )
+        self._every_steps = recipe.logging.every_steps
         self._progress = ProgressLine(steps)
         self._started = time.monotonic()
         self._losses: list[float] = []
         self._recent: deque[float] = deque(maxlen=_LOSSES)
-        self._max_loss_ratio = recipe.run.max_loss_ratio
         self._first_step = self._last_step = first_step
-        self._warning: str | None = None
+        self._warning: dict[str, str] = {}
         self._peak: tuple[int, int] | None = None
         self._pending: PendingRecord | None = None
         self._sinks: list[Sink] = []
@@ -80,10 +76,8 @@ class Reporter:
     def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
         """Writes the rows of the data that could not be used, one JSON object per line."""
         if self._main and rows:
-            file.write_text(
-                "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
-                encoding="utf-8",
-            )
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.write_text("".join(lines), encoding="utf-8")
 
     def step(self, step: Step) -> None:
         """Logs the previous step if it is due, and starts to gather the numbers of this one.
@@ -121,11 +115,7 @@ class Reporter:
         if self._main:
             self._write(record)
             self._progress.step(record)
-            self._folder.note_step(
-                step.number,
-                steps=self._steps,
-                **({"warning": self._warning} if self._warning else {}),
-            )
+            self._folder.note_step(step.number, steps=self._steps, **self._warning)
         try:
             self._check(record)
         except DivergedError:
@@ -137,107 +127,99 @@ class Reporter:
         return self._peak[1] if self._peak is not None and self._peak[0] > after else None
 
     def _check(self, record: dict[str, Any]) -> None:
-        """Every rank has the same record and makes the same decision."""
-        step, in_a_row = record["step"], self._recorder.skipped_in_a_row
-        if in_a_row >= self._max_skipped:
+        """Raises DivergedError. Every rank has the same record and makes the same decision."""
+        step, loss, in_a_row = record["step"], record["loss"], self._recorder.skipped_in_a_row
+        most, ratio = self._run.max_skipped_steps, self._run.max_loss_ratio
+        if in_a_row >= most:
             raise DivergedError(
-                f"gradients not finite in {in_a_row} steps in a row "
-                f"(run.max_skipped_steps={self._max_skipped}); try a lower "
-                "optimizer.learning_rate, a longer schedule.warmup_steps, or bfloat16 in the "
-                "place of float16",
+                f"gradients not finite in {in_a_row} steps in a row (run.max_skipped_steps={most}); "
+                "try a lower optimizer.learning_rate, a longer schedule.warmup_steps, or bfloat16 "
+                "instead of float16",
                 reason="not_finite",
                 first_step=step - in_a_row + 1,
                 last_step=step,
             )
-        if record["loss"] is None:
+        if loss is None:
             return
-        if self._max_loss_ratio is not None and len(self._recent) >= _FEWEST_LOSSES:
-            usual = statistics.median(self._recent)
-            if record["loss"] > self._max_loss_ratio * usual:
+        if ratio is not None and len(self._recent) >= _FEWEST_LOSSES:
+            median = statistics.median(self._recent)
+            if loss > ratio * median:
                 raise DivergedError(
-                    f"the loss of step {step}, {record['loss']:.4g}, is more than "
-                    f"run.max_loss_ratio={self._max_loss_ratio:g} times the "
-                    f"median of the {len(self._recent)} before it, {usual:.4g}; "
-                    "try a lower optimizer.learning_rate, or run.on_divergence: rewind",
+                    f"the loss of step {step}, {loss:.4g}, is more than "
+                    f"run.max_loss_ratio={ratio:g} times the median of the {len(self._recent)} "
+                    f"before it, {median:.4g}; try a lower optimizer.learning_rate, or "
+                    "run.on_divergence: rewind",
                     reason="loss_spike",
                     first_step=step - self._every_steps + 1,
                     last_step=step,
                 )
-        self._recent.append(record["loss"])
+        self._recent.append(loss)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: what is needed to notice that a run diverges."""
-        recorder = self._recorder
         return {
-            "skipped": recorder.skipped,
-            "skipped_in_a_row": recorder.skipped_in_a_row,
+            "skipped": self._recorder.skipped,
+            "skipped_in_a_row": self._recorder.skipped_in_a_row,
             "recent_losses": list(self._recent),
         }
 
-    def restore(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Restores what `state` returned, at this step, and restarts the clock."""
+    def _restore(self, resumed: Resumed) -> None:
+        """Restores what `state` returned, and restarts the clock."""
+        state = resumed.observed
         self._recorder.restart(skipped=state["skipped"], skipped_in_a_row=state["skipped_in_a_row"])
         self._recent = deque(state["recent_losses"], maxlen=_LOSSES)
         self._pending = None
-        self._last_step = step
+        self._last_step = resumed.position.step
 
     def evaluation(
         self, step: int, results: Mapping[str, Evaluated], seconds: float
     ) -> float | None:
-        """Logs an evaluation, in all and of each set. Returns the loss of all, if finite."""
+        """Logs an evaluation, over all sets and for each. Returns the loss over all, if finite."""
         whole = over_all(results)
+        loss = _finite(whole.loss)
         if not self._main:
-            return _finite(whole.loss)
-        record: dict[str, Any] = {
-            "step": step,
-            "eval_loss": _finite(whole.loss),
-            "eval_tokens": whole.tokens,
-        }
+            return loss
+        record: dict[str, Any] = {"step": step, "eval_loss": loss, "eval_tokens": whole.tokens}
         text = (
             f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} tokens "
             f"({seconds_as_text(seconds)})"
         )
         if len(results) > 1:
             record["eval_losses"] = {name: _finite(result.loss) for name, result in results.items()}
-            text += "; " + ", ".join(
-                f"{name} {result.loss:.4f}" for name, result in results.items()
-            )
+            text += "; " + ", ".join(f"{name} {one.loss:.4f}" for name, one in results.items())
         self._write(record | {"time": time.time()})
         logger.info(text)
-        return _finite(whole.loss)
+        return loss
 
     def warn(self, text: str | None) -> None:
         """Sets the warning in status.json. None removes it."""
-        changed, self._warning = text != self._warning, text
-        if changed and self._main:
+        before, self._warning = self._warning, {"warning": text} if text else {}
+        if self._warning != before and self._main:
             self._folder.write_status(
-                "running",
-                step=self._last_step,
-                steps=self._steps,
-                **({"warning": text} if text else {}),
+                "running", step=self._last_step, steps=self._steps, **self._warning
             )
 
     def resumed(self, resumed: Resumed, *, ranks: int) -> None:
         """The run resumes from a checkpoint: logs it and removes later lines from metrics.jsonl."""
-        self.restore(resumed.observed, step=resumed.position.step)
+        self._restore(resumed)
         if not self._main:
             return
-        removed = self._remove_later_steps(resumed.position.step)
+        step, removed = resumed.position.step, self._remove_later_steps(resumed.position.step)
         logger.info(
-            f"resumed from {resumed.path}, step {resumed.position.step}"
+            f"resumed from {resumed.path}, step {step}"
             + (f", written by {resumed.ranks} ranks" if resumed.ranks != ranks else "")
             + (f"; {removed} lines of later steps removed from metrics.jsonl" if removed else "")
         )
         for change in resumed.changes:
             logger.info(f"  changed since: {change}")
         origin = {} if resumed.origin is None else {"origin": str(resumed.origin)}
-        self._folder.note("resumed", ranks=ranks, step=resumed.position.step, **origin)
+        self._folder.note("resumed", ranks=ranks, step=step, **origin)
 
     def rewound(self, resumed: Resumed, error: DivergedError) -> None:
         """The run went back to a step before it diverged."""
-        step = resumed.position.step
-        self.restore(resumed.observed, step=step)
+        self._restore(resumed)
         if self._main:
+            step = resumed.position.step
             self._remove_later_steps(step)
             logger.info(
                 f"diverged: {error}\nback to the checkpoint of step {step}; the samples of steps "
@@ -247,11 +229,8 @@ class Reporter:
 
     def _remove_later_steps(self, step: int) -> int:
         self._folder.check()
-        removed = 0
-        for sink in self._sinks:
-            if isinstance(sink, JsonLines):
-                removed += sink.remove_later_steps(step)
-        return removed
+        files = (sink for sink in self._sinks if isinstance(sink, JsonLines))
+        return sum(file.remove_later_steps(step) for file in files)
 
     def _write(self, record: dict[str, Any]) -> None:
         self._folder.check()
@@ -264,8 +243,7 @@ class Reporter:
             sink.close(state)
 
     def abort(self) -> None:
-        """The run fails: logs the last step if its numbers are on the host, then flushes and closes
-        the sinks.
+        """The run fails: logs the last step if its numbers are on the host, and closes the sinks.
 
         Waits for no other rank. May be called from any thread, since the main thread may be stuck.
         """
@@ -277,11 +255,11 @@ class Reporter:
 
     def end(
         self,
-        state: State,
+        state: Literal["finished", "stopped"],
         *,
-        reason: str | None = None,
-        exported: str | None = None,
-        kept: int | None = None,
+        reason: str | None,
+        exported: str | None,
+        kept: int | None,
     ) -> None:
         """Writes the final status and logs where everything is.
 
@@ -290,43 +268,33 @@ class Reporter:
         if not self._main:
             return
         self._close(state)
-        folder, step = self._folder, self._last_step
-        warning = {"warning": self._warning} if self._warning else {}
-        folder.write_status(state, step=step, reason=reason, steps=self._steps, **warning)
-        if state in ("finished", "stopped"):
-            folder.note(state, step=step, reason=reason)
-        skipped = self._recorder.skipped
+        folder, step, skipped = self._folder, self._last_step, self._recorder.skipped
+        folder.write_status(state, step=step, reason=reason, steps=self._steps, **self._warning)
+        folder.note(state, step=step, reason=reason)
         losses = f"; loss {self._losses[0]:.3f} -> {self._losses[-1]:.3f}" if self._losses else ""
+        seconds = seconds_as_text(time.monotonic() - self._started)
         logger.info(
-            f"{state} after {step} of {self._steps} steps in "
-            f"{seconds_as_text(time.monotonic() - self._started)}{losses}"
+            f"{state} after {step} of {self._steps} steps in {seconds}{losses}"
             + (f", {skipped} steps skipped" if skipped else "")
         )
         if state == "stopped":
-            saved = (
-                "start it again to resume"
-                if kept == step
-                else "nothing was saved (checkpoint.every_steps: null)"
-            )
+            nothing = "nothing was saved (checkpoint.every_steps: null)"
+            saved = "start it again to resume" if kept == step else nothing
             logger.info(f"  stopped by {reason}; {saved}")
-        recipe = f"{folder.path}/recipe.yaml"
-        lines = [
-            (f"{folder.metrics}", "metrics of every step, one JSON object a line"),
-            (recipe, f"resolved recipe; to repeat the run: recipe={recipe} run.dir=ANOTHER"),
-            (f"{folder.path}/status.json, {folder.log}/", "outcome, output of each rank"),
-        ]
+        path = folder.path
+        recipe = f"{path}/recipe.yaml"
         if kept is not None:
             text = "to resume with more run.max_steps, or on another number of GPUs"
-            lines.insert(0, (f"{folder.path}/checkpoints/", text))
+            logger.info(f"  {path}/checkpoints/  {text}")
+        logger.info(f"  {folder.metrics}  metrics of every step, one JSON object per line")
+        again = f"recipe={recipe} run.dir=ANOTHER"
+        logger.info(f"  {recipe}  resolved recipe; to repeat the run: {again}")
+        logger.info(f"  {path}/status.json, {folder.log}/  outcome, output of each rank")
         if exported is not None:
-            lines.append((f"{folder.export}/", exported))
-        for path, text in lines:
-            logger.info(f"  {path}  {text}")
+            logger.info(f"  {folder.export}/  {exported}")
         if state == "finished":
-            logger.info(
-                "next: check that every strategy gives the same losses: launcher selftest "
-                f"recipe={recipe}"
-            )
+            test = f"launcher selftest recipe={recipe}"
+            logger.info(f"next: check that every strategy gives the same losses: {test}")
 
 
 def _finite(number: float) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -23,16 +22,16 @@ from launcher.planner.comparison import PATIENCE, Forecast
 from launcher.planner.detect import detect_machine, resolve_auto
 from launcher.planner.out_of_memory import PostMortem, Trained
 from launcher.recipe.load import LoadedRecipe, to_yaml
-from launcher.recipe.schema import Recipe
 from launcher.reliability.failures import FailureWatch, failing_together
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch, watching
+from launcher.strategies.base import compute_dtype
 from launcher.training.loop import Step
 from launcher.training.profiling import profiled
 from launcher.training.reporting import Reporter
-from launcher.training.setup import Hooks, Training, assemble
+from launcher.training.setup import Hooks, assemble
 from launcher.training.summary import summarize
 
 logger = logging.getLogger(__name__)
@@ -60,13 +59,12 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
     A failure of any rank ends this process (`failing_together`). Raises TrainingError if the ranks
     do not meet or lack a GPU.
     """
-    recipe, progress = loaded.recipe, Progress()
-    numerics = recipe.run
+    settings, progress = loaded.recipe.run, Progress()
     process_group.set_numerics(
-        deterministic=numerics.deterministic, float32_matmul=numerics.float32_matmul
+        deterministic=settings.deterministic, float32_matmul=settings.float32_matmul
     )
     group = process_group.process_group(
-        environment, device=recipe.run.device, init_timeout=recipe.run.init_timeout
+        environment, device=settings.device, init_timeout=settings.init_timeout
     )
     with (
         StopRequest() as stop,
@@ -75,69 +73,65 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
         failing_together(
             store, environment=environment, run=run, console=console, progress=progress
         ) as failures,
-        watching(failures, stop=stop, hang_timeout=recipe.run.hang_timeout) as watch,
+        watching(failures, stop=stop, hang_timeout=settings.hang_timeout) as watch,
     ):
         configure_logging()
         if environment.world_size > 1:
             process_group.enable_keepalive(environment)
         rank = Rank(environment, ranks, run, stop, failures, watch, progress)
         finished = Run(loaded, rank).execute()
-    # torchrun's agent takes any other status for a failure and restarts; status.json has the
-    # outcome
+    # torchrun's agent restarts on any other status than 0; status.json has the outcome
     return EXIT_DONE if finished or environment.torchrun else EXIT_STOPPED
 
 
 class Run:
-    """A run on this rank: `auto` resolved, everything built, the checkpoint loaded. `execute`
-    trains.
-    """
+    """A run on this rank: `auto` resolved, everything built, the checkpoint loaded."""
 
     def __init__(self, loaded: LoadedRecipe, rank: Rank) -> None:
         self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
-        machine = detect_machine(rank.ranks, rank.environment)
+        directory, environment = rank.directory, rank.environment
+        machine = detect_machine(rank.ranks, environment)
         self._recipe = recipe = resolve_auto(
-            loaded.recipe, machine, ranks=rank.ranks, run=rank.directory
+            loaded.recipe, machine, ranks=rank.ranks, run=directory
         )
         post_mortem = PostMortem(
             recipe,
             machine,
-            environment=rank.environment,
-            run=rank.directory,
+            environment=environment,
+            run=directory,
             restarts_smaller=loaded.recipe.batch.micro_batch_size == "auto",
         )
         rank.failures.post_mortem = post_mortem
         self._check_device(loaded)
-        compares = recipe.logging.memory_plan and rank.environment.main
+        compares = recipe.logging.memory_plan and environment.main
         self._forecast = Forecast(recipe, machine) if compares else None
-        skipped_rows = rank.directory.path / "skipped_rows.jsonl"
-        self._training = assemble(
+        skipped_rows = directory.path / "skipped_rows.jsonl"
+        self._training = training = assemble(
             recipe,
             ranks=rank.ranks,
-            build_data=rank.environment.local_rank == 0,
+            build_data=environment.local_rank == 0,
             skipped_rows=skipped_rows,
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, rank.progress.beat),
         )
         process_group.set_timeout(recipe.run.init_timeout)
-        self._steps = self._training.data.steps
         post_mortem.training = Trained(
-            self._training.wrapped.module, self._training.optimizer, rank.ranks.device
+            training.wrapped.module, training.optimizer, rank.ranks.device
         )
-        self._checkpoints, self._resumed = open_checkpoints(
-            recipe, rank.directory, self._training, ranks=rank.ranks
-        )
+        self._steps = training.data.steps
+        self._checkpoints, self._resumed = self._open_checkpoints()
         self._position = Position() if self._resumed is None else self._resumed.position
         self._saved_after = self._progress.step = self._position.step
         self._reporter = Reporter(
             rank.ranks,
-            rank.directory,
+            directory,
             recipe=recipe,
             steps=self._steps,
             first_step=self._position.step,
-            flops_per_token=self._training.flops_per_token,
+            flops_per_token=training.flops_per_token,
         )
         rank.failures.on_end = self._reporter.abort
-        self._reporter.list_skipped(self._training.data.training.skipped, skipped_rows)
-        for line in summarize(recipe, self._training, rank.ranks):
+        self._reporter.list_skipped(training.data.training.skipped, skipped_rows)
+        for line in summarize(recipe, training, rank.ranks):
             logger.info(line)
         if self._resumed is not None:
             self._reporter.resumed(self._resumed, ranks=rank.ranks.size)
@@ -147,19 +141,42 @@ class Run:
         process_group.set_threads(
             self._rank.environment, device=device, cpu_offload=strategy.cpu_offload is not None
         )
-        precision = strategy.mixed_precision
         try:
-            process_group.check_dtype(
-                device, "float32" if precision is None else precision.param_dtype
-            )
+            process_group.check_dtype(device, compute_dtype(strategy))
         except ValueError as error:
             key = ("strategy", "mixed_precision", "param_dtype")
             raise loaded.refuse(key, str(error)) from None
 
+    def _open_checkpoints(self) -> tuple[CheckpointManager | None, Resumed | None]:
+        """The manager of the run's checkpoints, and the checkpoint that it loaded."""
+        recipe, directory, training = self._recipe, self._rank.directory, self._training
+        # Rank 0 decides: another node may see the folder a little later
+        decided: list[Any] = [directory.resume]
+        dist.broadcast_object_list(decided, group=self._ranks.group, group_src=0)
+        resume: str = decided[0]
+        if recipe.checkpoint.every_steps is None and resume == "never":
+            return None, None
+        data = training.data
+        manager = CheckpointManager(
+            directory.path / "checkpoints",
+            recipe.checkpoint,
+            Saved(training.wrapped.module, training.optimizer, training.loss_scale),
+            Identity(to_yaml(recipe), recipe.run.seed, data.fingerprint, data.stream_order),
+            ranks=self._ranks,
+            before_write=directory.check,
+            saved=self._note_saved,
+        )
+        return manager, manager.restore(resume)
+
+    def _note_saved(self, step: int, size: int, seconds: float) -> None:
+        """Adds a line to events.jsonl."""
+        if self._ranks.rank == 0:
+            self._rank.directory.note(
+                "saved", ranks=self._ranks.size, step=step, bytes=size, seconds=seconds
+            )
+
     def execute(self) -> bool:
-        """Evaluates, trains, saves, stops, exports. Returns False if the run was asked to stop
-        before its end.
-        """
+        """Evaluates, trains, saves, exports. Returns False if the run was stopped before its end."""
         at_start = self._recipe.evaluation.at_start and self._position.step == 0
         if at_start or (self._resumed is not None and self._resumed.evaluation_due):
             self._evaluate(self._position.step)
@@ -177,9 +194,7 @@ class Run:
         return finished
 
     def _train(self) -> bool:
-        """Trains to the end, or until the run is asked to stop. Goes back to a checkpoint if the
-        run diverges.
-        """
+        """Trains to the end or until the run is stopped; rewinds if it diverges."""
         rewinds = 0
         with profiled(
             self._recipe.profile,
@@ -272,11 +287,9 @@ class Run:
         self._reporter.warn(checkpoints.trouble)
 
     def _rewind(self, error: DivergedError, *, allowed: bool) -> None:
-        """Goes back to the last checkpoint before the steps that diverged, and skips their batches
-        from then on.
+        """Restores the last checkpoint before the steps that diverged, and skips their batches.
 
-        Raises the error again if there is no such checkpoint, or if the recipe does not want it.
-
+        Raises the error again if there is no such checkpoint or the recipe does not allow it.
         """
         self._progress.step = error.last_step  # the step trained since then is discarded
         self._progress.slow_until_step("rewind")
@@ -304,15 +317,12 @@ class Run:
         if checkpoints is None:
             return
         if not finished and checkpoints.saved_step != self._progress.step:
-            raise TrainingError(
-                "the run was asked to stop, and the final checkpoint could not be saved: "
-                f"{checkpoints.trouble}",
-                reason="checkpoint_failed",
-            )
+            what = "the run was asked to stop, and the final checkpoint could not be saved"
+            raise TrainingError(f"{what}: {checkpoints.trouble}", reason="checkpoint_failed")
         self._reporter.warn(checkpoints.trouble)
 
     def _export(self) -> str | None:
-        """Writes RUN_DIR/hf if the recipe asks for it. Returns what was written, for people."""
+        """Writes RUN_DIR/hf if the recipe asks for it. Returns a description of it."""
         checkpoint = self._recipe.checkpoint
         if checkpoint.export is None:
             return None
@@ -341,37 +351,4 @@ class Evaluation:
 
     loss: float | None = None
     complete: bool = True
-    """False if it was interrupted because the run was asked to stop."""
-
-
-def open_checkpoints(
-    recipe: Recipe, directory: RunFolder, training: Training, *, ranks: DataParallel
-) -> tuple[CheckpointManager | None, Resumed | None]:
-    """The manager of the run's checkpoints, and the checkpoint that was loaded. None: the recipe
-    wants none, or there is none.
-    """
-    # Rank 0's choice: another node may see the folder a little later
-    chosen: list[Any] = [directory.resume]
-    dist.broadcast_object_list(chosen, group=ranks.group, group_src=0)
-    resume: str = chosen[0]
-    if recipe.checkpoint.every_steps is None and resume == "never":
-        return None, None
-    data = training.data
-    manager = CheckpointManager(
-        directory.path / "checkpoints",
-        recipe.checkpoint,
-        Saved(training.wrapped.module, training.optimizer, training.loss_scale),
-        Identity(to_yaml(recipe), recipe.run.seed, data.fingerprint, data.stream_order),
-        ranks=ranks,
-        before_write=directory.check,
-        saved=partial(note_saved, directory, ranks=ranks),
-    )
-    return manager, manager.restore(resume)
-
-
-def note_saved(
-    directory: RunFolder, step: int, size: int, seconds: float, *, ranks: DataParallel
-) -> None:
-    """Adds a line to events.jsonl, on rank 0."""
-    if ranks.rank == 0:
-        directory.note("saved", ranks=ranks.size, step=step, bytes=size, seconds=seconds)
+    """False if it was interrupted because the run was stopped."""

@@ -35,7 +35,7 @@ from launcher.recipe.schema import Recipe
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
 from launcher.strategies.wrap import wrap
 from launcher.training.evaluation import Evaluator
-from launcher.training.loop import Step, train_steps
+from launcher.training.loop import Step, Update, train_steps
 from launcher.training.optimizer import LossScale, learning_rate, make_optimizer
 
 
@@ -75,15 +75,13 @@ class Training:
             stop_requested=hooks.stop_requested,
             save_requested=hooks.save_requested,
         )
-        peak = recipe.optimizer.learning_rate
+        optimizer = recipe.optimizer
+        rate = learning_rate(recipe.schedule, peak=optimizer.learning_rate, steps=self.data.steps)
         return train_steps(
             self.wrapped,
-            self.optimizer,
             batches,
             loss=self.data.training.loss,
-            learning_rate=learning_rate(recipe.schedule, peak=peak, steps=self.data.steps),
-            loss_scale=self.loss_scale,
-            max_grad_norm=recipe.optimizer.max_grad_norm,
+            update=Update(self.optimizer, rate, self.loss_scale, optimizer.max_grad_norm),
             ranks=self.ranks.size,
             heartbeat=hooks.heartbeat,
         )
@@ -101,7 +99,7 @@ class PreparedModel:
     model: nn.Module
     blocks: dict[str, nn.Module]
     init_fn: InitFn
-    """Gives it its weights, once it is wrapped."""
+    """Initialises the weights of the wrapped model."""
     export_dtype: torch.dtype
     compute_dtype: torch.dtype
     packed: bool
@@ -112,7 +110,7 @@ class PreparedModel:
     def wrap(
         self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None
     ) -> WrappedModel:
-        """Spreads it over the ranks. init_fn: instead of its own."""
+        """Distributes it over the ranks. init_fn: instead of its own."""
         return wrap(
             self.model,
             strategy=recipe.strategy,
@@ -120,11 +118,11 @@ class PreparedModel:
             compile=recipe.model.compile,
             blocks=self.blocks,
             ranks=ranks,
-            init_fn=init_fn if init_fn is not None else self.init_fn,
+            init_fn=init_fn or self.init_fn,
         )
 
     def synthetic_data(self, data: schema.Data, batch: schema.Batch) -> SyntheticData:
-        """A micro-batch for it without the data, as full as the recipe's can be."""
+        """Micro-batches as full as the recipe's can be, without the data."""
         return synthetic_data(
             data,
             batch,
@@ -135,9 +133,7 @@ class PreparedModel:
         )
 
     def check_isolation(self, wrapped: WrappedModel, *, device: torch.device) -> None:
-        """Raises RecipeError if the model's attention does not keep the documents of a row
-        apart.
-        """
+        """Raises RecipeError if attention does not keep the documents of a row apart."""
         if not self.packed or self.masking != "mask" or self.vocabulary is None:
             return
         with wrapped.forward_context():
@@ -154,11 +150,9 @@ class PreparedModel:
 def prepare_model(
     recipe: Recipe, *, device: torch.device, group: dist.ProcessGroup | None
 ) -> PreparedModel:
-    """Builds the recipe's model, plans where its weights come from, adds adapters, chooses how
-    documents are kept apart.
+    """Builds the recipe's model, with adapters and document masking.
 
-    device: that it will run on; this decides which attention it has. group: ranks that read the
-    weights together.
+    device: of the run; this decides the attention. group: ranks that read the weights together.
     """
     data, dtype = recipe.data, compute_dtype(recipe.strategy)
     model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
@@ -173,6 +167,11 @@ def prepare_model(
     packed = data.packing and sequences
     if sequences and not packed:
         drop_causal_mask(model)
+    masking: Masking = "mask"
+    if packed:
+        masking = isolate_documents(
+            model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
+        )
     return PreparedModel(
         model,
         blocks,
@@ -180,11 +179,7 @@ def prepare_model(
         export_dtype=export_dtype,
         compute_dtype=dtype,
         packed=packed,
-        masking=isolate_documents(
-            model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
-        )
-        if packed
-        else "mask",
+        masking=masking,
         vocabulary=vocabulary_size(model),
     )
 
@@ -220,9 +215,13 @@ def assemble(
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_isolation(wrapped, device=ranks.device)
     # Dropout and the user's own code draw different random numbers on each rank
-    torch.manual_seed(recipe.run.seed + ranks.rank)
-    random.seed(recipe.run.seed + ranks.rank)
-    np.random.seed((recipe.run.seed + ranks.rank) % 2**32)
+    seed = recipe.run.seed + ranks.rank
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    tokenizer = None
+    if ranks.rank == 0 and recipe.checkpoint.export:
+        tokenizer = tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
     export = partial(
         export_hugging_face,
         wrapped.module,
@@ -230,9 +229,7 @@ def assemble(
         device=ranks.device,
         dtype=prepared.export_dtype,
         merged=recipe.checkpoint.export_merged,
-        tokenizer=tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
-        if ranks.rank == 0 and recipe.checkpoint.export
-        else None,
+        tokenizer=tokenizer,
     )
     return Training(
         recipe,
@@ -240,16 +237,16 @@ def assemble(
         wrapped,
         prepared.blocks,
         data,
-        make_evaluator(recipe, data, ranks),
+        _make_evaluator(recipe, data, ranks),
         flops,
         make_optimizer(wrapped.module, recipe.optimizer),
         LossScale(ranks.device, enabled=prepared.compute_dtype == torch.float16),
-        hooks if hooks is not None else Hooks(),
+        hooks or Hooks(),
         export,
     )
 
 
-def make_evaluator(recipe: Recipe, data: RunData, ranks: DataParallel) -> Evaluator | None:
+def _make_evaluator(recipe: Recipe, data: RunData, ranks: DataParallel) -> Evaluator | None:
     """None if there is no validation data."""
     if not data.validation:
         return None

@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from launcher.data.batching import BatchSampler
-from launcher.data.dataset import TrainingData
 from launcher.data.loader import expected_padding
+from launcher.data.setup import RunData
 from launcher.distributed.process_group import DataParallel
 from launcher.metrics.console import bytes_as_text
-from launcher.recipe.schema import Batch, Recipe
+from launcher.recipe.schema import ActivationCheckpointing, Recipe
 from launcher.strategies.activation_checkpointing import (
     is_checkpointed,
     recomputation_changes_state,
 )
-from launcher.strategies.base import WrappedModel
 from launcher.training.setup import Training
 
 
 def summarize(recipe: Recipe, training: Training, ranks: DataParallel) -> list[str]:
     """Model, data and batch of a run, for the console."""
-    data = training.data
-    checkpointing = recipe.activation_checkpointing
     return [
-        describe_model(
-            training.wrapped,
-            ranks=ranks,
-            blocks=training.blocks,
-            mode=None if checkpointing is None else checkpointing.mode,
-        ),
-        describe_data(
-            data.training,
-            shuffled=recipe.data.shuffle,
-            padding=expected_padding(data.training, data.sampler),
-        ),
-        describe_batch(
-            recipe.batch,
-            sampler=data.sampler,
-            ranks=ranks.size,
-            steps=data.steps,
-            passes=data.order.passes(data.steps * recipe.batch.global_batch_size),
-            warmup=recipe.schedule.warmup_steps,
-        ),
+        "\n".join(_model(training, recipe.activation_checkpointing, ranks.device)),
+        "\n".join(_data(training.data, shuffled=recipe.data.shuffle)),
+        "\n".join(_batch(recipe, training.data, ranks=ranks.size)),
     ]
 
 
@@ -54,82 +35,68 @@ def _bytes(tensors: list[nn.Parameter]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def describe_model(
-    wrapped: WrappedModel, *, ranks: DataParallel, blocks: dict[str, nn.Module], mode: str | None
-) -> str:
-    """Model, strategy and memory, for the console: read off the wrapped model, not off the recipe.
-
-    blocks: of `find_blocks`. mode: of activation checkpointing; None: off.
-    """
-    parameters = list(wrapped.module.parameters())
+def _model(
+    training: Training, checkpointing: ActivationCheckpointing | None, device: torch.device
+) -> Iterator[str]:
+    """Model, strategy and memory: read off the wrapped model, not off the recipe."""
+    module, blocks = training.wrapped.module, training.blocks
+    parameters = list(module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    parameter_bytes, trained_bytes = _bytes(parameters), _bytes(trained)
-    config: Any = getattr(wrapped.module, "config", None)
-    total = sum(parameter.numel() for parameter in parameters)
-    device = (
-        torch.cuda.get_device_name(ranks.device)
-        if ranks.device.type == "cuda"
-        else f"CPU with {torch.get_num_threads()} thread(s)"
-    )
-    name = getattr(config, "model_type", type(wrapped.module).__name__)
+    config: Any = getattr(module, "config", None)
+    name = getattr(config, "model_type", type(module).__name__)
     kind = next((type(block).__name__.removeprefix("FSDP") for block in blocks.values()), "none")
+    total = sum(parameter.numel() for parameter in parameters)
     updates = sum(parameter.numel() for parameter in trained)
-    share = (
-        f", {_count(updates)} of them trained ({updates / total:.2%})" if updates < total else ""
+    share = f", {_count(updates)} of them trained ({updates / total:.2%})"
+    processor = f"CPU with {torch.get_num_threads()} thread(s)"
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+    yield (
+        f"model: {name}, {_count(total)} parameters{share if updates < total else ''}, "
+        f"{len(blocks)} blocks ({kind}); a rank is a {processor}"
     )
-    lines = [
-        f"model: {name}, {_count(total)} parameters{share}, {len(blocks)} blocks ({kind}); a rank "
-        f"is a {device}",
-        wrapped.description(),
-    ]
+    yield training.wrapped.description()
     if not blocks:
-        lines.append(
+        yield (
             "note: the model's class names no blocks (_no_split_modules): it is sharded as one "
             "group, and nothing is checkpointed"
         )
-    if mode is not None:
-        wrapped_blocks = sum(is_checkpointed(module) for module in wrapped.module.modules())
-        lines.append(f"activation checkpointing: {mode}, {wrapped_blocks} of {len(blocks)} blocks")
-        left_alone = sum(recomputation_changes_state(block) for block in blocks.values())
-        if left_alone:
-            lines.append(
-                f"note: {left_alone} blocks are not checkpointed, recomputation would update their "
+    if checkpointing is not None:
+        wrapped = sum(is_checkpointed(module) for module in module.modules())
+        yield (f"activation checkpointing: {checkpointing.mode}, {wrapped} of {len(blocks)} blocks")
+        unwrapped = sum(recomputation_changes_state(block) for block in blocks.values())
+        if unwrapped:
+            yield (
+                f"note: {unwrapped} blocks are not checkpointed, recomputation would update their "
                 "BatchNorm twice"
             )
-    lines.append(
-        f"a rank holds {bytes_as_text(parameter_bytes + 3 * trained_bytes)}: parameters "
-        f"{bytes_as_text(parameter_bytes)}, gradients {bytes_as_text(trained_bytes)}, optimizer "
-        f"{bytes_as_text(2 * trained_bytes)}; activations and unsharded blocks come on top"
+    held, gradients = _bytes(parameters), _bytes(trained)
+    yield (
+        f"a rank holds {bytes_as_text(held + 3 * gradients)}: parameters {bytes_as_text(held)}, "
+        f"gradients {bytes_as_text(gradients)}, optimizer {bytes_as_text(2 * gradients)}; "
+        "activations and unsharded blocks come on top"
     )
-    return "\n".join(lines)
 
 
-def describe_data(dataset: TrainingData, *, shuffled: bool, padding: float | None) -> str:
-    """Size of a data set, truncation, and padding.
-
-    padding: expected share, if rows are padded to the longest of a micro-batch.
-    """
+def _data(data: RunData, *, shuffled: bool) -> Iterator[str]:
+    """Size of the training data, truncation, and padding."""
+    dataset = data.training
     first, *rest = dataset.describe()
+    padding = expected_padding(dataset, data.sampler)
     if not dataset.packed and padding is not None:
         first += f", padded to the longest of a micro-batch ({padding:.1%} padding)"
-    first += ", shuffled" if shuffled else ", in the order of the files"
-    return "\n".join(
-        [
-            f"data: {first}",
-            *(line if line.startswith(("warning", "note")) else f"      {line}" for line in rest),
-        ]
-    )
+    yield f"data: {first}, {'shuffled' if shuffled else 'in the order of the files'}"
+    for line in rest:
+        yield line if line.startswith(("warning", "note")) else f"      {line}"
 
 
-def describe_batch(
-    batch: Batch, *, sampler: BatchSampler, ranks: int, steps: int, passes: list[float], warmup: int
-) -> str:
+def _batch(recipe: Recipe, data: RunData, *, ranks: int) -> Iterator[str]:
     """How the global batch is divided, and how often the run sees the data."""
+    batch, sampler, steps = recipe.batch, data.sampler, data.steps
     if batch.micro_batch_size is not None:
-        accumulation = sampler.micro_batches(0)
         parts = (
-            f"{batch.micro_batch_size} a micro-batch x {accumulation} accumulation steps "
-            f"x {ranks} ranks"
+            f"{batch.micro_batch_size} a micro-batch x {sampler.micro_batches(0)} accumulation "
+            f"steps x {ranks} ranks"
         )
     else:
         counts = [sampler.micro_batches(step) for step in range(min(steps, 20))]
@@ -139,13 +106,13 @@ def describe_batch(
             f"{number} a step on each of {ranks} ranks"
         )
     text = f"batch: {batch.global_batch_size} sequences = {parts}; {steps} steps"
+    passes = data.order.passes(steps * batch.global_batch_size)
     if passes:
         text += f" are {' and '.join(f'{number:.2g}' for number in passes)} passes over the data"
-    return text + (
-        f"\nnote: the warm-up of {warmup} steps is not over within the run's {steps}"
-        if warmup >= steps
-        else ""
-    )
+    yield text
+    warmup = recipe.schedule.warmup_steps
+    if warmup >= steps:
+        yield f"note: the warm-up of {warmup} steps does not end within the run's {steps}"
 
 
 def _count(number: int) -> str:

@@ -282,7 +282,7 @@ def test_export_refused(tmp_path, llama, capsys):
     assert "checkpoint.export: at_end" in told(run, out)
     (run / "hf").mkdir()
     save_file({"a": torch.zeros(1)}, run / "hf" / "model.safetensors")
-    assert "there is no adapter to add in" in told(run, out, "merged=true")
+    assert "has no adapter to merge" in told(run, out, "merged=true")
     assert "dtype=int8: must be bfloat16 | float16 | float32" in told(run, out, "dtype=int8")
     several = told(run, out, "merge=true", "merged=yes")
     assert "merge=true: no option of launcher export; did you mean merged?" in several
@@ -290,7 +290,7 @@ def test_export_refused(tmp_path, llama, capsys):
     assert "no folder" in told(run, tmp_path / "a" / "b")
     out.mkdir()
     (out / "file").write_text("")
-    assert "is there already and not empty" in told(run, out)
+    assert "exists and is not empty" in told(run, out)
 
 
 def test_an_adapter_whose_base_is_gone(tmp_path, capsys):

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.cli import main
 from launcher.cli import plan as command
-from launcher.cli.options import count, read_options, size, truth, word
+from launcher.cli.options import read_size
 from launcher.errors import RecipeError
 from launcher.planner import machine as machines
 from launcher.planner import measure, plan, search
@@ -39,65 +39,29 @@ from tests.unit.made_plan import GIB, RECIPE, machine, made_ladder, made_plan
     ],
 )
 def test_sizes(text, expected):
-    assert size(text) == expected
+    assert read_size("gpu_memory", text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["80", "80G", "GiB", "-1GiB", "0GiB", "80GiBs", "1e3GiB", "", "80 GiB GiB"]
 )
 def test_wrong_sizes(text):
-    with pytest.raises(ValueError, match="such as 80GiB"):
-        size(text)
+    expected = f"command line: gpu_memory={text}: must be a size with a unit, such as 80GiB"
+    with pytest.raises(RecipeError, match=expected):
+        read_size("gpu_memory", text)
 
 
-KNOWN = {"nodes": count, "rates": word, "json": truth, "gpu_memory": size}
-
-
-def test_options_of_both_styles():
-    arguments = [
-        "recipe=x",
-        "nodes=2",
-        "--gpu-memory",
-        "80GiB",
-        "--rates=a.json",
-        "--json",
-        "run.name=b",
-        "data.cache=null",
-    ]
-    found, rest = read_options("launcher plan", arguments, KNOWN)
-    assert found == {"nodes": 2, "gpu_memory": 80 * GIB, "rates": "a.json", "json": True}
-    assert rest == ["recipe=x", "run.name=b", "data.cache=null"]
-    assert read_options("launcher plan", ["json=false", "rates=b"], KNOWN) == (
-        {"json": False, "rates": "b"},
-        [],
-    )
-
-
-def test_all_errors_of_options_are_reported_at_once():
-    with pytest.raises(RecipeError) as caught:
-        read_options(
-            "launcher plan",
-            [
-                "gpu_memry=80GiB",
-                "--jsn",
-                "nodes=0",
-                "rates",
-                "oops",
-                "nodes=1",
-                "nodes=2",
-                "--rates",
-            ],
-            KNOWN,
-        )
-    assert [problem.split("; there are")[0] for problem in caught.value.problems] == [
-        "command line: gpu_memry=80GiB: no option of launcher plan; did you mean gpu_memory?",
-        "command line: --jsn: no option of launcher plan; did you mean json?",
-        "command line: nodes=0: must be a whole number, at least 1",
-        "command line: rates: has no value; write rates=...",
-        "command line: oops: no option of launcher plan",
-        "command line: nodes=2: was given twice",
-        "command line: --rates: has no value; write --rates VALUE",
-    ]
+def test_wrong_options_are_refused(folder, capsys):
+    plan = ["plan", "recipe=x.yaml", "gpu=h100"]
+    for option, said in {
+        "nodes=0": "Invalid value for '--nodes': ",
+        "gpus_per_node=x": "Invalid value for '--gpus-per-node': ",
+        "--rates": "Option '--rates' requires an argument",
+        "gpu_memry=80GiB": "no option of launcher plan; did you mean gpu_memory?",
+        "json=yes": "must be true or false",
+    }.items():
+        assert main.main([*plan, option]) == 2
+        assert said in capsys.readouterr().err
 
 
 def printed(plan, ladder=None, measured=None):
@@ -233,7 +197,7 @@ def faked(monkeypatch, folder):
 
 
 def test_json_is_one_object_with_bytes_as_whole_numbers(faked, capsys):
-    assert command.main(["recipe=x.yaml", "gpus_per_node=8", "gpu=h100", "--json"]) == 0
+    assert main.main(["plan", "recipe=x.yaml", "gpus_per_node=8", "gpu=h100", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     documented = set(
         re.findall(
@@ -275,7 +239,8 @@ def test_without_a_gpu_the_error_lists_known_gpus(folder, monkeypatch, capsys):
 
 def test_the_gpus_of_this_machine_are_the_default(faked, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H200", 140 * GIB, 2))
-    assert command.main(["recipe=x.yaml", "ladder=false", "rates=r.json", "host_memory=1TiB"]) == 0
+    words = ["recipe=x.yaml", "ladder=false", "rates=r.json", "host_memory=1TiB"]
+    assert main.main(["plan", *words]) == 0
     assert "Planned for the GPUs of this machine" in capsys.readouterr().out
     gpu, settings = faked.machine
     assert gpu == "NVIDIA H200"
@@ -332,7 +297,7 @@ def test_verify_trains_and_compares(faked, monkeypatch, capsys):
     monkeypatch.setattr(measure, "measure", measured)
     words = ["recipe=x.yaml", "gpu=h100", "gpus_per_node=8", "--verify"]
     assert main.main(["plan", *words]) == 2
-    assert "verify: there is no GPU here for 8 ranks" in capsys.readouterr().err
+    assert "verify: this machine has no GPUs for 8 ranks" in capsys.readouterr().err
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H100", 80 * GIB, 8))
     for faked.scale, status in ((0.96, 0), (1.015, 0), (0.94, 3), (1.03, 3)):
         assert main.main(["plan", *words]) == status

@@ -56,7 +56,7 @@ def test_every_set_is_tokenized_and_found_again(recipe, capsys, monkeypatch, mes
     ):
         assert line in printed
     assert printed.endswith(
-        "ready: training needs no network now, and with HF_HUB_OFFLINE=1 it asks for none\n"
+        "ready: training needs no network now, and with HF_HUB_OFFLINE=1 it requests nothing\n"
     )
     data = load_recipe([recipe], ranks=None).recipe.data
     for module in ("datasets", "transformers", "launcher.data.tokenization"):

@@ -174,9 +174,9 @@ def test_bfloat16_on_a_gpu_without_it_names_float16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ValueError, match="Tesla T4 does not compute in bfloat16; use float16"):
-        process_group.check_dtype(torch.device("cuda", 0), "bfloat16")
-    process_group.check_dtype(torch.device("cuda", 0), "float16")
-    process_group.check_dtype(torch.device("cpu"), "bfloat16")
+        process_group.check_dtype(torch.device("cuda", 0), torch.bfloat16)
+    process_group.check_dtype(torch.device("cuda", 0), torch.float16)
+    process_group.check_dtype(torch.device("cpu"), torch.bfloat16)
 
 
 # Devices
@@ -207,14 +207,14 @@ def test_all_ranks_compute_on_one_kind_of_device(wanted, nodes, kind):
             "auto",
             [node(gpus=0)],
             [
-                "node n1: torch 2.13.0 is built for CUDA 12.8 and finds no GPU; see the driver (nvidia-smi, "
+                "node n1: torch 2.13.0 is built for CUDA 12.8 and finds no GPU; check the driver (nvidia-smi, "
             ],
         ),
         (
             "auto",
             [node(gpus=0, build="ROCm 6.4")],
             [
-                "node n1: torch 2.13.0 is built for ROCm 6.4 and finds no GPU; see the driver (amd-smi, "
+                "node n1: torch 2.13.0 is built for ROCm 6.4 and finds no GPU; check the driver (amd-smi, "
             ],
         ),
         (
