@@ -36,7 +36,7 @@ BLOCK = 256 * 2**20
 """Each block of a file has its own checksum, so that threads and ranks share the check."""
 ALIGNMENT = 4096
 """Of buffers, and of positions in a file, for direct I/O."""
-_NAME = re.compile(r"step_(\d{8,})")
+_NAME = re.compile(r"step_\d{8,}")
 _SCRATCH = re.compile(r"step_\d{8,}\.(writing|replaced|deleting)-\w+")
 _READ = 2**20
 """Bytes to read at once for a checksum: small enough for a core's cache."""
@@ -88,11 +88,8 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint. Raises DamagedCheckpointError if it is no such name."""
-    match = _NAME.fullmatch(path.name)
-    if match is None:
-        raise DamagedCheckpointError(path, "its name is not like step_00000500")
-    return int(match[1])
+    """The step in the name of a checkpoint."""
+    return int(path.name.removeprefix("step_"))
 
 
 def rank_file(rank: int) -> str:
@@ -294,29 +291,22 @@ def _check_block(file: Path, start: int, checksum: str) -> str | None:
 
 
 def newest_valid(
-    folder: Path,
-    *,
-    checkpoints: Sequence[Path] | None = None,
-    at_most: int | None = None,
-    check: Callable[[Path], str | None] = verify,
+    checkpoints: Sequence[Path], check: Callable[[Path], str | None] = verify
 ) -> Path | None:
-    """The newest valid checkpoint; None if the folder has no checkpoint. Logs each damaged one.
+    """The newest valid one of `list_checkpoints`; None if there are none. Logs each damaged one.
 
-    checkpoints: those of the folder, oldest first; None: lists them. at_most: only up to this step.
     check: returns what is wrong with a checkpoint, or None. Raises NoneLeftError if all are
     damaged.
     """
     problems = []
-    for path in reversed(list_checkpoints(folder) if checkpoints is None else checkpoints):
-        if at_most is not None and step_of(path) > at_most:
-            continue
+    for path in reversed(checkpoints):
         problem = check(path)
         if problem is None:
             return path
         problems.append(str(DamagedCheckpointError(path, problem)))
         logger.warning(f"{problems[-1]}; trying an older one")
     if problems:
-        raise NoneLeftError(folder, problems)
+        raise NoneLeftError(checkpoints[0].parent, problems)
     return None
 
 

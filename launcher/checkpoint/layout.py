@@ -54,9 +54,7 @@ def signature(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
 
 
 def plan(
-    tensors: Mapping[str, torch.Tensor],
-    local: Mapping[str, torch.Tensor],
-    group: dist.ProcessGroup,
+    tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor], group: dist.ProcessGroup
 ) -> Layout:
     """Plans the files. All ranks of `group` must call it. local: this rank's own tensors."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,15 @@ from launcher.models.shards import local_rows
 def find_checkpoint(
     folder: Path, *, group: dist.ProcessGroup, at_most: int | None = None
 ) -> Path | None:
-    """`files.newest_valid`, with the verification shared among the ranks.
+    """`files.newest_valid` up to this step, with the verification shared among the ranks.
 
     All ranks must call it. All return the same path, or raise NoneLeftError.
     """
     # Rank 0's list: another node may see the folder a little later
     listed: list[Any] = [files.list_checkpoints(folder) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(listed, group=group, group_src=0)
-
-    def check(path: Path) -> str | None:
-        return verify_together(path, group=group)
-
-    return files.newest_valid(folder, checkpoints=listed[0], at_most=at_most, check=check)
+    wanted = [path for path in listed[0] if at_most is None or files.step_of(path) <= at_most]
+    return files.newest_valid(wanted, partial(verify_together, group=group))
 
 
 def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:

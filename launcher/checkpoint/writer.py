@@ -189,11 +189,6 @@ class Checkpointer:
         self._wait()
         return self.poll()
 
-    def staging_bytes(self) -> int:
-        """Host memory that saving keeps on this rank; known after the first save."""
-        kept = 0 if self._buffer is None else self._buffer.numel()
-        return kept if self._settings.asynchronous else CHUNK
-
     def _wait(self) -> None:
         save, self._current = self._current, None
         if save is not None:

@@ -66,25 +66,6 @@ class Summary:
         return f"{self.step:,}" + (f" of {total:,}" if total else "")
 
 
-@dataclass(frozen=True)
-class Spent:
-    """Where the time of a run went, in seconds; the parts add up to `wall`."""
-
-    wall: float
-    counted: float
-    """In steps that are part of the result."""
-    repeated: float
-    """In steps that were lost and trained again; estimated by the mean step."""
-    repeated_steps: int
-    between: float
-    """While no process ran it: in the queue, for example."""
-
-    @property
-    def rest(self) -> float:
-        """Starting, evaluating, saving, waiting."""
-        return max(0.0, self.wall - self.counted - self.repeated - self.between)
-
-
 def main(folder: Path) -> int:
     if not folder.is_dir():
         raise RecipeError(f"{folder}: there is no such folder")
@@ -157,11 +138,11 @@ def read_attempts(events: list[dict[str, Any]]) -> list[Attempt]:
     return list(attempts.values())
 
 
-def spent(summary: Summary) -> Spent | None:
-    """None: no start is recorded."""
+def time_spent(summary: Summary) -> dict[str, float]:
+    """Where the time of a run went, in seconds: `counted` in steps of the result, `repeated` in
+    `repeated_steps` that were lost (by the mean step), `between` without a process, and the `rest`
+    add up to `wall`."""
     attempts = summary.attempts
-    if not attempts:
-        return None
     counted, first = 0.0, attempts[0].resumed
     trained = first
     for record in read_jsonl(RunFolder(summary.path).metrics):
@@ -169,12 +150,19 @@ def spent(summary: Summary) -> Spent | None:
             counted += record["step_seconds"] * (record["step"] - trained)
             trained = record["step"]
     pairs = list(itertools.pairwise(attempts))
-    repeated = sum(max(0, (old.reached or 0) - new.resumed) for old, new in pairs)
+    steps = sum(max(0, (old.reached or 0) - new.resumed) for old, new in pairs)
     between = sum(max(0.0, new.started - old.end) for old, new in pairs if old.end is not None)
     end = attempts[-1].end if attempts[-1].end is not None else summary.until
     wall = max(end - attempts[0].started, counted)
-    seconds = min(repeated * counted / max(trained - first, 1), max(0.0, wall - counted - between))
-    return Spent(wall, counted, seconds, repeated, between)
+    repeated = min(steps * counted / max(trained - first, 1), max(0.0, wall - counted - between))
+    return {
+        "wall": wall,
+        "counted": counted,
+        "repeated": repeated,
+        "repeated_steps": steps,
+        "between": between,
+        "rest": max(0.0, wall - counted - repeated - between),
+    }
 
 
 # Printing
@@ -248,22 +236,20 @@ def _rows(summary: Summary, now: float) -> Iterator[tuple[str, str, str]]:
     if warning := summary.status.get("warning"):
         yield "warning", warning, "yellow"
     yield "owner", summary.owner, ""
-    if (time_spent := spent(summary)) is not None:
-        yield from _time_rows(time_spent)
+    if summary.attempts:
+        yield from _time_rows(time_spent(summary))
         yield "restarts", str(len(summary.attempts) - 1 or "none"), ""
 
 
-def _time_rows(spent: Spent) -> Iterator[tuple[str, str, str]]:
-    share = f"{spent.counted / spent.wall:.0%}" if spent.wall else "0 %"
-    counted = f"{seconds_as_text(spent.counted)} in steps that counted"
-    yield "goodput", f"{share}: {counted}, of {seconds_as_text(spent.wall)}", ""
-    lost = []
-    if spent.between >= 1:
-        lost.append(f"{seconds_as_text(spent.between)} with nobody running")
-    if spent.repeated_steps:
-        steps = f"{spent.repeated_steps:,} steps trained again"
-        lost.append(f"about {seconds_as_text(spent.repeated)} in {steps}")
-    lost.append(f"{seconds_as_text(spent.rest)} starting, evaluating and saving")
+def _time_rows(spent: dict[str, float]) -> Iterator[tuple[str, str, str]]:
+    text = {name: seconds_as_text(seconds) for name, seconds in spent.items()}
+    share = f"{spent['counted'] / spent['wall']:.0%}" if spent["wall"] else "0 %"
+    yield "goodput", f"{share}: {text['counted']} in steps that counted, of {text['wall']}", ""
+    lost = [f"{text['rest']} starting, evaluating and saving"]
+    if steps := spent["repeated_steps"]:
+        lost.insert(0, f"about {text['repeated']} in {steps:,} steps trained again")
+    if spent["between"] >= 1:
+        lost.insert(0, f"{text['between']} with nobody running")
     yield "", "the rest: " + ", ".join(lost), ""
 
 

@@ -26,21 +26,6 @@ class Sink(Protocol):
         """Called at the end of the run with its state."""
 
 
-def remove_later_steps(metrics: Path, step: int) -> int:
-    """Removes the lines after `step` from metrics.jsonl, and an incomplete last line; returns how
-    many. A reader sees the old lines or the new ones."""
-    if not metrics.exists():
-        metrics.write_text("")
-        return 0
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    if len(kept) < len(lines):
-        scratch = metrics.with_name(".metrics.jsonl")
-        scratch.write_text("".join(kept), encoding="utf-8")
-        scratch.replace(metrics)
-    return len(lines) - len(kept)
-
-
 class JsonLines:
     """One JSON object per line, readable during the run."""
 
@@ -49,10 +34,19 @@ class JsonLines:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def remove_later_steps(self, step: int) -> int:
+        """Removes the lines after `step`, and an incomplete last line; returns how many.
+
+        A reader sees the old lines or the new ones.
+        """
         self._file.close()
-        removed = remove_later_steps(self._path, step)
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        if len(kept) < len(lines):
+            scratch = self._path.with_name(".metrics.jsonl")
+            scratch.write_text("".join(kept), encoding="utf-8")
+            scratch.replace(self._path)
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
-        return removed
+        return len(lines) - len(kept)
 
     def write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")

@@ -130,27 +130,22 @@ def test_a_damaged_checkpoint_is_reported_and_skipped(tmp_path, damage, messages
     do, words = DAMAGE[damage]
     do(newest)
     assert words in verify(newest)
-    assert newest_valid(tmp_path) == older
+    assert newest_valid(list_checkpoints(tmp_path)) == older
     (message,) = messages()
     assert str(newest) in message
     assert words in message
 
 
 def test_only_damaged_checkpoints_are_an_error(tmp_path):
-    assert newest_valid(tmp_path) is None
-    assert newest_valid(tmp_path / "absent") is None
+    assert newest_valid(list_checkpoints(tmp_path)) is None
+    assert newest_valid(list_checkpoints(tmp_path / "absent")) is None
     for step in (1, 2):
         (write(tmp_path, step) / "index.json").unlink()
     with pytest.raises(
         NoneLeftError,
         match=r"none of the 2 checkpoints.*\n.*step_00000002.*\n.*step_00000001.*index.json cannot be read",
     ):
-        newest_valid(tmp_path)
-
-
-def test_at_most(tmp_path):
-    paths = [write(tmp_path, step) for step in (10, 20, 30)]
-    assert newest_valid(tmp_path, at_most=29) == paths[1]
+        newest_valid(list_checkpoints(tmp_path))
 
 
 def test_each_part_of_a_big_file_is_checked_by_one_rank(tmp_path, monkeypatch):
@@ -186,7 +181,7 @@ def test_a_save_killed_at_any_moment_leaves_no_valid_checkpoint(tmp_path):
         statuses.append(status)
         if status == 0:
             break
-        found = newest_valid(tmp_path)
+        found = newest_valid(list_checkpoints(tmp_path))
         assert found == older or (found == tmp_path / "step_00000005" and moment >= 6), (
             f"moment {moment}"
         )
@@ -332,6 +327,7 @@ def test_one_process_saves_and_loads(tmp_path, group):
     path, module, optimizer = saved(tmp_path, group)
     assert verify(path) is None
     assert reader.find_checkpoint(tmp_path, group=group) == path
+    assert reader.find_checkpoint(tmp_path, group=group, at_most=0) is None
     assert reader.read_state(path) == {"step": 1, "recipe": "run: {}\n"}
     other = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     fresh = torch.optim.AdamW(other.parameters(), fused=True)

@@ -20,7 +20,7 @@ from launcher.data.token_store import ModelInputs
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
-from launcher.metrics.sinks import remove_later_steps
+from launcher.metrics.sinks import JsonLines
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.run_directory import RunFolder
@@ -194,11 +194,12 @@ def test_metrics_end_at_the_checkpoint(tmp_path):
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3, 4)]
     lines.insert(2, json.dumps({"step": 2, "eval_loss": 1.0}))
     metrics.write_text("\n".join(lines) + '\n{"step": 2, "lo')
-    assert remove_later_steps(metrics, 2) == 3
+    sink = JsonLines(metrics)
+    assert sink.remove_later_steps(2) == 3
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2, 2]
-    assert remove_later_steps(metrics, 2) == 0
-    assert remove_later_steps(tmp_path / "none.jsonl", 2) == 0
-    assert remove_later_steps(metrics, 0) == 3
+    assert sink.remove_later_steps(2) == 0
+    assert sink.remove_later_steps(0) == 3
+    sink.close("finished")
     assert metrics.read_text() == ""
 
 

@@ -80,13 +80,13 @@ def run(tmp_path):
 def test_where_the_time_was_spent(run):
     summary = status.summarize(run.path, NOW)
     summary.until = NOW
-    spent = status.spent(summary)
-    assert spent.wall == 500
-    assert spent.counted == 200
-    assert spent.repeated_steps == 10 + 5
-    assert spent.repeated == pytest.approx(15 * 2.0)
-    assert spent.between == 10 + 40
-    assert spent.rest == pytest.approx(500 - 200 - 30 - 50)
+    spent = status.time_spent(summary)
+    assert spent["wall"] == 500
+    assert spent["counted"] == 200
+    assert spent["repeated_steps"] == 10 + 5
+    assert spent["repeated"] == pytest.approx(15 * 2.0)
+    assert spent["between"] == 10 + 40
+    assert spent["rest"] == pytest.approx(500 - 200 - 30 - 50)
     assert [(a.resumed, a.reached, a.ended) for a in summary.attempts] == [
         (0, 60, "killed"),
         (50, 80, "failed (hang)"),
