@@ -50,7 +50,6 @@ _CLAIMS, _REPORTED, _OWNER = "failed/claims", "failed/reported", "owner"
 _NOTICED, _ENDED = "failed/noticed_{}".format, "failed/rank_{}".format
 """By rank: it noticed another rank's failure; it failed itself or ended in order."""
 
-_KERNEL = "the kernel killed a process on this node because host memory ran out"
 _REPORT_SECONDS = 60.0
 """Time for the memory plan to find what would fit."""
 _CLOSE_SECONDS = 10.0
@@ -111,8 +110,7 @@ class FailureWatch:
 
     def _announce_end(self) -> None:
         self.notice()
-        killed = host_memory.killed_since(self._killed)
-        self.store.set(_ENDED(self.rank), _KERNEL if killed else "")
+        self.store.set(_ENDED(self.rank), "")
 
     # Claims
 
@@ -299,7 +297,7 @@ class FailureWatch:
     def _loss(self, lost: list[int]) -> tuple[str, str, Account | None]:
         """As `_cause`, for ranks that were killed."""
         names = self._names(lost)
-        if self._kernel_killed(lost):
+        if host_memory.killed_since(self._killed):
             return self._killed_by_kernel(names)
         text = f"{names} ended without an error message in step {self.progress.step + 1}. "
         text += "Exit code -9 means killed, for example by the kernel when host memory ran out"
@@ -312,15 +310,6 @@ class FailureWatch:
                 account = self.post_mortem.killed(name, self.progress.step)
         text = f"{name} was killed by the kernel because host memory ran out"
         return "out_of_memory", account.told if account else text, account
-
-    def _kernel_killed(self, lost: list[int]) -> bool:
-        """Whether the out-of-memory killer acted on this node, or on that of another rank."""
-        if host_memory.killed_since(self._killed):
-            return True
-        with contextlib.suppress(Exception):
-            others = [_ENDED(rank) for rank in range(self.ranks) if rank not in lost]
-            return any(text.decode() == _KERNEL for text in self.store.multi_get(others))
-        return False
 
     def _names(self, ranks: list[int]) -> str:
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.ranks}"

@@ -51,13 +51,10 @@ class Owner:
     pid: int
     started: int
     """`process_start`: the kernel reuses process ids."""
-    agent: str | None
-    """torchrun's agent, as `machine/pid/started`."""
     job: str | None
     job_restart_count: int
     run_id: str | None
     meeting_point: str | None
-    restart_count: int
     time: float
 
     def describe(self) -> str:
@@ -92,19 +89,15 @@ def this_machine() -> str:
 
 
 def _new_owner(environment: Environment) -> Owner:
-    machine, parent = this_machine(), environment.parent
-    agent = f"{machine}/{parent}/{process_start(parent)}" if environment.torchrun else None
     return Owner(
         host=socket.gethostname(),
-        machine=machine,
+        machine=this_machine(),
         pid=os.getpid(),
         started=process_start(os.getpid()) or 0,
-        agent=agent,
         job=environment.job,
         job_restart_count=environment.job_restart_count,
         run_id=environment.run_id,
         meeting_point=environment.meeting_point,
-        restart_count=environment.restart_count,
         time=time.time(),
     )
 
@@ -112,20 +105,16 @@ def _new_owner(environment: Environment) -> Owner:
 def succeeds(new: Owner, old: Owner) -> bool:
     """Whether `new` is a later start of the same job. It takes over even if `old` may still run,
     for example on a node that the scheduler has lost."""
-    same_run = new.run_id == old.run_id is not None
     if new.job is not None and new.job == old.job:
         if new.job_restart_count != old.job_restart_count:
             return new.job_restart_count > old.job_restart_count
-        if same_run and new.restart_count > old.restart_count:
-            return True
-    if new.agent is not None and new.agent == old.agent:
-        return True  # an agent has one generation of workers at a time
     # Ranks with the same run id and meeting point belong to one torchrun, which has one generation
-    # of workers at a time. The run id alone may be another torchrun's, every machine has a
-    # localhost, and each agent counts its own restarts
+    # of workers at a time. The run id alone may be another torchrun's, and every machine has a
+    # localhost: there the old process is looked up
     host = (new.meeting_point or "localhost").rsplit(":", 1)[0]
     local = host.startswith(("127.", "localhost", "::1"))
-    return same_run and new.meeting_point == old.meeting_point and not local
+    same = new.run_id == old.run_id is not None and new.meeting_point == old.meeting_point
+    return same and not local
 
 
 def _records(folder: Path) -> list[tuple[int, Path]]:

@@ -1,9 +1,9 @@
 """Two threads of each rank that notice what the training loop cannot.
 
-`_watch_process`, without the other ranks: torchrun's agent is gone, another job owns the folder, a
-file asks to save or to stop, a signal came, the store does not answer. `_watch_ranks`, over the
-store: a rank failed, a process of this node was killed, a rank hangs. They are two because a call
-of the store blocks for as long as the agent that hosts it is stopped (SIGSTOP, a frozen node).
+`_watch_process`, without the other ranks: torchrun's agent has ended, a file asks to save or to
+stop, a signal arrived, the store does not answer. `_watch_ranks`, over the store: a rank failed, a
+process of this node was killed, a rank hangs. They are two because a call of the store blocks for
+as long as the agent that hosts it is stopped (SIGSTOP, a frozen node).
 
 The training loop leaves heartbeats (`Progress.beat`, a few attributes), which each rank publishes
 in the store every second. Rank 0 judges them; if rank 0 is silent, the first rank that notices
@@ -39,8 +39,6 @@ _NEIGHBOUR_LOST_SECONDS = 3.0
 """Time that the store may fail before a lost neighbour is reported without it."""
 _STORE_LOST_SECONDS = 10.0
 """Time that the store may fail before it counts as gone."""
-_OWNER_SECONDS = 10.0
-"""Between looks at the owner of the folder."""
 _DUMP_SECONDS = 5.0
 """Time for the ranks to write their stacks when one hangs."""
 # Keys of the store
@@ -81,7 +79,8 @@ class Watch:
         self._dumped = False
         self._silence: dict[int, tuple[int, float]] = {}
         """By rank: the last number it published, and the seconds since."""
-        self._owner_checked = self._answered = time.monotonic()
+        self._answered = time.monotonic()
+        """When the store last answered or failed."""
         self._failing_since: float | None = None
         """When the store first failed, without an answer since."""
         self._claimed_at: float | None = None
@@ -150,9 +149,6 @@ class Watch:
                 if self._stopped_by_file:
                     self._stop_file.unlink(missing_ok=True)
                 self._failures.stop_before_training(self._stop.signal or "signal")
-            if time.monotonic() - self._owner_checked > _OWNER_SECONDS:
-                self._owner_checked = time.monotonic()
-                self._check_owner()
             if self._idle >= self._hang_timeout and self._progress.slow_phase is None:
                 self._check_store()
 
@@ -162,15 +158,6 @@ class Watch:
             if not self._stopped_by_file and self._stop_file.exists():
                 self._stopped_by_file = True
                 self._stop.ask(f"the file {self._stop_file}")
-
-    def _check_owner(self) -> None:
-        try:
-            self._run.check()
-        except TrainingError as error:
-            # Reaches the console only: the folder's files belong to another job
-            self._fail(error.reason, str(error))
-        except OSError:
-            pass  # the file system does not answer: the next write will fail
 
     def _check_store(self) -> None:
         """Reports a hang without the store, if that blocks."""
