@@ -52,18 +52,13 @@ class Request:
     force: bool = False
 
 
-@dataclass(frozen=True)
 class Run:
-    """One run of the job, or of a task of its array."""
+    """One run of the job, or of a task of its array. label: its name among the runs of a sweep."""
 
-    recipe: Recipe
-    label: str
-    """Name among the runs of a sweep."""
-
-    @property
-    def folder(self) -> Path:
-        """Absolute: the job may have another working folder."""
-        return Path(self.recipe.run.dir).absolute()
+    def __init__(self, recipe: Recipe, label: str = "") -> None:
+        self.recipe, self.label, self.yaml = recipe, label, to_yaml(recipe)
+        self.folder = Path(recipe.run.dir).absolute()  # the job may have another working folder
+        self.submission = submit.Submission(self.folder)
 
 
 def main(arguments: Sequence[str], request: Request) -> int:
@@ -72,18 +67,17 @@ def main(arguments: Sequence[str], request: Request) -> int:
     if request.throttle is not None and not sweep:
         raise RecipeError("command line: throttle: needs a sweep, whose runs it limits")
     runs = make_runs(overrides, sweep)
-    submissions = [submit.Submission(run.folder) for run in runs]
-    for run, submission in zip(runs, submissions, strict=True):  # what the job would be refused for
-        submission.refuse_if_queued()
-        choose_resume(RunFolder(run.folder), run.recipe, to_yaml(run.recipe), restarted=False)
-    script = _make_script(request, runs, submissions)
+    for run in runs:  # what the job would be refused for
+        run.submission.refuse_if_queued()
+        choose_resume(RunFolder(run.folder), run.recipe, run.yaml, restarted=False)
+    script = _make_script(request, runs)
     text = render(script)
     if request.dry_run:
         print(text, end="")
         return EXIT_DONE
     if not _fits(overrides, sweep, request, script.slurm):
         return EXIT_NO
-    ids = _submit(script, text, runs, submissions)
+    ids = _submit(script, text, runs)
     _print_submitted(script, ids[0].partition("_")[0], runs)
     if request.wait or request.follow:
         return _wait(ids, runs, follow=request.follow)
@@ -142,7 +136,7 @@ def make_runs(overrides: Sequence[str], sweep: Sweep) -> list[Run]:
     """The run, or a run for each combination of a sweep's values, in folders below run.dir. Raises
     RecipeError."""
     if not sweep:
-        return [Run(_load(overrides).recipe, "")]
+        return [Run(_load(overrides).recipe)]
     runs = []
     short = [key.rsplit(".", 1)[-1] for key, _ in sweep]
     names = [
@@ -176,9 +170,7 @@ def _half(limit: str | None) -> int:
     return max(1, (((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds) // 2)
 
 
-def _make_script(
-    request: Request, runs: Sequence[Run], submissions: Sequence[submit.Submission]
-) -> JobScript:
+def _make_script(request: Request, runs: Sequence[Run]) -> JobScript:
     first, slurm = runs[0], runs[0].recipe.slurm or Slurm()
     folder = Path(str(_folder(runs)).replace("%", "%%"))  # sbatch replaces what follows a %
     measured = [lead for run in runs if (lead := measured_lead(run.folder)) is not None]
@@ -188,10 +180,7 @@ def _make_script(
         lead=slurm.lead or min(max(measured, default=DEFAULT_LEAD), _half(slurm.time)),
         log=folder / "slurm" / ("job_%A_%a.log" if len(runs) > 1 else "job_%j.log"),
         directory=Path.cwd(),
-        runs=tuple(
-            (run.folder, submission.recipe)
-            for run, submission in zip(runs, submissions, strict=True)
-        ),
+        runs=tuple((run.folder, run.submission.recipe) for run in runs),
         python=Path(sys.executable),
         throttle=request.throttle,
         dependency=request.dependency,
@@ -236,27 +225,26 @@ def _of_different_memory(sweep: Sweep) -> Sweep:
 # Submission
 
 
-def _submit(
-    script: JobScript, text: str, runs: Sequence[Run], submissions: Sequence[submit.Submission]
-) -> list[str]:
+def _submit(script: JobScript, text: str, runs: Sequence[Run]) -> list[str]:
     """Returns the ids of the job, or of the tasks of its array."""
+    file = runs[0].submission.script
     with contextlib.ExitStack() as locks:
-        for submission in submissions:
-            locks.enter_context(submission.locked())
-            submission.refuse_if_queued()  # again, now that no other process can submit it
-        for run, submission in zip(runs, submissions, strict=True):
-            submission.recipe.write_text(to_yaml(run.recipe))
-        submissions[0].script.write_text(text)
+        for run in runs:
+            locks.enter_context(run.submission.locked())
+            run.submission.refuse_if_queued()  # again, now that no other process can submit it
+        for run in runs:
+            run.submission.recipe.write_text(run.yaml)
+        file.write_text(text)
         Path(str(script.log.parent).replace("%%", "%")).mkdir(parents=True, exist_ok=True)
         try:
-            job = scheduler.sbatch(submissions[0].script)
+            job = scheduler.sbatch(file)
         except RecipeError:
-            for file in (submissions[0].script, *(submission.recipe for submission in submissions)):
-                file.unlink(missing_ok=True)
+            for written in (file, *(run.submission.recipe for run in runs)):
+                written.unlink(missing_ok=True)
             raise
         ids = [job] if len(runs) == 1 else [f"{job}_{task}" for task in range(len(runs))]
-        for task, submission in zip(ids, submissions, strict=True):
-            submission.note(task)
+        for task, run in zip(ids, runs, strict=True):
+            run.submission.note(task)
     return ids
 
 
@@ -324,7 +312,7 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
 def _queue_state(runs: Sequence[Run]) -> str:
     """States of the runs' jobs; empty: none is queued. Raises RecipeError."""
     active = scheduler.active_jobs()
-    jobs = {job for run in runs for job in submit.Submission(run.folder).jobs()}
+    jobs = {job for run in runs for job in run.submission.jobs()}
     states = {active[job].lower() for job in jobs if job in active}
     return ", ".join(sorted(states - {"pending"} or states))  # successors are always pending
 

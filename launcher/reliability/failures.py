@@ -315,11 +315,11 @@ class FailureWatch:
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.ranks}"
 
     def _silent_ranks(self, *, running: bool) -> list[int] | None:
-        """Ranks that do not notice the failure within two seconds, so were probably killed.
+        """Ranks that do not notice the failure within three seconds, so were probably killed.
 
         running: includes ranks that run but have not failed. None: the store does not answer.
         """
-        key, deadline = _ENDED if running else _NOTICED, time.monotonic() + 2.0
+        key, deadline = _ENDED if running else _NOTICED, time.monotonic() + 3.0
         with contextlib.suppress(Exception):
             while True:
                 silent = [rank for rank in range(self.ranks) if not self.store.check([key(rank)])]
