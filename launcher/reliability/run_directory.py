@@ -42,6 +42,7 @@ class RunFolder:
         self._ranks: int | None = None
 
     def take(self, environment: Environment) -> None:
+        """Raises RecipeError if another job has the folder."""
         self.ownership = Ownership.take(self.path, environment)
 
     def check(self) -> None:
