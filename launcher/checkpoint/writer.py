@@ -179,10 +179,7 @@ class Checkpointer:
     def poll(self) -> list[Save]:
         """Saves that ended since the last call. Does not wait, so ranks may see one at different
         times."""
-        ended = []
-        while self._ended:
-            ended.append(self._ended.pop(0))
-        return ended
+        return [self._ended.pop(0) for _ in range(len(self._ended))]
 
     def finish(self) -> list[Save]:
         """Waits for the save in progress and returns what `poll` would."""
