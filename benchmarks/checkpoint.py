@@ -244,7 +244,7 @@ def worker(options: argparse.Namespace) -> None:
         ]
         print(
             f"{total_bytes(tensors) / 1e6:.0f} MB, {options.ranks} ranks, {options.strategy} on {device.type}, "
-            f"median of {options.repeats}; staging {asynchronous.staging_bytes() / 1e6:.0f} MB a rank"
+            f"median of {options.repeats}"
         )
         for name, value, note in rows:
             print(f"{name:34}{value:9.1f} ms  {note}")

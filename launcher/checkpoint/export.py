@@ -52,7 +52,7 @@ def export_checkpoint(
     recipe, _, _ = decode(yaml.safe_load(read_state(checkpoint)["recipe"]))
     if recipe.model.builder is not None:
         raise RecipeError(
-            f"export: {recipe.model.builder} is no model of transformers: load its weights from "
+            f"export: {recipe.model.builder} is not a transformers model: load its weights from "
             f"{checkpoint} yourself"
         )
     model: Any = build_model(recipe.model, sequence_length=1, labels=recipe.data.labels)
@@ -65,12 +65,12 @@ def export_checkpoint(
         read_frozen, natural = base.reader(), base.dtype
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, base_dtype=torch.float32, base=recipe.model.path)
-    shapes, read_stored = open_tensors(checkpoint)
+    names, read_stored = open_tensors(checkpoint)
 
     def read(name: str) -> torch.Tensor:
-        for prefix in ("model.", "buffer."):
-            if prefix + name in shapes:
-                return read_stored(prefix + name)
+        for stored in (f"model.{name}", f"buffer.{name}"):
+            if stored in names:
+                return read_stored(stored)
         if read_frozen is None:
             raise RecipeError(
                 f"export: {name} was frozen, so {checkpoint} does not hold it, and there is no "
@@ -80,8 +80,8 @@ def export_checkpoint(
 
     adapter = recipe.lora is not None and not merged
     chosen = torch.float32 if adapter else natural
-    if (name := dtype or recipe.checkpoint.export_dtype) is not None:
-        chosen = getattr(torch, name)
+    if (wanted := dtype or recipe.checkpoint.export_dtype) is not None:
+        chosen = getattr(torch, wanted)
     with appearing(out) as scratch:
         assert scratch is not None
         write_weights(model, scratch, read, dtype=chosen, merged=merged)
@@ -117,10 +117,10 @@ def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bo
         for name, shape in stored.tensors.items()
     }
     names = sorted(shapes, key=lambda name: -shapes[name].dtype.itemsize)
-    groups = [{name: shapes[name]} for name in names]
-    if adapter:  # always one file
-        groups = [{name: shapes[name] for name in names}]
-    for group, writer in zip(groups, write_files(scratch, groups), strict=True):
+    # An adapter is always one file
+    groups = [names] if adapter else [[name] for name in names]
+    writers = write_files(scratch, [{name: shapes[name] for name in group} for group in groups])
+    for group, writer in zip(groups, writers, strict=True):
         assert writer is not None
         for name in group:
             writer.write(name, stored.rows(name))
@@ -145,10 +145,8 @@ def _merge(source: Path, scratch: Path, dtype: torch.dtype | None) -> None:
     settings: dict[str, Any] = json.loads((source / ADAPTER_CONFIG).read_text())
     base = settings.get("base_model_name_or_path")
     if not base:
-        raise RecipeError(
-            f"export: {source / ADAPTER_CONFIG} names no model that the adapter belongs to "
-            "(base_model_name_or_path)"
-        )
+        where = f"{source / ADAPTER_CONFIG} (base_model_name_or_path)"
+        raise RecipeError(f"export: {where} does not name the adapter's model")
     classifies = settings.get("task_type") == "SEQ_CLS"
     labels = source / LABELS
     model = build_model(
@@ -159,14 +157,17 @@ def _merge(source: Path, scratch: Path, dtype: torch.dtype | None) -> None:
     checkpoint = open_checkpoint(model_folder(base, key="export"), model, key="export")
     stored = _open_adapter(source)
     adapter = Adapter(settings, stored.tensors)
-    known = model.state_dict()
     changed = {*adapter.factors, *adapter.whole}
-    if lost := sorted(changed - known.keys()):
-        raise RecipeError(
-            [f"export: {base} has no {name}, which the adapter changes" for name in lost]
-        )
-    if fresh := sorted(named_weights(model).keys() - checkpoint.loaded - adapter.whole.keys()):
-        raise RecipeError([f"export: neither {base} nor the adapter has {name}" for name in fresh])
+    problems = [
+        f"export: {base} has no {name}, which the adapter changes"
+        for name in sorted(changed - model.state_dict().keys())
+    ]
+    problems = problems or [
+        f"export: neither {base} nor the adapter has {name}"
+        for name in sorted(named_weights(model).keys() - checkpoint.loaded - adapter.whole.keys())
+    ]
+    if problems:
+        raise RecipeError(problems)
     read = adapter.reader(model, checkpoint.reader(), stored.rows)
     write_weights(model, scratch, read, dtype=dtype or checkpoint.dtype, merged=True)
     stored.close()

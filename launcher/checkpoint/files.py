@@ -1,5 +1,4 @@
-"""The files of a checkpoint: validity, the newest one, pruning. Imports no torch, for `launcher
-status`.
+"""The files of a checkpoint: writing, validity, the newest one, pruning. Imports no torch.
 
     checkpoints/step_00000500/
       rank_00000.safetensors   what this rank wrote: parts of tensors, its random states
@@ -13,30 +12,32 @@ end.
 
 from __future__ import annotations
 
-import json
+import errno
+import fcntl
 import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import xxhash
+from pydantic import BaseModel, Field, ValidationError
 
 from launcher.errors import RecipeError, TrainingError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
 MARKER, INDEX, STATE = "commit.json", "index.json", "state.json"
 BLOCK = 256 * 2**20
 """Each block of a file has its own checksum, so that threads and ranks share the check."""
-_NAME = re.compile(r"step_(\d{8,})")
+ALIGNMENT = 4096
+"""Of buffers, and of positions in a file, for direct I/O."""
+_NAME = re.compile(r"step_\d{8,}")
 _SCRATCH = re.compile(r"step_\d{8,}\.(writing|replaced|deleting)-\w+")
-_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 _READ = 2**20
 """Bytes to read at once for a checksum: small enough for a core's cache."""
 
@@ -45,7 +46,7 @@ class DamagedCheckpointError(ValueError):
     """This checkpoint cannot be used. The message says why."""
 
     def __init__(self, path: Path, problem: str) -> None:
-        self.path, self.problem = path, problem
+        self.problem = problem
         super().__init__(f"checkpoint {path} is damaged: {problem}")
 
 
@@ -54,16 +55,15 @@ class NoneLeftError(TrainingError):
 
     def __init__(self, folder: Path, problems: Sequence[str]) -> None:
         super().__init__(
-            f"none of the {len(problems)} checkpoints in {folder} is valid, and the run does not "
-            "start from scratch by itself:\n"
-            + "\n".join(f"  {problem}" for problem in problems)
+            "\n  ".join(
+                [f"none of the {len(problems)} checkpoints in {folder} is valid:", *problems]
+            )
             + "\nrepair one, or remove that folder to start from scratch",
             reason="no_valid_checkpoint",
         )
 
 
-@dataclass(frozen=True)
-class StoredFile:
+class StoredFile(BaseModel):
     """A file's entry in the marker."""
 
     bytes: int
@@ -71,112 +71,176 @@ class StoredFile:
     """xxh3_128 of each block of `BLOCK` bytes; empty for an empty file."""
 
 
-@dataclass(frozen=True)
-class Marker:
+class Marker(BaseModel):
     """Content of commit.json. A checkpoint without it is not valid."""
 
+    format: Literal[1] = 1
     step: int
     ranks: int
     """How many ranks wrote it."""
     time: float
     """When it was complete, in seconds since 1970."""
-    files: dict[str, StoredFile]
+    files: dict[Annotated[str, Field(pattern=r"^\w[\w.]*$")], StoredFile]
 
 
 def checkpoint_name(step: int) -> str:
-    """Name of the folder."""
     return f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint. Raises DamagedCheckpointError if it is no such name."""
-    match = _NAME.fullmatch(path.name)
-    if match is None:
-        raise DamagedCheckpointError(
-            path, "its name is not that of a checkpoint, such as step_00000500"
-        )
-    return int(match[1])
+    """The step in the name of a checkpoint."""
+    return int(path.name.removeprefix("step_"))
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file that a rank writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """All checkpoints in a folder, valid or not, oldest first. Empty if there is no such folder."""
-    try:
-        found = [
-            Path(entry.path)
-            for entry in os.scandir(folder)
-            if _NAME.fullmatch(entry.name) and entry.is_dir()
-        ]
-    except FileNotFoundError:
-        return []
+    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
+
+
+# Writing
 
 
 class Checksums:
     """Computes the checksums of a file from its bytes, in order."""
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self._bytes = 0
         self._done: list[str] = []
         self._hash = xxhash.xxh3_128()
 
     def update(self, data: memoryview) -> None:
-        """Adds the next bytes."""
         while len(data):
-            part = data[: BLOCK - self.bytes % BLOCK]
+            part = data[: BLOCK - self._bytes % BLOCK]
             self._hash.update(part)
-            self.bytes += len(part)
-            if self.bytes % BLOCK == 0:
+            self._bytes += len(part)
+            if self._bytes % BLOCK == 0:
                 self._done.append(self._hash.hexdigest())
                 self._hash.reset()
             data = data[len(part) :]
 
     def file(self) -> StoredFile:
-        """The file's entry in the marker."""
-        last = [self._hash.hexdigest()] if self.bytes % BLOCK else []
-        return StoredFile(self.bytes, [*self._done, *last])
+        last = [self._hash.hexdigest()] if self._bytes % BLOCK else []
+        return StoredFile(bytes=self._bytes, checksums=[*self._done, *last])
+
+
+def write_file(path: Path, data: bytes) -> StoredFile:
+    """Writes a small file and flushes it to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    checksums = Checksums()
+    checksums.update(memoryview(data))
+    return checksums.file()
+
+
+def write_chunks(path: Path, chunks: Iterator[memoryview], *, size: int) -> StoredFile:
+    """Writes a new file and flushes it to the disk. Raises OSError.
+
+    Bypasses the page cache where the file system can: copying into it would cost CPU time that
+    training needs. All chunks start at multiples of ALIGNMENT; all but the last have such a size.
+    """
+    checksums, at = Checksums(), 0
+    descriptor = _open_direct(path)
+    try:
+        for chunk in chunks:
+            checksums.update(chunk[: size - at])
+            while len(chunk):
+                try:
+                    written = os.pwrite(descriptor, chunk, at)
+                except OSError as problem:
+                    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+                    if problem.errno not in (errno.EINVAL, errno.EFAULT) or not flags & os.O_DIRECT:
+                        raise
+                    # EINVAL: this file system wants another alignment, or a short write broke it.
+                    # EFAULT: the disk cannot read this memory, such as some pinned memory
+                    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                    continue
+                chunk, at = chunk[written:], at + written
+        os.ftruncate(descriptor, size)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return checksums.file()
+
+
+def _open_direct(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666)
+    except OSError as problem:
+        if problem.errno != errno.EINVAL:
+            raise
+    path.unlink(missing_ok=True)  # some file systems create the file before they refuse
+    return os.open(path, flags, 0o666)
+
+
+def scratch_folder(folder: Path, step: int) -> Path:
+    """Makes a folder with a unique name, in which a checkpoint is written."""
+    scratch = _renamed(folder / checkpoint_name(step), "writing")
+    scratch.mkdir(parents=True)
+    return scratch
+
+
+def _renamed(path: Path, purpose: str) -> Path:
+    return path.with_name(f"{path.name}.{purpose}-{os.urandom(4).hex()}")
+
+
+def commit(scratch: Path, *, step: int, ranks: int, files: Mapping[str, StoredFile]) -> Path:
+    """Turns a scratch folder into a checkpoint: writes the marker, then renames the folder.
+
+    files: all files, already flushed to the disk. Replaces a checkpoint of the same step. Returns
+    the checkpoint.
+    """
+    marker = Marker(step=step, ranks=ranks, time=time.time(), files=dict(files))
+    write_file(scratch / MARKER, marker.model_dump_json(indent=1).encode())
+    _sync_folder(scratch)
+    path = scratch.with_name(checkpoint_name(step))
+    replaced = _renamed(path, "replaced")
+    if path.exists():
+        path.rename(replaced)
+    scratch.rename(path)
+    _sync_folder(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return path
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Validity
 
 
 def read_marker(path: Path) -> Marker:
     """Reads commit.json. Raises DamagedCheckpointError if it is missing or wrong."""
-
-    def damaged(problem: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(path, problem)
-
-    if not path.is_dir():
-        raise damaged("there is no such folder")
     try:
-        found = json.loads((path / MARKER).read_bytes())
-        if found["format"] != FORMAT:
-            raise damaged(f"{MARKER} has format {found['format']!r}; this version reads {FORMAT}")
-        files = {
-            str(name): StoredFile(int(entry["bytes"]), list(map(str, entry["checksums"])))
-            for name, entry in found["files"].items()
-        }
-        marker = Marker(int(found["step"]), int(found["ranks"]), float(found["time"]), files)
+        marker = Marker.model_validate_json((path / MARKER).read_bytes(), strict=True)
     except FileNotFoundError:
-        started = any(path.iterdir())
-        problem = (
-            f"no {MARKER}: it was not written to its end" if started else "the folder is empty"
-        )
-        raise damaged(problem) from None
+        problem = f"there is no {MARKER}: it was not written to its end"
+        raise DamagedCheckpointError(path, problem) from None
     except OSError as error:
-        raise damaged(f"{MARKER} cannot be read: {error.strerror}") from None
-    except DamagedCheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise damaged(f"{MARKER} cannot be read: it is not the marker of a checkpoint") from None
-    expected = {INDEX, STATE, *map(rank_file, range(min(marker.ranks, len(files))))}
-    if strange := [name for name in files if not _FILE.fullmatch(name)]:
-        raise damaged(f"{MARKER} names {strange[0]!r}, which cannot be a file of a checkpoint")
-    if absent := sorted(expected - files.keys()):
-        raise damaged(f"{MARKER} does not name {absent[0]}")
+        problem = f"{MARKER} cannot be read: {error.strerror}"
+        raise DamagedCheckpointError(path, problem) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        problem = f"{MARKER} cannot be read: {where}: {first['msg']}"
+        raise DamagedCheckpointError(path, problem) from None
+    expected = {INDEX, STATE, *map(rank_file, range(min(marker.ranks, len(marker.files))))}
+    if absent := sorted(expected - marker.files.keys()):
+        raise DamagedCheckpointError(path, f"{MARKER} does not name {absent[0]}")
     if _NAME.fullmatch(path.name) and marker.step != step_of(path):
-        raise damaged(f"{MARKER} is that of step {marker.step}")
+        raise DamagedCheckpointError(path, f"{MARKER} is that of step {marker.step}")
     return marker
 
 
@@ -191,190 +255,112 @@ def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> s
         marker = read_marker(path)
     except DamagedCheckpointError as error:
         return error.problem
-    blocks: list[tuple[str, int, int, str]] = []
+    blocks: list[tuple[Path, int, str]] = []
     for name, stored in marker.files.items():
         try:
             size = (path / name).stat().st_size
-        except FileNotFoundError:
-            return f"{name} is missing"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
         if size != stored.bytes:
-            truncated = ": it is truncated" if size < stored.bytes else ""
-            return f"{name} has {size:,} bytes instead of {stored.bytes:,}{truncated}"
+            return f"{name} has {size:,} bytes instead of {stored.bytes:,}"
         if len(stored.checksums) != -(-size // BLOCK):
-            count = len(stored.checksums)
-            return f"{MARKER} has {count} checksums for {name}, which has {size:,} bytes"
-        blocks += [
-            (name, index * BLOCK, min(BLOCK, size - index * BLOCK), checksum)
-            for index, checksum in enumerate(stored.checksums)
-        ]
+            return f"{MARKER} has {len(stored.checksums)} checksums for {name}"
+        starts = range(0, size, BLOCK)
+        blocks += [(path / name, *block) for block in zip(starts, stored.checksums, strict=True)]
     if not deep:
         return None
     mine = blocks[rank::ranks]
     with ThreadPoolExecutor(max(1, min(8, len(mine), len(os.sched_getaffinity(0))))) as pool:
-        problems = list(pool.map(lambda block: _check_block(path, *block), mine))
-    return next(filter(None, problems), None)
+        problems = pool.map(lambda block: _check_block(*block), mine)
+        return next(filter(None, problems), None)
 
 
-def _check_block(path: Path, name: str, start: int, size: int, checksum: str) -> str | None:
-    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(_READ, size)))
+def _check_block(file: Path, start: int, checksum: str) -> str | None:
+    found, buffer, left = xxhash.xxh3_128(), memoryview(bytearray(_READ)), BLOCK
     try:
-        with (path / name).open("rb", buffering=0) as file:
-            file.seek(start)
-            while size:
-                read = file.readinto(buffer[: min(len(buffer), size)]) or 0
-                if not read:
-                    return f"{name} is truncated"
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(start)
+            while read := stream.readinto(buffer[: min(_READ, left)]):
                 found.update(buffer[:read])
-                size -= read
+                left -= read
     except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
+        return f"{file.name} cannot be read: {error.strerror}"
     if found.hexdigest() != checksum:
-        return (
-            f"{name} has changed since it was written: its checksum differs from byte {start:,} on"
-        )
+        return f"{file.name} has changed since it was written, in the block at byte {start:,}"
     return None
 
 
 def newest_valid(
-    folder: Path,
-    *,
-    checkpoints: Sequence[Path] | None = None,
-    at_most: int | None = None,
-    check: Callable[[Path], str | None] = verify,
+    checkpoints: Sequence[Path], check: Callable[[Path], str | None] = verify
 ) -> Path | None:
-    """The newest valid checkpoint; None if the folder has no checkpoint. Logs each damaged one.
+    """The newest valid one of `list_checkpoints`; None if there are none. Logs each damaged one.
 
-    checkpoints: those of the folder, oldest first; None: lists them. at_most: only up to this step.
     check: returns what is wrong with a checkpoint, or None. Raises NoneLeftError if all are
     damaged.
     """
     problems = []
-    for path in reversed(list_checkpoints(folder) if checkpoints is None else checkpoints):
-        if at_most is not None and step_of(path) > at_most:
-            continue
+    for path in reversed(checkpoints):
         problem = check(path)
         if problem is None:
             return path
         problems.append(str(DamagedCheckpointError(path, problem)))
         logger.warning(f"{problems[-1]}; trying an older one")
     if problems:
-        raise NoneLeftError(folder, problems)
+        raise NoneLeftError(checkpoints[0].parent, problems)
     return None
 
 
-def write_file(path: Path, data: bytes) -> StoredFile:
-    """Writes a small file and flushes it to the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    checksums = Checksums()
-    checksums.update(memoryview(data))
-    return checksums.file()
-
-
-def scratch_folder(folder: Path, step: int) -> Path:
-    """Makes a folder with a unique name, in which a checkpoint is written."""
-    scratch = folder / f"{checkpoint_name(step)}.writing-{os.urandom(4).hex()}"
-    scratch.mkdir(parents=True)
-    return scratch
-
-
-def commit(scratch: Path, *, step: int, ranks: int, files: Mapping[str, StoredFile]) -> Path:
-    """Turns a scratch folder into a checkpoint: writes the marker, then renames the folder.
-
-    files: all files, already flushed to the disk. Replaces a checkpoint of the same step. Returns
-    the checkpoint.
-    """
-    marker = {"format": FORMAT, "step": step, "ranks": ranks, "time": time.time()}
-    text = json.dumps(
-        marker | {"files": {name: asdict(stored) for name, stored in files.items()}}, indent=1
-    )
-    write_file(scratch / MARKER, text.encode())
-    _sync_folder(scratch)
-    path = scratch.with_name(checkpoint_name(step))
-    replaced = None
-    if path.exists():
-        replaced = path.with_name(f"{path.name}.replaced-{os.urandom(4).hex()}")
-        path.rename(replaced)
-    scratch.rename(path)
-    _sync_folder(path.parent)
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
-    return path
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+# Deleting
 
 
 def discard(path: Path) -> None:
     """Deletes a checkpoint, renaming it first: it is never seen half deleted. Raises OSError."""
-    doomed = path.with_name(f"{path.name}.deleting-{os.urandom(4).hex()}")
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    shutil.rmtree(path.rename(_renamed(path, "deleting")))
 
 
-def discard_newer(folder: Path, step: int) -> list[Path]:
-    """Deletes the checkpoints after a step, newest first, and returns them. Raises OSError."""
-    newer = [path for path in reversed(list_checkpoints(folder)) if step_of(path) > step]
-    for path in newer:
-        discard(path)
-    return newer
+def discard_newer(folder: Path, step: int) -> None:
+    """Deletes the checkpoints after a step, newest first. Raises OSError."""
+    for path in reversed(list_checkpoints(folder)):
+        if step_of(path) > step:
+            discard(path)
 
 
 def prune(
     folder: Path, keep_last: int, keep_every: int | None = None, best_step: int | None = None
-) -> list[Path]:
-    """Deletes old checkpoints and abandoned scratch folders. Returns the deleted checkpoints.
+) -> None:
+    """Deletes old checkpoints and abandoned scratch folders.
 
     Keeps the newest `keep_last` valid ones (by marker and sizes), multiples of `keep_every`, and
     `best_step`. Deletes a damaged one if it is older than those of `keep_last`. No save may be in
     progress. Raises OSError.
     """
-    assert keep_last >= 1
     for entry in list(os.scandir(folder)):
         if _SCRATCH.fullmatch(entry.name):
             shutil.rmtree(entry.path)
     checkpoints = list_checkpoints(folder)
     valid = [path for path in checkpoints if verify(path, deep=False) is None]
-    if not valid:
-        return []
-    deleted = []
     for path in checkpoints:
         step = step_of(path)
-        kept = path in valid and (
-            (keep_every is not None and step % keep_every == 0) or step == best_step
-        )
-        if step < step_of(valid[-keep_last:][0]) and not kept:
+        milestone = (keep_every is not None and step % keep_every == 0) or step == best_step
+        old = valid and step < step_of(valid[-keep_last:][0])
+        if old and not (path in valid and milestone):
             discard(path)
-            deleted.append(path)
-    return deleted
 
 
 def check_space(folder: Path, bytes_needed: int) -> None:
     """Makes the folder. Raises RecipeError if it is not writable or lacks the space."""
-    probe = folder / f".probe-{os.getpid()}"
+    probe, advice = folder / f".probe-{os.getpid()}", "give another run.dir"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
         probe.unlink()
         space = os.statvfs(folder)
     except OSError as error:
-        raise RecipeError(
-            f"checkpoint: {folder} cannot be written to: {error.strerror}; give another run.dir, "
-            "or checkpoint.every_steps=null"
-        ) from None
+        text = f"checkpoint: {folder} cannot be written to: {error.strerror}; {advice}"
+        raise RecipeError(text) from None
     free = space.f_bavail * space.f_frsize
     if free < bytes_needed:
         raise RecipeError(
             f"checkpoint: one checkpoint takes {bytes_needed / 2**30:,.2f} GiB, and {folder} has "
-            f"{free / 2**30:,.2f} GiB free; free some, give another run.dir, or "
-            "checkpoint.every_steps=null"
+            f"{free / 2**30:,.2f} GiB free; free some, {advice}, or set checkpoint.every_steps=null"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from launcher.checkpoint.state import (
     restore_rank_state,
     total_bytes,
 )
-from launcher.checkpoint.writer import Checkpointer, checkpoint_group
+from launcher.checkpoint.writer import Checkpointer, Save, checkpoint_group
 from launcher.data.batching import Position
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError, TrainingError
@@ -111,8 +110,12 @@ class CheckpointManager:
         path = self._find(resume, at_most=at_most)
         if path is None:
             return None
-        state = read_state(path)
-        changes = self._check(path, state)
+        state, identity = read_state(path), self._identity
+        before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(identity.recipe_yaml)
+        allow = self._settings.allow_changes
+        changes = check_changes(before, now, allow=allow, checkpoint=path)
+        changes += check_data(state["data"], identity.data, allow=allow, checkpoint=path)
+        check_stream(state["stream"], identity.stream_order, allow=allow, checkpoint=path)
         load(path, self._tensors, group=self._group)
         self._objects.loss_scale.restore(state["loss_scale"])
         self._best = state["best"]
@@ -122,7 +125,7 @@ class CheckpointManager:
             restore_rank_state(local, self._objects.module, self._ranks.device)
         else:  # other ranks' random states do not fit: draw other numbers
             name = f"{state['step']}/{self._ranks.rank}"
-            torch.manual_seed(derived_seed(self._identity.seed, name))
+            torch.manual_seed(derived_seed(identity.seed, name))
         self.saved_step = state["step"]
         # Damaged checkpoints, and those of steps that will be repeated
         if self._ranks.rank == 0:
@@ -130,7 +133,7 @@ class CheckpointManager:
         dist.barrier(group=self._group)
         return Resumed(
             path,
-            Position(state["step"], state["left_out"], state.get("stream")),
+            Position(state["step"], state["skipped_batches"], state["stream"]),
             state["ranks"],
             state["observed"],
             changes,
@@ -149,23 +152,7 @@ class CheckpointManager:
             raise RecipeError(f"checkpoint.resume: {path} cannot be resumed from: {problem}")
         return path
 
-    def _check(self, path: Path, state: Mapping[str, Any]) -> list[str]:
-        """Changes since the checkpoint was written. Raises RecipeError if one is not allowed."""
-        allow, identity = self._settings.allow_changes, self._identity
-        before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(identity.recipe_yaml)
-        changes = check_changes(before, now, allow=allow, checkpoint=path)
-        if "data" in state:
-            changes += check_data(state["data"], identity.data, allow=allow, checkpoint=path)
-        else:
-            logger.info(
-                f"note: {path} was written by an older version; changes of the training data "
-                "cannot be detected"
-            )
-        check_stream(state.get("stream"), identity.stream_order, allow=allow, checkpoint=path)
-        return changes
-
     def due(self, step: int) -> bool:
-        """Whether the recipe asks for a checkpoint after this step."""
         every_steps = self._settings.every_steps
         return every_steps is not None and step % every_steps == 0
 
@@ -189,7 +176,7 @@ class CheckpointManager:
             self._checkpointer.best_step = step
         state = {
             "step": step,
-            "left_out": position.skipped_batches,
+            "skipped_batches": position.skipped_batches,
             "ranks": self._ranks.size,
             "recipe": self._identity.recipe_yaml,
             "data": self._identity.data,
@@ -198,8 +185,6 @@ class CheckpointManager:
             "stream": position.stream,
             "evaluation_due": not evaluated,
             "best": self._best,
-            "torch": torch.__version__,
-            "time": time.time(),
         }
         local = rank_state(self._objects.module, self._ranks.device)
         self._checkpointer.save(step, self._tensors, state=state, local=local)
@@ -215,20 +200,20 @@ class CheckpointManager:
         self._log(self._checkpointer.finish())
         self._check_failures()
 
-    def _log(self, outcomes: list[Any]) -> None:
-        for outcome in outcomes:
-            if outcome.error is None:
-                self.saved_step, self.trouble = outcome.step, None
+    def _log(self, saves: list[Save]) -> None:
+        for save in saves:
+            if save.error is None:
+                self.saved_step, self.trouble = save.step, None
                 logger.info(
-                    f"checkpoint of step {outcome.step}: {bytes_as_text(outcome.bytes)} in "
-                    f"{outcome.seconds:.1f} s, training waited {outcome.blocked:.2f} s"
+                    f"checkpoint of step {save.step}: {bytes_as_text(save.bytes)} in "
+                    f"{save.seconds:.1f} s, training waited {save.blocked:.2f} s"
                 )
-                self._saved(outcome.step, outcome.bytes, outcome.seconds)
+                self._saved(save.step, save.bytes, save.seconds)
             else:
-                self.trouble = f"checkpoint of step {outcome.step} failed: {outcome.error}"
+                self.trouble = f"checkpoint of step {save.step} failed: {save.error}"
                 logger.warning(f"{self.trouble}; older ones are kept, training continues")
-            if outcome.note is not None:
-                logger.info(f"note: {outcome.note}")
+            if save.note is not None:
+                logger.info(f"note: {save.note}")
 
     def _check_failures(self) -> None:
         failures, limit = self._checkpointer.failures, self._settings.max_failures

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 
 from launcher.checkpoint import files
 from launcher.checkpoint.files import DamagedCheckpointError
-from launcher.checkpoint.layout import LOCAL, Part, StoredTensor, as_bytes, read_index
+from launcher.checkpoint.layout import LOCAL, StoredTensor, as_bytes, read_index
 from launcher.errors import RecipeError
 from launcher.models.safetensors_files import Shape
 from launcher.models.shards import local_rows
@@ -24,18 +25,15 @@ from launcher.models.shards import local_rows
 def find_checkpoint(
     folder: Path, *, group: dist.ProcessGroup, at_most: int | None = None
 ) -> Path | None:
-    """`files.newest_valid`, with the verification shared among the ranks.
+    """`files.newest_valid` up to this step, with the verification shared among the ranks.
 
     All ranks must call it. All return the same path, or raise NoneLeftError.
     """
-
-    def check(path: Path) -> str | None:
-        return verify_together(path, group=group)
-
     # Rank 0's list: another node may see the folder a little later
     listed: list[Any] = [files.list_checkpoints(folder) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(listed, group=group, group_src=0)
-    return files.newest_valid(folder, checkpoints=listed[0], at_most=at_most, check=check)
+    wanted = [path for path in listed[0] if at_most is None or files.step_of(path) <= at_most]
+    return files.newest_valid(wanted, partial(verify_together, group=group))
 
 
 def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:
@@ -48,7 +46,7 @@ def _first(problem: str | None, group: dist.ProcessGroup) -> str | None:
     """The first rank's problem, if any rank has one."""
     found: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, problem, group=group)
-    return next((problem for problem in found if problem is not None), None)
+    return next(filter(None, found), None)
 
 
 def load(path: Path, tensors: Mapping[str, torch.Tensor], *, group: dist.ProcessGroup) -> None:
@@ -58,7 +56,6 @@ def load(path: Path, tensors: Mapping[str, torch.Tensor], *, group: dist.Process
     All ranks must call it. tensors: of `model_and_optimizer`. It does not verify: call
     `find_checkpoint` before. Raises RecipeError if the checkpoint is of another model, with names
     and shapes, and DamagedCheckpointError if it cannot be read.
-
     """
     stored = _open_index(path)
     _compare(path, stored, tensors)
@@ -67,14 +64,8 @@ def load(path: Path, tensors: Mapping[str, torch.Tensor], *, group: dist.Process
     )
     problem = None
     try:
-        with (
-            _Files(path) as opened,
-            ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool,
-        ):
-            for _ in pool.map(
-                lambda name: opened.read_into(tensors[name], stored[name]), in_file_order
-            ):
-                pass
+        with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+            list(pool.map(lambda name: _read(path, stored[name], tensors[name]), in_file_order))
     except Exception as error:  # the other ranks wait for this one
         problem = error.problem if isinstance(error, DamagedCheckpointError) else repr(error)
     if problem := _first(problem, group):
@@ -87,23 +78,18 @@ def read_state(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((path / files.STATE).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(path, f"{files.STATE} cannot be read: {error}") from None
-    if not isinstance(state, dict):
-        raise DamagedCheckpointError(path, f"{files.STATE} cannot be read: it is not a JSON object")
     return state
 
 
 def read_local(path: Path, rank: int) -> dict[str, torch.Tensor]:
     """A rank's own tensors. Raises DamagedCheckpointError, also if that rank wrote none."""
-    from safetensors import SafetensorError, safe_open
-
+    name = files.rank_file(rank)
     try:
-        with safe_open(path / files.rank_file(rank), framework="pt") as file:
+        with safe_open(path / name, framework="pt") as file:
             own = [name for name in file.keys() if name.startswith(LOCAL)]  # noqa: SIM118
             return {name.removeprefix(LOCAL): file.get_tensor(name).clone() for name in own}
     except (OSError, SafetensorError) as error:
-        raise DamagedCheckpointError(
-            path, f"{files.rank_file(rank)} cannot be read: {error}"
-        ) from None
+        raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from None
 
 
 def open_tensors(path: Path) -> tuple[set[str], Callable[[str], torch.Tensor]]:
@@ -116,8 +102,7 @@ def open_tensors(path: Path) -> tuple[set[str], Callable[[str], torch.Tensor]]:
     def read(name: str) -> torch.Tensor:
         shape = stored[name].shape
         tensor = torch.empty(shape.shape, dtype=shape.dtype)
-        with _Files(path) as opened:
-            opened.read_into(tensor, stored[name])
+        _read(path, stored[name], tensor)
         return tensor
 
     return set(stored), read
@@ -125,19 +110,9 @@ def open_tensors(path: Path) -> tuple[set[str], Callable[[str], torch.Tensor]]:
 
 def _open_index(path: Path) -> dict[str, StoredTensor]:
     try:
-        stored = read_index((path / files.INDEX).read_bytes())
-    except OSError as error:
-        raise DamagedCheckpointError(
-            path, f"{files.INDEX} cannot be read: {error.strerror}"
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return read_index((path / files.INDEX).read_bytes())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(path, f"{files.INDEX} cannot be read: {error}") from None
-    known = files.read_marker(path).files
-    unknown = {part.file for tensor in stored.values() for part in tensor.parts} - known.keys()
-    if unknown:
-        problem = f"{files.INDEX} names {min(unknown)!r}, which the marker does not"
-        raise DamagedCheckpointError(path, problem)
-    return stored
 
 
 def _compare(
@@ -148,12 +123,9 @@ def _compare(
         f"it holds {name}, which the model does not have" for name in stored.keys() - tensors.keys()
     ]
     for name in tensors.keys() & stored.keys():
-        theirs, ours = stored[name].shape, Shape.of(tensors[name])
-        if theirs != ours:
-            problems.append(
-                f"{name} is {theirs.shape} {theirs.dtype} there and {ours.shape} {ours.dtype} in "
-                "the model"
-            )
+        old, new = stored[name].shape, Shape.of(tensors[name])
+        if old != new:
+            problems.append(f"{name} is {old.shape} {old.dtype}, not {new.shape} {new.dtype}")
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise RecipeError(
@@ -161,51 +133,32 @@ def _compare(
         )
 
 
-class _Files:
-    """The files of a checkpoint, each opened once."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptors: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-
-    @torch.no_grad()
-    def read_into(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
-        """Reads this rank's rows of a tensor."""
-        local, first = local_rows(tensor.detach())
-        if not local.numel():
-            return
-        rows = local.reshape(1) if not local.ndim else local
-        row_bytes = rows[0].numel() * rows.itemsize
-        for part in stored.parts:
-            start, stop = max(first, part.first), min(first + len(rows), part.first + part.rows)
-            if start < stop:
-                target = rows[start - first : stop - first]
-                self._read(target, part, part.at + (start - part.first) * row_bytes)
-
-    def _read(self, target: torch.Tensor, part: Part, at: int) -> None:
+@torch.no_grad()
+def _read(path: Path, stored: StoredTensor, tensor: torch.Tensor) -> None:
+    """Reads this rank's rows of a tensor. Raises DamagedCheckpointError."""
+    local, first = local_rows(tensor.detach())
+    if not local.numel():
+        return
+    rows = local if local.ndim else local.reshape(1)
+    row_bytes = rows[0].numel() * rows.itemsize
+    for part in stored.parts:
+        start, stop = max(first, part.first), min(first + len(rows), part.first + part.rows)
+        if start >= stop:
+            continue
+        target = rows[start - first : stop - first]
         direct = target.device.type == "cpu" and target.is_contiguous()
         buffer = target if direct else torch.empty(target.shape, dtype=target.dtype)
         view = as_bytes(buffer)
         try:
-            with self._lock:
-                if part.file not in self._descriptors:
-                    self._descriptors[part.file] = os.open(self._path / part.file, os.O_RDONLY)
-            while len(view):
-                count = os.preadv(self._descriptors[part.file], [view[: 2**30]], at)
-                if not count:
-                    raise EOFError(f"it ends before byte {at + len(view):,}")
-                view, at = view[count:], at + count
+            with (path / part.file).open("rb", buffering=0) as file:
+                file.seek(part.at + (start - part.first) * row_bytes)
+                while len(view):
+                    count = file.readinto(view[: 2**30])
+                    if not count:
+                        raise EOFError(f"it lacks {len(view):,} bytes")
+                    view = view[count:]
         except (OSError, EOFError) as error:
-            raise DamagedCheckpointError(
-                self._path, f"{part.file} cannot be read: {error}"
-            ) from None
+            problem = f"{part.file} cannot be read: {error}"
+            raise DamagedCheckpointError(path, problem) from None
         if not direct:
             target.copy_(buffer)

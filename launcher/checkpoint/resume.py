@@ -20,19 +20,21 @@ from launcher.reliability.run_directory import RunFolder
 _ALTERS_TRAINING = ("run.seed", "model", "lora", "data", "batch.global_batch_size")
 """Sections and keys that decide what the model learns."""
 _HARMLESS = (
-    *(
-        "model.attention",
-        "model.compile",
-        "model.trust_remote_code",
-        "data.workers",
-        "data.prefetch_factor",
-        "data.persistent_workers",
-    ),
-    *("data.pin_memory", "data.processes", "data.cache", "data.validation"),
+    "model.attention",
+    "model.compile",
+    "model.trust_remote_code",
+    "data.workers",
+    "data.prefetch_factor",
+    "data.persistent_workers",
+    "data.pin_memory",
+    "data.processes",
+    "data.cache",
+    "data.validation",
 )
 """Exceptions among them."""
 _UNREPORTED = ("run.name", "run.dir", "checkpoint.resume", "checkpoint.allow_changes", "slurm")
 """Sections and keys whose changes are not reported."""
+_OTHERWISE = "or train into another run.dir; or set checkpoint.allow_changes=true"
 
 
 @dataclass(frozen=True)
@@ -53,27 +55,21 @@ class Resumed:
     """checkpoint.resume if it is a path and this run has not resumed from it before."""
 
 
-def differences(
+def _differences(
     before: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Keys in which two recipes differ, as (dotted key, before, now). A section that is null in one
-    of them counts as one key."""
+    """Keys in which two mappings differ, as (dotted key, before, now). A section that is null in
+    one of them counts as one key."""
     for key in [*before, *(key for key in now if key not in before)]:
-        here = f"{path}.{key}" if path else str(key)
-        a, b = before.get(key), now.get(key)
+        full, a, b = f"{path}{key}", before.get(key), now.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            yield from differences(a, b, here)
+            yield from _differences(a, b, f"{full}.")
         elif a != b:
-            yield here, a, b
+            yield full, a, b
 
 
-def alters_training(key: str) -> bool:
-    """Whether another value of this key changes what the model learns."""
-
-    def within(names: tuple[str, ...]) -> bool:
-        return any(key == name or key.startswith(name + ".") for name in names)
-
-    return within(_ALTERS_TRAINING) and not within(_HARMLESS)
+def _within(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in names)
 
 
 def check_changes(
@@ -86,53 +82,58 @@ def check_changes(
     """
     allowed: list[str] = []
     refused: list[str] = []
-    for key, old, new in differences(before, now):
-        if key in _UNREPORTED or key.split(".")[0] in _UNREPORTED:
+    for key, old, new in _differences(before, now):
+        if _within(key, _UNREPORTED):
             continue
-        line = f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
-        (refused if alters_training(key) and not allow else allowed).append(line)
+        alters = _within(key, _ALTERS_TRAINING) and not _within(key, _HARMLESS)
+        (refused if alters and not allow else allowed).append(_line(key, old, new))
     if refused:
         raise RecipeError(
             [
-                f"{checkpoint} was written by a run with another recipe, and these changes alter "
-                "what is learned:",
+                f"{checkpoint} is of another recipe, and these changes alter the training:",
                 *(f"  {line}" for line in refused),
-                "undo them; or train into another run.dir; or set checkpoint.allow_changes=true",
+                f"undo them; {_OTHERWISE}",
             ]
         )
     return allowed
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """How two fingerprints of training data (`TokenStore.fingerprint`) differ, one line each. A
-    mixture is compared part by part."""
+    """How two fingerprints of training data (`TokenStore.fingerprint`) differ, one line each: sizes
+    of files in bytes (null: there is none), counts, digests. A mixture is compared part by part."""
     for name, part in before.get("parts", {}).items():
         yield from data_changes(part, now.get("parts", {}).get(name, {}))
     content, content_now = before.get("content"), now.get("content")
     if content is not None and content == content_now:
         return  # the same tokens, whatever the files' names
-    known = [key for key in before if key in now and key not in ("parts", "content")]
-    changed = False
-    for key, old, new in differences(
-        {key: before[key] for key in known}, {key: now[key] for key in known}
-    ):
-        changed = True
-        if key.startswith("files."):
-            name = key.removeprefix("files.")
-            if old is None:
-                yield f"{name}: was not there"
-            elif new is None:
-                yield f"{name}: is gone"
-            else:
-                yield f"{name}: size {old:,} -> {new:,}"
-        elif key in ("tokenizer", "chat_template"):
-            yield f"data.{key}: its content has changed"
-        else:
-            yield f"{key}: {old:,} -> {new:,}"
-    if not changed and content is not None and content_now is not None:
+    known = (before.keys() & now.keys()) - {"parts", "content"}
+    old, new = ({key: data[key] for key in before if key in known} for data in (before, now))
+    lines = [_line(key.removeprefix("files."), *values) for key, *values in _differences(old, new)]
+    if not lines and content is not None and content_now is not None:
         names = list(before.get("files", {}))
         listed = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
-        yield f"{listed}: other content in as many bytes"
+        lines = [f"{listed}: other content in as many bytes"]
+    yield from lines
+
+
+def _line(key: str, old: Any, new: Any) -> str:
+    return f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
+
+
+def check_data(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path
+) -> list[str]:
+    """Changes in the training data, one line each. Raises RecipeError unless they are allowed."""
+    changes = list(data_changes(before, now))
+    if changes and not allow:
+        raise RecipeError(
+            [
+                f"{checkpoint} is of other data; these changes alter the order of samples:",
+                *(f"  {line}" for line in changes),
+                f"restore the data; {_OTHERWISE}",
+            ]
+        )
+    return changes
 
 
 def check_stream(
@@ -144,37 +145,12 @@ def check_stream(
     saved: the stream's state in the checkpoint. order: digest of the present order of samples;
     None: no stream.
     """
-    if order is None or allow or (saved is not None and saved["order"] == order):
-        return
-    reason = (
-        "it was written by a version of the launcher whose streaming order was another"
-        if saved is None
-        else "the files, or what decides the order of their samples, have changed since"
-    )
-    raise RecipeError(
-        f"{checkpoint} cannot be resumed with data.streaming: {reason}, and the run would continue "
-        "with other samples. Restore the files and the version; or train into another run.dir; or "
-        "set checkpoint.allow_changes=true, which first reads and tokenizes as many samples as "
-        "were seen"
-    )
-
-
-def check_data(
-    before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path
-) -> list[str]:
-    """Changes in the training data, one line each. Raises RecipeError unless they are allowed."""
-    changes = list(data_changes(before, now))
-    if changes and not allow:
+    if order is not None and not allow and (saved is None or saved["order"] != order):
         raise RecipeError(
-            [
-                f"{checkpoint} was written by a run on other data; with these changes the order of "
-                "samples would be another:",
-                *(f"  {line}" for line in changes),
-                "restore the data; or train into another run.dir; or set "
-                "checkpoint.allow_changes=true",
-            ]
+            f"{checkpoint} cannot be resumed with data.streaming: the files, or what decides the "
+            f"order of their samples, have changed. Restore them; {_OTHERWISE}, which first reads "
+            "and tokenizes as many samples as were seen"
         )
-    return changes
 
 
 def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> str:
@@ -191,32 +167,22 @@ def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted
     if resume == "auto" and not checkpoints:
         resume = "never"
     if resume == "never" and not restarted:
-        run.refuse_if_used(
-            "no checkpoint to resume from"
-            if settings.resume == "auto"
-            else "checkpoint.resume is never"
-        )
+        never = settings.resume == "never"
+        why = "checkpoint.resume is never" if never else "there is no checkpoint to resume from"
+        run.refuse_if_used(why)
     elif resume not in ("auto", "never"):
         if run.was_started_from(resume):
             resume = "auto" if checkpoints else resume
         elif Path(resume).resolve().parent != (run.path / "checkpoints").resolve():
-            run.refuse_if_used(
-                f"it was not started from checkpoint.resume={resume}; checkpoint.resume=auto "
-                "continues it"
-            )
+            why = f"it was not started from checkpoint.resume={resume}"
+            run.refuse_if_used(f"{why} (checkpoint.resume=auto continues it)")
     if resume == "never":
         return resume
     source = checkpoints[-1] if resume == "auto" else Path(resume)
     before = None
-    with contextlib.suppress(
-        OSError, ValueError, KeyError, TypeError
-    ):  # damage is reported by the verification
-        before = json.loads((source / STATE).read_text())["recipe"]
-    if isinstance(before, str):
-        check_changes(
-            yaml.safe_load(before),
-            yaml.safe_load(recipe_yaml),
-            allow=settings.allow_changes,
-            checkpoint=source,
-        )
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damage is reported later
+        before = yaml.safe_load(json.loads((source / STATE).read_text())["recipe"])
+    if before is not None:
+        now = yaml.safe_load(recipe_yaml)
+        check_changes(before, now, allow=settings.allow_changes, checkpoint=source)
     return resume

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -29,14 +30,12 @@ def model_and_optimizer(module: nn.Module, optimizer: torch.optim.AdamW) -> Tens
             tensors[f"model.{name}"] = parameter.detach()
             for key, value in _optimizer_state(optimizer, parameter).items():
                 tensors[f"optimizer.{name}.{key}"] = value
-    return tensors | {f"buffer.{name}": buffer for name, buffer in _persistent_buffers(module)}
+    return tensors | _persistent_buffers(module)
 
 
-def _optimizer_state(
-    optimizer: torch.optim.AdamW, parameter: torch.Tensor
-) -> Mapping[str, torch.Tensor]:
+def _optimizer_state(optimizer: torch.optim.AdamW, parameter: torch.Tensor) -> Tensors:
     """State of one parameter, created as the fused AdamW does in its first step."""
-    state: dict[str, torch.Tensor] = optimizer.state[parameter]
+    state: Tensors = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -44,44 +43,36 @@ def _optimizer_state(
     return state
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
-    for prefix, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if (
-                buffer is not None
-                and name not in part._non_persistent_buffers_set
-                and id(buffer) not in seen
-            ):
-                seen.add(id(buffer))
-                yield clean_name(f"{prefix}.{name}" if prefix else name), buffer
+def _persistent_buffers(module: nn.Module) -> Tensors:
+    """As `buffer.NAME`, a shared one once."""
+    kept = dict(module.named_buffers())
+    return {
+        f"buffer.{clean_name(full)}": kept[full]
+        for prefix, part in module.named_modules()
+        for name in part._buffers
+        if name not in part._non_persistent_buffers_set
+        and (full := f"{prefix}.{name}" if prefix else name) in kept
+    }
 
 
 def rank_state(module: nn.Module, device: torch.device) -> Tensors:
     """Each rank's own state: random generators (torch on CPU and GPU, Python, NumPy) and persistent
     buffers, which may differ between ranks (BatchNorm's statistics under `ddp`)."""
-    import numpy as np
-
-    version, python, gauss = random.getstate()
-    legacy = np.random.get_state(legacy=False)
-    assert version == 3
-    assert isinstance(legacy, dict)
-    assert legacy["bit_generator"] == "MT19937"
+    _, python, gauss = random.getstate()
+    numpy = np.random.get_state(legacy=False)
+    assert isinstance(numpy, dict)
+    assert numpy["bit_generator"] == "MT19937"
+    key, position = numpy["state"]["key"].tolist(), numpy["state"]["pos"]
+    gauss = float("nan") if gauss is None else gauss
     state = {
         "rng.cpu": torch.get_rng_state(),
         "rng.python": torch.tensor(python, dtype=torch.int64),
-        "rng.python_gauss": torch.tensor(
-            [float("nan") if gauss is None else gauss], dtype=torch.float64
-        ),
-        "rng.numpy": torch.tensor(
-            [*legacy["state"]["key"].tolist(), legacy["state"]["pos"], legacy["has_gauss"]],
-            dtype=torch.int64,
-        ),
-        "rng.numpy_gauss": torch.tensor([legacy["gauss"]], dtype=torch.float64),
+        "rng.numpy": torch.tensor([*key, position, numpy["has_gauss"]], dtype=torch.int64),
+        "rng.gauss": torch.tensor([gauss, numpy["gauss"]], dtype=torch.float64),
     }
     if device.type == "cuda":
         state["rng.cuda"] = torch.cuda.get_rng_state(device)
-    return state | {f"buffer.{name}": buffer for name, buffer in _persistent_buffers(module)}
+    return state | _persistent_buffers(module)
 
 
 @torch.no_grad()
@@ -89,25 +80,17 @@ def restore_rank_state(
     state: Mapping[str, torch.Tensor], module: nn.Module, device: torch.device
 ) -> None:
     """Restores what `rank_state` returned. The number of ranks must be the same."""
-    import numpy as np
-
     torch.set_rng_state(state["rng.cpu"])
-    gauss = state["rng.python_gauss"].item()
-    random.setstate((3, tuple(state["rng.python"].tolist()), None if gauss != gauss else gauss))
+    python_gauss, numpy_gauss = state["rng.gauss"].tolist()
+    gauss = None if python_gauss != python_gauss else python_gauss
+    random.setstate((3, tuple(state["rng.python"].tolist()), gauss))
     *key, position, has_gauss = state["rng.numpy"].tolist()
-    np.random.set_state(
-        (
-            "MT19937",
-            np.array(key, dtype=np.uint32),
-            position,
-            has_gauss,
-            state["rng.numpy_gauss"].item(),
-        )
-    )
+    numpy = ("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, numpy_gauss)
+    np.random.set_state(numpy)
     if device.type == "cuda" and "rng.cuda" in state:
         torch.cuda.set_rng_state(state["rng.cuda"], device)
-    for name, buffer in _persistent_buffers(module):
-        buffer.copy_(state[f"buffer.{name}"])
+    for name, buffer in _persistent_buffers(module).items():
+        buffer.copy_(state[name])
 
 
 def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:

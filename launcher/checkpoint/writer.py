@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.checkpoint import files
-from launcher.checkpoint.direct_io import ALIGNMENT, aligned_buffer, write_chunks
-from launcher.checkpoint.files import StoredFile
+from launcher.checkpoint.files import ALIGNMENT, StoredFile, write_chunks
 from launcher.checkpoint.layout import LOCAL, Layout, as_bytes, local_part, plan, signature
 from launcher.distributed.process_group import CHECKPOINT_GROUP, DataParallel
 from launcher.recipe import schema
@@ -43,28 +42,16 @@ def checkpoint_group(ranks: DataParallel) -> dist.ProcessGroup:
     return group
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a save. The same on every rank, apart from the seconds."""
-
-    step: int
-    path: Path | None
-    """The checkpoint; None if the save failed."""
-    error: str | None
-    """Why it failed, and on which rank."""
-    bytes: int
-    """Size of the checkpoint, over all ranks."""
-    seconds: float
-    """From the call of `save` to the end."""
-    blocked: float
-    """Seconds that training waited on this rank."""
-    note: str | None = None
-    """Another problem, such as an old checkpoint that could not be deleted."""
+def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
+    """Bytes in host memory, aligned for direct I/O."""
+    whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    skip = -whole.data_ptr() % ALIGNMENT
+    return whole[skip : skip + size]
 
 
 @dataclass
-class _Work:
-    """A save in progress."""
+class Save:
+    """A save and its outcome, which is the same on every rank apart from the seconds."""
 
     step: int
     layout: Layout
@@ -72,14 +59,22 @@ class _Work:
     """First byte in the file, and the flat bytes of the tensors in training, not copies of them."""
     state: bytes
     started: float
-    problem: str | None = None
-    """Why the save failed before it began."""
+    thread: threading.Thread | None = None
+    staged: threading.Event = field(default_factory=threading.Event)
     scratch: Path | None = None
     """On rank 0: the folder that becomes the checkpoint."""
-    staged: threading.Event = field(default_factory=threading.Event)
-    thread: threading.Thread | None = None
-    outcome: Outcome | None = None
+    path: Path | None = None
+    """The checkpoint; None if the save failed."""
+    error: str | None = None
+    """Why it failed, and on which rank."""
+    note: str | None = None
+    """Another problem, such as an old checkpoint that could not be deleted."""
+    bytes: int = 0
+    """Size of the checkpoint, over all ranks."""
+    seconds: float = 0.0
+    """From the call of `save` to the end."""
     blocked: float = 0.0
+    """Seconds that training waited on this rank."""
 
 
 class _SaveError(Exception):
@@ -105,11 +100,9 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """group: of `checkpoint_group`. device: that is trained on. optimizer: its steps wait for
-        copies.
-
-        before_write: called on rank 0 before the scratch folder is made and before it becomes a
-        checkpoint. If it raises, the save fails.
+        """group: of `checkpoint_group`. device: of the training. optimizer: its steps wait for
+        copies. before_write: called on rank 0 before the scratch folder is made and before it
+        becomes a checkpoint; if it raises, the save fails.
         """
         self.folder = folder
         self.best_step: int | None = None
@@ -117,7 +110,6 @@ class Checkpointer:
         self.failures = 0
         """Failed saves in a row, updated by `save` and `finish`: the same on every rank."""
         self._group, self._device, self._settings = group, device, settings
-        self._asynchronous = settings.asynchronous
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._before_write = before_write
         self._planned: tuple[Any, Layout] | None = None
@@ -125,9 +117,9 @@ class Checkpointer:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and settings.asynchronous:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._work: _Work | None = None
-        self._ended: list[_Work] = []
-        optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
+        self._current: Save | None = None
+        self._ended: list[Save] = []
+        optimizer.register_step_pre_hook(lambda *_: self._wait_staged())
 
     def save(
         self,
@@ -140,10 +132,9 @@ class Checkpointer:
         """Waits for the previous save, then starts this one. All ranks must call it. `poll` returns
         the outcome.
 
-        tensors: of `model_and_optimizer`. If their names, shapes or dtypes change between saves,
-        all ranks plan again. Until the copy has ended, only the optimizer's step may change
-        `model.` and `optimizer.` tensors. state: for state.json, used on rank 0. local: this rank's
-        own small tensors.
+        tensors: of `model_and_optimizer`. Until the copy has ended, only the optimizer's step may
+        change `model.` and `optimizer.` tensors. state: for state.json, used on rank 0. local: this
+        rank's own small tensors.
         """
         started = time.perf_counter()
         self._wait()
@@ -155,18 +146,11 @@ class Checkpointer:
             if count:
                 part = local_part(values[name]).contiguous().reshape(-1).view(torch.uint8)
                 (later if name.startswith(_CHANGED_BY_STEP) else at_once).append((at, part))
-        work = _Work(
-            step,
-            layout,
-            later,
-            json.dumps(dict(state), indent=1).encode() if self._rank == 0 else b"",
-            started,
-        )
-        self._work = work
-        if not self._asynchronous:
-            work.pieces = sorted([*at_once, *later], key=lambda piece: piece[0])
-            work.staged.set()
-            self._run(work)
+        text = json.dumps(dict(state), indent=1).encode() if self._rank == 0 else b""
+        self._current = save = Save(step, layout, later, text, started)
+        if not self._settings.asynchronous:
+            save.pieces = sorted([*at_once, *later], key=lambda piece: piece[0])
+            self._run(save)
             self._wait()
             return
         try:
@@ -174,61 +158,45 @@ class Checkpointer:
             for at, part in at_once:
                 buffer[at : at + len(part)].copy_(part)
         except (RuntimeError, MemoryError) as problem:
-            work.problem = (
-                f"no {layout.size / 2**30:,.2f} GiB of host memory to copy into: {problem}"
-            )
+            size = f"{layout.size / 2**30:,.2f} GiB"
+            save.error = f"no {size} of host memory to copy into: {problem}"
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        work.thread = threading.Thread(
-            target=self._run, args=(work,), name=f"save step {step}", daemon=True
+        save.thread = threading.Thread(
+            target=self._run, args=(save,), name=f"save step {step}", daemon=True
         )
-        work.thread.start()
-        work.blocked = time.perf_counter() - started
+        save.thread.start()
+        save.blocked = time.perf_counter() - started
 
-    def wait_staged(self) -> None:
+    def _wait_staged(self) -> None:
         """Waits until the tensors are copied; called before each step of the optimizer."""
-        work = self._work
-        if work is not None and not work.staged.is_set():
+        save = self._current
+        if save is not None and not save.staged.is_set():
             started = time.perf_counter()
-            work.staged.wait()
-            work.blocked += time.perf_counter() - started
+            save.staged.wait()
+            save.blocked += time.perf_counter() - started
 
-    def poll(self) -> list[Outcome]:
-        """Outcomes since the last call. Does not wait, so ranks may see one at different times."""
-        outcomes = []
-        while self._ended:
-            work = self._ended.pop(0)
-            assert work.outcome is not None
-            outcomes.append(
-                replace(work.outcome, blocked=work.blocked) if work.thread else work.outcome
-            )
-        return outcomes
+    def poll(self) -> list[Save]:
+        """Saves that ended since the last call. Does not wait, so ranks may see one at different
+        times."""
+        return [self._ended.pop(0) for _ in range(len(self._ended))]
 
-    def finish(self) -> list[Outcome]:
+    def finish(self) -> list[Save]:
         """Waits for the save in progress and returns what `poll` would."""
         self._wait()
         return self.poll()
 
-    def staging_bytes(self) -> int:
-        """Host memory that saving keeps on this rank; known after the first save."""
-        return (
-            CHUNK if not self._asynchronous else 0 if self._buffer is None else self._buffer.numel()
-        )
-
     def _wait(self) -> None:
-        work = self._work
-        if work is None:
-            return
-        if work.thread is not None:
-            work.thread.join()
-        assert work.outcome is not None
-        self.failures = 0 if work.outcome.error is None else self.failures + 1
-        self._work = None
+        save, self._current = self._current, None
+        if save is not None:
+            if save.thread is not None:
+                save.thread.join()
+            self.failures = 0 if save.error is None else self.failures + 1
 
     def _plan(
         self, tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]
     ) -> Layout:
-        """The previous layout if names, shapes and dtypes are the same. Exchanges nothing then."""
+        """The previous layout, if names, shapes and dtypes are the same; exchanges nothing then."""
         key = signature(tensors), signature(local)
         if self._planned is None or self._planned[0] != key:
             self._planned = key, plan(tensors, local, self._group)
@@ -241,25 +209,28 @@ class Checkpointer:
             self._buffer = aligned_buffer(size, pinned=self._device.type == "cuda")
         return self._buffer
 
-    def _run(self, work: _Work) -> None:
-        """Saves what `save` prepared. Sets the outcome and raises nothing. May run in a thread."""
-        path, error, note = None, None, None
-        written: list[dict[str, StoredFile]] = []
+    # In the thread
+
+    def _run(self, save: Save) -> None:
+        """Saves what `save` prepared, and adds the outcome. Raises nothing."""
         try:
-            scratch: Path = self._on_all_ranks(lambda: self._prepare(work))[0]
-            written = self._on_all_ranks(lambda: self._write(work, scratch))
-            path = self._on_all_ranks(lambda: self._commit(work, written))[0]
-            note = self._prune()
+            scratch: Path = self._on_all_ranks(lambda: self._prepare(save))[0]
+            written = self._on_all_ranks(lambda: self._write(save, scratch))
+            stored = {name: file for part in written for name, file in part.items()}
+            save.bytes = sum(file.bytes for file in stored.values())
+            save.path = self._on_all_ranks(lambda: self._commit(save, stored))[0]
+            if self._rank == 0:
+                save.note = self._prune()
         except _SaveError as problem:
-            error = str(problem)
-            if work.scratch is not None:
-                shutil.rmtree(work.scratch, ignore_errors=True)
+            save.error = str(problem)
+            if save.scratch is not None:
+                shutil.rmtree(save.scratch, ignore_errors=True)
         except Exception as problem:  # a rank was lost; training notices it too
-            path, error = None, f"the ranks could not agree: {self._reason(problem)}"
-        size = sum(stored.bytes for part in written for stored in part.values())
-        seconds = time.perf_counter() - work.started
-        work.outcome = Outcome(work.step, path, error, size, seconds, seconds, note)
-        self._ended.append(work)
+            save.error = f"the ranks could not agree: {self._reason(problem)}"
+        save.seconds = time.perf_counter() - save.started
+        if save.thread is None:
+            save.blocked = save.seconds
+        self._ended.append(save)
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
         """Each rank's result of an action. Raises _SaveError on all ranks if it fails on one."""
@@ -274,43 +245,51 @@ class Checkpointer:
             raise _SaveError(failed[0])
         return [result for result, _ in found]
 
-    def _prepare(self, work: _Work) -> Path | None:
+    def _prepare(self, save: Save) -> Path | None:
         """Copies into the buffer; on rank 0 also makes the scratch folder, which is returned."""
         try:
-            if work.problem is not None:
-                raise _SaveError(work.problem)
-            if work.thread is not None:
-                self._stage(work)
+            if save.error is not None:
+                raise _SaveError(save.error)
+            if save.thread is not None:
+                self._stage(save)
             if self._rank == 0:
                 self._before_write()
-                work.scratch = files.scratch_folder(self.folder, work.step)
+                save.scratch = files.scratch_folder(self.folder, save.step)
         finally:
-            work.staged.set()
-        return work.scratch
+            save.staged.set()
+        return save.scratch
 
-    def _commit(self, work: _Work, written: list[dict[str, StoredFile]]) -> Path | None:
-        if work.scratch is None:
-            return None
-        self._before_write()
-        stored = {name: file for part in written for name, file in part.items()}
-        return files.commit(work.scratch, step=work.step, ranks=self._ranks, files=stored)
-
-    def _stage(self, work: _Work) -> None:
+    def _stage(self, save: Save) -> None:
         buffer = self._buffer
         assert buffer is not None
         if self._stream is not None:
             # A new thread starts on device 0; restoring its stream would create a context there
             torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            for at, values in work.pieces:
+            for at, values in save.pieces:
                 buffer[at : at + len(values)].copy_(values, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
-        work.pieces = []
+        save.pieces = []
+
+    def _write(self, save: Save, scratch: Path) -> dict[str, StoredFile]:
+        name = files.rank_file(self._rank)
+        staged = self._buffer if save.thread is not None else None
+        chunks = _chunks_through_buffer(save.pieces) if staged is None else _chunks_of(staged)
+        written = {name: write_chunks(scratch / name, chunks, size=save.layout.size)}
+        if self._rank == 0:
+            assert save.layout.index is not None
+            written[files.INDEX] = files.write_file(scratch / files.INDEX, save.layout.index)
+            written[files.STATE] = files.write_file(scratch / files.STATE, save.state)
+        return written
+
+    def _commit(self, save: Save, stored: Mapping[str, StoredFile]) -> Path | None:
+        if save.scratch is None:
+            return None
+        self._before_write()
+        return files.commit(save.scratch, step=save.step, ranks=self._ranks, files=stored)
 
     def _prune(self) -> str | None:
-        if self._rank != 0:
-            return None
         keep_last, keep_every = self._settings.keep_last, self._settings.keep_every
         try:
             files.prune(self.folder, keep_last, keep_every, self.best_step)
@@ -324,17 +303,6 @@ class Checkpointer:
             text += ": is run.dir on a file system that all nodes share?"
         return f"rank {self._rank}: {text}"
 
-    def _write(self, work: _Work, scratch: Path) -> dict[str, StoredFile]:
-        name = files.rank_file(self._rank)
-        staged = self._buffer if work.thread is not None else None
-        chunks = _chunks_through_buffer(work) if staged is None else _chunks_of(staged)
-        written = {name: write_chunks(scratch / name, chunks, size=work.layout.size)}
-        if self._rank == 0:
-            assert work.layout.index is not None
-            written[files.INDEX] = files.write_file(scratch / files.INDEX, work.layout.index)
-            written[files.STATE] = files.write_file(scratch / files.STATE, work.state)
-        return written
-
 
 def _chunks_of(buffer: torch.Tensor) -> Iterator[memoryview]:
     view = as_bytes(buffer)
@@ -342,12 +310,12 @@ def _chunks_of(buffer: torch.Tensor) -> Iterator[memoryview]:
         yield view[start : start + CHUNK]
 
 
-def _chunks_through_buffer(work: _Work) -> Iterator[memoryview]:
+def _chunks_through_buffer(pieces: list[tuple[int, torch.Tensor]]) -> Iterator[memoryview]:
     """The content of the file in chunks, all in the same memory."""
     buffer = aligned_buffer(CHUNK)
     view = as_bytes(buffer)
     filled = 0
-    for _, values in work.pieces:
+    for _, values in pieces:
         start = 0
         while start < len(values):
             count = min(len(values) - start, CHUNK - filled)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launcher.checkpoint.files import MARKER, NoneLeftError, newest_valid, verify
+from launcher.checkpoint.files import (
+    MARKER,
+    NoneLeftError,
+    list_checkpoints,
+    newest_valid,
+    verify,
+)
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.schema import Recipe
 
@@ -61,7 +67,7 @@ def _checkpoint(run: Path) -> Path | None:
     if any((run / "hf").glob("*.safetensors")) or not (run / "checkpoints").is_dir():
         return None
     try:
-        return newest_valid(run / "checkpoints")
+        return newest_valid(list_checkpoints(run / "checkpoints"))
     except NoneLeftError as error:
         raise RecipeError(f"command line: {error}") from None
 

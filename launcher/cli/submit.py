@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,33 +20,22 @@ from launcher.recipe.schema import Recipe, Slurm
 from launcher.reliability.run_directory import RunFolder
 from launcher.slurm import scheduler, submit
 from launcher.slurm.attempts import DEFAULT_LEAD, measured_lead
-from launcher.slurm.render import JobScript, file_pattern, node_counts, ranks_per_node, render
+from launcher.slurm.render import JobScript, node_counts, ranks_per_node, render
 
-_TEXTS = (
-    "time",
-    "host_memory",
-    "partition",
-    "account",
-    "qos",
-    "constraint",
-    "exclude",
-    "reservation",
-    "mail",
-    "interface",
-    "python",
-)
 _NUMBERS = (
-    "nodes",
-    "gpus_per_node",
-    "ranks_per_node",
-    "cpus",
-    "max_restarts",
-    "max_failures",
-    "lead",
+    *("nodes", "gpus_per_node", "ranks_per_node", "cpus"),
+    *("max_restarts", "max_failures", "lead"),
 )
 _LISTS = ("sbatch_extra", "srun_extra", "setup")
 _SQUEUE_SECONDS = 5.0
-"""Between calls of squeue, which other users need, too."""
+"""Between calls of squeue, which all users of the cluster share."""
+_MOST_PLANS = 8
+"""Of a sweep; each takes seconds."""
+_VALUE = re.compile(r"""(?:[^,\[{"']|\[[^]]*\]|\{[^}]*\}|"[^"]*"|'[^']*')+""")
+"""A value of a sweep: `1,[2,3]` is two of them."""
+
+Sweep = list[tuple[str, list[str]]]
+"""Keys with their values."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,7 @@ class Request:
     """The options of the command."""
 
     plan: Sequence[str] = ()
-    """Arguments of `launcher plan` alone."""
+    """Arguments for `launcher plan`."""
     dependency: str | None = None
     throttle: int | None = None
     dry_run: bool = False
@@ -64,52 +52,64 @@ class Request:
     force: bool = False
 
 
-@dataclass
-class Words:
-    """The other arguments, sorted."""
+class Run:
+    """One run of the job, or of a task of its array. label: its name among the runs of a sweep."""
 
-    recipe: list[str]
-    """recipe=..., overrides, and Slurm's arguments as overrides of the section slurm."""
-    sweep: list[tuple[str, list[str]]]
+    def __init__(self, recipe: Recipe, label: str = "") -> None:
+        self.recipe, self.label, self.yaml = recipe, label, to_yaml(recipe)
+        self.folder = Path(recipe.run.dir).absolute()  # the job may have another working folder
+        self.submission = submit.Submission(self.folder)
 
 
-def sort_arguments(arguments: Sequence[str]) -> Words:
-    """Slurm's arguments stay text: YAML would read 1:30:00 as 5400 and 0123 as another number."""
-    words = Words([], [])
+def main(arguments: Sequence[str], request: Request) -> int:
+    """Returns 0 if it was submitted, 3 if it does not fit. With wait and follow: how it ended."""
+    overrides, sweep = sort_arguments(arguments)
+    if request.throttle is not None and not sweep:
+        raise RecipeError("command line: throttle: needs a sweep, whose runs it limits")
+    runs = make_runs(overrides, sweep)
+    for run in runs:  # what the job would be refused for
+        run.submission.refuse_if_queued()
+        choose_resume(RunFolder(run.folder), run.recipe, run.yaml, restarted=False)
+    script = _make_script(request, runs)
+    text = render(script)
+    if request.dry_run:
+        print(text, end="")
+        return EXIT_DONE
+    if not _fits(overrides, sweep, request, script.slurm):
+        return EXIT_NO
+    ids = _submit(script, text, runs)
+    _print_submitted(script, ids[0].partition("_")[0], runs)
+    if request.wait or request.follow:
+        return _wait(ids, runs, follow=request.follow)
+    return EXIT_DONE
+
+
+# What to submit
+
+
+def sort_arguments(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
+    """recipe=... and overrides, with Slurm's arguments as overrides of the section slurm; sweeps.
+
+    Slurm's arguments stay text: YAML would read 1:30:00 as 5400 and 0123 as another number.
+    """
+    overrides: list[str] = []
+    sweep: Sweep = []
     lists: dict[str, list[str]] = {}
+    keys = {field.name for field in dataclasses.fields(Slurm)} - {"environment"}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         name = key.removeprefix("slurm.")
         if equals and key.startswith("sweep."):
-            words.sweep.append((key.removeprefix("sweep."), split_values(value)))
-        elif equals and name in _TEXTS:
-            words.recipe.append(f"slurm.{name}={json.dumps(value)}")
-        elif equals and name in _NUMBERS:
-            words.recipe.append(f"slurm.{name}={value if value.isdigit() else json.dumps(value)}")
+            sweep.append((key.removeprefix("sweep."), _VALUE.findall(value) or [value]))
         elif equals and key in _LISTS:
             lists.setdefault(key, []).append(value)
-        elif equals and key == "preflight":
-            words.recipe.append(f"slurm.preflight={value}")
+        elif equals and name in keys.difference(_LISTS):
+            plain = name == "preflight" or (name in _NUMBERS and value.isdigit())
+            overrides.append(f"slurm.{name}={value if plain else json.dumps(value)}")
         else:
-            words.recipe.append(argument)
-    words.recipe += [f"slurm.{key}={json.dumps(values)}" for key, values in lists.items()]
-    return words
-
-
-def split_values(text: str) -> list[str]:
-    """Splits at the commas outside of brackets and quotes: `1,[2,3]` is two values."""
-    values, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        depth += (character in "[{") - (character in "]}") if not quote else 0
-        if character == "," and depth == 0 and not quote:
-            values.append("")
-        else:
-            values[-1] += character
-    return values
+            overrides.append(argument)
+    overrides += [f"slurm.{key}={json.dumps(values)}" for key, values in lists.items()]
+    return overrides, sweep
 
 
 def _load(arguments: Sequence[str]) -> LoadedRecipe:
@@ -127,45 +127,31 @@ def _load(arguments: Sequence[str]) -> LoadedRecipe:
     return loaded
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of the job, or of a task of its array."""
-
-    recipe: Recipe
-    label: str
-    """Name among the runs of a sweep."""
-
-    @property
-    def folder(self) -> Path:
-        """Absolute: the job may see another working folder."""
-        return Path(self.recipe.run.dir).absolute()
+def _combinations(sweep: Sweep) -> Iterator[list[str]]:
+    values = [[f"{key}={value}" for value in values] for key, values in sweep]
+    return map(list, itertools.product(*values))
 
 
-def make_runs(words: Words) -> list[Run]:
+def make_runs(overrides: Sequence[str], sweep: Sweep) -> list[Run]:
     """The run, or a run for each combination of a sweep's values, in folders below run.dir. Raises
     RecipeError."""
-    if not words.sweep:
-        return [Run(_load(words.recipe).recipe, "")]
+    if not sweep:
+        return [Run(_load(overrides).recipe)]
     runs = []
-    short = [key.rsplit(".", 1)[-1] for key, _ in words.sweep]
+    short = [key.rsplit(".", 1)[-1] for key, _ in sweep]
     names = [
-        name if short.count(name) == 1 else key
-        for name, (key, _) in zip(short, words.sweep, strict=True)
+        name if short.count(name) == 1 else key for name, (key, _) in zip(short, sweep, strict=True)
     ]
-    for values in itertools.product(*(values for _, values in words.sweep)):
-        overrides = [f"{key}={value}" for (key, _), value in zip(words.sweep, values, strict=True)]
-        recipe = _load([*words.recipe, *overrides]).recipe
-        label = ",".join(
-            f"{name}={re.sub(r'[^-+.=A-Za-z0-9_]', '_', value)}"
-            for name, value in zip(names, values, strict=True)
-        )
-        run = dataclasses.replace(
-            recipe.run, name=f"{recipe.run.name} {label}", dir=str(Path(recipe.run.dir) / label)
-        )
+    for values in _combinations(sweep):
+        recipe = _load([*overrides, *values]).recipe
+        plain = [re.sub(r"[^-+.=A-Za-z0-9_]", "_", value.partition("=")[2]) for value in values]
+        label = ",".join(f"{name}={value}" for name, value in zip(names, plain, strict=True))
+        folder = str(Path(recipe.run.dir) / label)
+        run = dataclasses.replace(recipe.run, name=f"{recipe.run.name} {label}", dir=folder)
         runs.append(Run(dataclasses.replace(recipe, run=run), label))
     if len({run.label for run in runs}) < len(runs):
-        what = "two runs would have the same name, and folder; give each value once"
-        raise RecipeError(f"command line: sweep: {what}")
+        problem = "two runs would have the same name and folder; give each value once"
+        raise RecipeError(f"command line: sweep: {problem}")
     return runs
 
 
@@ -184,230 +170,175 @@ def _half(limit: str | None) -> int:
     return max(1, (((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds) // 2)
 
 
-def make_script(
-    words: Words, request: Request, runs: Sequence[Run], submissions: Sequence[submit.Submission]
-) -> JobScript:
-    """The job of these runs."""
+def _make_script(request: Request, runs: Sequence[Run]) -> JobScript:
     first, slurm = runs[0], runs[0].recipe.slurm or Slurm()
-    above = first.folder.parent if words.sweep else first.folder
-    name = first.recipe.run.name.removesuffix(f" {first.label}")
+    folder = Path(str(_folder(runs)).replace("%", "%%"))  # sbatch replaces what follows a %
     measured = [lead for run in runs if (lead := measured_lead(run.folder)) is not None]
     return JobScript(
-        name=name,
+        name=first.recipe.run.name.removesuffix(f" {first.label}"),
         slurm=slurm,
         lead=slurm.lead or min(max(measured, default=DEFAULT_LEAD), _half(slurm.time)),
-        log=Path(file_pattern(above))
-        / "slurm"
-        / ("job_%A_%a.log" if len(runs) > 1 else "job_%j.log"),
+        log=folder / "slurm" / ("job_%A_%a.log" if len(runs) > 1 else "job_%j.log"),
         directory=Path.cwd(),
-        runs=tuple(
-            (run.folder, submission.recipe)
-            for run, submission in zip(runs, submissions, strict=True)
-        ),
+        runs=tuple((run.folder, run.submission.recipe) for run in runs),
         python=Path(sys.executable),
         throttle=request.throttle,
         dependency=request.dependency,
     )
 
 
-def main(arguments: Sequence[str], request: Request) -> int:
-    """Returns 0 where it was submitted, 3 where it does not fit. With wait and follow: how it
-    ended."""
-    words = sort_arguments(arguments)
-    if request.throttle is not None and not words.sweep:
-        raise RecipeError(
-            "command line: throttle: of a sweep only: how many of its runs go on at a time"
-        )
-    runs = make_runs(words)
-    submissions = [submit.Submission.new(run.folder) for run in runs]
-    for run, submission in zip(runs, submissions, strict=True):  # what the job would be refused for
-        submit.refuse_if_queued(submission)
-        choose_resume(RunFolder(run.folder), run.recipe, to_yaml(run.recipe), restarted=False)
-    script = make_script(words, request, runs, submissions)
-    text = render(script)
-    if request.dry_run:
-        print(text, end="")
-        return EXIT_DONE
-    if not _fits(words, request, script.slurm):
-        return EXIT_NO
-    version = submit.code_version()
-    with contextlib.ExitStack() as locks:
-        for submission in submissions:
-            locks.enter_context(submission.locked())
-            submit.refuse_if_queued(
-                submission
-            )  # again: now that nobody else can submit it meanwhile
-        for run, submission in zip(runs, submissions, strict=True):
-            submission.write_recipe(to_yaml(run.recipe))
-        submissions[0].script.write_text(text)
-        script.log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            job = scheduler.sbatch(submissions[0].script)
-        except RecipeError:
-            for file in (submissions[0].script, *(submission.recipe for submission in submissions)):
-                file.unlink(missing_ok=True)
-            raise
-        ids = [job] if len(runs) == 1 else [f"{job}_{task}" for task in range(len(runs))]
-        for task, submission in zip(ids, submissions, strict=True):
-            submission.note(task, version)
-    _print_submitted(script, job, runs)
-    if request.wait or request.follow:
-        return _wait(ids, runs, follow=request.follow)
-    return EXIT_DONE
+def _folder(runs: Sequence[Run]) -> Path:
+    return runs[0].folder.parent if runs[0].label else runs[0].folder
 
 
-def can_plan() -> bool:
-    """Whether torch, which a plan needs, is installed."""
-    return importlib.util.find_spec("torch") is not None
+# Whether it fits
 
 
-def _fits(words: Words, request: Request, slurm: Slurm) -> bool:
+def _fits(overrides: Sequence[str], sweep: Sweep, request: Request, slurm: Slurm) -> bool:
     """Whether the job fits by the plan, or --force was given."""
     if slurm.gpus_per_node is None or request.force:
         return True
     if not request.plan:
-        print("note: whether it fits was not checked: say for which GPU, such as gpu=h100")
+        print("note: whether it fits was not checked: name the GPU, such as gpu=h100")
         return True
-    if not can_plan():
-        print("note: whether it fits was not checked: the plan needs torch, which is not here")
-        return True
-    nodes = node_counts(slurm)[0]  # on more of them each holds less
+    nodes = node_counts(slurm)[0]  # with more nodes, each GPU holds less
+    size = [f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *request.plan]
     memory = re.fullmatch(r"([1-9]\d*)([KMGT]?)", (slurm.host_memory or "").upper())
-    host = [f"host_memory={memory[1]}{memory[2] or 'M'}iB"] if memory else []
-    for values in _of_different_memory(words.sweep):
-        recipe = [*words.recipe, *values]
-        size = [f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}"]
-        checked = submit.check_plan([*recipe, *size, *request.plan, *host])
-        run = f"{' '.join(values)}: " if words.sweep else ""
-        if checked.fits is False:
-            advice = "launcher plan says what would; --force submits it anyway"
-            print(f"{run}{checked.said}", file=sys.stderr)
-            print(f"not submitted: that does not fit. {advice}", file=sys.stderr)
+    size += [f"host_memory={memory[1]}{memory[2] or 'M'}iB"] if memory else []
+    for values in itertools.islice(_combinations(_of_different_memory(sweep)), _MOST_PLANS):
+        fits, text = submit.check_plan([*overrides, *values, *size])
+        line = f"{' '.join(values)}: {text}" if values else text
+        if fits is False:
+            print(f"{line}\nnot submitted: it does not fit", file=sys.stderr)
+            print("launcher plan shows what would fit; --force submits anyway", file=sys.stderr)
             return False
-        print(f"{run}{checked.said}")
+        print(line)
     return True
 
 
-MOST_PLANS = 8
-"""Plans of a sweep at most: each takes seconds."""
-
-
-def _of_different_memory(sweep: Sequence[tuple[str, list[str]]]) -> list[list[str]]:
-    """Overrides of the runs of a sweep that may differ in memory. Of keys that do not change the
-    memory it takes the first value."""
+def _of_different_memory(sweep: Sweep) -> Sweep:
+    """The sweep without further values of keys that do not change the memory."""
     sections = ("model", "batch", "strategy", "activation_checkpointing", "lora", "data")
-    chosen = [
-        [f"{key}={value}" for value in (values if key.split(".")[0] in sections else values[:1])]
-        for key, values in sweep
-    ]
-    return [list(values) for values in itertools.islice(itertools.product(*chosen), MOST_PLANS)]
+    return [(key, values if key.split(".")[0] in sections else values[:1]) for key, values in sweep]
 
 
-def _shown(path: Path) -> str:
-    """The path relative to the current folder, where it is below."""
+# Submission
+
+
+def _submit(script: JobScript, text: str, runs: Sequence[Run]) -> list[str]:
+    """Returns the ids of the job, or of the tasks of its array."""
+    file = runs[0].submission.script
+    with contextlib.ExitStack() as locks:
+        for run in runs:
+            locks.enter_context(run.submission.locked())
+            run.submission.refuse_if_queued()  # again, now that no other process can submit it
+        for run in runs:
+            run.submission.recipe.write_text(run.yaml)
+        file.write_text(text)
+        Path(str(script.log.parent).replace("%%", "%")).mkdir(parents=True, exist_ok=True)
+        try:
+            job = scheduler.sbatch(file)
+        except RecipeError:
+            for written in (file, *(run.submission.recipe for run in runs)):
+                written.unlink(missing_ok=True)
+            raise
+        ids = [job] if len(runs) == 1 else [f"{job}_{task}" for task in range(len(runs))]
+        for task, run in zip(ids, runs, strict=True):
+            run.submission.note(task)
+    return ids
+
+
+def _relative(path: Path) -> str:
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
 
 
+def _plural(count: int | str, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def _print_submitted(script: JobScript, job: str, runs: Sequence[Run]) -> None:
-    slurm, first = script.slurm, runs[0]
-    ranks = ranks_per_node(slurm)
-    each = (
-        f"{slurm.gpus_per_node} GPU{'s' * (slurm.gpus_per_node > 1)}"
-        if slurm.gpus_per_node
-        else f"{ranks} rank{'s' * (ranks > 1)} on CPUs"
-    )
-    array = (
-        f", {len(runs)} runs" + (f", {script.throttle} at a time" if script.throttle else "")
-        if len(runs) > 1
-        else ""
-    )
+    slurm, folder = script.slurm, _relative(_folder(runs))
+    gpus = slurm.gpus_per_node
+    each = _plural(gpus, "GPU") if gpus else f"{_plural(ranks_per_node(slurm), 'rank')} on CPUs"
+    array = f", {len(runs)} runs" if len(runs) > 1 else ""
+    array += f", {script.throttle} at a time" if script.throttle else ""
     limit = f", {slurm.time} at a time" if slurm.time else ""
     print(
-        f"submitted job {job}: {script.name}{array}, "
-        f"{slurm.nodes} node{'s' * (slurm.nodes != 1)} x {each}{limit}"
+        f"submitted job {job}: {script.name}{array}, {_plural(slurm.nodes, 'node')} x {each}{limit}"
     )
-    log = (
-        str(script.log).replace("%j", job).replace("%A", job).replace("%a", "*").replace("%%", "%")
-    )
-    above = _shown(first.folder.parent if len(runs) > 1 else first.folder)
-    stop, cancel = f"touch {_shown(first.folder)}/stop", f"scancel {job}"
-    width = max(len(stop), len(cancel)) + 3
-    rows = [
+    log = str(script.log).replace("%j", job).replace("%A", job).replace("%a", "*")
+    for name, value in (
+        ("run folder", folder + (f"/{runs[0].label} ..." if len(runs) > 1 else "")),
+        ("log", _relative(Path(log.replace("%%", "%")))),
+        ("follow", f"launcher status {folder}"),
         (
-            "run folders" if len(runs) > 1 else "run folder",
-            above + (f"/{first.label} ..." if len(runs) > 1 else ""),
+            "stop",
+            f"touch {_relative(runs[0].folder)}/stop   (saves first, however long that takes)",
         ),
-        ("log", _shown(Path(log))),
-        ("follow", f"launcher status {above}"),
-        ("", f"tail -F {_shown(first.folder)}/log/rank_0.log"),
-        ("stop", f"{stop:<{width}}saves first, however long that takes"),
-        ("", f"{cancel:<{width}}saves too, if Slurm's KillWait is long enough (30 s by default)"),
-        (
-            "limits",
-            f"told to save {script.lead} s before one ends it; "
-            "the job is then requeued, and goes on",
-        ),
-    ]
-    for name, value in rows:
+        ("cancel", f"scancel {job}   (saves within Slurm's KillWait, 30 s by default)"),
+    ):
         print(f"  {name:<11} {value}")
     sys.stdout.flush()
 
 
+# Waiting
+
+
 def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
     """Waits until the jobs and their successors have left the queue; returns how the runs ended."""
-    offsets: dict[Path, int] = {}
     log = runs[0].folder / "log" / "rank_0.log"
-    offsets[log] = log.stat().st_size if log.exists() else 0
+    offset = log.stat().st_size if log.exists() else 0
     state, asked = "pending", 0.0
     try:
         while state:
-            if follow:
-                _print_new(log, offsets)
             if time.monotonic() - asked > _SQUEUE_SECONDS:
                 asked = time.monotonic()
-                with contextlib.suppress(
-                    RecipeError
-                ):  # a controller that is restarted is back in a moment
-                    active = scheduler.active_jobs()
-                    jobs = {job for run in runs for job in submit.Submission(run.folder, "").jobs()}
-                    running = {active[job].lower() for job in jobs if job in active}
-                    # Successors are pending all the time
-                    before, state = state, ", ".join(sorted(running - {"pending"} or running))
+                with contextlib.suppress(RecipeError):  # a controller that restarts is back soon
+                    before, state = state, _queue_state(runs)
                     if follow and state and state != before:
                         print(f"-- job {ids[0]}: {state}", flush=True)
+            if follow:
+                offset = _print_new(log, offset)
             time.sleep(min(0.5, _SQUEUE_SECONDS))
-        if follow:
-            _print_new(log, offsets)
     except KeyboardInterrupt:
-        print(f"\nthe job goes on; scancel {ids[0].partition('_')[0]} ends it", file=sys.stderr)
+        print(f"\nthe job continues; scancel {ids[0].partition('_')[0]} ends it", file=sys.stderr)
         return 130
-    statuses = []
-    for job, run in zip(ids, runs, strict=True):
-        refusals = sorted((run.folder / "slurm" / f"job_{job}").glob("restart_*/refused"))
-        if refusals:
-            print(f"{_shown(run.folder)}: refused\n  {refusals[-1].read_text().strip()}")
-            statuses.append(EXIT_USAGE)
-            continue
-        status = RunFolder(run.folder).read_status()
-        ended = status.get("state") or "ended before training began"
-        print(
-            f"{_shown(run.folder)}: {ended}"
-            + (f" after step {status['step']}" if "step" in status else "")
-        )
-        if ended != "finished":
-            logs = f"see the logs in {run.folder}/slurm"
-            print(f"  {status.get('error') or status.get('reason') or logs}")
-        statuses.append({"finished": EXIT_DONE, "stopped": EXIT_STOPPED}.get(ended, EXIT_FAILED))
+    statuses = [_print_end(job, run.folder) for job, run in zip(ids, runs, strict=True)]
     return max(statuses, key=(EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXIT_FAILED).index)
 
 
-def _print_new(file: Path, offsets: dict[Path, int]) -> None:
+def _queue_state(runs: Sequence[Run]) -> str:
+    """States of the runs' jobs; empty: none is queued. Raises RecipeError."""
+    active = scheduler.active_jobs()
+    jobs = {job for run in runs for job in run.submission.jobs()}
+    states = {active[job].lower() for job in jobs if job in active}
+    return ", ".join(sorted(states - {"pending"} or states))  # successors are always pending
+
+
+def _print_new(file: Path, offset: int) -> int:
+    """Prints the complete lines from this byte on; returns where they end."""
     with contextlib.suppress(OSError), file.open("rb") as stream:
-        stream.seek(offsets[file])
+        stream.seek(offset)
         text = stream.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        offsets[file] += len(whole)
-        sys.stdout.write(whole.decode(errors="replace"))
-        sys.stdout.flush()
+        lines = text[: text.rfind(b"\n") + 1]
+        print(lines.decode(errors="replace"), end="", flush=True)
+        return offset + len(lines)
+    return offset
+
+
+def _print_end(job: str, folder: Path) -> int:
+    """Prints how a run ended; returns the exit status for it."""
+    refusals = sorted((folder / "slurm" / f"job_{job}").glob("restart_*/refused"))
+    if refusals:
+        print(f"{_relative(folder)}: refused\n  {refusals[-1].read_text().strip()}")
+        return EXIT_USAGE
+    status = RunFolder(folder).read_status()
+    ended = status.get("state") or "ended before training began"
+    step = f" after step {status['step']}" if "step" in status else ""
+    print(f"{_relative(folder)}: {ended}{step}")
+    if ended != "finished":
+        logs = f"see the logs in {folder}/slurm"
+        print(f"  {status.get('error') or status.get('reason') or logs}")
+    return {"finished": EXIT_DONE, "stopped": EXIT_STOPPED}.get(ended, EXIT_FAILED)

@@ -35,11 +35,8 @@ class _ConsoleHandler(logging.Handler):
 
 
 def configure_logging(*, stream: str = "stdout") -> None:
-    """Prints the launcher's log messages. Called once in each process; other ranks print to their
-    log files.
-
-    stream: `stdout` or `stderr`.
-    """
+    """Prints the launcher's log messages. Called once in each process. stream: `stdout` or
+    `stderr`."""
     launcher = logging.getLogger("launcher")
     launcher.setLevel(logging.INFO)
     launcher.handlers[:] = [_ConsoleHandler(stream)]
@@ -75,21 +72,15 @@ class ProgressLine:
         self._seconds: float | None = None
 
     def step(self, record: dict[str, Any]) -> None:
-        """Shows the record of a step."""
-        weight = 0.1
-        current = record["step_seconds"]
-        self._seconds = (
-            current if self._seconds is None else (1 - weight) * self._seconds + weight * current
-        )
-        first, final = record["step"] == 1, record["step"] == self._steps
-        now = time.monotonic()
-        if not (first or final or "skipped" in record) and now - self._last < (
-            0.1 if self._live else 5.0
-        ):
+        current, now = record["step_seconds"], time.monotonic()
+        self._seconds = current if self._seconds is None else 0.9 * self._seconds + 0.1 * current
+        edge = record["step"] in (1, self._steps)
+        pause = 0.1 if self._live else 5.0
+        if not edge and "skipped" not in record and now - self._last < pause:
             return
         self._last = now
         line = self._line(record)
-        if self._live and not (first or final):
+        if self._live and not edge:
             sys.stdout.write(_CLEAR + line)
             sys.stdout.flush()
         else:

@@ -55,7 +55,7 @@ class StepRecorder:
     calls.
 
     Neither `add` nor `launch` waits for the device. If a record is collected after the next step
-    has started, its numbers are on the host already, and the device has work meanwhile.
+    has started, the device has work meanwhile.
     """
 
     def __init__(
@@ -94,7 +94,6 @@ class StepRecorder:
             self._pauses.append((begin, self._now()))
 
     def add(self, step: Step) -> None:
-        """Counts a step, logged or not."""
         _, tokens, *_ = step.batch.statistics.read()
         self._steps += 1
         self._tokens += tokens
@@ -105,35 +104,26 @@ class StepRecorder:
         """Starts to gather the record of the last added step. The next interval begins here."""
         device, cuda = self._ranks.device, self._ranks.device.type == "cuda"
         end = self._now()
-        host = torch.tensor(
-            [self._waited, _cpu_seconds() - self._cpu, _peak_memory(device)],
-            dtype=torch.float64,
-            pin_memory=cuda,
-        )
+        local = [self._waited, _cpu_seconds() - self._cpu, _peak_memory(device)]
+        host = torch.tensor(local, dtype=torch.float64, pin_memory=cuda)
 
-        def on_device(
-            numbers: torch.Tensor,
-        ) -> torch.Tensor:  # with offload, norm and flags are in host memory
+        def on_device(numbers: torch.Tensor) -> torch.Tensor:
+            # With offload, norm and flags are in host memory
             return numbers.to(device, torch.float64, non_blocking=True)
 
         numbers = torch.cat([on_device(step.loss).view(1), on_device(host)])
         flags = on_device(torch.stack([step.grad_norm, *self._skipped]))
         work = event = None
         if self._ranks.size > 1:
-            mine, numbers = (
-                numbers,
-                torch.empty(self._ranks.size * len(numbers), dtype=numbers.dtype, device=device),
-            )
-            all_gather = (
-                getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            )  # renamed in torch 2.13
+            mine, numbers = numbers, numbers.new_empty(self._ranks.size * len(numbers))
+            # Renamed in torch 2.13
+            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             # On CUDA the call does not wait anyway
             work = all_gather(numbers, mine, group=self._ranks.group, async_op=not cuda)
         if cuda:
             both = torch.cat([numbers, flags])
-            copy = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(
-                both, non_blocking=True
-            )
+            copy = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+            copy.copy_(both, non_blocking=True)
             numbers, flags = copy[: len(numbers)], copy[len(numbers) :]
             event = torch.cuda.current_stream(device).record_event()
         pending = PendingRecord(
@@ -164,14 +154,13 @@ class StepRecorder:
             self.skipped += int(skip)
         by_rank = pending.numbers.view(self._ranks.size, -1)
         loss = float(by_rank[:, 0].sum())
-        seconds = _seconds(pending.begin, pending.end) - sum(
-            _seconds(*pause) for pause in pending.pauses
-        )
+        seconds = _seconds(pending.begin, pending.end)
+        seconds -= sum(_seconds(*pause) for pause in pending.pauses)
         rate = pending.tokens / seconds
         loss_tokens, tokens, *_ = step.batch.statistics.read()
-        since_end = (
-            time.perf_counter() - pending.end if isinstance(pending.end, float) else 0.0
-        )  # CUDA: it was just reached
+        # On CUDA the end was just reached
+        since_end = time.perf_counter() - pending.end if isinstance(pending.end, float) else 0.0
+        peak = self._peak_flops and self._peak_flops * self._ranks.size
         record = {
             "step": step.number,
             "loss": loss if math.isfinite(loss) else None,
@@ -181,9 +170,7 @@ class StepRecorder:
             "loss_tokens": loss_tokens,
             "step_seconds": seconds / pending.steps,
             "tokens_per_second": rate,
-            "mfu": rate * self._flops_per_token / (self._peak_flops * self._ranks.size)
-            if self._peak_flops
-            else None,
+            "mfu": rate * self._flops_per_token / peak if peak else None,
             "peak_memory_bytes": int(by_rank[:, 3].max()),
             "data_seconds": float(by_rank[:, 1].max()) / pending.steps,
             "cpu_seconds": float(by_rank[:, 2].sum()) / pending.steps,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,30 +26,6 @@ class Sink(Protocol):
         """Called at the end of the run with its state."""
 
 
-def remove_later_steps(metrics: Path, step: int) -> int:
-    """Removes the lines after `step` from metrics.jsonl, and an incomplete last line; returns how
-    many.
-
-    The file is replaced atomically: a reader sees the old lines or the new ones.
-    """
-    if not metrics.exists():
-        metrics.write_text("")
-        return 0
-    kept, removed = [], 0
-    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            keep = line.endswith("\n") and json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError):
-            keep = False
-        kept += [line] if keep else []
-        removed += not keep
-    if removed:
-        scratch = metrics.with_name(".metrics.jsonl")
-        scratch.write_text("".join(kept), encoding="utf-8")
-        scratch.replace(metrics)
-    return removed
-
-
 class JsonLines:
     """One JSON object per line, readable during the run."""
 
@@ -57,18 +34,24 @@ class JsonLines:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def remove_later_steps(self, step: int) -> int:
-        """Removes the lines of later steps; returns how many."""
+        """Removes the lines after `step`, and an incomplete last line; returns how many.
+
+        A reader sees the old lines or the new ones.
+        """
         self._file.close()
-        removed = remove_later_steps(self._path, step)
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        if len(kept) < len(lines):
+            scratch = self._path.with_name(".metrics.jsonl")
+            scratch.write_text("".join(kept), encoding="utf-8")
+            scratch.replace(self._path)
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
-        return removed
+        return len(lines) - len(kept)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends a line."""
         self._file.write(json.dumps(record) + "\n")
 
     def close(self, state: str) -> None:
-        """Closes the file."""
         self._file.close()
 
 
@@ -78,26 +61,27 @@ class OptionalSink:
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
         self._name = name
         self._sink: Sink | None = None
-        self._try(lambda: setattr(self, "_sink", make()))
+        with self._failing():
+            self._sink = make()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Passes the record on, unless the sink is disabled."""
-        if (sink := self._sink) is not None:
-            self._try(lambda: sink.write(record))
+        with self._failing():
+            if self._sink is not None:
+                self._sink.write(record)
 
     def close(self, state: str) -> None:
-        """Closes the sink, unless it is disabled."""
-        if (sink := self._sink) is not None:
-            self._try(lambda: sink.close(state))
+        with self._failing():
+            if self._sink is not None:
+                self._sink.close(state)
 
-    def _try(self, action: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
         try:
-            action()
+            yield
         except Exception as error:
             self._sink = None
-            logger.warning(
-                f"{self._name} is disabled from here on, training continues: {first_line(error)}"
-            )
+            problem = first_line(error)
+            logger.warning(f"{self._name} is disabled from now on, training continues: {problem}")
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
@@ -142,11 +126,9 @@ class Wandb:
             self._run.define_metric(f"{prefix}/*", step_metric="step")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Logs the record's numbers at its step."""
         self._run.log({"step": record["step"], **_numbers(record)})
 
     def close(self, state: str) -> None:
-        """Ends the run; any state but `finished` counts as failed."""
         self._run.finish(exit_code=0 if state == "finished" else 1)
 
 
@@ -159,12 +141,10 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds a scalar for each number."""
         for key, value in _numbers(record).items():
             self._writer.add_scalar(key, value, record["step"])
 
     def close(self, state: str) -> None:
-        """Closes the event file."""
         self._writer.close()
 
 

@@ -1,4 +1,4 @@
-"""The cause of a failure: what an exception says, and what is known about memory that ran out."""
+"""The cause of a failure: what an exception means, and what is known about exhausted memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from launcher.errors import RecipeError, TrainingError, first_line
+from launcher.errors import TrainingError, first_line
 
 _TIMEOUT_SIGNS = ("timed out waiting", "collective operation timeout")
 _PEER_SIGNS = (
@@ -16,52 +16,48 @@ _PEER_SIGNS = (
     "connection reset by peer",
     "broken pipe",
     "remote process exited",
-    # torchrun ends the processes of the other ranks too, and the end of a loader process is raised in its rank
+    # torchrun also terminates loader processes, which raises in their rank
     "is killed by signal: terminated",
     *_TIMEOUT_SIGNS,
 )
 _MEMORY_SIGNS = ("can't allocate memory", "out of memory", "cublas_status_alloc_failed")
 
 
-def _says(error: BaseException, signs: tuple[str, ...]) -> bool:
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+def _matches(error: BaseException, signs: tuple[str, ...]) -> bool:
+    known = isinstance(error, RuntimeError) and not isinstance(error, TrainingError)
+    return known and any(sign in str(error).lower() for sign in signs)
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether an exception only says that another rank is gone or does not answer."""
-    return not isinstance(error, TrainingError) and _says(error, _PEER_SIGNS)
+    """Whether an exception only means that another rank is gone or does not answer."""
+    return _matches(error, _PEER_SIGNS)
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether a collective took longer than it may."""
-    return _says(error, _TIMEOUT_SIGNS)
+    """Whether a collective exceeded its time limit."""
+    return _matches(error, _TIMEOUT_SIGNS)
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: of a device, in Python, in the CPU's allocator or a CUDA library."""
-    if isinstance(error, (RecipeError, TrainingError)):
-        return False
-    known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return known or _says(error, _MEMORY_SIGNS)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _matches(
+        error, _MEMORY_SIGNS
+    )
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The earliest lost peer or lack of memory in an exception's chain of causes; else itself.
+    """The earliest lost peer or lack of memory in an exception's chain of causes, else itself.
 
-    (A worker of the data loader that is ended while a lost connection is handled raises an
-    exception of its own, say.)
+    For example, a loader process that is terminated while a lost connection is handled raises too.
     """
     cause, earlier = error, error
-    while (before := _cause(earlier)) is not None:
+    while before := earlier.__cause__ or (
+        None if earlier.__suppress_context__ else earlier.__context__
+    ):
         earlier = before
         if lost_a_peer(earlier) or ran_out_of_memory(earlier):
             cause = earlier
     return cause
-
-
-def _cause(error: BaseException) -> BaseException | None:
-    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def describe(error: BaseException) -> str:
@@ -72,21 +68,21 @@ def describe(error: BaseException) -> str:
 
 
 class Account(Protocol):
-    """What is known about memory that ran out (`planner/out_of_memory.py`)."""
+    """What is known about exhausted memory (`planner/out_of_memory.py`)."""
 
     told: str
     """Printed at once."""
     noted: dict[str, Any]
     """For events.jsonl."""
     restarts_now: bool
-    """torchrun starts the run again with a smaller micro-batch: the plan is not asked."""
+    """torchrun restarts the run with a smaller micro-batch, so the plan is not asked."""
 
     def conclude(self, seconds: float) -> str:
-        """What the plan says, in at most so many seconds."""
+        """The answer of the memory plan, within this time."""
 
 
 class PostMortem(Protocol):
-    """Finds out why memory ran out."""
+    """Examines why memory ran out."""
 
     def examine(self, error: BaseException, *, step: int, phase: str, micro_batch: int) -> Account:
         """On the rank that ran out of memory. step: the last finished one."""

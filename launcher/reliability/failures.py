@@ -1,9 +1,9 @@
-"""When one rank fails, all end within seconds, and one of them reports why.
+"""When one rank fails, all ranks end within seconds, and one of them reports the cause.
 
-The first rank that fails claims the failure in the store that the ranks met at. The other ranks
-fail next, since they lost a peer: that is a consequence, and stays in their logs. A rank that is
-stuck in a collective raises nothing (under NCCL the CPU waits for the device): its watch
-(`watchdog.py`) sees the claim in the store, and ends it.
+The first rank that fails claims the failure in the store that the ranks share. The others fail
+next because they lost a peer; their exceptions stay in their logs. A rank that is stuck in a
+collective raises nothing (under NCCL the CPU waits for the device): its watchdog (`watchdog.py`)
+sees the claim in the store and ends the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from torch._C._distributed_c10d import Store
 
@@ -46,22 +46,18 @@ from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder
 
 # Keys of the store
-_CLAIMS, _STOPPED, _OWNER = "failed/claims", "stopped", "owner"
-_EXPLAINING, _EXPLAINED = "failed/explaining", "failed/explained"
-_NOTICED, _ENDED = "failed/alive_{}".format, "failed/rank_{}".format
-"""Of each rank: it has noticed the failure of a rank; it ends in order, or has failed itself."""
+_CLAIMS, _REPORTED, _OWNER = "failed/claims", "failed/reported", "owner"
+_NOTICED, _ENDED = "failed/noticed_{}".format, "failed/rank_{}".format
+"""By rank: it noticed another rank's failure; it failed itself or ended in order."""
 
-_KERNEL = "the kernel killed a process on this node, where memory ran out"
-_KILLED = "was ended by the kernel, whose out-of-memory killer acts where host memory runs out"
-_POLL_SECONDS = 0.5
-_EXPLAIN_SECONDS = 60.0
+_REPORT_SECONDS = 60.0
 """Time for the memory plan to find what would fit."""
 _CLOSE_SECONDS = 10.0
 """Time for the metrics services to take the last records. torchrun kills a rank after 30."""
 
 
 class FailureWatch:
-    """One rank's part in agreeing on how the run ends before its time."""
+    """This rank's part in reporting a failure and ending the run."""
 
     def __init__(
         self,
@@ -75,14 +71,18 @@ class FailureWatch:
         self.environment, self.run, self.console = environment, run, console
         self.progress, self.rank, self.ranks = progress, environment.rank, environment.world_size
         self.post_mortem: PostMortem | None = None
-        """None: nothing is known yet about the memory of the recipe."""
+        """None: the recipe's memory is not known yet."""
         self.on_end: Callable[[], None] = lambda: None
         """Flushes and closes what the run writes, before a failure ends this process."""
         self.neighbours = Neighbours(environment)
         self.claimed = False
-        """A thread of this rank reports the failure: no other one may end the process meanwhile."""
+        """A thread of this rank reports the failure; no other one may end the process meanwhile."""
+        self.store_blocked = False
+        """The store neither answers nor fails: it must not be called."""
+        self._stopped_status = EXIT_DONE if environment.torchrun else EXIT_STOPPED
+        self._found = run.read_status()
         self._shared = store
-        # A connection of its own: that of the process group may wait for a rank that is gone
+        # A separate connection: that of the process group may wait for a lost rank
         self.store = self._connect()
         self._killed = host_memory.killed()
         self._claiming, self._ending = threading.Lock(), threading.Lock()
@@ -95,10 +95,7 @@ class FailureWatch:
         return store
 
     def share_owner(self) -> None:
-        """Tells the other ranks the record that makes this run the owner of its folder.
-
-        They need it to write there, if they are the first to fail.
-        """
+        """Shares rank 0's record in RUN_DIR/owner: any rank may have to write a failure there."""
         ownership = self.run.ownership
         if self.ranks > 1 and self.rank == 0:
             self._shared.set(_OWNER, ownership.name if ownership is not None else "")
@@ -106,180 +103,173 @@ class FailureWatch:
             self.run.ownership = Ownership.follow(self.run.path, name)
 
     def close(self) -> None:
-        """This rank ends in order: its neighbours must not report the end of its process."""
+        """This rank ends in order, so its neighbours must not report a lost process."""
         if self.ranks > 1:
             with contextlib.suppress(Exception):
                 self._announce_end()
 
     def _announce_end(self) -> None:
-        self.store.set(_NOTICED(self.rank), "")
-        killed = host_memory.killed_since(self._killed)
-        self.store.set(_ENDED(self.rank), _KERNEL if killed else "")
+        self.notice()
+        self.store.set(_ENDED(self.rank), "")
 
     # Claims
 
-    def claim(self, *, unreachable: bool | None = None) -> bool:
-        """True for the first thread of the first rank that failed, which then reports.
+    def claim(self) -> bool:
+        """True for one thread of one rank, which then must `report`.
 
-        unreachable: the answer if the store does not answer; None: whether status.json does not
-        say `failed` yet.
+        If the store fails or blocks, status.json decides, which changes once a rank has reported.
         """
+        if self.store_blocked:
+            return self._claim_by_status()
         with self._claiming:
             if self.claimed:
                 return False
             try:
-                self.claimed = bool(self.store.add(_CLAIMS, 1) == 1)
+                first = self.store.add(_CLAIMS, 1) == 1
+                self.claimed = first and self._state() != "failed"
+                if first and not self.claimed:  # a rank reported while the store was blocked
+                    self._set_reported(EXIT_FAILED)
             except Exception:
-                if unreachable is None:
-                    # One rank after the other: the first reports, the others see its status.json
-                    time.sleep(min(5.0, 0.2 * self.rank))
-                    unreachable = self.run.read_status().get("state") in (None, "running")
-                self.claimed = unreachable
+                self._claim_by_status()
             with contextlib.suppress(Exception):
                 self._announce_end()
             return self.claimed
 
-    def other_failed(self) -> bool:
-        """Whether a rank has claimed a failure. Raises RuntimeError if the store fails."""
+    def _claim_by_status(self) -> bool:
+        time.sleep(min(5.0, 0.2 * self.rank))  # one rank after the other
+        self.claimed = self._state() == "running"
+        return self.claimed
+
+    def _state(self) -> str | None:
+        """Of status.json; `running` if it was not written since this process started."""
+        status = self.run.read_status()
+        return "running" if status == self._found else status.get("state")
+
+    def other_claimed(self) -> bool:
+        """Whether a rank reports a failure or an early stop. Raises RuntimeError if the store
+        fails."""
         return bool(self.store.check([_CLAIMS]))
 
     def notice(self) -> None:
-        """Tells the rank that reports that this one runs, and has noticed."""
+        """Announces that this rank runs and has noticed the claim."""
         self.store.set(_NOTICED(self.rank), "")
 
-    def other_stopped(self) -> bool:
-        """Whether a rank has ended the run as it was asked to, before the first step."""
-        return bool(self.store.check([_STOPPED]))
+    def stopped(self) -> bool:
+        """Whether a rank has ended the run on request before the first step."""
+        return self.store.check([_REPORTED]) and self.wait_for_report() == self._stopped_status
 
-    def wait_for_report(self) -> None:
-        """Waits while another rank asks the memory plan.
+    def wait_for_report(self) -> int:
+        """Waits for the rank that claimed, and returns the exit status for all.
 
-        torchrun's agent kills all ranks of a node soon after the first one has ended.
+        torchrun's agent kills the ranks of a node soon after one of them has ended.
         """
-        deadline = time.monotonic() + _EXPLAIN_SECONDS
+        deadline = time.monotonic() + _REPORT_SECONDS
         with contextlib.suppress(Exception):
-            while self.store.check([_EXPLAINING]) and not self.store.check([_EXPLAINED]):
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(_POLL_SECONDS)
+            while not self.store.check([_REPORTED]) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            return int(self.store.get(_REPORTED))
+        return EXIT_FAILED
+
+    def _set_reported(self, status: int) -> None:
+        if not self.store_blocked:
+            with contextlib.suppress(Exception):
+                self.store.set(_REPORTED, str(status))
 
     # Reports
 
-    def fail(self, text: str, *, reason: str, **noted: Any) -> None:
-        """Reports the cause for all ranks: console, status.json, events.jsonl, torchrun's agent.
+    def report(
+        self, reason: str, text: str, account: Account | None = None, *, status: int = EXIT_FAILED
+    ) -> None:
+        """Reports a claimed failure: console, status.json, events.jsonl, torchrun's agent.
 
-        After `claim`. noted: more for events.jsonl.
+        account: of exhausted memory; the memory plan's answer follows. status: exit status of all.
         """
-        with contextlib.suppress(OSError):  # the reader of the console may be gone
-            print(text, file=self.console, flush=True)
+        self._print(text)
         step = self.progress.step
+        noted = account.noted if account is not None else {}
         try:
             self.run.write_status("failed", step=step, reason=reason, error=text)
             self.run.note("failed", ranks=self.ranks, step=step, reason=reason, **noted)
         except (OSError, TrainingError) as error:  # the disk is full, or another job has the folder
-            with contextlib.suppress(OSError):
-                if str(error) not in text:
-                    print(error, file=self.console, flush=True)
+            if str(error) not in text:
+                self._print(str(error))
         self.environment.tell_agent(text)
+        if account is not None:
+            self._add_conclusion(account, text)
+        self._set_reported(status)
 
-    def report(self, error: BaseException) -> int:
+    def _add_conclusion(self, account: Account, text: str) -> None:
+        if not account.restarts_now:
+            self._print("asking the memory plan what would fit ...")
+        try:
+            more = account.conclude(_REPORT_SECONDS)
+        except Exception as error:
+            more = f"what would fit could not be found out: {describe(error)}"
+        self._print(more)
+        text = f"{text}\n{more}"
+        self.environment.tell_agent(text)
+        with contextlib.suppress(OSError, TrainingError):
+            step = self.progress.step
+            self.run.write_status("failed", step=step, reason="out_of_memory", error=text)
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the reader of the console may be gone
+            print(text, file=self.console, flush=True)
+
+    def report_exception(self, error: BaseException) -> int:
         """Writes the traceback to the rank's log; the first rank that failed reports the cause.
 
         Returns the exit status.
         """
-        with contextlib.suppress(Exception):
-            if self.other_stopped():
-                return self.stopped_status
-        status = EXIT_USAGE if isinstance(error, RecipeError) else EXIT_FAILED
         log_file = self.run.log / f"rank_{self.rank}.log"
-        if not isinstance(error, (RecipeError, TrainingError)):
+        unexpected = not isinstance(error, (RecipeError, TrainingError))
+        if unexpected:
             with contextlib.suppress(OSError), log_file.open("a", encoding="utf-8") as log:
                 traceback.print_exception(error, file=log)
             error = first_cause(error)
-        if not self.claim(unreachable=True):
-            if self.claimed:  # the watch of this rank reports, and ends the process
+        if not self.claim():
+            if self.claimed:  # the watchdog of this rank reports, and ends the process
                 threading.Event().wait()
-            if ran_out_of_memory(error):  # the first rank may not have announced yet that it asks
-                time.sleep(_POLL_SECONDS)
-            self.wait_for_report()
-            return status
-        if ran_out_of_memory(error):
-            self._set(_EXPLAINING)
+            return self.wait_for_report()
         reason, text, account = self._cause(error)
-        if not isinstance(error, (RecipeError, TrainingError)):
-            how = f"How rank {self.rank} noticed" if _lost(reason, error) else "The traceback"
-            text += f"\n{how} is in {log_file}"
-        self._tell(reason, text, account)
+        if unexpected:
+            text += f"\nThe traceback of rank {self.rank} is in {log_file}"
+        status = EXIT_USAGE if isinstance(error, RecipeError) else EXIT_FAILED
+        self.report(reason, text, account, status=status)
         return status
 
     def _cause(self, error: BaseException) -> tuple[str, str, Account | None]:
         """Reason and message, and what is known about memory if it ran out."""
-        who, step = f"rank {self.rank} of {self.ranks}", self.progress.step + 1
+        name, step = f"rank {self.rank} of {self.ranks}", self.progress.step + 1
         if isinstance(error, TrainingError):
             return error.reason, f"failed after step {step - 1}: {error}", None
         if isinstance(error, RecipeError):
             return "recipe", str(error), None
         if ran_out_of_memory(error):
-            account = self._account(error)
-            text = f"{who} ran out of memory in step {step}: {describe(error)}"
+            account = self._examine(error)
+            text = f"{name} ran out of memory in step {step}: {describe(error)}"
             return "out_of_memory", account.told if account else text, account
         if "DataLoader worker" in str(error) and host_memory.killed_since(self._killed):
-            who = f"a loader process of rank {self.rank}"
-            account = self._account(error, killed=who)
-            return "out_of_memory", account.told if account else f"{who} {_KILLED}", account
+            return self._killed_by_kernel(f"a loader process of {name}")
         if lost_a_peer(error):
             late = timed_out(error)
             silent = self._silent_ranks(running=late)
             if silent is None:
-                text = f"{who} lost the others in step {step}: neither they answer nor the store "
-                text += "where ranks meet. Is the network down, or the node of rank 0?"
-                return "rank_lost", text, None
+                text = f"{name} lost the other ranks and their store in step {step}. Is the "
+                return "rank_lost", f"{text}network down, or the node of rank 0?", None
             if silent and late:
                 text = f"{self._names(silent)} did not answer in step {step} "
-                return (
-                    "timeout",
-                    f"{text}within the time a collective may take (run.timeout).",
-                    None,
-                )
+                text += "within the time limit of a collective (run.timeout)"
+                return "timeout", text, None
             if silent:
-                return self._loss(silent, error)
-        return "error", f"{who} failed in step {step}: {describe(error)}", None
+                return self._loss(silent)
+        return "error", f"{name} failed in step {step}: {describe(error)}", None
 
-    def _tell(self, reason: str, text: str, account: Account | None) -> None:
-        self.fail(text, reason=reason, **(account.noted if account is not None else {}))
-        if account is not None:
-            self._conclude(account, text)
-        self._set(_EXPLAINED)
-
-    def _conclude(self, account: Account, text: str) -> None:
-        """Asks the plan, and reports its answer too. `text` was reported already."""
-        self._set(_EXPLAINING)
-        with contextlib.suppress(OSError, TrainingError):
-            if not account.restarts_now:
-                asking = "asking the memory plan what would fit ..."
-                print(asking, file=self.console, flush=True)
-            try:
-                more = account.conclude(_EXPLAIN_SECONDS)
-            except Exception as error:
-                more = f"what would fit could not be found out: {describe(error)}"
-            print(more, file=self.console, flush=True)
-            text = f"{text}\n{more}"
-            self.environment.tell_agent(text)
-            step = self.progress.step
-            self.run.write_status("failed", step=step, reason="out_of_memory", error=text)
-
-    def _set(self, key: str) -> None:
-        with contextlib.suppress(Exception):
-            self.store.set(key, "")
-
-    def _account(self, error: BaseException | None, *, killed: str | None = None) -> Account | None:
-        """killed: what the kernel killed. None: nothing is known yet, or the examination fails."""
+    def _examine(self, error: BaseException) -> Account | None:
+        """None: the memory is not known yet, or the examination fails."""
         progress = self.progress
-        if self.post_mortem is not None:
-            with contextlib.suppress(Exception):
-                if killed is not None:
-                    return self.post_mortem.killed(killed, progress.step)
-                assert error is not None
+        with contextlib.suppress(Exception):
+            if self.post_mortem is not None:
                 return self.post_mortem.examine(
                     error,
                     step=progress.step,
@@ -290,47 +280,47 @@ class FailureWatch:
 
     # Lost ranks
 
-    def report_lost(self, lost: list[int]) -> None:
+    def report_lost(self, lost: list[int], *, ask_store: bool = True) -> None:
         """Reports neighbours that were killed, and ends this process.
 
-        Returns if they ended in order, or if another rank reports. Raises RuntimeError if the
-        store does not answer.
+        Returns if another rank reports or, by the store, they ended in order. Raises RuntimeError
+        if the store fails.
         """
-        lost = [rank for rank in lost if not self.store.check([_ENDED(rank)])]
-        if lost and not self.other_stopped():
-            self.end_without(lost)
-
-    def end_without(self, lost: list[int]) -> None:
-        """The same for ranks that are known to be lost."""
-        if self.claim():
+        if ask_store:
+            lost = [rank for rank in lost if not self.store.check([_ENDED(rank)])]
+        if lost and self.claim():
             reason, text, account = self._loss(lost)
-            text += f"\nRank {self.rank}, on the same node, saw that its process was gone"
-            self._tell(reason, text, account)
+            text += f"\nRank {self.rank}, on the same node, found its process gone"
+            self.report(reason, text, account)
             self.end(EXIT_FAILED)
 
-    def _loss(
-        self, lost: list[int], error: BaseException | None = None
-    ) -> tuple[str, str, Account | None]:
+    def _loss(self, lost: list[int]) -> tuple[str, str, Account | None]:
         """As `_cause`, for ranks that were killed."""
         names = self._names(lost)
-        if self._kernel_killed(lost):
-            account = self._account(error, killed=names)
-            return "out_of_memory", account.told if account else f"{names} {_KILLED}.", account
-        text = f"{names} ended without a word in step {self.progress.step + 1}. "
-        text += "Killed? Exit code -9 is what the kernel does where host memory runs out."
+        if host_memory.killed_since(self._killed):
+            return self._killed_by_kernel(names)
+        text = f"{names} ended without an error message in step {self.progress.step + 1}. "
+        text += "Exit code -9 means killed, for example by the kernel when host memory ran out"
         return "rank_lost", text, None
+
+    def _killed_by_kernel(self, name: str) -> tuple[str, str, Account | None]:
+        account = None
+        with contextlib.suppress(Exception):
+            if self.post_mortem is not None:
+                account = self.post_mortem.killed(name, self.progress.step)
+        text = f"{name} was killed by the kernel because host memory ran out"
+        return "out_of_memory", account.told if account else text, account
 
     def _names(self, ranks: list[int]) -> str:
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.ranks}"
 
     def _silent_ranks(self, *, running: bool) -> list[int] | None:
-        """Ranks that do not notice the failure within two seconds: most likely they were killed.
+        """Ranks that do not notice the failure within three seconds, so were probably killed.
 
-        running: also ranks that run, but have not failed. None: the store does not answer.
+        running: includes ranks that run but have not failed. None: the store does not answer.
         """
-        key = _ENDED if running else _NOTICED
+        key, deadline = _ENDED if running else _NOTICED, time.monotonic() + 3.0
         with contextlib.suppress(Exception):
-            deadline = time.monotonic() + 2.0
             while True:
                 silent = [rank for rank in range(self.ranks) if not self.store.check([key(rank)])]
                 if not silent or time.monotonic() > deadline:
@@ -338,45 +328,23 @@ class FailureWatch:
                 time.sleep(0.1)
         return None
 
-    def _kernel_killed(self, lost: list[int]) -> bool:
-        """Whether the out-of-memory killer acted on this node, or on that of another rank."""
-        if host_memory.killed_since(self._killed):
-            return True
-        with contextlib.suppress(Exception):
-            others = [_ENDED(rank) for rank in range(self.ranks) if rank not in lost]
-            return any(text.decode() == _KERNEL for text in self.store.multi_get(others))
-        return False
-
     # The end
 
-    def stop_before_training(self, who: str) -> NoReturn:
+    def stop_before_training(self, source: str) -> NoReturn:
         """Ends this rank, and with it all others, as stopped: there is nothing to save."""
-        first = True
         with contextlib.suppress(Exception):
-            # torchrun ends the ranks with the same signal when one of them has died or failed
-            if lost := self.neighbours.lost():
-                self.report_lost(lost)
-            if self.other_failed():
-                self.end(EXIT_FAILED)
-            first = self.store.add(f"{_STOPPED}/claims", 1) == 1
-            if not first:
-                self.store.wait([_STOPPED], timedelta(seconds=10))
-        if first:
-            text = f"stopped before the first step, asked by {who}: there is nothing to save"
-            step = self.progress.step
-            with contextlib.suppress(OSError):
-                print(text, file=self.console, flush=True)
-            with contextlib.suppress(OSError, TrainingError):
-                self.run.write_status("stopped", step=step, reason=who)
-                self.run.note("stopped", ranks=self.ranks, step=step, reason=who)
-            # Only now may the others end: rank 0 releases the folder, and this rank could not write
-            self._set(_STOPPED)
-        self.end(self.stopped_status)
-
-    @property
-    def stopped_status(self) -> int:
-        """Exit status of a rank of a stopped run: torchrun restarts on anything but 0."""
-        return EXIT_DONE if self.environment.torchrun else EXIT_STOPPED
+            # torchrun ends the ranks with the same signal after one of them has failed
+            self.report_lost(self.neighbours.lost())
+        if not self.claim():
+            self.end(self.wait_for_report())
+        step = self.progress.step
+        self._print(f"stopped by {source} before the first step: there is nothing to save")
+        with contextlib.suppress(OSError, TrainingError):
+            self.run.write_status("stopped", step=step, reason=source)
+            self.run.note("stopped", ranks=self.ranks, step=step, reason=source)
+        # The others may end only now: rank 0 releases the folder, and with that ends the writing
+        self._set_reported(self._stopped_status)
+        self.end(self._stopped_status)
 
     def end(self, status: int) -> NoReturn:
         """Ends this process and releases the folder. Only the first thread that calls it does."""
@@ -389,32 +357,27 @@ class FailureWatch:
         end_process(status)
 
 
-def _lost(reason: str, error: BaseException) -> bool:
-    """Whether this rank only noticed the failure of another one."""
-    return lost_a_peer(error) and reason != "error"
-
-
 @contextlib.contextmanager
 def failing_together(
     store: Store, *, environment: Environment, run: RunFolder, console: TextIO, progress: Progress
 ) -> Iterator[FailureWatch]:
-    """An exception inside ends this process and all other ranks, as `FailureWatch.report` says."""
+    """An exception inside ends this process and all other ranks."""
     failures = FailureWatch(
         store, environment=environment, run=run, console=console, progress=progress
     )
     try:
         failures.share_owner()
         yield failures
+    except SystemExit:
+        raise
     except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise
-        failures.end(failures.report(error))
+        failures.end(failures.report_exception(error))
     finally:
         failures.close()
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends at once, and the loader processes too; no clean-up that may wait for lost peers."""
+    """Ends at once, with the loader processes; no clean-up that may wait for lost ranks."""
     for child in multiprocessing.active_children():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):

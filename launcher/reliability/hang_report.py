@@ -1,4 +1,4 @@
-"""What a rank does when a run hangs: stacks, the kernel's view of a process, and collectives."""
+"""What a rank records when a run hangs: stacks, the kernel's view of a process, and collectives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch._C import _distributed_c10d
 
 
 def stacks() -> tuple[str, str]:
-    """Where the main thread is, as `function (file:line)`; and the stacks of all threads."""
+    """The position of the main thread as `function (file:line)`, and the stacks of all threads."""
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, own = threading.main_thread().ident, threading.get_ident()
@@ -25,50 +24,41 @@ def stacks() -> tuple[str, str]:
     for ident in sorted(frames, key=lambda ident: (ident != main, ident == own)):
         parts.append(f"\nthread {names.get(ident, ident)}\n")
         parts += traceback.format_stack(frames[ident])
-    return innermost(frames[main]) if main in frames else "?", "".join(parts)
-
-
-def innermost(frame: FrameType) -> str:
-    """`function (file:line)`."""
+    frame = frames.get(main or 0)
+    if frame is None:
+        return "?", "".join(parts)
     code = frame.f_code
-    return f"{code.co_name} ({os.path.relpath(code.co_filename)}:{frame.f_lineno})"
+    where = f"{code.co_name} ({os.path.relpath(code.co_filename)}:{frame.f_lineno})"
+    return where, "".join(parts)
 
 
 def process_state(pid: int) -> list[str]:
-    """What the kernel says of a process and its threads, in lines.
-
-    Its state (R runs, S sleeps, D waits for a device, T stopped), where it waits in the kernel,
-    and its kernel stack where we may read it.
-    """
-    folder = Path(f"/proc/{pid}")
+    """The kernel's view of a process: its state (R running, S sleeping, D waiting for a device,
+    T stopped), the kernel function it waits in, and its kernel stack where that is readable."""
 
     def read(name: str) -> str:
         try:
-            return (folder / name).read_text().replace("\0", " ").strip()
+            return Path(f"/proc/{pid}/{name}").read_text().strip()
         except OSError as error:
             return f"({error.strerror})"
 
     status = dict(line.split(":\t", 1) for line in read("status").splitlines() if ":\t" in line)
     if not status:
-        return ["State: gone, there is no such process"]
-    lines = [f"State: {status.get('State', '?').strip()}"]
-    lines.append(f"waits in the kernel in: {read('wchan') or '?'}")
-    lines.append(f"command: {read('cmdline')}")
-    for task in sorted((folder / "task").glob("*"))[:64]:
-        with contextlib.suppress(OSError, IndexError):
-            name, rest = (task / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
-            waits = (task / "wchan").read_text()
-            lines.append(f"thread {task.name} {name}: {rest.split()[0]}, {waits}")
-    return [*lines, "kernel stack:", read("stack")]
+        return ["State: ended, there is no such process"]
+    state = f"State: {status.get('State', '?').strip()}"
+    return [
+        state,
+        f"waits in the kernel in: {read('wchan') or '?'}",
+        "kernel stack:",
+        read("stack"),
+    ]
 
 
 def flight_recorder() -> bytes | None:
-    """The last collectives, as JSON: NCCL's, or gloo's without NCCL. None: not recorded."""
-    cuda = torch.cuda.is_available()
-    name = "_dump_nccl_trace_json" if cuda else "_dump_fr_trace_json"
-    dump = getattr(_distributed_c10d, name, None)
+    """The last collectives as JSON: of NCCL, or of gloo without NCCL. None: not recorded."""
+    name = "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json"
     try:
-        return None if dump is None else bytes(dump())
+        return bytes(getattr(_distributed_c10d, name)())
     except Exception:
         return None
 
@@ -86,7 +76,7 @@ def collectives(recorded: bytes | None) -> dict[str, dict[str, Any]]:
             number, name = entry["collective_seq_id"], " ".join(entry["process_group"])
             group = groups.setdefault(name, {"newest": 0, "unfinished": {}})
             group["newest"] = max(group["newest"], number)
-            # gloo retires what is finished, without changing its state
+            # gloo retires finished entries without changing their state
             finished = entry["state"] == "completed" or entry["retired"]
             if not finished and len(group["unfinished"]) < 8:
                 text = f"{entry['profiling_name']} {entry['input_sizes']}"
@@ -95,9 +85,10 @@ def collectives(recorded: bytes | None) -> dict[str, dict[str, Any]]:
 
 
 def compare_collectives(ranks: dict[int, dict[str, dict[str, Any]]]) -> list[str]:
-    """A line for each group that waits: its oldest unfinished collective, and who has not begun it.
+    """A line for each group that waits: its oldest unfinished collective, and its state by rank.
 
-    ranks: `collectives` of each. Groups with a rank that has not begun come first; three at most.
+    ranks: `collectives` of each. Groups with a rank that has not begun it come first; three at
+    most.
     """
     lines = []
     for name in sorted({name for groups in ranks.values() for name in groups}):
@@ -106,13 +97,13 @@ def compare_collectives(ranks: dict[int, dict[str, dict[str, Any]]]) -> list[str
         if not numbers:
             continue
         oldest = min(numbers)
-        begun: dict[str, list[int]] = {}
+        by_state: dict[str, list[int]] = {}
         for rank, group in members.items():
-            other = "is finished" if group["newest"] >= oldest else "not begun"
-            begun.setdefault(group["unfinished"].get(str(oldest), other), []).append(rank)
-        states = "; ".join(f"{what}: rank {_list(of)}" for what, of in sorted(begun.items()))
+            other = "finished" if group["newest"] >= oldest else "not begun"
+            by_state.setdefault(group["unfinished"].get(str(oldest), other), []).append(rank)
+        states = "; ".join(f"{what}: rank {_list(of)}" for what, of in sorted(by_state.items()))
         text = f"oldest unfinished collective of group {name}, number {oldest}: {states}"
-        lines.append(("not begun" not in begun, text))
+        lines.append(("not begun" not in by_state, text))
     return [line for _, line in sorted(lines)[:3]]
 
 

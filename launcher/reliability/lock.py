@@ -1,10 +1,10 @@
 """The lock of a run folder: one job at a time may write there.
 
-RUN_DIR/owner holds numbered records; the highest number owns the folder. To take the folder is to
-create the next number, which a file system lets only one process do (a hard link fails if the name
-exists, on NFS too). Nothing is ever replaced, so two processes that find the same dead owner cannot
-both succeed it. The owner touches its record as a heartbeat. An owner that finds a higher number
-is fenced off: it writes nothing more.
+RUN_DIR/owner holds numbered records, and the highest number owns the folder. To take the folder is
+to create the next number, which a file system lets only one process do (O_EXCL, on NFS too).
+Nothing is ever replaced, so two processes that find the same dead owner cannot both succeed it. The
+owner touches its record as a heartbeat. An owner that finds a higher number is fenced off: it
+writes nothing more.
 
 Clocks of different machines are never compared. On the owner's machine its process is looked up.
 Elsewhere its record is watched, for longer than the interval between heartbeats and the time for
@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
 import socket
 import threading
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +33,9 @@ from launcher.errors import RecipeError, TrainingError
 TOUCH_SECONDS = 15.0
 """Between heartbeats."""
 LEASE_SECONDS = 120.0
-"""Without a heartbeat for so long, an owner on another machine is gone."""
+"""An owner on another machine without a heartbeat for so long is gone."""
 _ABANDONED_SECONDS = 3600.0
-"""A record this old by this machine's clock and the file server's is not watched first: no clock
-is so wrong."""
+"""A record this old by this machine's clock is not watched first: no clock is so wrong."""
 _RELEASED = "released"
 
 logger = logging.getLogger(__name__)
@@ -44,29 +43,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """A record: which process owns the folder, on which machine, for which job."""
+    """A record: the process that owns the folder, its machine and its job."""
 
-    token: str
     host: str
     machine: str
-    """As `this_machine`: on the same one the process can be looked up."""
+    """`this_machine` of the process."""
     pid: int
     started: int
-    """Start of the process in ticks: the kernel uses process ids again, with another start."""
-    agent: str | None
-    """torchrun's agent, as `machine/pid/started`."""
+    """`process_start`: the kernel reuses process ids."""
     job: str | None
     job_restart_count: int
     run_id: str | None
     meeting_point: str | None
-    restart_count: int
     time: float
 
     def describe(self) -> str:
-        """For messages."""
         job = f", Slurm job {self.job}" if self.job else ""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
         return f"process {self.pid} on {self.host}{job}, since {since}"
+
+    def alive(self) -> bool | None:
+        """Whether the process runs; None: it is on another machine."""
+        if self.machine != this_machine():
+            return None
+        return process_start(self.pid) == self.started
 
 
 def process_start(pid: int) -> int | None:
@@ -78,6 +78,7 @@ def process_start(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+@functools.cache
 def this_machine() -> str:
     """Boot id and process namespace: equal for processes that see each other in /proc."""
     try:
@@ -88,42 +89,32 @@ def this_machine() -> str:
 
 
 def _new_owner(environment: Environment) -> Owner:
-    machine, parent = this_machine(), environment.parent
-    agent = f"{machine}/{parent}/{process_start(parent)}" if environment.torchrun else None
     return Owner(
-        token=uuid.uuid4().hex,
         host=socket.gethostname(),
-        machine=machine,
+        machine=this_machine(),
         pid=os.getpid(),
         started=process_start(os.getpid()) or 0,
-        agent=agent,
         job=environment.job,
         job_restart_count=environment.job_restart_count,
         run_id=environment.run_id,
         meeting_point=environment.meeting_point,
-        restart_count=environment.restart_count,
         time=time.time(),
     )
 
 
 def succeeds(new: Owner, old: Owner) -> bool:
-    """Whether `new` is a later start of the same job, which takes over though `old` may still run.
-
-    (On a node that the scheduler has lost, say.)
-    """
+    """Whether `new` is a later start of the same job. It takes over even if `old` may still run,
+    for example on a node that the scheduler has lost."""
     if new.job is not None and new.job == old.job:
         if new.job_restart_count != old.job_restart_count:
             return new.job_restart_count > old.job_restart_count
-        if new.run_id == old.run_id is not None and new.restart_count > old.restart_count:
-            return True
-    if new.agent is not None and new.agent == old.agent:
-        return True  # an agent has one generation of workers at a time
-    # The same run id and the same meeting point are the same torchrun, with one generation at a
-    # time too. The id alone may be another torchrun's, and `localhost` is on every machine. The
-    # restart count does not tell: each agent has its own
+    # Ranks with the same run id and meeting point belong to one torchrun, which has one generation
+    # of workers at a time. The run id alone may be another torchrun's, and every machine has a
+    # localhost: there the old process is looked up
     host = (new.meeting_point or "localhost").rsplit(":", 1)[0]
+    local = host.startswith(("127.", "localhost", "::1"))
     same = new.run_id == old.run_id is not None and new.meeting_point == old.meeting_point
-    return same and not host.startswith(("127.", "localhost", "::1"))
+    return same and not local
 
 
 def _records(folder: Path) -> list[tuple[int, Path]]:
@@ -136,10 +127,7 @@ def _records(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _read(record: Path) -> Owner | None:
-    """None: released, or unreadable.
-
-    (A file system without hard links shows a record before it is complete.)
-    """
+    """None: released, or still being written."""
     try:
         values = json.loads(record.read_text())
         return Owner(**{field.name: values[field.name] for field in dataclasses.fields(Owner)})
@@ -155,32 +143,29 @@ def _touched(record: Path) -> int | None:
 
 
 def current_owner(run_dir: Path) -> tuple[Owner, bool | None] | None:
-    """The owner of a run folder, and whether it is alive; None: nobody owns it.
+    """The owner of a run folder, and whether it is alive; None: there is no owner.
 
     Alive is None for an owner on another machine without a recent heartbeat, by clocks that may
     differ.
     """
     records = _records(run_dir / "owner")
-    if not records or records[-1][1].name.endswith(_RELEASED):
+    owner = _read(records[-1][1]) if records else None
+    if owner is None or records[-1][1].name.endswith(_RELEASED):
         return None
-    record = records[-1][1]
-    owner = _read(record)
-    if owner is None:
-        return None
-    if owner.machine == this_machine():
-        return owner, process_start(owner.pid) == owner.started
-    touched = _touched(record)
-    return owner, True if touched and time.time() - touched / 1e9 < LEASE_SECONDS else None
+    alive, touched = owner.alive(), _touched(records[-1][1])
+    if alive is None and touched and time.time() - touched / 1e9 < LEASE_SECONDS:
+        alive = True
+    return owner, alive
 
 
 class Ownership:
-    """The lock, held by this process (`take`) or by a rank that this one trains with (`follow`)."""
+    """The lock, held by this process (`take`) or by rank 0 of its run (`follow`)."""
 
     def __init__(self, record: Path, *, own: bool) -> None:
         self._record, self._own = record, own
         self._number = int(record.name.split(".")[0])
         self._released = threading.Event()
-        if own:  # from before torch is imported to the end: not a part of the watch
+        if own:  # not part of the watchdog, because it runs from before torch is imported
             threading.Thread(target=self._touch, name="owner", daemon=True).start()
 
     @classmethod
@@ -200,8 +185,7 @@ class Ownership:
                 _refuse_if_alive(run_dir, owner, last)
             record = folder / f"{number + 1:08}.json"
             try:
-                run_dir.mkdir(parents=True, exist_ok=True)
-                folder.mkdir(exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
                 created = _create(record, mine)
             except OSError as error:
                 text = f"run.dir: {run_dir} cannot be written to: {error.strerror}"
@@ -212,9 +196,8 @@ class Ownership:
                 # This process was slow: others took and released the folder since it looked
                 record.unlink(missing_ok=True)
                 continue
-            for older, file in records:
-                if older <= number:
-                    file.unlink(missing_ok=True)
+            for _, file in records:
+                file.unlink(missing_ok=True)
             return cls(record, own=True)
 
     @classmethod
@@ -224,7 +207,6 @@ class Ownership:
 
     @property
     def name(self) -> str:
-        """Of the record."""
         return self._record.name
 
     def check(self) -> None:
@@ -233,10 +215,10 @@ class Ownership:
         if records and records[-1][0] == self._number:
             return
         owner = _read(records[-1][1]) if records else None
-        by = "has lost the record that it is this run's (RUN_DIR/owner)"
+        problem = "has lost this run's record in RUN_DIR/owner"
         if owner is not None:
-            by = f"now belongs to {owner.describe()}"
-        text = f"{self._record.parent.parent} {by}; this run ends, and writes nothing more"
+            problem = f"now belongs to {owner.describe()}"
+        text = f"{self._record.parent.parent} {problem}; this run ends, and writes nothing more"
         raise TrainingError(text, reason="superseded")
 
     def release(self) -> None:
@@ -255,7 +237,7 @@ class Ownership:
 
 
 def _read_complete(record: Path) -> Owner | None:
-    """None: no owner. A record that stays unreadable for a second is of a process that died."""
+    """None: no owner. A process whose record stays unreadable for a second has died."""
     for _ in range(10):
         if (owner := _read(record)) is not None or not record.exists():
             return owner
@@ -265,49 +247,38 @@ def _read_complete(record: Path) -> Owner | None:
 
 def _create(record: Path, owner: Owner) -> bool:
     """False if the name exists."""
-    text = json.dumps(dataclasses.asdict(owner), indent=1) + "\n"
-    scratch = record.parent / f".{owner.token}"
     try:
-        with scratch.open("w") as stream:
-            stream.write(text)
+        with record.open("x") as stream:
+            stream.write(json.dumps(dataclasses.asdict(owner), indent=1) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-        try:
-            os.link(scratch, record)
-        except FileExistsError:
-            # On NFS the answer to a successful request may be lost, and the repeated one fails
-            return scratch.stat().st_nlink == 2
-        except OSError:  # a file system without hard links
-            try:
-                with record.open("x") as stream:
-                    stream.write(text)
-            except FileExistsError:
-                return False
-        return True
-    finally:
-        scratch.unlink(missing_ok=True)
+    except FileExistsError:
+        return False
+    except OSError:  # the disk is full
+        record.unlink(missing_ok=True)
+        raise
+    return True
 
 
 def _refuse_if_alive(run_dir: Path, owner: Owner, record: Path) -> None:
-    """Returns if the owner is gone; raises RecipeError if it lives."""
+    """Raises RecipeError if the owner is alive; returns if it is gone."""
     refusal = RecipeError(
-        f"run.dir: {run_dir} belongs to a run that goes on: {owner.describe()}; nothing was "
-        f"changed there. Wait for it, end it (touch {run_dir}/stop), or give another run.dir"
+        f"run.dir: {run_dir} is in use: {owner.describe()}; nothing was changed there. "
+        f"Wait for that run, stop it (touch {run_dir}/stop), or give another run.dir"
     )
-    if owner.machine == this_machine():
-        if process_start(owner.pid) == owner.started:
-            raise refusal
-        return
-    touched = _touched(record)
-    if touched is None or time.time() - max(touched / 1e9, owner.time) > _ABANDONED_SECONDS:
+    alive, touched = owner.alive(), _touched(record)
+    if alive:
+        raise refusal
+    old = touched is None or time.time() - max(touched / 1e9, owner.time) > _ABANDONED_SECONDS
+    if alive is False or old:
         return
     last, lease = f"{run_dir} was last written to by {owner.describe()}", f"{LEASE_SECONDS:.0f} s"
-    logger.warning("%s: watching for a sign of life, for up to %s", last, lease)
+    logger.warning("%s: waiting up to %s for a heartbeat", last, lease)
     deadline = time.monotonic() + LEASE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(min(1.0, LEASE_SECONDS / 10))
         now = _touched(record)
         if now is None:
-            return  # released, or taken: creating the next number will tell
+            return  # released or taken, which creating the next number will show
         if now != touched:
             raise refusal

@@ -1,4 +1,4 @@
-"""The processes of the other ranks on this node: the kernel knows at once when one is gone."""
+"""The processes of the other ranks on this node, whose end the kernel shows at once."""
 
 from __future__ import annotations
 
@@ -9,43 +9,36 @@ from torch._C._distributed_c10d import Store
 from launcher.distributed.environment import Environment
 from launcher.reliability.lock import process_start, this_machine
 
+_PROCESS = "failed/process_{}".format
+
 
 class Neighbours:
-    """The other ranks on this node. torchrun numbers the ranks of a node in a row."""
+    """The other ranks on this node. torchrun numbers the ranks of a node consecutively."""
 
     def __init__(self, environment: Environment) -> None:
         self._rank = environment.rank
-        first = environment.rank - environment.local_rank
+        first = max(0, environment.rank - environment.local_rank)
         last = min(environment.world_size, first + environment.local_world_size)
-        self._ranks = range(max(0, first), last)
-        self._processes: dict[int, tuple[int, int]] | None = None
-        """Process id and start by rank; None: not known yet."""
-
-    @property
-    def known(self) -> bool:
+        self._others = [rank for rank in range(first, last) if rank != self._rank]
+        self._processes: dict[int, tuple[int, int]] = {}
+        """Process id and start by rank."""
+        self.known = False
         """Whether `find` has succeeded."""
-        return self._processes is not None
 
     def find(self, store: Store) -> None:
-        """Publishes this rank's process; reads those of the others once all are there."""
+        """Publishes this rank's process, and reads those of the others once all are published."""
         machine, own = this_machine(), os.getpid()
-        store.set(_key(self._rank), f"{machine} {own} {process_start(own)}")
-        others = [rank for rank in self._ranks if rank != self._rank]
-        if store.check([_key(rank) for rank in others]):
-            told = {rank: store.get(_key(rank)).decode().split() for rank in others}
-            self._processes = {
-                rank: (int(pid), int(start))
-                for rank, (where, pid, start) in told.items()
-                if where == machine
-            }
+        store.set(_PROCESS(self._rank), f"{machine} {own} {process_start(own)}")
+        if store.check([_PROCESS(rank) for rank in self._others]):
+            for rank in self._others:
+                where, pid, start = store.get(_PROCESS(rank)).decode().split()
+                if where == machine:
+                    self._processes[rank] = int(pid), int(start)
+            self.known = True
 
     def lost(self) -> list[int]:
-        """Ranks whose processes are gone, for whatever reason. Asks only the kernel."""
-        processes = (self._processes or {}).items()
-        gone = [rank for rank, (pid, start) in processes if process_start(pid) != start]
-        # If even this process cannot be read (no file descriptor is left), nothing is known
-        return gone if gone and process_start(os.getpid()) is not None else []
-
-
-def _key(rank: int) -> str:
-    return f"failed/process_{rank}"
+        """Ranks whose processes have ended, for any reason. Does not use the store."""
+        processes = self._processes.items()
+        ended = [rank for rank, (pid, start) in processes if process_start(pid) != start]
+        # Without free file descriptors not even this process can be read: then nothing is known
+        return ended if ended and process_start(os.getpid()) is not None else []

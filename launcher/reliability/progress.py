@@ -1,4 +1,4 @@
-"""How far this rank is, for the report of a failure and for the watch that looks for hangs."""
+"""The position of this rank, for failure reports and hang detection."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from collections.abc import Iterator
 
 
 class Progress:
-    """Written by the training loop, read by other threads. Each update is a few attributes."""
+    """Written by the training loop, read by other threads. An update sets a few attributes."""
 
     def __init__(self) -> None:
         self.step = 0
         """The last finished step; after a resume, that of the checkpoint."""
         self.phase = "start"
-        """What runs: data, forward, backward, optimizer, evaluation, ..."""
+        """The current phase: data, forward, backward, optimizer, evaluation, ..."""
         self.beats = 0
         """Heartbeats since the last finished step."""
         self.micro_batch = 0
         """The current micro-batch, from 1; 0: none of this step has begun."""
         self.slow_phase: str | None = "start"
-        """A phase without a time limit. Until the first step is done (compilation, tokenization,
-        loading), and from a rewind until the next step is done."""
+        """A phase without a time limit, such as loading, compilation or a checkpoint."""
         self.preparing = True
-        """No step has begun: a request to stop need not wait, since there is nothing to save."""
+        """No step has begun, so a requested stop has nothing to save."""
 
     def beat(self, phase: str) -> None:
         """A heartbeat: a phase begins."""
@@ -31,21 +30,20 @@ class Progress:
         self.micro_batch += phase == "forward"
 
     def step_done(self, step: int) -> None:
-        """A step was trained."""
         self.step, self.beats, self.micro_batch, self.slow_phase = step, 0, 0, None
 
-    def slow_until_step(self, what: str) -> None:
-        """Until the next step is done, nothing counts as a hang."""
-        self.slow_phase = what
-        self.beat(what)
+    def slow_until_step(self, phase: str) -> None:
+        """Suspends hang detection until the next step is done."""
+        self.slow_phase = phase
+        self.beat(phase)
 
     @contextlib.contextmanager
-    def slow(self, what: str) -> Iterator[None]:
-        """For work without heartbeats that may take long: a checkpoint, an export."""
-        before, self.slow_phase = self.slow_phase, what
-        self.beat(what)
+    def slow(self, phase: str) -> Iterator[None]:
+        """Suspends hang detection, for long work without heartbeats."""
+        before, self.slow_phase = self.slow_phase, phase
+        self.beat(phase)
         try:
             yield
         finally:
             self.slow_phase = before
-            self.beat(f"after {what}")
+            self.beat(f"after {phase}")

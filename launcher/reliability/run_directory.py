@@ -21,7 +21,7 @@ Event = Literal["started", "resumed", "saved", "failed", "stopped", "finished"]
 
 
 class RunFolder:
-    """A run folder. Rank 0 writes `recipe.yaml` and `status.json`; a rank that fails, the status.
+    """A run folder. Rank 0 writes there; a rank that fails writes the status.
 
     Each write is preceded by `check`: another job may have taken the folder.
     """
@@ -33,16 +33,16 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.export = path / "hf"
         self.ownership: Ownership | None = None
-        """None: not taken, so that anybody may write (tests, and ranks that have not met)."""
+        """None: not taken, so any process may write."""
+        self.resume = "auto"
+        """Rank 0: what this start resumes from: `never`, `auto`, or a path (`choose_resume`)."""
         self._status = path / "status.json"
         self._written = 0.0
         self._attempt: int | None = None
-        self.resume = "auto"
-        """Rank 0: what this start resumes from: `never`, `auto`, or a path (`choose_resume`)."""
         self._ranks: int | None = None
 
     def take(self, environment: Environment) -> None:
-        """Takes the lock of the folder. Raises RecipeError if another job has it."""
+        """Raises RecipeError if another job has the folder."""
         self.ownership = Ownership.take(self.path, environment)
 
     def check(self) -> None:
@@ -51,20 +51,20 @@ class RunFolder:
             self.ownership.check()
 
     def release(self) -> None:
-        """This process writes no more."""
         if self.ownership is not None:
             self.ownership.release()
 
-    def was_begun_by(self, environment: Environment) -> bool:
-        """Whether an earlier start of this job began what is in the folder. Before `note_start`.
+    # Earlier starts
 
-        (torchrun's agent or Slurm started the job again. A restart alone does not tell: a job that
-        was refused is restarted too.)
+    def was_begun_by(self, environment: Environment) -> bool:
+        """Whether an earlier start of this job began the run in the folder. Before `note_start`.
+
+        A restart alone does not prove that: a refused job is restarted too.
         """
         mine = {key: value for key, value in _identity(environment).items() if value is not None}
         return environment.restarted and any(
             event.get(key) == value
-            for event in self._events()
+            for event in read_jsonl(self.events)
             if event["event"] == "started"
             for key, value in mine.items()
         )
@@ -82,19 +82,10 @@ class RunFolder:
     def was_started_from(self, checkpoint: str) -> bool:
         """Whether an earlier start of this folder resumed from this path (checkpoint.resume)."""
         origin = str(Path(checkpoint).resolve())
-        return any(event.get("origin") == origin for event in self._events())
-
-    def _events(self) -> list[dict[str, Any]]:
-        try:
-            return read_lines(self.events.read_text(encoding="utf-8"))
-        except OSError:
-            return []
+        return any(event.get("origin") == origin for event in read_jsonl(self.events))
 
     def refuse_if_used(self, why: str) -> None:
-        """Raises RecipeError if an earlier run trained into this folder: its record would be lost.
-
-        why: the run is not resumed. A folder whose run never finished a step is used again.
-        """
+        """Raises RecipeError if a run trained into this folder. why: it is not resumed."""
         recorded = self.metrics.exists() and self.metrics.stat().st_size
         if not recorded and next((self.path / "checkpoints").glob("step_*"), None) is None:
             return
@@ -102,11 +93,14 @@ class RunFolder:
         if "state" in status and "step" in status:
             known = f" ({status['state']}, step {status['step']})"
         raise RecipeError(
-            f"run.dir: {self.path} holds a run already{known}, and {why}; give another folder, such as run.dir={self.path}-2, or remove it"
+            f"run.dir: {self.path} holds a run already{known}, and {why}; give another folder, "
+            f"such as run.dir={self.path}-2, or remove it"
         )
 
+    # Files
+
     def create(self, recipe_yaml: str, *, anew: bool = True) -> None:
-        """Makes the folder and writes the recipe. anew: not a resume, so the record begins empty.
+        """Makes the folder and writes the recipe. anew: not a resume, so empties the metrics.
 
         Raises RecipeError if that is not possible.
         """
@@ -120,6 +114,14 @@ class RunFolder:
             text = f"run.dir: {self.path} cannot be written to: {error.strerror}"
             raise RecipeError(text) from None
 
+    def read_status(self) -> dict[str, Any]:
+        """status.json; empty if there is none."""
+        try:
+            status = json.loads(self._status.read_text())
+        except (OSError, ValueError):
+            return {}
+        return status if isinstance(status, dict) else {}
+
     def write_status(
         self,
         state: State,
@@ -129,7 +131,6 @@ class RunFolder:
         error: str | None = None,
         **more: Any,
     ) -> None:
-        """Replaces status.json."""
         self.check()
         status = {"state": state, "step": step, "reason": reason, "error": error, **more}
         replace_text(self._status, json.dumps(status | {"time": time.time()}, indent=1) + "\n")
@@ -144,44 +145,28 @@ class RunFolder:
         """Appends a line to events.jsonl: `event`, `time`, `host`, `attempt` (the number of the
         start), `ranks` (the last ones given) and the keywords.
 
-        started: `found`, `found_step` and `found_time` are what status.json and metrics.jsonl said
-        when the attempt began. resumed: `step`, and `origin`, the checkpoint.resume that was a
-        path. saved: `step`, `seconds`, `bytes`. failed, stopped: `step`, `reason`; out of memory
-        in training: also `micro_batch_size`, `device`, `sequence_length`. finished: `step`.
+        started: `found`, `found_step` and `found_time` are the state in which the last attempt left
+        the folder. resumed: `step`, and `origin`, a path in checkpoint.resume. saved: `step`,
+        `seconds`, `bytes`. failed, stopped: `step`, `reason`; out of memory in training: also
+        `micro_batch_size`, `device`, `sequence_length`. finished: `step`.
         """
         self.check()
-        self._ranks = ranks = ranks if ranks is not None else self._ranks
-        try:
-            text = self.events.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            text = ""
+        self._ranks = ranks if ranks is not None else self._ranks
         if self._attempt is None or event == "started":
-            attempts = [line["attempt"] for line in read_lines(text)]
+            attempts = [line["attempt"] for line in read_jsonl(self.events)]
             self._attempt = max(attempts, default=0) + (event == "started")
         if event == "started":
             more = self._found() | more
-        line: dict[str, Any] = {"event": event, "time": time.time(), "host": socket.gethostname()}
-        line |= {"attempt": self._attempt, "ranks": ranks, **more}
-        torn = "\n" if text and not text.endswith("\n") else ""  # the last writer was killed
-        with self.events.open("a", encoding="utf-8") as stream:
-            stream.write(torn + json.dumps(line) + "\n")
+        line = {"event": event, "time": time.time(), "host": socket.gethostname()}
+        append_line(self.events, line | {"attempt": self._attempt, "ranks": self._ranks} | more)
 
     def _found(self) -> dict[str, Any]:
-        """What the folder says of the attempt before."""
         files = self.read_status(), last_line(self.metrics)
         return {
             "found": files[0].get("state"),
             "found_step": max(file.get("step") or 0 for file in files),
             "found_time": max(file.get("time") or 0.0 for file in files) or None,
         }
-
-    def read_status(self) -> dict[str, Any]:
-        """status.json; empty if there is none."""
-        try:
-            status = json.loads(self._status.read_text())
-        except (OSError, ValueError):
-            return {}
-        return status if isinstance(status, dict) else {}
 
 
 def _identity(environment: Environment) -> dict[str, str | None]:
@@ -198,6 +183,15 @@ def replace_text(file: Path, text: str) -> None:
     scratch.replace(file)
 
 
+def append_line(file: Path, line: dict[str, Any]) -> None:
+    """Appends to a .jsonl file, after an incomplete line that a killed writer may have left."""
+    with file.open("ab+") as stream:
+        size = stream.tell()
+        stream.seek(max(0, size - 1))
+        torn = size and stream.read(1) != b"\n"
+        stream.write(b"\n" * bool(torn) + json.dumps(line).encode() + b"\n")
+
+
 def read_lines(text: str) -> list[dict[str, Any]]:
     """Objects of a .jsonl file, without incomplete lines."""
     found = []
@@ -209,11 +203,11 @@ def read_lines(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def last_lines(file: Path, *, size: int = 64 << 10) -> list[dict[str, Any]]:
-    """Objects in the last bytes of a .jsonl file; empty if there is none."""
+def read_jsonl(file: Path, *, size: int | None = None) -> list[dict[str, Any]]:
+    """Objects of a .jsonl file, or of its last `size` bytes; empty if there is no such file."""
     try:
         with file.open("rb") as stream:
-            stream.seek(max(0, file.stat().st_size - size))
+            stream.seek(max(0, file.stat().st_size - size) if size is not None else 0)
             return read_lines(stream.read().decode(errors="replace"))
     except OSError:
         return []
@@ -221,7 +215,8 @@ def last_lines(file: Path, *, size: int = 64 << 10) -> list[dict[str, Any]]:
 
 def last_line(file: Path, *, having: str = "step") -> dict[str, Any]:
     """The last object with this key near the end of a .jsonl file; empty if there is none."""
-    return next((line for line in reversed(last_lines(file)) if having in line), {})
+    lines = read_jsonl(file, size=64 << 10)
+    return next((line for line in reversed(lines) if having in line), {})
 
 
 class _Tee:
@@ -231,8 +226,7 @@ class _Tee:
         self._first, self._second = first, second
 
     def write(self, text: str) -> int:
-        # A line that a terminal draws over is not for a log
-        if "\r" not in text:
+        if "\r" not in text:  # a progress line, which a terminal overwrites
             self._second.write(text)
         return self._first.write(text)
 
@@ -248,8 +242,8 @@ class _Tee:
 def rank_log(folder: Path, rank: int) -> Iterator[TextIO]:
     """Sends what this rank prints to `log/rank_N.log`, on rank 0 to the console too.
 
-    Yields the console. On other ranks the process's streams are redirected, so that the log also
-    has what C++ libraries print.
+    Yields the console. On other ranks the process's streams are redirected, so the log also has
+    what C++ libraries print.
     """
     with (folder / f"rank_{rank}.log").open("a", buffering=1, encoding="utf-8") as log:
         if rank == 0:
@@ -271,7 +265,6 @@ def rank_log(folder: Path, rank: int) -> Iterator[TextIO]:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os.dup2(saved[0], 1)
-            os.dup2(saved[1], 2)
-            for descriptor in saved:
+            for descriptor, stream in zip(saved, (1, 2), strict=True):
+                os.dup2(descriptor, stream)
                 os.close(descriptor)

@@ -1,14 +1,15 @@
-"""One thread of each rank that notices what the training loop cannot.
+"""Two threads of each rank that notice what the training loop cannot.
 
-On its own: torchrun's agent is gone, another job owns the folder, a file asks to save or to stop,
-a signal came. With the other ranks, over the store: a rank failed, a process of this node was
-killed, a rank hangs.
+`_watch_process`, without the other ranks: torchrun's agent has ended, a file asks to save or to
+stop, a signal arrived, the store does not answer. `_watch_ranks`, over the store: a rank failed, a
+process of this node was killed, a rank hangs. They are two because a call of the store blocks for
+as long as the agent that hosts it is stopped (SIGSTOP, a frozen node).
 
-The training loop leaves heartbeats (`Progress.beat`, a few attributes). The watch publishes them
-in the store every second or two. Rank 0 judges them; if rank 0 is silent, the first rank that
-notices does. A rank is silent if its watch does not publish either: its process is stopped or
-swapped out, or is in a call that keeps the interpreter's lock. Time is counted in rounds of the
-watch that judges, so that a process that was stopped itself does not judge the others by the clock.
+The training loop leaves heartbeats (`Progress.beat`, a few attributes), which each rank publishes
+in the store every second. Rank 0 judges them; if rank 0 is silent, the first rank that notices
+does. A rank is silent if it does not publish either: its process is stopped or swapped out, or a
+call keeps the interpreter's lock. Time is counted in rounds of the judging rank, so a process that
+was stopped itself does not judge the others by the clock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from launcher.errors import EXIT_FAILED, TrainingError
@@ -31,18 +31,22 @@ from launcher.reliability.failures import FailureWatch
 from launcher.reliability.lock import this_machine
 from launcher.reliability.signals import StopRequest
 
-_ROUND_SECONDS = 0.5
+_ROUND_SECONDS = 1.0
+"""At most; with a short run.hang_timeout a tenth of it."""
 _GRACE_SECONDS = 4.0
 """Time for this rank to end by itself after another one has failed."""
 _NEIGHBOUR_LOST_SECONDS = 3.0
 """Time that the store may fail before a lost neighbour is reported without it."""
 _STORE_LOST_SECONDS = 10.0
 """Time that the store may fail before it counts as gone."""
-_OWNER_SECONDS = 10.0
 _DUMP_SECONDS = 5.0
 """Time for the ranks to write their stacks when one hangs."""
+# Keys of the store
 _JUDGES, _VERDICT = "watch/judges", "watch/verdict"
 _STATE, _DUMPED = "watch/{}".format, "watch/dumped/{}".format
+
+State = dict[str, Any]
+"""What a rank publishes."""
 
 
 @contextlib.contextmanager
@@ -57,53 +61,55 @@ def watching(failures: FailureWatch, *, stop: StopRequest, hang_timeout: float) 
 
 
 class Watch:
-    """One rank's watch."""
+    """The watchdog of one rank."""
 
     def __init__(self, failures: FailureWatch, *, stop: StopRequest, hang_timeout: float) -> None:
         self._failures, self._stop, self._hang_timeout = failures, stop, hang_timeout
         self._environment, self._run = failures.environment, failures.run
         self._progress, self._store = failures.progress, failures.store
         self._rank, self._ranks = failures.rank, failures.ranks
-        self._seconds = min(2.0, max(0.2, hang_timeout / 10))
-        """Between heartbeats."""
-        self._silent_after = min(0.8 * hang_timeout, max(2.0, 5 * self._seconds))
-        self._machine = this_machine()
+        self._period = min(_ROUND_SECONDS, max(0.2, hang_timeout / 10))
+        self._silent_after = min(0.8 * hang_timeout, max(2.0, 5 * self._period))
         self._save_file, self._stop_file = self._run.path / "save", self._run.path / "stop"
         self._save = self._stopped_by_file = False
         self._position = (-1, -1)
         self._idle = 0.0
         """Seconds without a heartbeat of the training loop."""
         self._published = 0
-        self._since_heartbeat = self._seconds
         self._dumped = False
         self._silence: dict[int, tuple[int, float]] = {}
-        """By rank: its last number, and seconds since that changed."""
-        self._owner_checked = time.monotonic()
+        """By rank: the last number it published, and the seconds since."""
+        self._answered = time.monotonic()
+        """When the store last answered or failed."""
         self._failing_since: float | None = None
         """When the store first failed, without an answer since."""
-        self._failed_at: float | None = None
-        """When another rank was seen to have failed."""
+        self._claimed_at: float | None = None
+        """When this rank noticed that another one reports."""
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._threads = [
+            threading.Thread(target=target, name="watch", daemon=True)
+            for target in (self._watch_process, self._watch_ranks)
+        ]
 
     def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """The training loop has ended, in whatever way."""
+        """The training loop has ended, with success or not."""
         self._done.set()
         # A thread that is still in the store when the interpreter ends would abort it
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=11)
-        with contextlib.suppress(Exception):  # the end of this rank is no hang
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=11)
+        with contextlib.suppress(Exception):
             self._store.set(_STATE(self._rank), json.dumps({"left": True}))
         faulthandler.cancel_dump_traceback_later()
         if self._stopped_by_file:
             self._stop_file.unlink(missing_ok=True)
 
     def save_requested(self) -> bool:
-        """Rank 0: whether RUN_DIR/save was touched since `save_done`. The loop tells all ranks."""
+        """Rank 0: whether RUN_DIR/save was created since `save_done`."""
         return self._save
 
     def save_done(self) -> None:
@@ -111,40 +117,40 @@ class Watch:
         self._save = False
         self._save_file.unlink(missing_ok=True)
 
-    def _watch(self) -> None:
-        before, period = time.monotonic(), min(_ROUND_SECONDS, self._seconds)
-        while not self._done.wait(period):
+    def _rounds(self) -> Iterator[float]:
+        """Yields the seconds since the last round, until the end: at most two periods, so that time
+        in which this process was stopped does not count."""
+        before = time.monotonic()
+        while not self._done.wait(self._period):
             now = time.monotonic()
-            elapsed, before = min(now - before, 2 * self._seconds), now
-            self._look_here(elapsed)
-            # First, since a rank that ends in order announces that in the store before
-            lost = self._failures.neighbours.lost()
-            try:
-                self._look_at_store(lost, elapsed)
-                self._failing_since = None
-            except Exception as error:  # of the store; a single error may pass
-                self._store_failed(error, lost)
+            yield min(now - before, 2 * self._period)
+            before = now
 
     # This process
 
-    def _look_here(self, elapsed: float) -> None:
-        self._stop.look()
-        parent = self._environment.parent
-        if self._environment.torchrun and os.getppid() != parent:
-            agent = f"torchrun's agent (process {parent} on {socket.gethostname()})"
-            self._agent_lost(f"{agent} is gone: killed?")
-        if self._rank == 0:
-            self._look_for_files()
-        if self._stop.requested() and self._progress.preparing:
-            if self._stopped_by_file:
-                self._stop_file.unlink(missing_ok=True)
-            self._failures.stop_before_training(self._stop.signal or "signal")
-        if time.monotonic() - self._owner_checked > _OWNER_SECONDS:
-            self._owner_checked = time.monotonic()
-            self._check_owner()
-        position = (self._progress.step, self._progress.beats)
-        self._idle = self._idle + elapsed if position == self._position else 0.0
-        self._position = position
+    def _watch_process(self) -> None:
+        for elapsed in self._rounds():
+            # If no thread of Python can run, because a call keeps the interpreter's lock, a thread
+            # of C writes the stacks to the log
+            seconds = self._hang_timeout + 2 * self._silent_after
+            faulthandler.dump_traceback_later(seconds, file=2)
+            position = (self._progress.step, self._progress.beats)
+            self._idle = self._idle + elapsed if position == self._position else 0.0
+            self._position = position
+            self._stop.look()
+            parent = self._environment.parent
+            if self._environment.torchrun and os.getppid() != parent:
+                host = socket.gethostname()
+                problem = f"torchrun's agent (process {parent} on {host}) has ended, and with it "
+                self._fail("agent_lost", f"{problem}what would restart or end this rank")
+            if self._rank == 0:
+                self._look_for_files()
+            if self._stop.requested() and self._progress.preparing:
+                if self._stopped_by_file:
+                    self._stop_file.unlink(missing_ok=True)
+                self._failures.stop_before_training(self._stop.signal or "signal")
+            if self._idle >= self._hang_timeout and self._progress.slow_phase is None:
+                self._check_store()
 
     def _look_for_files(self) -> None:
         with contextlib.suppress(OSError):
@@ -153,98 +159,96 @@ class Watch:
                 self._stopped_by_file = True
                 self._stop.ask(f"the file {self._stop_file}")
 
-    def _check_owner(self) -> None:
-        try:
-            self._run.check()
-        except TrainingError as error:
-            if self._failures.claim(unreachable=True):
-                # To the console only: the folder's files belong to another job
-                self._failures.fail(str(error), reason=error.reason)
-            self._failures.end(EXIT_FAILED)
-        except OSError:
-            pass  # the file system does not answer: the next write will fail
+    def _check_store(self) -> None:
+        """Reports a hang without the store, if that blocks."""
+        blocked = time.monotonic() - self._answered > self._silent_after + 2 * self._period
+        if not blocked or self._claimed_at is not None or self._failures.claimed:
+            return
+        self._failures.store_blocked = True
+        where, step = self._write_stacks({})["where"], self._progress.step + 1
+        text = f"no sign of life for {self._hang_timeout:g} s (run.hang_timeout), and the "
+        text += "ranks' store does not answer: is torchrun's agent or its node stopped?\n"
+        text += f"rank {self._rank} of {self._ranks} is in step {step}, {self._progress.phase}, "
+        text += f"at {where}\nstacks of the ranks are in {self._run.log / 'hang'}"
+        self._fail("hang", text)
 
-    def _agent_lost(self, why: str) -> None:
+    def _fail(self, reason: str, text: str) -> None:
+        """Reports what this rank has noticed, unless another one reports, and ends this process."""
         if self._failures.claim():
-            after = f"Ended after step {self._progress.step}"
-            text = f"{why} {after}: without it nobody would restart or end this rank"
-            self._failures.fail(text, reason="agent_lost")
+            self._failures.report(reason, text)
+        elif self._failures.claimed:  # another thread of this rank reports
+            return
         self._failures.end(EXIT_FAILED)
 
     # The other ranks
 
+    def _watch_ranks(self) -> None:
+        for elapsed in self._rounds():
+            # Before the store: a rank that ends in order announces that there first
+            lost = self._failures.neighbours.lost()
+            try:
+                self._look_at_store(lost, elapsed)
+                self._failing_since = None
+            except Exception as error:  # of the store; a single one may be transient
+                self._store_failed(error, lost)
+            self._answered = time.monotonic()
+
     def _look_at_store(self, lost: list[int], elapsed: float) -> None:
         if self._ranks > 1:
-            if self._failures.other_stopped():
-                self._failures.end(self._failures.stopped_status)
-            if self._failures.other_failed():
-                self._other_failed()
+            if self._failures.other_claimed():
+                self._other_claimed()
                 return
             if lost:
                 self._failures.report_lost(lost)
             if not self._failures.neighbours.known:
                 self._failures.neighbours.find(self._store)
-        self._since_heartbeat += elapsed
-        if self._since_heartbeat >= self._seconds:
-            elapsed, self._since_heartbeat = self._since_heartbeat, 0.0
-            self._heartbeat(elapsed)
+        self._publish()
+        if self._rank == 0:
+            self._judge(elapsed)
+        elif self._store.check([_STATE(0)]):
+            first = json.loads(self._store.get(_STATE(0)))
+            if "left" in first:
+                return
+            silent = self._silent_seconds(0, first, elapsed)
+            late = silent > self._hang_timeout + 2 * self._period
+            if late and self._store.add(_JUDGES, 1) == 1:
+                self._judge(elapsed)
 
     def _store_failed(self, error: Exception, lost: list[int]) -> None:
         now = time.monotonic()
         self._failing_since = now if self._failing_since is None else self._failing_since
         seconds = now - self._failing_since
         if lost and seconds > _NEIGHBOUR_LOST_SECONDS:
-            self._failures.end_without(lost)
+            self._failures.report_lost(lost, ask_store=False)
         if seconds > _STORE_LOST_SECONDS and not self._done.is_set():
-            store = "the store where ranks meet is gone, and with it the agent that hosted it"
-            self._agent_lost(f"{store} ({error}).")
+            text = f"the ranks' store and torchrun's agent that hosts it are gone ({error})"
+            self._fail("agent_lost", text)
 
-    def _other_failed(self) -> None:
+    def _other_claimed(self) -> None:
         """Takes part in the report of a hang, and ends this rank if it does not end by itself."""
-        if self._failed_at is None:
-            self._failed_at = time.monotonic()
+        if self._claimed_at is None:
+            self._claimed_at = time.monotonic()
             self._failures.notice()
         if not self._dumped and self._store.check([_VERDICT]):
             self._dump(json.loads(self._store.get(_VERDICT)))
-        if time.monotonic() - self._failed_at < _GRACE_SECONDS or self._failures.claimed:
+        late = time.monotonic() - self._claimed_at > _GRACE_SECONDS
+        if self._failures.claimed or not (late or self._failures.stopped()):
             return
-        self._failures.wait_for_report()
+        status = self._failures.wait_for_report()
         if not self._done.is_set():
-            text = f"rank {self._rank}: another rank failed while this one was busy; ending"
-            print(text, file=sys.stderr, flush=True)
-            self._failures.end(EXIT_FAILED)
+            if late:
+                text = f"rank {self._rank} ends because another rank failed"
+                print(text, file=sys.stderr, flush=True)
+            self._failures.end(status)
 
-    def _heartbeat(self, elapsed: float) -> None:
-        """Publishes this rank's state, and judges those of all where that is this rank's part."""
-        # If no thread of Python runs, because a call keeps the interpreter's lock, or if the store
-        # never answers, a thread of C writes the stacks to the log
-        faulthandler.dump_traceback_later(self._hang_timeout + 2 * self._silent_after, file=2)
-        store, progress = self._store, self._progress
+    def _publish(self) -> None:
         self._published += 1
-        mine = {
-            "number": self._published,
-            "step": progress.step,
-            "beats": progress.beats,
-            "phase": progress.phase,
-            "slow": progress.slow_phase,
-            "idle": self._idle,
-            "pid": os.getpid(),
-            "machine": self._machine,
-            "host": socket.gethostname(),
-        }
-        store.set(_STATE(self._rank), json.dumps(mine))
-        if self._rank == 0:
-            self._judge(elapsed)
-        elif store.check([_STATE(0)]):
-            first = json.loads(store.get(_STATE(0)))
-            if "left" in first:
-                return
-            silent = self._silent(0, first, elapsed)
-            if silent > self._hang_timeout + 2 * self._seconds and store.add(_JUDGES, 1) == 1:
-                self._judge(elapsed)
+        process = {"pid": os.getpid(), "machine": this_machine(), "host": socket.gethostname()}
+        mine = {"number": self._published, "idle": self._idle, **process, **vars(self._progress)}
+        self._store.set(_STATE(self._rank), json.dumps(mine))
 
-    def _silent(self, rank: int, state: dict[str, Any], elapsed: float) -> float:
-        """Seconds for which a rank has not published."""
+    def _silent_seconds(self, rank: int, state: State, elapsed: float) -> float:
+        """Seconds since a rank last published."""
         number, silent = self._silence.get(rank, (-1, 0.0))
         silent = 0.0 if number != state["number"] else silent + elapsed
         self._silence[rank] = (state["number"], silent)
@@ -260,10 +264,12 @@ class Watch:
         texts = store.multi_get([_STATE(rank) for rank in known])
         states = {rank: json.loads(text) for rank, text in zip(known, texts, strict=True)}
         states = {rank: state for rank, state in states.items() if "left" not in state}
-        silent = {rank: self._silent(rank, state, elapsed) for rank, state in states.items()}
+        silent = {
+            rank: self._silent_seconds(rank, state, elapsed) for rank, state in states.items()
+        }
         if self._rank != 0:
-            silent[0] = timeout  # which is why this rank judges
-        slow = any(state["slow"] and silent[rank] < timeout for rank, state in states.items())
+            silent[0] = timeout  # the reason why this rank judges
+        slow = any(state["slow_phase"] and silent[rank] < timeout for rank, state in states.items())
         idle = any(state["idle"] + silent[rank] >= timeout for rank, state in states.items())
         if max(silent.values()) < timeout and (slow or not idle):
             return
@@ -271,11 +277,10 @@ class Watch:
             return
         silent_ranks = [rank for rank in states if silent[rank] >= self._silent_after]
         verdict = {
-            rank: [_witness(rank, states, silent_ranks), states[rank]["pid"]]
-            for rank in silent_ranks
+            str(rank): (states[rank]["machine"], states[rank]["pid"]) for rank in silent_ranks
         }
         store.set(_VERDICT, json.dumps(verdict))
-        found = {self._rank: self._dump({str(rank): pair for rank, pair in verdict.items()})}
+        found = {self._rank: self._dump(verdict)}
         deadline = time.monotonic() + _DUMP_SECONDS
         for rank in states.keys() - set(silent_ranks) - {self._rank}:
             while rank not in found and time.monotonic() < deadline:
@@ -283,16 +288,13 @@ class Watch:
                     found[rank] = json.loads(store.get(_DUMPED(rank)))
                 else:
                     time.sleep(0.1)
-        self._failures.fail(self._describe(states, silent_ranks, found), reason="hang")
+        self._failures.report("hang", self._describe(states, silent_ranks, found))
         self._failures.end(EXIT_FAILED)
 
     def _describe(
-        self,
-        states: dict[int, dict[str, Any]],
-        silent: list[int],
-        found: dict[int, dict[str, Any]],
+        self, states: dict[int, State], silent: list[int], found: dict[int, dict[str, Any]]
     ) -> str:
-        """Which rank is behind, where, and what the others wait in. found: `_dump` of each rank."""
+        """Which rank is behind, where, and where the others wait. found: `_dump` of each rank."""
         positions = {rank: (state["step"], state["beats"]) for rank, state in states.items()}
         first = min(positions.values())
         behind = silent or [rank for rank in states if positions[rank] == first]
@@ -301,13 +303,13 @@ class Watch:
             lines[0] += "; no rank is behind the others"
         for rank in sorted(behind)[:8]:
             state = states[rank]
-            what = "its process does not run" if rank in silent else "it runs, but does not get on"
-            who = f"rank {rank} of {self._ranks} (process {state['pid']} on {state['host']})"
+            what = "its process does not run" if rank in silent else "it runs without progress"
+            name = f"rank {rank} of {self._ranks} (process {state['pid']} on {state['host']})"
             where = f"in step {state['step'] + 1}, {state['phase']}"
-            lines.append(f"{who} is behind: {what}; {where}")
+            lines.append(f"{name} is behind: {what}; {where}")
             if rank in found:
                 lines.append(f"  at {found[rank]['where']}")
-            elif rank in silent and state["machine"] == self._machine:
+            elif rank in silent and state["machine"] == this_machine():
                 lines += [f"  {line}" for line in hang_report.process_state(state["pid"])[:2]]
         for rank in [rank for rank in states if rank not in behind][:2]:
             where = f"; at {found[rank]['where']}" if rank in found else ""
@@ -315,43 +317,35 @@ class Watch:
             lines.append(f"rank {rank} waits in step {state['step'] + 1}, {state['phase']}{where}")
         waiting = {rank: dump["collectives"] for rank, dump in found.items()}
         lines += hang_report.compare_collectives(waiting)
-        return "\n".join(
-            [*lines, f"stacks and states of the processes are in {self._run.log / 'hang'}"]
-        )
+        lines.append(f"stacks and states of the processes are in {self._run.log / 'hang'}")
+        return "\n".join(lines)
 
-    def _dump(self, verdict: dict[str, list[int]]) -> dict[str, Any]:
-        """Writes this rank's stacks and flight recorder, and what it sees of silent ranks.
+    def _dump(self, verdict: dict[str, Any]) -> dict[str, Any]:
+        """As `_write_stacks`, and publishes what it returns."""
+        found = self._write_stacks(verdict)
+        self._store.set(_DUMPED(self._rank), json.dumps(found))
+        return found
 
-        verdict: by silent rank, the rank on its machine that describes it, and its process id.
-        Publishes and returns where the main thread is, and `collectives`.
+    def _write_stacks(self, verdict: dict[str, Any]) -> dict[str, Any]:
+        """Writes this rank's stacks and flight recorder, and the state of silent processes here.
+
+        verdict: machine and process id by silent rank. Returns the position of the main thread, and
+        `collectives`.
         """
         self._dumped = True
         where, stacks = hang_report.stacks()
-        recorded = hang_report.flight_recorder()
+        recorded, folder = hang_report.flight_recorder(), self._run.log / "hang"
         own = f"rank {self._rank}, process {os.getpid()} on {socket.gethostname()}, {time.ctime()}"
         own += f": step {self._progress.step + 1}, {self._progress.phase}\n"
         with contextlib.suppress(OSError, TrainingError):
             self._run.check()
-            self._file(self._rank, "txt").write_text(own + stacks)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank_{self._rank}.txt").write_text(own + stacks)
             if recorded is not None:
-                self._file(self._rank, "flight_recorder.json").write_bytes(recorded)
-            for rank, (witness, pid) in verdict.items():
-                if witness == self._rank:
+                (folder / f"rank_{self._rank}.flight_recorder.json").write_bytes(recorded)
+            for rank, (machine, pid) in verdict.items():
+                if machine == this_machine():
                     seen = f"rank {rank}, process {pid}, as seen by rank {self._rank}"
                     lines = [seen, *hang_report.process_state(pid)]
-                    self._file(int(rank), "txt").write_text("\n".join(lines) + "\n")
-        found = {"where": where, "collectives": hang_report.collectives(recorded)}
-        self._store.set(_DUMPED(self._rank), json.dumps(found))
-        return found
-
-    def _file(self, rank: int, ending: str) -> Path:
-        folder = self._run.log / "hang"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"rank_{rank}.{ending}"
-
-
-def _witness(rank: int, states: dict[int, dict[str, Any]], silent: list[int]) -> int | None:
-    """A rank that runs on the machine of a silent one; None: there is none."""
-    machine = states[rank]["machine"]
-    running = (r for r, state in states.items() if r not in silent and state["machine"] == machine)
-    return next(running, None)
+                    (folder / f"rank_{rank}.txt").write_text("\n".join(lines) + "\n")
+        return {"where": where, "collectives": hang_report.collectives(recorded)}

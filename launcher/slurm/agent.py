@@ -1,4 +1,4 @@
-"""Runs torchrun on each node, and brings Slurm's signals to its ranks.
+"""Runs torchrun on each node, and forwards Slurm's signals to its ranks.
 
     python -m launcher.slurm.agent [--interface NAME] torchrun ...
 
@@ -43,42 +43,43 @@ def address(interface: str | None) -> str:
         try:
             answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
         except OSError as error:
-            where = f"no IPv4 address on {socket.gethostname()} ({error.strerror})"
             known = ", ".join(name for _, name in socket.if_nameindex())
-            text = f"slurm.interface: {interface} has {where}; there are {known}"
-            raise SystemExit(text) from None
+            raise SystemExit(
+                f"slurm.interface: {interface} has no IPv4 address on {socket.gethostname()} "
+                f"({error.strerror}); there are {known}"
+            ) from None
     return socket.inet_ntoa(answer[20:24])
 
 
 def block_signals() -> None:
-    """From now on signals wait for `next_signal`, so that none is missed."""
+    """Makes signals wait for `next_signal`, so that none is missed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    for number in _SIGNALS[:2]:  # one that the shell before has ignored would not be waited for
+    for number in _SIGNALS[:2]:  # the kernel discards signals that the shell before has ignored
         signal.signal(number, lambda *_: None)
 
 
 def next_signal(seconds: float) -> str | None:
     """SIGUSR1, SIGTERM or SIGCHLD (the end of a child); None: none within so many seconds."""
-    came = signal.sigtimedwait(_SIGNALS, seconds)
-    return None if came is None else signal.Signals(came.si_signo).name
+    arrived = signal.sigtimedwait(_SIGNALS, seconds)
+    return None if arrived is None else signal.Signals(arrived.si_signo).name
 
 
 def in_child() -> None:
-    """For a child: the signals as usual, but for SIGUSR1, which it must not die of."""
+    """Resets the signals in a child, apart from SIGUSR1, which it must survive."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-def listeners(parent: int, number: signal.Signals = signal.SIGUSR1) -> list[int]:
-    """Children of a process that have a handler for this signal (proc_pid_status(5), SigCgt)."""
+def listeners(parent: int) -> list[int]:
+    """Children of a process that have a handler for SIGUSR1 (proc_pid_status(5), SigCgt)."""
     found = []
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
             with contextlib.suppress(OSError, StopIteration):
                 lines = Path(f"/proc/{child}/status").read_text().splitlines()
                 caught = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
-                if int(caught, 16) >> (number - 1) & 1:
+                if int(caught, 16) >> (signal.SIGUSR1 - 1) & 1:
                     found.append(int(child))
     return found
 
@@ -87,14 +88,14 @@ def run(command: Sequence[str]) -> int:
     """Runs torchrun; returns its exit status."""
     block_signals()
     child = subprocess.Popen(command, preexec_fn=in_child)
-    asked, told = False, set[int]()
+    asked, signaled = False, set[int]()
     while child.poll() is None:
-        came = next_signal(0.25 if asked else 5.0)
-        if came in ("SIGUSR1", "SIGTERM") and not asked:
+        arrived = next_signal(0.25 if asked else 5.0)
+        if arrived in ("SIGUSR1", "SIGTERM") and not asked:
             asked = True
-            print(f"{came}: the ranks on {address(None)} are told to save and stop", flush=True)
-        for rank in set(listeners(child.pid)) - told if asked else ():
-            told.add(rank)
+            print(f"{arrived}: the ranks on {address(None)} save and stop", flush=True)
+        for rank in set(listeners(child.pid)) - signaled if asked else ():
+            signaled.add(rank)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGUSR1)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode

@@ -1,7 +1,7 @@
 """The attempts of a job: how each one ended, and whether the job is requeued.
 
 RUN_DIR/slurm/attempts.json counts failures since the last new checkpoint. An attempt that began and
-never ended (its node was lost, say) is counted by the next one.
+never ended (its node was lost, for example) is counted by the next one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Literal
 from launcher.checkpoint.files import list_checkpoints, step_of
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from launcher.reliability.lock import current_owner
-from launcher.reliability.run_directory import RunFolder, last_lines, replace_text
+from launcher.reliability.run_directory import RunFolder, read_jsonl, replace_text
 
 DEFAULT_LEAD = 300
 """Seconds between Slurm's warning and a limit, before a step and a save were measured."""
 SHORTEST_LEAD = 60
 """Slurm checks limits twice a minute."""
 _HOPELESS = ("recipe", "no_valid_checkpoint")
-"""Reasons in status.json for which another attempt would end the same."""
+"""Reasons in status.json for which another attempt would end the same way."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,11 @@ class Record:
     successor: str | None = None
     """The job that Slurm starts if this one ends without success."""
 
-    @staticmethod
-    def file(run_dir: Path) -> Path:
-        """Where it is."""
-        return run_dir / "slurm" / "attempts.json"
-
     @classmethod
     def read(cls, run_dir: Path, job: str) -> Record:
         """The record of this job. Failures of another job of the folder do not count."""
         try:
-            record = cls(**json.loads(cls.file(run_dir).read_text()))
+            record = cls(**json.loads((run_dir / "slurm" / "attempts.json").read_text()))
         except (OSError, ValueError, TypeError):
             record = None
         if record is None or record.job != job:
@@ -61,29 +56,28 @@ class Record:
         return record
 
     def write(self, run_dir: Path) -> None:
-        """Replaces attempts.json."""
-        replace_text(self.file(run_dir), json.dumps(asdict(self)) + "\n")
+        replace_text(run_dir / "slurm" / "attempts.json", json.dumps(asdict(self)) + "\n")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ended:
     """How an attempt ended."""
 
-    state: str | None
+    state: str | None = None
     """Of status.json; None: this attempt did not write it."""
-    reason: str | None
-    warned: bool
+    reason: str | None = None
+    warned: bool = False
     """Slurm announced a time limit or a preemption."""
-    terminated: bool
+    terminated: bool = False
     """SIGTERM came: scancel, `scontrol requeue`, a time limit or a preemption."""
-    preempted: bool
-    timed_out: bool
+    preempted: bool = False
+    timed_out: bool = False
     """Slurm ended the job at its time limit."""
-    refused: bool
+    refused: bool = False
     """The recipe or the run folder is at fault."""
-    bad_nodes: tuple[str, ...]
-    new_checkpoint: bool
-    failures: int
+    bad_nodes: tuple[str, ...] = ()
+    new_checkpoint: bool = False
+    failures: int = 0
     """In a row, before this attempt."""
 
 
@@ -102,24 +96,22 @@ class Decision:
 def decide(ended: Ended, *, max_failures: int) -> Decision:
     """Whether to requeue the job: not if it is finished, cancelled, or its recipe is at fault."""
     before = 0 if ended.new_checkpoint else ended.failures
-    saved = "and saved" if ended.state == "stopped" else "and could not save"
-    again = "goes on in another allocation"
+    saved = "saved" if ended.state == "stopped" else "not saved"
     if ended.state == "finished":
         return Decision("end", EXIT_DONE, 0, "finished")
     if ended.refused or (ended.state == "failed" and ended.reason in _HOPELESS):
         return Decision("end", EXIT_USAGE, before, "refused: another attempt would be, too")
-    if ended.preempted:  # whichever signal announced it, and whoever got that
-        return Decision("requeue", EXIT_DONE, before, f"preempted {saved}: {again}")
+    if ended.preempted:  # no matter which signal announced it
+        return Decision("requeue", EXIT_DONE, before, f"preempted, {saved}: requeued")
     if ended.timed_out and ended.new_checkpoint:
-        why = f"ended by Slurm at the time limit {saved}: resumes from the last checkpoint"
-        return Decision("requeue", EXIT_FAILED, before, why)
+        return Decision("requeue", EXIT_FAILED, before, f"time limit, {saved}: requeued")
     if ended.terminated and not ended.timed_out:
-        return Decision("end", EXIT_STOPPED, before, f"terminated {saved}: not requeued")
+        return Decision("end", EXIT_STOPPED, before, f"terminated, {saved}: not requeued")
     by_file = (ended.reason or "").startswith("the file ")  # RUN_DIR/stop came before the warning
     if ended.state == "stopped" and (by_file or not ended.warned):
         return Decision("end", EXIT_STOPPED, before, f"stopped ({ended.reason}): not requeued")
     if ended.warned and ended.new_checkpoint:
-        return Decision("requeue", EXIT_DONE, before, f"warned by Slurm, and saved: {again}")
+        return Decision("requeue", EXIT_DONE, before, "warned by Slurm, saved: requeued")
     failures = before + 1
     if ended.bad_nodes:
         what = f"not fit to train: {', '.join(ended.bad_nodes)}"
@@ -132,13 +124,13 @@ def decide(ended: Ended, *, max_failures: int) -> Decision:
     what += f"; {failures} in a row without a new checkpoint, of slurm.max_failures={max_failures}"
     if failures >= max_failures:
         return Decision("end", EXIT_FAILED, failures, f"{what}: not requeued")
-    return Decision("requeue", EXIT_FAILED, failures, f"{what}: tried again")
+    return Decision("requeue", EXIT_FAILED, failures, f"{what}: requeued")
 
 
 def measured_lead(run_dir: Path) -> int | None:
     """Twice the slowest recent step and save, in seconds; None: nothing was measured yet."""
     run, size = RunFolder(run_dir), 256 << 10
-    lines, events = last_lines(run.metrics, size=size), last_lines(run.events, size=size)
+    lines, events = read_jsonl(run.metrics, size=size), read_jsonl(run.events, size=size)
     steps: list[float] = [line["step_seconds"] for line in lines if "step_seconds" in line]
     saves: list[float] = [line["seconds"] for line in events if line.get("event") == "saved"]
     if not steps or not saves:
@@ -146,8 +138,17 @@ def measured_lead(run_dir: Path) -> int | None:
     return max(SHORTEST_LEAD, math.ceil(2 * (max(steps[-100:]) + max(saves[-10:]))))
 
 
+def earlier_warning(run_dir: Path, *, lead: int, seconds_left: float) -> int | None:
+    """The lead that the run needs, if Slurm's warning is too late; None: it is early enough.
+
+    seconds_left: of the allocation.
+    """
+    # At most half of what is left, which leaves time to train if saving is slow
+    needed = min(measured_lead(run_dir) or 0, math.floor(seconds_left / 2))
+    return needed if needed > lead else None
+
+
 def newest_checkpoint(run_dir: Path) -> int:
-    """Its step; 0: there is none."""
     return max(map(step_of, list_checkpoints(run_dir / "checkpoints")), default=0)
 
 
@@ -156,10 +157,8 @@ def begin(run_dir: Path, job: str, *, max_failures: int) -> str | None:
     before, checkpoint = Record.read(run_dir, job), newest_checkpoint(run_dir)
     status = RunFolder(run_dir).read_status()
     failures = 0 if checkpoint > before.checkpoint else before.failures
-    if before.open and (
-        status == before.found or status.get("state") not in ("stopped", "finished")
-    ):
-        failures += 1
+    in_order = status != before.found and status.get("state") in ("stopped", "finished")
+    failures += before.open and not in_order
     may = failures < max_failures
     Record(job, failures, checkpoint, status, may, successor=before.successor).write(run_dir)
     if may:
@@ -168,16 +167,6 @@ def begin(run_dir: Path, job: str, *, max_failures: int) -> str | None:
     why += f"(slurm.max_failures={max_failures}): not tried again"
     _give_up(run_dir, job, why)
     return why
-
-
-def earlier_warning(run_dir: Path, *, lead: int, seconds_left: float) -> int | None:
-    """The lead that the run needs, if Slurm's warning is too late; None: it is early enough.
-
-    seconds_left: of the allocation.
-    """
-    # At most half of what is left: with a slow save nothing else would be done
-    needed = min(measured_lead(run_dir) or 0, math.floor(seconds_left / 2))
-    return needed if needed > lead else None
 
 
 def end(run_dir: Path, job: str, ended: Ended, *, max_failures: int) -> Decision:

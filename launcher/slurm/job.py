@@ -1,4 +1,4 @@
-"""The job: trains on its nodes, brings Slurm's signals to the ranks, and requeues itself.
+"""The job: trains on its nodes, forwards Slurm's signals to the ranks, and requeues itself.
 
     python -m launcher.slurm.job --run RUN_DIR RECIPE ...
 
@@ -18,16 +18,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from launcher.errors import EXIT_DONE, EXIT_FAILED
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, RecipeError
+from launcher.recipe.load import load_recipe
+from launcher.recipe.schema import Slurm
 from launcher.reliability.run_directory import RunFolder
 from launcher.slurm import attempts, preflight
 from launcher.slurm.agent import address, block_signals, in_child, next_signal
 from launcher.slurm.attempts import Ended, Record, newest_checkpoint
+from launcher.slurm.render import ranks_per_node
 from launcher.slurm.scheduler import JobInfo, hostnames, log, scontrol
 from launcher.slurm.successors import nothing_left, remove_successor, submit_successor
 
 _SIGNAL_AGAIN_SECONDS = 5
-"""Until the agent of a node listens, the signal is lost there."""
+"""Until the agent of a node listens, signals are lost there."""
 _PREFLIGHT_NODES_SECONDS, _PREFLIGHT_ALL_SECONDS = 300, 180
 
 
@@ -36,7 +39,7 @@ class Requests:
 
     def __init__(self, *, warned: bool = False, terminated: bool = False) -> None:
         self.warned = warned
-        """Of a time limit or a preemption, which is near (SIGUSR1)."""
+        """A time limit or a preemption is near (SIGUSR1)."""
         self.terminated = terminated
         """By scancel, `scontrol requeue` and others (SIGTERM)."""
         self.warn_at: float | None = None
@@ -44,16 +47,15 @@ class Requests:
         block_signals()
 
     def any(self) -> bool:
-        """Whether the job must end."""
         return self.warned or self.terminated
 
     def wait(self, seconds: float) -> None:
         """Waits for a signal, the end of a child, or so many seconds."""
         if self.warn_at is not None:
             seconds = min(seconds, max(0.0, self.warn_at - time.monotonic()))
-        came = next_signal(seconds)
-        self.warned = self.warned or came == "SIGUSR1"
-        self.terminated = self.terminated or came == "SIGTERM"
+        arrived = next_signal(seconds)
+        self.warned = self.warned or arrived == "SIGUSR1"
+        self.terminated = self.terminated or arrived == "SIGTERM"
         if self.warn_at is not None and time.monotonic() >= self.warn_at:
             self.warned, self.warn_at = True, None
 
@@ -68,21 +70,22 @@ class Job:
         task = variables.get("SLURM_ARRAY_TASK_ID")
         run_dir, self.recipe = options.run[int(task or 0)]
         self.run_dir = Path(run_dir)
+        recipe = load_recipe([f"recipe={self.recipe}"], ranks=None).recipe
+        self.slurm = recipe.slurm or Slurm()
+        self.python = self.slurm.python or sys.executable
         array = variables.get("SLURM_ARRAY_JOB_ID")
         self.this = f"{array}_{task}" if array else variables["SLURM_JOB_ID"]
-        chain: Sequence[str] = options.chain or (self.this, "")
-        self.job, self.after = chain
-        self.nodes, self.nodelist = (
-            variables["SLURM_JOB_NUM_NODES"],
-            variables["SLURM_JOB_NODELIST"],
-        )
+        self.job: str = options.chain[0] if options.chain else self.this
+        self.after: str = options.chain[1] if options.chain else ""
+        self.nodes = variables["SLURM_JOB_NUM_NODES"]
+        self.nodelist = variables["SLURM_JOB_NODELIST"]
         self.requeued = int(variables.get("SLURM_RESTART_COUNT") or 0)
         """How often Slurm had requeued this job when it began."""
         self.restart, self.logs = self._make_logs()
         self.refused = self.logs / "refused"
         """Written if the recipe or the run folder is at fault."""
         cpus = int(variables.get("SLURM_CPUS_PER_TASK") or variables["SLURM_CPUS_ON_NODE"])
-        threads = str(max(1, cpus // options.ranks_per_node))
+        threads = str(max(1, cpus // ranks_per_node(self.slurm)))
         variables.setdefault("OMP_NUM_THREADS", threads)
         variables["SRUN_CPUS_PER_TASK"] = str(cpus)  # without it srun gives a task one CPU
         variables["LAUNCHER_JOB"], variables["LAUNCHER_START"] = self.job, str(self.restart)
@@ -93,24 +96,33 @@ class Job:
         """The number of this start, over all jobs of the chain, and a new folder for its logs."""
         folder = self.run_dir / "slurm" / f"job_{self.job}"
         folder.mkdir(parents=True, exist_ok=True)
-        for restart in range(10_000):
-            try:
-                (folder / f"restart_{restart}").mkdir()
-                return restart, folder / f"restart_{restart}"
-            except FileExistsError:
-                continue
-        raise SystemExit(f"{folder}: 10,000 starts")
+        restart = len(list(folder.glob("restart_*")))
+        logs = folder / f"restart_{restart}"
+        logs.mkdir()
+        return restart, logs
+
+    def _meeting_point(self) -> tuple[str, int]:
+        """Host and port where the ranks meet.
+
+        Each start has another port: ranks of a lost node may still hold the last one.
+        """
+        interface = self.slurm.interface
+        first = address(interface) if interface else (hostnames(self.nodelist) or [""])[0]
+        if not first:
+            raise SystemExit(f"the address of the first node of {self.nodelist} is not known")
+        number = int(os.environ["SLURM_JOB_ID"]) * 7 + self.restart
+        return first, 20000 + number % 12000  # the preflight uses the port 10000 below
 
     def begin(self) -> int | None:
         """Counts the attempt and queues a successor. Returns the exit status if the job must end."""
         log(f"job {self.job}, restart {self.restart}, on {self.nodelist}: {self.run_dir}")
-        if self.after and not self.requeued:  # a successor that was requeued has work to do
+        if self.after and not self.requeued:  # a requeued successor has work to do
             why = nothing_left(self.run_dir, self.job, self.after)
             if why is not None:
                 log(f"nothing to resume: {why}")
                 return EXIT_DONE
         known = JobInfo.read(self.this)
-        why = attempts.begin(self.run_dir, self.job, max_failures=self.options.max_failures)
+        why = attempts.begin(self.run_dir, self.job, max_failures=self.slurm.max_failures)
         if why is not None:
             log(why)
             remove_successor(self.run_dir, self.job)
@@ -122,10 +134,8 @@ class Job:
         return None
 
     def _read_limits(self, known: JobInfo) -> None:
-        """Warns of the time limit itself, if the run needs more time to save than Slurm was told.
-
-        A signal that came before this program listened is found in what Slurm knows of the job.
-        """
+        """Finds signals that arrived before this program listened. Lets the job warn itself, if
+        the run needs more time to save than Slurm was told."""
         self.requests.terminated = self.requests.terminated or known.ending
         self.requests.warned = self.requests.warned or known.preempted
         if known.end_time is None:
@@ -136,55 +146,47 @@ class Job:
         if needed is not None:
             seconds = max(1, int(left - needed))
             self.lead, self.requests.warn_at = needed, time.monotonic() + seconds
-            text = f"the run may need {needed} s to save, more than Slurm was told"
-            log(f"{text}: told to in {seconds} s")
+            log(f"saving may take {needed} s, more than Slurm was told: it begins in {seconds} s")
 
-    def _meeting_point(self) -> tuple[str, int]:
-        """Host and port where the ranks meet.
-
-        Each start has another port: ranks of a lost node may still hold the last one.
-        """
-        interface = self.options.interface
-        first = address(interface) if interface else (hostnames(self.nodelist) or [""])[0]
-        if not first:
-            raise SystemExit(f"the address of the first node of {self.nodelist} is not known")
-        number = int(os.environ["SLURM_JOB_ID"]) * 7 + self.restart
-        return first, 20000 + number % 12000  # the preflight meets 10000 below
+    # Commands on every node
 
     def srun(self, *words: str, output: IO[str] | None = None) -> subprocess.Popen[bytes]:
-        """Starts a command on every node."""
         task = ["srun", "--nodes", self.nodes, "--ntasks-per-node=1"]
         stderr = None if output is None else subprocess.STDOUT
         return subprocess.Popen([*task, *words], stdout=output, stderr=stderr, preexec_fn=in_child)
 
     def torchrun(self, *words: str, port: int, restarts: int, suffix: str = "") -> list[str]:
-        """torchrun of a node, beside the agent that brings it signals."""
-        python, interface = self.options.ranks_python, self.options.interface
-        agent = [python, "-m", "launcher.slurm.agent"]
-        agent += ["--interface", interface] if interface else []
-        ranks = ["--nproc-per-node", str(self.options.ranks_per_node)]
-        job = os.environ["SLURM_JOB_ID"]
+        """torchrun of a node, below the agent that forwards signals to its ranks."""
+        agent = [self.python, "-m", "launcher.slurm.agent"]
+        if self.slurm.interface:
+            agent += ["--interface", self.slurm.interface]
+        options = {
+            "--nnodes": self.nodes,
+            "--nproc-per-node": str(ranks_per_node(self.slurm)),
+            "--max-restarts": str(restarts),
+            "--rdzv-backend": "c10d",
+            "--rdzv-endpoint": f"{self.host}:{port}",
+            "--rdzv-id": f"{os.environ['SLURM_JOB_ID']}.{self.restart}{suffix}",
+            "--rdzv-conf": "is_host={is_host}",
+            "--local-addr": "{address}",
+        }
+        torchrun = [self.python, "-m", "torch.distributed.run"]
         return [
-            *(*agent, python, "-m", "torch.distributed.run", "--nnodes", self.nodes, *ranks),
-            *("--max-restarts", str(restarts), "--rdzv-backend", "c10d"),
-            *(
-                "--rdzv-endpoint",
-                f"{self.host}:{port}",
-                "--rdzv-id",
-                f"{job}.{self.restart}{suffix}",
-            ),
-            *("--rdzv-conf", "is_host={is_host}", "--local-addr", "{address}", "-m", *words),
+            *agent,
+            *torchrun,
+            *(word for pair in options.items() for word in pair),
+            "-m",
+            *words,
         ]
 
     def preflight(self) -> list[str]:
-        """Examines each node alone, then all together. Returns the nodes that are not fit."""
-        python, folder = self.options.ranks_python, str(self.run_dir)
+        """Checks each node alone, then all together. Returns the nodes that are not fit."""
+        folder, log_file = str(self.run_dir), self.logs / "preflight_nodes.log"
         doctor = ["launcher.cli.main", "doctor"]
-        log_file = self.logs / "preflight_nodes.log"
         # Each line and the exit status with the name of its node
         name = '"$@" 2>&1 | sed "s/^/$SLURMD_NODENAME: /"; '
         name += 'echo "$SLURMD_NODENAME: status ${PIPESTATUS[0]}"'
-        words = [python, "-m", *doctor, "--node", f"runs={folder}", f"shared={folder}"]
+        words = [self.python, "-m", *doctor, "--node", f"runs={folder}", f"shared={folder}"]
         status = self._look(_PREFLIGHT_NODES_SECONDS, log_file, "bash", "-c", name, "bash", *words)
         if self.requests.any():
             return []
@@ -209,9 +211,8 @@ class Job:
         if self.requests.any():
             return 0
         started, late = time.monotonic(), False
-        extra = self.options.srun_extra
         with log_file.open("w") as output:
-            process = self.srun(*extra, *command, output=output)
+            process = self.srun(*(self.slurm.srun_extra or ()), *command, output=output)
             while process.poll() is None:
                 self.requests.wait(1.0)
                 elapsed = time.monotonic() - started
@@ -225,14 +226,14 @@ class Job:
     def train(self) -> int:
         """Trains until the run ends; returns srun's exit status."""
         words = ["launcher.train", f"recipe={self.recipe}"]
-        command = self.torchrun(*words, port=self.port, restarts=self.options.max_restarts)
+        command = self.torchrun(*words, port=self.port, restarts=self.slurm.max_restarts)
         output = f"--output={str(self.logs).replace('%', '%%')}/node_%N.log"
         process = self.srun(
-            *("--kill-on-bad-exit=1", "--wait=60", output, *self.options.srun_extra),
+            *("--kill-on-bad-exit=1", "--wait=60", output, *(self.slurm.srun_extra or ())),
             *("bash", "-c", 'trap "" USR1 TERM; exec "$@"', "bash", *command),
         )
         asked_at: float | None = None
-        next_signal, told = 0.0, False
+        next_signal, checked = 0.0, False
         while process.poll() is None:
             self.requests.wait(1.0 if self.requests.any() else 3600.0)
             if not self.requests.any():
@@ -242,15 +243,17 @@ class Job:
             if now >= next_signal:
                 process.send_signal(signal.SIGUSR1)
                 next_signal = now + _SIGNAL_AGAIN_SECONDS
-            if self.requests.terminated and not told:
+            if self.requests.terminated and not checked:
                 # At once: this program may be killed before the ranks have saved
-                told, known = True, JobInfo.read(self.this)
+                checked, known = True, JobInfo.read(self.this)
                 if known is not None and known.cancelled:
                     remove_successor(self.run_dir, self.job)
-            # A save that takes too long: ended, to requeue the job before the time limit ends it
+            # Ends a save that takes too long, to requeue the job before the time limit ends it
             if self.requests.warned and now - asked_at > self.lead - 15 and self.lead > 30:
                 process.terminate()
         return process.returncode
+
+    # The end
 
     def end(self, status: int, bad_nodes: Sequence[str]) -> int:
         """Requeues the job if it should be; returns its exit status. status: that of srun."""
@@ -258,12 +261,12 @@ class Job:
         if known is not None and known.restarts != self.requeued:
             log("Slurm has requeued the job itself: this start of it ends")
             return EXIT_FAILED
-        ended = self._ended(known, bad_nodes)
         if attempts.foreign_owner(self.run_dir, self.job):
-            log("the run's folder belongs to another job now: this one ends")
+            log("the run folder belongs to another job now: this one ends")
             remove_successor(self.run_dir, self.job)
             return EXIT_FAILED
-        limit = self.options.max_failures
+        ended = self._ended(known, bad_nodes)
+        limit = self.slurm.max_failures
         decision = attempts.end(self.run_dir, self.job, ended, max_failures=limit)
         log(f"{decision.why} (srun's exit status: {status})")
         if ended.refused:
@@ -301,8 +304,8 @@ class Job:
         elif scontrol("requeue", self.this) is None:
             log("could not be requeued: the job's successor resumes the run")
         else:
-            # If all of several nodes are bad, the fault is hardly theirs. The job does not start
-            # again before this program has ended
+            # If all of several nodes are bad, the fault is elsewhere. The job does not start again
+            # before this program has ended
             if bad_nodes and (len(bad_nodes) < int(self.nodes) or self.nodes == "1"):
                 excluded = ",".join(filter(None, [known.excluded, *bad_nodes]))
                 scontrol("update", f"JobId={self.this}", f"ExcNodeList={excluded}")
@@ -312,25 +315,14 @@ class Job:
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, which the job's script writes."""
+    """The options, which the job's script writes; the rest is in the recipe's section slurm."""
     parser = argparse.ArgumentParser(prog="python -m launcher.slurm.job")
     parser.add_argument("--run", nargs=2, action="append", required=True, metavar=("DIR", "RECIPE"))
     parser.add_argument("--script", required=True, help="this job's, for its successor")
-    parser.add_argument("--ranks-python", required=True)
-    parser.add_argument("--ranks-per-node", type=int, required=True)
-    parser.add_argument(
-        "--lead", type=int, required=True, help="seconds from a warning to the limit"
-    )
-    parser.add_argument("--max-restarts", type=int, required=True)
-    parser.add_argument("--max-failures", type=int, required=True)
-    parser.add_argument("--interface")
-    parser.add_argument("--srun-extra", action="append", default=[])
-    parser.add_argument("--preflight", action="store_true")
+    parser.add_argument("--lead", type=int, required=True, help="seconds between warning and limit")
     parser.add_argument("--warned", type=int, default=0)
     parser.add_argument("--terminated", type=int, default=0)
-    parser.add_argument(
-        "chain", nargs="*", help="of a successor: the first job, and the one before"
-    )
+    parser.add_argument("chain", nargs="*", help="of a successor: the first job, the one before")
     return parser.parse_args(arguments)
 
 
@@ -338,16 +330,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status of the job."""
     options = read_options(arguments)
     requests = Requests(warned=bool(options.warned), terminated=bool(options.terminated))
-    job = Job(options, requests)
+    try:
+        job = Job(options, requests)
+    except RecipeError as error:
+        print(error, file=sys.stderr, flush=True)
+        return EXIT_USAGE
     if (status := job.begin()) is not None:
         return status
-    bad_nodes: list[str] = []
-    status = 0
-    if options.preflight:
-        bad_nodes = job.preflight()
-    if not requests.any() and not bad_nodes:
-        status = job.train()
-    return job.end(status, bad_nodes)
+    bad_nodes = job.preflight() if job.slurm.preflight else []
+    trained = 0 if requests.any() or bad_nodes else job.train()
+    return job.end(trained, bad_nodes)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class JobScript:
 
 
 def ranks_per_node(slurm: Slurm) -> int:
-    """One a GPU, or one, unless the recipe says otherwise."""
+    """One for each GPU, or one, unless the recipe sets another number."""
     return slurm.ranks_per_node or slurm.gpus_per_node or 1
 
 
@@ -46,18 +46,13 @@ def node_counts(slurm: Slurm) -> range:
     return range(int(first), int(last or first) + 1)
 
 
-def file_pattern(path: Path) -> str:
-    """A path for sbatch --output, which replaces what follows a %."""
-    return str(path).replace("%", "%%")
-
-
 def _options(job: JobScript) -> list[str]:
     slurm, array = job.slurm, None
     if len(job.runs) > 1:
         array = f"0-{len(job.runs) - 1}" + (f"%{job.throttle}" if job.throttle is not None else "")
     values = {
         "job-name": job.name,
-        # No --ntasks-per-node here, only for srun: of a range of nodes Slurm would take the fewest
+        # --ntasks-per-node only for srun: of a range of nodes Slurm would take the fewest
         "nodes": slurm.nodes,
         "gpus-per-node": slurm.gpus_per_node,
         "cpus-per-task": slurm.cpus,
@@ -82,15 +77,13 @@ def _options(job: JobScript) -> list[str]:
 
 
 def quote_for_sbatch(option: str) -> str:
-    """An option for an #SBATCH line.
+    """An option for an #SBATCH line. Raises RecipeError for a character that no line can hold.
 
     Inside double quotes sbatch interprets only a backslash and a quote; outside, a backslash does
-    not keep words together (seen with Slurm 22.05). Raises RecipeError for a character that cannot
-    stand in a line.
+    not keep words together (seen with Slurm 22.05).
     """
     if not option.isprintable():
-        text = "it holds a character that cannot stand in a line"
-        raise RecipeError(f"{option!r} cannot be told to Slurm: {text}")
+        raise RecipeError(f"{option!r} holds a character that cannot stand in a line of a script")
     name, equals, value = option.partition("=")
     if re.fullmatch(r"[\w@%+=:,./\[\]-]*", option, flags=re.ASCII):
         return option
@@ -98,18 +91,14 @@ def quote_for_sbatch(option: str) -> str:
     return f'{name}{equals}"{escaped}"'
 
 
-def _template() -> str:
-    package = Path(__file__).resolve().parent.parent
-    folders = (package.parent / "slurm", package / "_slurm")  # in a checkout, in a wheel
-    files = (folder / "train.sbatch.j2" for folder in folders)
-    return next(file for file in files if file.is_file()).read_text(encoding="utf-8")
-
-
 def render(job: JobScript) -> str:
     """The script. Raises RecipeError if a value cannot stand in it."""
     import jinja2
 
+    package = Path(__file__).resolve().parent.parent
+    folders = (package.parent / "slurm", package / "_slurm")  # in a checkout, in a wheel
     environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folders),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -120,12 +109,11 @@ def render(job: JobScript) -> str:
     slurm, ranks = job.slurm, ranks_per_node(job.slurm)
     nodes = f"{slurm.nodes} node{'s' * (slurm.nodes != 1)}"
     title = f"{job.name}: {nodes}, {ranks} rank{'s' * (ranks != 1)} on each"
-    return environment.from_string(_template()).render(
+    return environment.get_template("train.sbatch.j2").render(
         title=" ".join(title.split()),
         version=__version__,
         options=_options(job),
         job=job,
         slurm=slurm,
-        ranks_per_node=ranks,
         environment=sorted((slurm.environment or {}).items()),
     )

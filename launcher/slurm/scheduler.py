@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,18 +15,16 @@ from launcher.errors import RecipeError
 
 
 def log(text: str) -> None:
-    """Writes a line to the job's log."""
     print(f"{time.strftime('%F %T')} {text}", file=sys.stderr, flush=True)
 
 
-def slurm_environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+def slurm_environment() -> dict[str, str]:
     """The environment without the variables of a job, whose CPUs and tasks a new job would get."""
     kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
-    prefixes = ("SLURM_", "SBATCH_", "SRUN_")
     return {
         name: value
-        for name, value in variables.items()
-        if not name.startswith(prefixes) or name in kept
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "SBATCH_", "SRUN_")) or name in kept
     }
 
 
@@ -37,8 +34,8 @@ def slurm_command(*words: str) -> str:
     try:
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     except FileNotFoundError:
-        where = "submit on a machine where Slurm is, or see the script with --dry-run"
-        raise RecipeError(f"{words[0]}: no such command; {where}") from None
+        advice = "submit on a machine that has Slurm, or print the script with --dry-run"
+        raise RecipeError(f"{words[0]}: no such command; {advice}") from None
     except subprocess.TimeoutExpired:
         raise RecipeError(f"{words[0]}: Slurm did not answer within 120 s") from None
     if done.returncode:
@@ -60,7 +57,7 @@ def active_jobs() -> dict[str, str]:
 
 def scontrol(*words: str) -> str | None:
     """What scontrol prints; None: it failed, and the job's log says why."""
-    for wait in (1, 3, 10, None):  # a controller that restarts is back in a moment
+    for pause in (1, 3, 10, None):  # a controller that restarts is back soon
         try:
             done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=60)
             if done.returncode == 0:
@@ -69,9 +66,9 @@ def scontrol(*words: str) -> str | None:
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = str(error)
         log(f"scontrol {' '.join(words)}: {problem}")
-        if wait is None or "nvalid" in problem:
+        if pause is None or "nvalid" in problem:
             break
-        time.sleep(wait)
+        time.sleep(pause)
     return None
 
 
@@ -117,12 +114,11 @@ class JobInfo:
                 return None
 
         preempted, started = seconds("PreemptTime"), seconds("StartTime")
-        excluded = values.get("ExcNodeList", "(null)")
         return cls(
             state=values["JobState"],
             restarts=int(values.get("Restarts", 0)),
             preempted=preempted is not None and preempted >= (started or 0.0),
             end_time=seconds("EndTime"),
-            excluded="" if excluded == "(null)" else excluded,
+            excluded=values.get("ExcNodeList", "").replace("(null)", ""),
             timed_out=values["JobState"] == "TIMEOUT" or values.get("Reason") == "TimeLimit",
         )

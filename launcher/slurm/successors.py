@@ -2,17 +2,17 @@
 
 A job that was killed, or ended at its time limit, cannot requeue itself. Each job therefore has a
 successor in the queue: the same script, with --dependency=afternotok. It is removed when the run is
-over, and one that starts all the same finds that there is nothing to do.
+over, and does nothing if it starts all the same.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from launcher.errors import RecipeError
+from launcher.reliability.run_directory import append_line
 from launcher.slurm.attempts import Record
 from launcher.slurm.scheduler import JobInfo, log, sbatch, slurm_command
 
@@ -38,8 +38,7 @@ def submit_successor(run_dir: Path, job: str, this: str, script: str, excluded: 
         return
     replace(record, successor=successor).write(run_dir)
     line = {"job": successor + underscore + task, "after": this, "time": time.time()}
-    with (run_dir / "slurm" / "submissions.jsonl").open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(line) + "\n")
+    append_line(run_dir / "slurm" / "submissions.jsonl", line)
 
 
 def remove_successor(run_dir: Path, job: str) -> None:
@@ -49,7 +48,7 @@ def remove_successor(run_dir: Path, job: str) -> None:
         try:
             slurm_command("scancel", successor)
         except RecipeError as error:
-            log(f"job {successor}, the successor, was not removed; it will do nothing: {error}")
+            log(f"the successor, job {successor}, was not removed; it will do nothing: {error}")
 
 
 def nothing_left(run_dir: Path, job: str, before: str) -> str | None:

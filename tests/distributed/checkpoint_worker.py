@@ -253,7 +253,6 @@ def goes_on(worker):
     name = files.rank_file(worker.rank)
     worker.note(
         same_bytes=(third / name).read_bytes() == (fourth.path / name).read_bytes(),
-        staging=run.checkpointer.staging_bytes(),
     )
     dist.barrier()
     worker.note(listed=sorted(os.listdir(run.folder)))

@@ -1,4 +1,4 @@
-"""What any strategy saved on any number of ranks, any other loads, exactly; and what happens when a save fails."""
+"""Checkpoints of every strategy and number of ranks are loaded exactly by every other; saves that fail."""
 
 import json
 from pathlib import Path

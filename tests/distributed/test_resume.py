@@ -1,6 +1,5 @@
-"""Nothing lost: kills, stops, other numbers of ranks, full disks, damaged checkpoints, divergence; with real processes."""
+"""Nothing is lost: kills, stops, other numbers of ranks, full disks, damaged checkpoints, divergence; with real processes."""
 
-import dataclasses
 import json
 import os
 import random
@@ -14,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launcher.checkpoint.files import write_file
 from tests.distributed.launching import REPOSITORY, run, torchrun
 
 KILL_TRAIN = REPOSITORY / "tests/distributed/kill_train.py"
@@ -241,7 +239,7 @@ def test_killed_at_random_the_run_ends_bit_identical(folder, undisturbed, times,
 # Other ranks, other strategies
 
 
-def test_the_run_goes_on_with_other_ranks_and_strategies(folder):
+def test_a_run_resumes_with_other_ranks_and_strategies(folder):
     """4 -> 2 -> 1 -> 3 ranks, ddp <-> fsdp <-> offload: the losses of one rank all the way."""
     whole, elastic = folder / "whole", folder / "elastic"
     train(folder, whole, "strategy.kind=ddp", ranks=1).check()
@@ -270,22 +268,10 @@ def test_the_run_goes_on_with_other_ranks_and_strategies(folder):
 # Started from another run's checkpoint
 
 
-def without_fingerprint(checkpoint):
-    """As a version before fingerprints of data wrote it."""
-    state, marker = (
-        json.loads((checkpoint / name).read_text()) for name in ("state.json", "commit.json")
-    )
-    assert state.pop("data")["documents"] == 200
-    stored = write_file(checkpoint / "state.json", json.dumps(state).encode())
-    marker["files"]["state.json"] = dataclasses.asdict(stored)
-    (checkpoint / "commit.json").write_text(json.dumps(marker))
-
-
 def test_a_run_started_from_a_path_continues_from_its_own_newest_checkpoint(folder, undisturbed):
     """After a killed rank and after a requeue by Slurm; into a folder with another history the path is refused."""
     run_dir, source = folder / "branch", folder / "older/step_00000008"
     shutil.copytree(undisturbed / "checkpoints/step_00000008", source)
-    without_fingerprint(source)
     words = [
         KILL_TRAIN,
         f"recipe={folder}/dropout.yaml",
@@ -295,13 +281,9 @@ def test_a_run_started_from_a_path_continues_from_its_own_newest_checkpoint(fold
     ]
     saved = lambda: (run_dir / "events.jsonl").exists() and len(events(run_dir, "saved")) >= 2  # noqa: E731
     kill = when(saved, lambda process: os.kill(workers(process.pid)[-1], signal.SIGKILL))
-    result = torchrun(
+    torchrun(
         "--max-restarts", "1", *words, "run.max_steps=14", ranks=1, during=kill, SLOW_STEP="0.1"
     ).check()
-    assert f"note: {source} was written by an older version" in result.output, (
-        "which is no reason to refuse it"
-    )
-    assert result.output.count("by an older version") == 1
     first, second = [event["step"] for event in events(run_dir, "resumed")]
     assert first == 8
     assert second >= 12, "its own checkpoint, not the path again"
@@ -360,7 +342,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(folder):
     assert len(records(run_dir)) == 12, "nothing is lost"
 
 
-def test_a_full_disk_does_not_end_the_run_but_too_often_does(folder):
+def test_a_run_survives_a_full_disk_but_not_repeated_failures(folder):
     run_dir = folder / "full"
     output = train(folder, run_dir, FULL_DISK="4").check().output
     assert "warning: checkpoint of step 4 failed" in output
@@ -393,7 +375,7 @@ def when(condition, action):
     return during
 
 
-def test_stopped_by_a_signal_to_one_rank_the_run_goes_on_as_if_it_had_not_been(folder, undisturbed):
+def test_a_run_stopped_by_a_signal_to_one_rank_resumes_exactly(folder, undisturbed):
     run_dir = folder / "signalled"
     trained = lambda: (run_dir / "metrics.jsonl").exists() and len(records(run_dir)) >= 2  # noqa: E731
     signal_one = when(trained, lambda process: os.kill(workers(process.pid)[-1], signal.SIGUSR1))
@@ -457,13 +439,13 @@ def test_changed_recipes_and_data_are_refused_with_a_diff(folder, undisturbed):
     (folder / "text.jsonl").write_text(text + '{"text": "abc"}\n')
     grown = train(folder, undisturbed, "run.max_steps=50", ranks=1, recipe="dropout").check(2)
     (folder / "text.jsonl").write_text(text)
-    assert f"  {folder}/text.jsonl: size {len(text):,} -> {len(text) + 16:,}\n" in grown.output
+    assert f"  {folder}/text.jsonl: {len(text)} -> {len(text) + 16}\n" in grown.output
     assert "  documents: 200 -> 201\n" in grown.output
     assert "Traceback" not in grown.output
     assert (undisturbed / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_that_diverges_goes_back_and_leaves_out_what_it_diverged_on(folder):
+def test_a_run_that_diverges_rewinds_and_skips_the_batches(folder):
     run_dir, seen, plain = folder / "rewound", folder / "rewound-samples", folder / "plain-samples"
     seen.mkdir()
     plain.mkdir()
@@ -494,7 +476,7 @@ def test_a_run_that_diverges_goes_back_and_leaves_out_what_it_diverged_on(folder
 
 
 @pytest.mark.long
-def test_a_stream_goes_on_where_it_stood_and_leaves_out_what_it_diverged_on(folder):
+def test_a_stream_resumes_exactly_and_skips_batches_after_a_rewind(folder):
     """On two ranks with loader processes, then on one, which also goes back; the samples are those of one start on one rank."""
     file, run_dir, plain, seen = (
         folder / name for name in ("stream.jsonl", "stream", "stream-plain", "stream-seen")

@@ -72,7 +72,7 @@ def workers(agent):
     return found
 
 
-def test_ranks_that_hang_are_found_told_and_restarted(tmp_path):
+def test_ranks_that_hang_are_reported_and_restarted(tmp_path):
     """First attempt: rank 1 in an endless loop. Second: rank 0, which judges otherwise, is stopped; rank 1 judges then. Third:
     asked by files to save, and to stop."""
     run_dir = tmp_path / "run"
@@ -121,7 +121,7 @@ def test_ranks_that_hang_are_found_told_and_restarted(tmp_path):
 
 def looped(outcome, run_dir):
     assert (outcome["reason"], outcome["step"]) == ("hang", 4)
-    assert "is behind: it runs, but does not get on; in step 5, forward" in outcome["error"]
+    assert "is behind: it runs without progress; in step 5, forward" in outcome["error"]
     assert "at spin (" in outcome["error"]
     assert "rank 0 waits in step 5, backward; at " in outcome["error"]
     assert re.search(
@@ -144,7 +144,7 @@ def not_running(outcome, run_dir, pid):
     assert "State: T (stopped)" in seen
 
 
-def test_an_evaluation_is_left_by_all_at_once_and_a_killed_agent_is_noticed(tmp_path):
+def test_all_ranks_leave_an_evaluation_together_and_a_killed_agent_is_noticed(tmp_path):
     run_dir = tmp_path / "run"
     ranks = {}
 
@@ -162,6 +162,28 @@ def test_an_evaluation_is_left_by_all_at_once_and_a_killed_agent_is_noticed(tmp_
     assert len(ranks) == 2
     assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("failed", "agent_lost")
     assert [e["event"] for e in events(run_dir)] == ["started", "failed"]
+
+
+def test_a_hang_is_reported_while_the_agent_is_stopped(tmp_path):
+    """The agent hosts the store, which then neither answers nor fails."""
+    run_dir = tmp_path / "run"
+
+    def during(process):
+        until(lambda: stepping(run_dir))
+        stopped = [process.pid, workers(process.pid)[1]]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            until(lambda: status(run_dir)["state"] == "failed")
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+
+    assert start(run_dir, "none", during=during).status == 1
+    assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("failed", "hang")
+    assert "the ranks' store does not answer" in status(run_dir)["error"]
+    assert "rank 0 of 2 is in step" in status(run_dir)["error"]
+    assert "dist.all_reduce(asked)" in (run_dir / "log/hang/rank_0.txt").read_text()
 
 
 def test_one_rank_is_asked_to_stop_before_anything_is_trained(tmp_path):
@@ -218,7 +240,7 @@ def test_an_owner_that_is_superseded_ends_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.long
-def test_the_agents_of_two_nodes_count_restarts_apart_and_the_ranks_meet_all_the_same(tmp_path):
+def test_ranks_meet_although_the_agents_of_two_nodes_count_restarts_separately(tmp_path):
     """A killed rank: its node's agent counts a restart; the other agent may restart because that node waits, and counts none."""
     run_dir = tmp_path / "run"
     with socket.socket() as probe:

@@ -311,7 +311,7 @@ class Told:
     [
         (
             RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
-            "a loader process of rank 0",
+            "a loader process of rank 0 of 2",
         ),
         (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4"), "rank 1 of 2"),
     ],
@@ -335,7 +335,7 @@ def test_the_out_of_memory_killer_is_named_where_its_counter_rose(
         monkeypatch.setattr(
             host_memory, "killed_since", lambda before: before == {"memory.events": 3}
         )
-        assert watch.report(error) == 1
+        assert watch.report_exception(error) == 1
     finally:
         watch.close()
     status = run.read_status()

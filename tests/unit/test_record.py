@@ -29,13 +29,13 @@ def step(number, *, tokens=100, loss=1.0, skipped=0.0, waited=0.5):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes when it is told to."""
+    """A clock that the test advances."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(recorder.time, "perf_counter", lambda: clock.now)
     return clock
 
 
-def test_rates_are_of_all_steps_since_the_last_record(clock):
+def test_rates_are_means_over_the_steps_since_the_last_record(clock):
     recorder = StepRecorder(ALONE, flops_per_token=3.0, peak_flops=600.0)
 
     def train(numbers_and_tokens):

@@ -1,4 +1,4 @@
-"""The job's script as text, and who is requeued: everything of launcher/slurm that needs no cluster (tests/slurm has one)."""
+"""The job's script as text, and which jobs are requeued: all of launcher/slurm that needs no cluster (tests/slurm has one)."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ from launcher.slurm.job import Job, Requests, read_options
 from launcher.slurm.render import JobScript, node_counts, quote_for_sbatch, ranks_per_node, render
 from launcher.slurm.scheduler import JobInfo
 from tests.unit.made_plan import made_plan
-from tests.unit.small_recipe import says
+from tests.unit.small_recipe import SMALL, says
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -127,22 +127,9 @@ def test_the_script_has_all_options():
     assert sorted(order, key=text.index) == order
     told = job_options(text, "7", "9")
     assert [run for run, _ in told.run] == ["/runs/a/0", "/runs/a/1", "/runs/a/2"]
-    assert (told.ranks_per_node, told.max_restarts, told.max_failures, told.lead) == (8, 5, 3, 300)
-    assert (told.srun_extra, told.interface, told.preflight) == (
-        ["--container-image=i"],
-        "ib0",
-        False,
-    )
-    assert (told.script, told.chain) == ("/spool/script", ["7", "9"])
-    plain = render(job(preflight=True, nodes=2, ranks_per_node=3))
-    told = job_options(plain)
-    assert (told.ranks_per_node, told.preflight, told.interface, told.srun_extra, told.chain) == (
-        3,
-        True,
-        None,
-        [],
-        [],
-    )
+    assert (told.lead, told.script, told.chain) == (300, "/spool/script", ["7", "9"])
+    plain = render(job(nodes=2, ranks_per_node=3))
+    assert job_options(plain).chain == []
     assert "--gpus-per-node" not in plain, "a node of CPUs"
     assert len(plain.splitlines()) < 40, "read at a glance"
 
@@ -215,7 +202,7 @@ def test_names_are_quoted(tmp_path):
 
 @pytest.mark.parametrize("text", ["a\n#SBATCH --account=other", "a\rb", "a\0b", "a\x1b[31m"])
 def test_line_breaks_are_refused(text):
-    with pytest.raises(RecipeError, match="cannot stand in a line"):
+    with pytest.raises(RecipeError, match="cannot stand in a line of a script"):
         render(job(name=text))
     with pytest.raises(RecipeError):
         quote_for_sbatch(text)
@@ -290,14 +277,14 @@ def test_arguments_stay_text_and_win_over_the_recipe(folder, capsys):
             ["--wiat"],
             "command line: --wiat: no option of launcher submit; did you mean wait?; there are gpu, ...",
         ),
-        (["throttle=2"], "command line: throttle: of a sweep only..."),
+        (["throttle=2"], "command line: throttle: needs a sweep..."),
         (
             ["nodes=2-4"],
             "on 3 of 2-4 nodes: x.yaml:12: batch.global_batch_size: 64 is not a multiple of 8 (micro-batch) x 3 (ranks) = 24...",
         ),
         (
             ["sweep.optimizer.learning_rate=1e-3,1e-3"],
-            "command line: sweep: two runs would have the same name...",
+            "command line: sweep: two runs would have the same name and folder...",
         ),
         (
             ["sweep.optimizer.learning_rate=1e-3,fast"],
@@ -353,7 +340,7 @@ launcher submit recipe=quickstart cpus=4 time=30 --follow
 launcher submit recipe=quickstart nodes=2-4 cpus=4 batch.global_batch_size=48 batch.micro_batch_size=4
 launcher submit recipe=quickstart sweep.optimizer.learning_rate=1e-4,3e-4,1e-3,3e-3 throttle=2
 """
-"""As the README says them; what the cluster makes of the like is in tests/slurm."""
+"""As in the README; tests/slurm runs similar ones on a cluster."""
 
 
 @pytest.mark.parametrize("line", README.strip().splitlines())
@@ -372,11 +359,11 @@ def test_readme_commands(line, tmp_path, monkeypatch, capsys):
     [
         (80 * 2**30, 0, True, "plan: ... GiB of a GPU's 80.0 GiB, at its peak (...)"),
         (10 * 2**30, 3, False, "plan: ... GiB of a GPU's 10.0 GiB, at its peak (...)"),
-        (None, 0, None, "plan: ... GiB a GPU; how much memory it has is not known"),
+        (None, 0, None, "plan: ... GiB a GPU, whose memory is not known"),
         ("", 1, None, "no plan: it broke ['recipe=x', 'nodes=2', 'ladder=false', '--json']"),
     ],
 )
-def test_the_plan_is_asked_in_a_process_of_its_own(folder, memory, status, fits, said):
+def test_another_process_makes_the_plan(folder, memory, status, fits, said):
     text = ""
     if memory != "":
         recipe = load_recipe(["recipe=x.yaml"], ranks=None).recipe
@@ -384,11 +371,10 @@ def test_the_plan_is_asked_in_a_process_of_its_own(folder, memory, status, fits,
     (folder / "plan.py").write_text(
         f"import sys; print({text!r}); print('it broke', sys.argv[1:], file=sys.stderr); sys.exit({status})"
     )
-    checked = submit.check_plan(
-        ["recipe=x", "nodes=2"], command=[sys.executable, folder / "plan.py"]
-    )
-    assert checked.fits is fits
-    assert says(said, checked.said), checked.said
+    command = [sys.executable, folder / "plan.py"]
+    found, text = submit.check_plan(["recipe=x", "nodes=2"], command=command)
+    assert found is fits
+    assert says(said, text), text
 
 
 def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypatch, capsys):
@@ -396,10 +382,9 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
 
     def check_plan(arguments):
         asked.append(arguments)
-        return submit.PlanCheck(False, "needs 90 GiB of 80 GiB")
+        return False, "needs 90 GiB of 80 GiB"
 
     monkeypatch.setattr(submit, "check_plan", check_plan)
-    monkeypatch.setattr(command, "can_plan", lambda: True)
     monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
     words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500G"]
     assert launcher(["submit", *words]) == 3
@@ -418,7 +403,7 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
     assert not (folder / "runs").exists()
     assert launcher(["submit", "recipe=x.yaml", "gpus_per_node=4", "run.name=unplanned"]) == 0
     assert (
-        "note: whether it fits was not checked: say for which GPU, such as gpu=h100"
+        "note: whether it fits was not checked: name the GPU, such as gpu=h100"
         in capsys.readouterr().out
     )
     assert len(asked) == 1
@@ -441,10 +426,7 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
     )
     assert command._of_different_memory(
         [("batch.micro_batch_size", ["1", "2"]), ("optimizer.learning_rate", ["1e-4", "2e-4"])]
-    ) == [
-        ["batch.micro_batch_size=1", "optimizer.learning_rate=1e-4"],
-        ["batch.micro_batch_size=2", "optimizer.learning_rate=1e-4"],
-    ]
+    ) == [("batch.micro_batch_size", ["1", "2"]), ("optimizer.learning_rate", ["1e-4"])]
     (snapshot,) = (folder / "runs/small/slurm").glob("recipe_*.yaml")
     assert "nodes: 2" in snapshot.read_text()
     assert json.loads((folder / "runs/small/slurm/submissions.jsonl").read_text())["job"] == "7"
@@ -455,20 +437,10 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
         launcher(["submit", *words, "--force"])
 
 
-def test_without_torch_there_is_no_plan(folder, monkeypatch, capsys):
-    monkeypatch.setattr(command, "can_plan", lambda: False)
-    monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
-    assert launcher(["submit", "recipe=x.yaml", "gpus_per_node=2", "gpu=h100"]) == 0
-    assert (
-        "note: whether it fits was not checked: the plan needs torch, which is not here\n"
-        in capsys.readouterr().out
-    )
-
-
-def test_without_slurm_it_says_so(folder, monkeypatch):
+def test_without_slurm_the_error_says_so(folder, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
     with pytest.raises(
-        RecipeError, match="sbatch: no such command; submit on a machine where Slurm is"
+        RecipeError, match="sbatch: no such command; submit on a machine that has Slurm"
     ):
         launcher(["submit", "recipe=x.yaml"])
 
@@ -522,20 +494,9 @@ def test_wait_reports_how_the_run_ended(folder, monkeypatch, capsys, left, statu
     assert not states
 
 
-# Who is requeued
+# Which jobs are requeued
 
-PLAIN = Ended(
-    state="failed",
-    reason="error",
-    warned=False,
-    terminated=False,
-    preempted=False,
-    timed_out=False,
-    refused=False,
-    bad_nodes=(),
-    new_checkpoint=False,
-    failures=0,
-)
+PLAIN = Ended(state="failed", reason="error")
 
 
 @pytest.mark.parametrize(
@@ -630,7 +591,7 @@ def begin(run, **more):
     return attempts.begin(run.path, settings.pop("job", "7"), **settings)
 
 
-def test_an_attempt_that_died_with_its_node_is_counted_by_the_next(run):
+def test_the_next_attempt_counts_one_that_was_lost_with_its_node(run):
     assert begin(run) is None
     checkpoint(run, 10)
     run.write_status("running", step=12)
@@ -788,7 +749,7 @@ def test_a_successor_is_queued_once_and_removed_when_nothing_is_left(run, monkey
     successors.submit_successor(run.path, "7", "7", "/spool/script", "")
     options = ("--dependency=afternotok:7", "--kill-on-invalid-dep=yes", "--exclude=n9")
     assert said == [("sbatch", "--parsable", *options, "/spool/script", "7", "7")]
-    assert submit.Submission(run.path, "").jobs() == ["8"], (
+    assert submit.Submission(run.path).jobs() == ["8"], (
         "no other job of this folder is submitted meanwhile"
     )
     successors.remove_successor(run.path, "7")
@@ -803,7 +764,7 @@ def test_a_successor_is_queued_once_and_removed_when_nothing_is_left(run, monkey
         "7_2",
         "9_2",
     )
-    assert submit.Submission(run.path, "").jobs() == ["8", "8_2"]
+    assert submit.Submission(run.path).jobs() == ["8", "8_2"]
 
 
 @pytest.mark.parametrize(
@@ -855,7 +816,7 @@ exec "$@"
 
 
 @pytest.fixture
-def started(tmp_path, monkeypatch):
+def started(tmp_path, folder, monkeypatch):
     """Makes a start of job 7: (variables, what scontrol prints, more options) -> the job, commands of scontrol."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/srun").write_text(SRUN)
@@ -870,7 +831,7 @@ def started(tmp_path, monkeypatch):
     before, environment = signal.pthread_sigmask(signal.SIG_BLOCK, []), dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
 
-    def start(variables, printed, *options):
+    def start(variables, printed, *options, python=sys.executable):
         commands = []
 
         def scontrol(*words):
@@ -881,25 +842,10 @@ def started(tmp_path, monkeypatch):
             monkeypatch.setattr(module, "scontrol", scontrol)
         for name, value in (slurm | variables).items():
             monkeypatch.setenv(name, value)
-        words = [
-            "--run",
-            str(tmp_path / "run"),
-            "recipe.yaml",
-            "--script",
-            "s",
-            "--ranks-python",
-            sys.executable,
-        ]
-        words += [
-            "--ranks-per-node",
-            "2",
-            "--lead",
-            "300",
-            "--max-restarts",
-            "0",
-            "--max-failures",
-            "3",
-        ]
+        settings = f"{{ranks_per_node: 2, max_restarts: 0, python: {python}}}"
+        for name in ("recipe.yaml", "other.yaml"):
+            (folder / name).write_text(f"{SMALL}slurm: {settings}\n")
+        words = ["--run", str(tmp_path / "run"), "recipe.yaml", "--script", "s", "--lead", "300"]
         return Job(read_options([*words, *options]), Requests()), commands
 
     yield start
@@ -946,13 +892,13 @@ time.sleep(20)
 """
 
 
-def test_a_warning_reaches_the_ranks_and_comes_again(started, tmp_path, monkeypatch):
+def test_a_warning_is_sent_to_the_ranks_repeatedly(started, tmp_path, monkeypatch):
     """The first signals are lost: srun and the agent do not listen yet."""
     python = tmp_path / "trains"
     python.write_text(TRAINS.format(python=sys.executable))
     python.chmod(0o755)
     monkeypatch.setattr(job_module, "_SIGNAL_AGAIN_SECONDS", 0.1)
-    job, _ = started({}, "JobState=RUNNING", "--ranks-python", str(python))
+    job, _ = started({}, "JobState=RUNNING", python=python)
     job.requests.warn_at = time.monotonic() + 0.1
     assert job.train() == 5
     assert (job.requests.warned, job.requests.terminated) == (True, False)
@@ -964,7 +910,7 @@ def test_a_warning_reaches_the_ranks_and_comes_again(started, tmp_path, monkeypa
     assert said[1:] == ["saved"]
 
 
-def test_an_examination_ends_when_it_takes_too_long_or_the_job_is_asked_to_stop(started, tmp_path):
+def test_a_check_ends_if_it_takes_too_long_or_the_job_must_stop(started, tmp_path):
     job, _ = started({}, "")
     log = tmp_path / "log"
     assert job._look(60, log, "bash", "-c", "echo printed; exit 7") == 7
@@ -994,7 +940,7 @@ sys.exit(max(rank.wait() for rank in ranks))
 @pytest.mark.parametrize(
     ("number", "importing"), [(signal.SIGUSR1, 0.0), (signal.SIGTERM, 0.0), (signal.SIGUSR1, 1.0)]
 )
-def test_the_request_reaches_the_ranks_and_torchrun_lives(tmp_path, number, importing):
+def test_the_signal_reaches_the_ranks_and_torchrun_survives(tmp_path, number, importing):
     """Also where the ranks do not listen yet; and torchrun itself would die of either signal."""
     command = [
         sys.executable,
@@ -1017,11 +963,11 @@ def test_the_request_reaches_the_ranks_and_torchrun_lives(tmp_path, number, impo
     finally:
         process.kill()
     assert process.returncode == 0
-    assert output.count("are told to save and stop") == 1
+    assert output.count("save and stop") == 1
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["saved", "saved"]
 
 
-def test_the_agent_fills_in_what_differs_between_nodes(capfd, monkeypatch):
+def test_the_agent_replaces_words_that_depend_on_the_node(capfd, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     monkeypatch.setenv("SLURM_NODEID", "0")
     code = "import subprocess, sys; from launcher.slurm import agent; sys.exit(agent.main(sys.argv[1:]))"
@@ -1051,7 +997,7 @@ def test_the_agent_fills_in_what_differs_between_nodes(capfd, monkeypatch):
         agent.address("ib9")
 
 
-def test_a_refusal_is_left_for_the_script(tmp_path, folder):
+def test_a_refusal_is_written_for_the_job(tmp_path, folder):
     """torchrun's exit status would be that of a crash."""
     refused = tmp_path / "refused"
     environment = os.environ | {"LAUNCHER_REFUSED": str(refused)}
@@ -1081,12 +1027,12 @@ def test_each_node_alone(tmp_path):
     nodes = ["n1", "n2", "n3", "n4", "n5"]
     bad, other = preflight.each(log, nodes, status=1)
     assert bad == {"n2": ["n2 unfit: GPU 3: not free"]}
-    unknown = "nothing is known of it; the srun ended with status 1"
+    unknown = "no result; the srun ended with status 1"
     assert other == ["n3: the recipe is not there", f"n4: {unknown}", f"n5: {unknown}"]
     late, other = preflight.each(log, nodes, status=preflight.LATE)
     assert list(late) == ["n2", "n4", "n5"]
     assert other == ["n3: the recipe is not there"]
-    assert late["n5"] == ["did not come to an end: a GPU, its driver or a file system hangs"]
+    assert late["n5"] == ["did not end in time: a GPU, its driver or a file system hangs"]
     log.write_text("n1: status 127\n")
     assert preflight.each(log, ["n1"], status=0) == ({"n1": ["ended with status 127"]}, [])
 
@@ -1104,10 +1050,10 @@ def test_all_nodes_together(tmp_path, capsys):
         return preflight.together(file, nodes, status=status)
 
     late = preflight.together(file, nodes, status=preflight.LATE)
-    assert late == ({}, ["the examination took too long, and was ended"])
+    assert late == ({}, ["the check took too long"])
     assert preflight.together(file, nodes, status=1) == (
         {},
-        ["the examination ended with status 1, and no report"],
+        ["the check ended with status 1, without a report"],
     )
     assert found(("clock", "bad", "elsewhere")) == ({}, ["elsewhere: clock: why"])
     assert found(("rates", "warning", "n1"), status=0) == ({}, [])
@@ -1120,10 +1066,10 @@ def test_all_nodes_together(tmp_path, capsys):
     assert clocks == ({"n2": ["clock: why", "versions: why"]}, ["all nodes: clocks: why"])
     assert preflight.report(*late, tmp_path / "x.log") == []
     assert (
-        f"no node is named by that, and training goes on; more is in {tmp_path}/x.log"
+        f"no node can be blamed for that, so training begins; details: {tmp_path}/x.log"
         in capsys.readouterr().err
     )
     assert preflight.report(*clocks, tmp_path / "x.log") == ["n2"]
     printed = capsys.readouterr().err
-    assert "not fit to train: n2; more is in" in printed
+    assert "not fit to train: n2; details: " in printed
     assert "  n2: clock: why\n" in printed

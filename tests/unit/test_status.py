@@ -58,7 +58,7 @@ def event(run, name, at, attempt, **more):
 
 @pytest.fixture
 def run(tmp_path):
-    """Three attempts: killed after step 60, failed after step 80, now at step 100. Checkpoints at 50 and 75 were gone on from."""
+    """Three attempts: killed after step 60, failed after step 80, now at step 100. They resumed from the checkpoints of steps 50 and 75."""
     run = RunFolder(tmp_path / "runs/one")
     run.create("")
     metrics(run, 100, start=NOW - 300)
@@ -73,22 +73,22 @@ def run(tmp_path):
     checkpoint(run, 75)
     damaged = checkpoint(run, 90)
     (damaged / "commit.json").unlink()
-    run.write_status("running", step=98, steps=200, failed_saves="2 in a row: disk full")
+    run.write_status("running", step=98, steps=200, warning="2 in a row: disk full")
     return run
 
 
-def test_where_the_time_went(run):
+def test_where_the_time_was_spent(run):
     summary = status.summarize(run.path, NOW)
     summary.until = NOW
-    spent = status.spent(summary, run.path)
-    assert spent.wall == 500
-    assert spent.counted == 200
-    assert spent.repeated_steps == 10 + 5
-    assert spent.repeated == pytest.approx(15 * 2.0)
-    assert spent.between == 10 + 40
-    assert spent.rest == pytest.approx(500 - 200 - 30 - 50)
+    spent = status.time_spent(summary)
+    assert spent["wall"] == 500
+    assert spent["counted"] == 200
+    assert spent["repeated_steps"] == 10 + 5
+    assert spent["repeated"] == pytest.approx(15 * 2.0)
+    assert spent["between"] == 10 + 40
+    assert spent["rest"] == pytest.approx(500 - 200 - 30 - 50)
     assert [(a.resumed, a.reached, a.ended) for a in summary.attempts] == [
-        (0, 60, "without a word"),
+        (0, 60, "killed"),
         (50, 80, "failed (hang)"),
         (75, None, ""),
     ]
@@ -111,14 +111,14 @@ def test_one_run(run, capsys, monkeypatch):
         "checkpoint  step 75, ",
         "3.0 MiB; 2 are kept",
         "damaged: step_00000090: ",
-        "failed saves  2 in a row: disk full",
+        "warning  2 in a row: disk full",
         f"process {os.getpid()} on ",
         ": alive",
         "about 30 s in 15 steps trained again",
         "50 s with nobody running",
         "restarts      2",
         "failed (hang)",
-        "without a word",
+        "killed",
     ):
         assert " ".join(text.split()) in " ".join(said.split()), said
     assert "\x1b" not in said
@@ -126,7 +126,7 @@ def test_one_run(run, capsys, monkeypatch):
 
 def test_a_run_that_died_and_one_that_ended(run, capsys):
     assert main.main(["status", str(run.path)]) == 0
-    assert "died: nobody runs it" in capsys.readouterr().out
+    assert "died: its process ended without a message" in capsys.readouterr().out
     run.write_status("failed", step=98, reason="hang", error="rank [1] of 2 is behind\nsecond line")
     assert main.main(["status", str(run.path)]) == 0
     said = capsys.readouterr().out
@@ -158,11 +158,11 @@ def test_a_folder_of_runs(run, capsys):
     ("arguments", "told"),
     [
         (["FOLDER/nowhere"], "FOLDER/nowhere: there is no such folder"),
-        (["FOLDER"], "FOLDER: is no run's folder (there is no status.json), and holds none"),
+        (["FOLDER"], "FOLDER: neither the folder of a run nor one that holds runs"),
         ([], "Missing argument 'RUN_DIR'"),
     ],
 )
-def test_where_there_is_no_run(arguments, told, tmp_path, capsys):
+def test_a_folder_without_runs_is_refused(arguments, told, tmp_path, capsys):
     assert (
         main.main(["status", *(word.replace("FOLDER", str(tmp_path)) for word in arguments)]) == 2
     )

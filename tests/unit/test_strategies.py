@@ -353,14 +353,14 @@ def test_a_sink_that_fails_is_logged_once_and_not_used_again(messages):
     for step in range(3):
         sink.write({"step": step})
     sink.close("finished")
-    assert messages() == ["wandb is disabled from here on, training continues: the network is gone"]
+    assert messages() == ["wandb is disabled from now on, training continues: the network is gone"]
     assert Outage.writes == 1
 
     def refused():
         raise RuntimeError("no API key")
 
     OptionalSink("wandb", refused).write({"step": 1})
-    assert messages()[1] == "wandb is disabled from here on, training continues: no API key"
+    assert messages()[1] == "wandb is disabled from now on, training continues: no API key"
 
 
 def test_peak_flops_by_name():
