@@ -56,10 +56,10 @@ print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - imported, "
 
 STREAM = """
 import json, resource, sys, time
-from launcher.data.batching import RankBatchSampler
+from launcher.data.batching import RankBatchSampler, StreamOrder
 from launcher.data.encoder import make_encoder
 from launcher.data.sources import find_parts
-from launcher.data.streaming import StreamingDataset, StreamOrder
+from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs
 from launcher.recipe.schema import Data
 folder, step, length, places = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])

@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from launcher.data.batching import BatchSampler
-from launcher.data.dataset import TrainingData
-from launcher.data.loader import expected_padding
+from launcher.data.loader import TrainingData, expected_padding
 from launcher.distributed.process_group import DataParallel
 from launcher.metrics.console import bytes_as_text
 from launcher.recipe.schema import Batch, Recipe

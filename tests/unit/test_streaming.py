@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.data import shards, streaming
-from launcher.data.batching import RankBatchSampler
+from launcher.data import streaming
+from launcher.data.batching import RankBatchSampler, StreamOrder
 from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.setup import raise_error
-from launcher.data.shards import assign_shards
 from launcher.data.sources import find_parts, read_rows
-from launcher.data.streaming import StreamingDataset, StreamOrder
+from launcher.data.streaming import StreamingDataset, assign_shards
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.recipe import schema
@@ -26,7 +25,7 @@ END = 256
 @pytest.fixture
 def small_shards(monkeypatch):
     """Small inputs are divided as large ones are."""
-    monkeypatch.setattr(shards, "_SHARD_BYTES", 50)
+    monkeypatch.setattr(streaming, "_SHARD_BYTES", 50)
 
 
 def make_stream(
@@ -137,7 +136,7 @@ def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
 @pytest.mark.parametrize("size", [50, 350, 10**6])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_row_belongs_to_one_shard(texts, monkeypatch, size, shuffle):
-    monkeypatch.setattr(shards, "_SHARD_BYTES", size)
+    monkeypatch.setattr(streaming, "_SHARD_BYTES", size)
     (texts / "empty.txt").write_text("")
     parts = find_parts((str(texts),), kind="text")
     assigned = assign_shards(parts, seed=3, shuffle=shuffle)
@@ -402,7 +401,7 @@ def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
             cache_dir=str(tmp_path / "cache"),
         )
 
-    for module in ("sources", "shards"):
+    for module in ("sources", "streaming"):
         monkeypatch.setattr(
             f"launcher.data.{module}.load_data_set", functools.cache(load_data_set.__wrapped__)
         )
