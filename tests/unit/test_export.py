@@ -95,8 +95,8 @@ def test_target_modules_that_are_not_there(llama):
     with pytest.raises(RecipeError) as error:
         adapted(llama, lora=Lora(target_modules=("q_proj", "query", "embed_tokens")))
     assert error.value.problems == [
-        f"lora.target_modules: {name} is no linear layer of the model; there are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, "
-        "up_proj, v_proj"
+        f"lora.target_modules: {name} is not a linear layer of the model; available: down_proj, "
+        "gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
         for name in ("query", "embed_tokens")
     ]
 
@@ -118,7 +118,7 @@ def test_experts_get_no_adapters_and_a_note(mixtral, messages):
     adapted(mixtral)
     (message,) = messages()
     assert message.startswith(
-        "note: experts are no linear layers and get no adapters: 4 tensors such as"
+        "note: experts are not linear layers and get no adapters: 4 tensors such as"
     )
     assert message.endswith("model.layers.0.mlp.experts.gate_up_proj")
 
