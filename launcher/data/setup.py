@@ -148,9 +148,9 @@ def open_run_data(
     data, batch, run = recipe.data, recipe.batch, recipe.run
     if data.builder is not None:
         custom = build_custom_data(data.builder, data.arguments)
-        sets = custom.validation if isinstance(custom.validation, dict) else {}
-        if custom.validation is not None and not sets:
-            sets = {"validation": custom.validation}
+        sets = custom.validation
+        if not isinstance(sets, dict):
+            sets = {"validation": sets}
         training: MapData = CustomDataset(custom.train, custom, data.builder)
         validation: dict[str, MapData] = {
             name: CustomDataset(samples, custom, data.builder)

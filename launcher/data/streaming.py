@@ -193,7 +193,7 @@ class StreamingDataset(IterableDataset[Collated]):
         first_sample = sampler.first_step * sampler.global_batch_size
         if saved and saved["order"] == self.order and saved["samples"] <= first_sample:
             other._saved_samples = saved["samples"]
-            other._saved_positions = [(turn, *rest) for turn, *rest in saved["places"]]
+            other._saved_positions = [(turn, *rest) for turn, *rest in saved["positions"]]
         return other
 
     def state(
@@ -209,7 +209,7 @@ class StreamingDataset(IterableDataset[Collated]):
         if ranks.size > 1:  # each shard is read by some rank; those that share one agree
             table = table.to(ranks.device)
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=ranks.group)
-        return {"order": self.order, "samples": samples, "places": table.tolist()}
+        return {"order": self.order, "samples": samples, "positions": table.tolist()}
 
     def workers(self, wanted: int) -> int:
         """The most loader processes, up to `wanted`, that divide a group of micro-batches."""

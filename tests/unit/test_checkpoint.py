@@ -114,16 +114,16 @@ def test_all_mistakes_are_reported_at_once(copy):
         model__layers__7__new=torch.zeros(1),
     )
     change(copy, lm_head__weight=None)
-    told = refusal(copy)
-    assert "does not fit a LlamaForCausalLM with its config" in told
-    assert "model.norm.weight: missing in the checkpoint" in told
-    assert "lm_head.weight: missing in the checkpoint" in told
+    message = refusal(copy)
+    assert "does not fit a LlamaForCausalLM with its config" in message
+    assert "model.norm.weight: missing in the checkpoint" in message
+    assert "lm_head.weight: missing in the checkpoint" in message
     assert (
         "model.layers.0.mlp.up_proj.weight: is [5, 32] in the checkpoint, and [48, 32] in the model"
-        in told
+        in message
     )
-    assert "model.layers.7.new: in the checkpoint, but not in the model" in told
-    assert len(told.splitlines()) == 5
+    assert "model.layers.7.new: in the checkpoint, but not in the model" in message
+    assert len(message.splitlines()) == 5
 
 
 def test_another_tasks_head_is_logged(copy, messages):
@@ -138,8 +138,8 @@ def test_another_tasks_head_is_logged(copy, messages):
 
 
 def test_a_base_models_checkpoint_has_no_head_to_predict_with(tmp_path):
-    told = refusal(save(tmp_path, auto="AutoModel"))
-    assert told.splitlines()[1:] == ["lm_head.weight: missing in the checkpoint"]
+    message = refusal(save(tmp_path, auto="AutoModel"))
+    assert message.splitlines()[1:] == ["lm_head.weight: missing in the checkpoint"]
 
 
 def test_a_base_models_names_lack_its_prefix(tmp_path):
@@ -250,9 +250,9 @@ def test_an_expert_that_is_missing_is_named(tmp_path):
 
 def test_pickled_weights_are_refused(copy):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    told = refusal(copy)
-    assert "has no safetensors, only pickled weights" in told
-    assert "save_pretrained" in told
+    message = refusal(copy)
+    assert "has no safetensors, only pickled weights" in message
+    assert "save_pretrained" in message
 
 
 def test_no_weights(copy):

@@ -1,4 +1,4 @@
-"""From files to micro-batches: no token lost, none twice, and each problem with the file and line it is in."""
+"""From files to micro-batches: each token once, and each problem with its file and line."""
 
 import itertools
 import json
@@ -227,12 +227,12 @@ def test_damaged_parquet(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
-def test_a_file_that_is_gone(tmp_path, name):
+def test_a_missing_file(tmp_path, name):
     with pytest.raises(RecipeError, match=f"{name}: cannot be read: No such file or directory"):
         list(read_documents(tmp_path / name, column="text"))
 
 
-def test_where_a_row_is(tmp_path):
+def test_the_place_of_a_row(tmp_path):
     rows = [{"a": 1}, {"a": 2}]
     for name, places in {
         "a.jsonl": (":1", ":2"),

@@ -254,7 +254,7 @@ def test_several_bad_rows_are_reported_together(tmp_path):
     )
 
 
-# What is left and found again
+# Locks, and stores that exist
 
 
 def record(**more):

@@ -269,28 +269,28 @@ def test_export_of_a_classifiers_adapter(tmp_path, llama):
 
 
 def test_export_refused(tmp_path, llama, capsys):
-    def told(*arguments):
+    def error_of(*arguments):
         assert main(["export", *map(str, arguments)]) == 2
         return capsys.readouterr().err
 
     run, out = tmp_path / "run", tmp_path / "out"
-    assert "Missing argument 'OUT'" in told(run)
-    assert "no such folder" in told(run, out)
+    assert "Missing argument 'OUT'" in error_of(run)
+    assert "no such folder" in error_of(run, out)
     run.mkdir()
-    assert "does not look like the folder of a run" in told(run, out)
+    assert "does not look like the folder of a run" in error_of(run, out)
     (run / "recipe.yaml").write_text("")
-    assert "checkpoint.export: at_end" in told(run, out)
+    assert "checkpoint.export: at_end" in error_of(run, out)
     (run / "hf").mkdir()
     save_file({"a": torch.zeros(1)}, run / "hf" / "model.safetensors")
-    assert "there is no adapter to add in" in told(run, out, "merged=true")
-    assert "dtype=int8: must be bfloat16 | float16 | float32" in told(run, out, "dtype=int8")
-    several = told(run, out, "merge=true", "merged=yes")
+    assert "there is no adapter to add in" in error_of(run, out, "merged=true")
+    assert "dtype=int8: must be bfloat16 | float16 | float32" in error_of(run, out, "dtype=int8")
+    several = error_of(run, out, "merge=true", "merged=yes")
     assert "merge=true: no option of launcher export; did you mean merged?" in several
     assert "merged=yes: must be true or false" in several
-    assert "no folder" in told(run, tmp_path / "a" / "b")
+    assert "no folder" in error_of(run, tmp_path / "a" / "b")
     out.mkdir()
     (out / "file").write_text("")
-    assert "is there already and not empty" in told(run, out)
+    assert "is there already and not empty" in error_of(run, out)
 
 
 def test_an_adapter_whose_base_is_gone(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""What the model's own library says no to, and how weights are drawn."""
+"""Building models, what is refused, and how weights are initialized."""
 
 import sys
 

@@ -150,7 +150,7 @@ def test_every_row_belongs_to_one_shard(texts, monkeypatch, size, shuffle):
     assert assigned == assign_shards(parts, seed=3, shuffle=shuffle)
 
 
-def test_a_line_longer_than_a_unit_is_read_once(tmp_path, small_shards):
+def test_a_line_longer_than_a_part_is_read_once(tmp_path, small_shards):
     file = tmp_path / "long.jsonl"
     texts = ["a" * 500, "b", "c" * 130, "d" * 3, "e" * 49]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -214,7 +214,7 @@ def test_every_token_is_the_target_of_the_one_before_it_also_over_a_cut(texts):
     assert len(ids) == 56, "no padding"
 
 
-WAYS = [
+LAYOUTS = [
     {"ranks": 1, "micro": 1},
     {"ranks": 1, "micro": 1, "workers": 4},
     {"ranks": 2, "micro": 3, "workers": 2},
@@ -224,10 +224,10 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_ranks_micro_batches_and_loader_processes_do_not_change_a_step(texts, small_shards, way):
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ranks_micro_batches_and_loader_processes_do_not_change_a_step(texts, small_shards, layout):
     whole, states = steps_of(texts, batch=12, micro=12)
-    assert steps_of(texts, batch=12, **way) == (whole, states)
+    assert steps_of(texts, batch=12, **layout) == (whole, states)
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
@@ -243,15 +243,17 @@ def test_a_resume_continues_from_the_saved_positions(tmp_path, small_shards, kin
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"batch": 12, "kind": kind, "steps": 20, "shuffle_buffer": 40}
     whole, states = steps_of(folder, micro=12, **options)
-    passes = {place[0] for place in states[-1]["places"]}
+    passes = {position[0] for position in states[-1]["positions"]}
     assert max(passes) >= 1, "into the second pass"
-    for way in WAYS:
-        found, again = steps_of(folder, first_step=18, saved=states[17], **way, **options)
+    for layout in LAYOUTS:
+        found, again = steps_of(folder, first_step=18, saved=states[17], **layout, **options)
         assert found == whole[18:]
         assert again == states[18:]
     # Batches may be skipped after the checkpoint; without the positions everything is tokenized again
-    assert steps_of(folder, first_step=18, saved=states[14], **WAYS[2], **options)[0] == whole[18:]
-    assert steps_of(folder, first_step=18, **WAYS[2], **options)[0] == whole[18:]
+    assert (
+        steps_of(folder, first_step=18, saved=states[14], **LAYOUTS[2], **options)[0] == whole[18:]
+    )
+    assert steps_of(folder, first_step=18, **LAYOUTS[2], **options)[0] == whole[18:]
 
 
 def test_a_resume_does_not_tokenize_what_was_seen(tmp_path, monkeypatch):
@@ -408,7 +410,7 @@ def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
     real = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     whole, states = steps_of("owner/set", batch=2, micro=1, steps=16, folder=tmp_path)
-    assert len(states[0]["places"]) == 2, "three files, and a power of two"
+    assert len(states[0]["positions"]) == 2, "three files, and a power of two"
     assert (
         steps_of(
             "owner/set",
