@@ -56,13 +56,13 @@ print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - imported, "
 
 STREAM = """
 import json, resource, sys, time
-from launcher.data.batching import RankBatchSampler
+from launcher.data.batching import RankBatchSampler, StreamOrder
 from launcher.data.encoder import make_encoder
 from launcher.data.sources import find_parts
-from launcher.data.streaming import StreamingDataset, StreamOrder
+from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs
 from launcher.recipe.schema import Data
-folder, step, length, places = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+folder, step, length, positions = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
 data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer", sequence_length=length)
 started, cpu = time.perf_counter(), time.process_time()
 sampler = RankBatchSampler(
@@ -72,13 +72,13 @@ stream = StreamingDataset(
     find_parts(data.train, kind="text"), make_encoder("text", data, tokenizer=data.tokenizer), sampler=sampler, data=data, seed=1,
     model=ModelInputs(), skipped_rows=None,
 )
-# Places after the step: one step on
-start = {"order": stream.order, "samples": step * 1024, "places": places} if places else None
+# Positions after the step: one step later
+start = {"order": stream.order, "samples": step * 1024, "positions": positions} if positions else None
 *_, last = stream.starting(sampler, start)
 seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-places = [last["positions"][shard] for shard in sorted(last["positions"])]
-print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak, "places": places}))
+positions = [last["positions"][shard] for shard in sorted(last["positions"])]
+print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak, "positions": positions}))
 """
 
 
@@ -91,12 +91,12 @@ def stream(folder: Path, step: int, length: int) -> str:
     before = run(
         STREAM, folder, step - 1, length, "null"
     )  # its positions are those of the checkpoint
-    for what, at, places in (
+    for what, at, positions in (
         ("to the first step", 0, None),
-        (f"to step {step:,}, from a checkpoint's positions", step, before["places"]),
+        (f"to step {step:,}, from a checkpoint's positions", step, before["positions"]),
         (f"to step {step:,}, without them", step, None),
     ):
-        found = run(STREAM, folder, at, length, json.dumps(places))
+        found = run(STREAM, folder, at, length, json.dumps(positions))
         lines.append(
             f"| {what} | {found['seconds']:.1f} | {found['cpu']:.1f} | {found['peak'] / 1024:.0f} MiB |"
         )

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "KMP_")
+SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "KMP_", "TOKENIZERS_PARALLELISM")
 
 
 def variables():

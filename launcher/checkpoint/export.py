@@ -62,7 +62,7 @@ def export_checkpoint(
         folder = checkpoint_folder(recipe.model)
         assert folder is not None
         base = open_checkpoint(folder, model)
-        read_frozen, natural = base.reader(), base.dtype
+        read_frozen, natural = base.reader(), base.stored.dtype()
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, base_dtype=torch.float32, base=recipe.model.path)
     names, read_stored = open_tensors(checkpoint)
@@ -169,5 +169,5 @@ def _merge(source: Path, scratch: Path, dtype: torch.dtype | None) -> None:
     if problems:
         raise RecipeError(problems)
     read = adapter.reader(model, checkpoint.reader(), stored.rows)
-    write_weights(model, scratch, read, dtype=dtype or checkpoint.dtype, merged=True)
+    write_weights(model, scratch, read, dtype=dtype or checkpoint.stored.dtype(), merged=True)
     stored.close()

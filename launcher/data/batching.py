@@ -1,15 +1,15 @@
 """Which sample is at which position of the run, and which positions a rank computes.
 
 The order of samples is a function of (seed, epoch, global position) alone. Ranks, loader processes
-and micro-batches only decide who computes a position. So a run on other hardware sees the same
-samples in the same order, and the step is all that a checkpoint must hold.
+and micro-batches only divide the positions. So a run on other hardware sees the same samples in the
+same order, and the step is all that a checkpoint must hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 _MASK = (1 << 64) - 1
 
@@ -80,41 +80,38 @@ class SampleOrder:
     """The samples of all epochs, one after another."""
 
     samples: int
+    """Per epoch."""
     seed: int
     shuffle: bool
     epochs: int | None = None
     """None: endless."""
 
     def sample(self, position: int) -> int:
+        """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
         epoch, index = divmod(position, self.samples)
         if self.epochs is not None and epoch >= self.epochs:
             return NO_SAMPLE
-        return (
-            permuted(index, size=self.samples, seed=self.seed, epoch=epoch)
-            if self.shuffle
-            else index
-        )
-
-    def passes(self, positions: int) -> list[float]:
-        return [positions / self.samples]
-
-
-class Order(Protocol):
-    """Which sample is at which global position."""
-
-    @property
-    def samples(self) -> int:
-        """Samples per epoch."""
-
-    @property
-    def epochs(self) -> int | None:
-        """None: endless."""
-
-    def sample(self, position: int) -> int:
-        """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
+        if not self.shuffle:
+            return index
+        return permuted(index, size=self.samples, seed=self.seed, epoch=epoch)
 
     def passes(self, positions: int) -> list[float]:
         """How many times the first `positions` positions go through each source."""
+        return [positions / self.samples]
+
+
+@dataclass(frozen=True)
+class StreamOrder:
+    """The order of a stream (data.streaming): indices are positions, its length is not known."""
+
+    samples: int = 0
+    epochs: int | None = None
+
+    def sample(self, position: int) -> int:
+        return position
+
+    def passes(self, positions: int) -> list[float]:
+        return []
 
 
 _PERIOD = 4096
@@ -161,16 +158,12 @@ class MixtureOrder:
             return NO_SAMPLE
         period, index = divmod(position, _PERIOD)
         source, before = self._turns[index]
-        return self._offsets[source] + self._orders[source].sample(
-            period * self._counts[source] + before
-        )
+        turn = period * self._counts[source] + before
+        return self._offsets[source] + self._orders[source].sample(turn)
 
     def passes(self, positions: int) -> list[float]:
-        shares = [count / _PERIOD for count in self._counts]
-        return [
-            positions * share / order.samples
-            for share, order in zip(shares, self._orders, strict=True)
-        ]
+        counted = zip(self._counts, self._orders, strict=True)
+        return [positions * count / _PERIOD / order.samples for count, order in counted]
 
 
 def _apportion(weights: Sequence[float], total: int) -> list[int]:
@@ -188,14 +181,7 @@ def _apportion(weights: Sequence[float], total: int) -> list[int]:
     return counts
 
 
-class BatchSampler(Protocol):
-    """One rank's micro-batches as lists of sample indices, step after step."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """All micro-batches of the run."""
-
-    def micro_batches(self, step: int) -> int:
-        """Micro-batches of a step (0-based): the same number on every rank."""
+Order = SampleOrder | MixtureOrder | StreamOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +208,7 @@ class RankBatchSampler(_RankPart):
     micro_batch_size: int
 
     def micro_batches(self, step: int) -> int:
+        """Micro-batches of a step (0-based): the same number on every rank."""
         return accumulation_steps(
             global_batch_size=self.global_batch_size,
             micro_batch_size=self.micro_batch_size,
@@ -229,6 +216,7 @@ class RankBatchSampler(_RankPart):
         )
 
     def __iter__(self) -> Iterator[list[int]]:
+        """The sample indices of each micro-batch of this rank, step after step."""
         for step in range(self.first_step, self.steps):
             first, size = step * self.global_batch_size, self.micro_batch_size
             for micro in range(self.micro_batches(step)):
@@ -282,3 +270,6 @@ class TokenBatchSampler(_RankPart):
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.first_step, self.steps):
             yield from self.groups(step)[self.rank :: self.ranks]
+
+
+BatchSampler = RankBatchSampler | TokenBatchSampler

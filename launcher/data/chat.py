@@ -1,9 +1,10 @@
-"""Conversations into tokens, with the loss on what the assistant says.
+"""Conversations into tokens, with loss on what the assistant says.
 
 Two ways show which characters of a rendered conversation are the assistant's. A template may mark
-them: `{% generation %} ... {% endgeneration %}`. Otherwise the conversation is rendered again with
-a placeholder for each answer, and both renderings must be the same apart from the answers. Nothing
-is guessed: a row that cannot be verified is an error.
+them: `{% generation %} ... {% endgeneration %}`. Otherwise a second rendering is compared with the
+first: one with a placeholder for each answer, which must be the same apart from the answers; or,
+for tool calls and reasoning, those of the conversation up to each answer. Nothing is guessed: a row
+that cannot be verified is an error.
 """
 
 from __future__ import annotations
@@ -29,14 +30,10 @@ _SHAREGPT = {
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-_SPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """What an assistant says besides its content."""
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
-_ADVICE = (
-    "put {% generation %} and {% endgeneration %} around what the assistant says in the template, "
-    "and name that file in data.chat_template"
-)
+_THOUGHT = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 
 
 class RowError(ValueError):
@@ -54,7 +51,7 @@ def read_messages(value: Any, column: str) -> list[Message]:
         return [_message(turn, f"message {number}") for number, turn in enumerate(value, start=1)]
     raise RowError(
         f"column {column!r} must hold a list of messages, each with role and content (or from and "
-        f"value); got {_shown(value)}"
+        f"value); got {'an empty list' if value == [] else type(value).__name__}"
     )
 
 
@@ -64,32 +61,25 @@ def _message(turn: Message, what: str) -> Message:
         speaker = message.pop("from")
         if speaker not in _SHAREGPT:
             roles = ", ".join(_SHAREGPT)
-            raise RowError(f"{what}: unknown role {speaker!r} in `from`; there are {roles}")
+            raise RowError(f"{what}: unknown role {speaker!r} in `from`; must be one of {roles}")
         message = {"role": _SHAREGPT[speaker], "content": message.pop("value", None), **message}
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         got = "no role" if role is None else f"unknown role {role!r}"
-        raise RowError(f"{what}: {got}; there are {', '.join(_ROLES)}")
+        raise RowError(f"{what}: {got}; must be one of {', '.join(_ROLES)}")
     if isinstance(content, list):
-        content = "".join(_part_text(part, what) for part in content)
-    if content is None and any(message.get(key) for key in _SPOKEN):
+        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        for part, text in zip(content, texts, strict=True):
+            if not isinstance(text, str):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise RowError(f"{what}: a content part is {kind!r}; only text can be trained on")
+        content = "".join(map(str, texts))
+    if content is None and any(message.get(key) for key in _BESIDE_CONTENT):
         content = ""
     if not isinstance(content, str):
-        got = _shown(content)
+        got = "nothing" if content is None else type(content).__name__
         raise RowError(f"{what}: content must be text, or a list of text parts; got {got}")
     return {**message, "content": content}
-
-
-def _part_text(part: Any, what: str) -> str:
-    text = part.get("text") if isinstance(part, dict) else part
-    if isinstance(text, str):
-        return text
-    kind = part.get("type", "no text") if isinstance(part, dict) else type(part).__name__
-    raise RowError(f"{what}: a content part is {kind!r}; only text is trained on")
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else "an empty list" if value == [] else type(value).__name__
 
 
 def read_tools(value: Any) -> list[Any] | None:
@@ -100,7 +90,7 @@ def read_tools(value: Any) -> list[Any] | None:
         except ValueError as error:
             raise RowError(f"column 'tools' is not JSON: {error}") from None
     if value and not isinstance(value, list):
-        raise RowError(f"column 'tools' must hold a list; got {_shown(value)}")
+        raise RowError(f"column 'tools' must hold a list; got {type(value).__name__}")
     return value or None
 
 
@@ -124,14 +114,14 @@ class ChatTemplate:
         self._tokenizer, self._template = tokenizer, template
         if template is None and not tokenizer.chat_template:
             raise RecipeError(
-                f"data.tokenizer: {name}: has no chat template; give a file with one as "
-                "data.chat_template"
+                f"data.tokenizer: {name}: has no chat template; set data.chat_template to a file "
+                "with one"
             )
         if not tokenizer.is_fast:
             raise RecipeError(
                 f"data.tokenizer: {name}: is a slow tokenizer ({type(tokenizer).__name__}), which "
-                "does not say where in the text a token stands, and so not which tokens are the "
-                "assistant's; use one with a tokenizer.json"
+                "gives no positions of tokens in the text, so the assistant's tokens cannot be "
+                "found; use one with a tokenizer.json"
             )
         added = tokenizer.added_tokens_decoder.items()
         special = (number for number, token in added if token.special)
@@ -147,20 +137,16 @@ class ChatTemplate:
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not any(index >= loss_from for index in turns):
             raise RowError("no assistant turn, so nothing to learn from")
-        closed = turns[-1] == len(messages) - 1
-        if _MARKS.search(self._source(tools)):
-            text, spans = self._marked(messages, tools, turns, loss_from)
-            return Rendered(text, spans, marked=True, closed=closed)
-        text, _ = self._apply(messages, tools)
-        found = None
-        if not any(messages[index].get(key) for index in turns for key in _SPOKEN):
-            found = self._verified(messages, tools, text, turns, thoughts=False)
+        marked = _MARKS.search(self._source(tools)) is not None
+        text, spans = self._apply(messages, tools, marks=marked)
+        if marked:
+            spans = _check_marks(spans, turns, loss_from)
+        else:
+            found = self._by_placeholders(messages, tools, text, turns)
             if found is None:
-                found = self._verified(messages, tools, text, turns, thoughts=True)
-        if found is None:
-            found = self._by_turns(messages, tools, text, turns)
-        spans = [span for index, span in zip(turns, found, strict=True) if index >= loss_from]
-        return Rendered(text, spans, marked=False, closed=closed)
+                found = self._by_turns(messages, tools, text, turns)
+            spans = [span for index, span in zip(turns, found, strict=True) if index >= loss_from]
+        return Rendered(text, spans, marked, closed=turns[-1] == len(messages) - 1)
 
     def tokens(self, rendered: list[Rendered]) -> list[tuple[Ids, Ids]]:
         """(ids, labels) of each conversation; labels are IGNORED where there is no loss.
@@ -193,26 +179,22 @@ class ChatTemplate:
         learned = np.zeros(len(ids), dtype=bool)
         for start, end in rendered.spans:
             learned |= (starts < end) & (ends > start)
-        if rendered.marked:
-            return ids, np.where(learned, ids, np.int32(IGNORED)).astype(np.int32)
         special = np.isin(ids, list(self._special))
-        for _, end in rendered.spans:
-            after = int(np.searchsorted(starts, end))  # the first token after the answer
-            stop = after
-            while stop < len(ids) and not special[stop]:
-                if rendered.text[starts[stop] : ends[stop]].strip():
-                    break
+        for _, end in rendered.spans if not rendered.marked else ():
+            after = stop = int(np.searchsorted(starts, end))  # the first token after the answer
+            while (
+                stop < len(ids)
+                and not special[stop]
+                and not rendered.text[starts[stop] : ends[stop]].strip()
+            ):
                 stop += 1
             if stop < len(ids) and special[stop]:
                 learned[after : stop + 1] = True
             elif rendered.closed and end == rendered.spans[-1][1]:
                 stops = np.flatnonzero(special[after:])
-                if stops.size:
-                    learned[after : after + int(stops[0]) + 1] = True
-                else:
-                    ids = np.append(ids, np.int32(self._end))
-                    learned = np.append(learned, True)
-                    learned[after:] = True
+                if not stops.size:
+                    ids, learned = np.append(ids, np.int32(self._end)), np.append(learned, True)
+                learned[after : after + int(stops[0]) + 1 if stops.size else None] = True
         return ids, np.where(learned, ids, np.int32(IGNORED)).astype(np.int32)
 
     @property
@@ -262,87 +244,58 @@ class ChatTemplate:
             raise RowError(f"the chat template fails on this conversation: {what}") from None
         return texts[0], list(spans[0]) if marks else []
 
-    def _marked(
-        self, messages: list[Message], tools: list[Any] | None, turns: list[int], loss_from: int
-    ) -> tuple[str, list[Span]]:
-        text, marks = self._apply(messages, tools, marks=True)
-        marks = [(start, end) for start, end in marks if end > start]
-        if not marks:
-            raise RowError(
-                "the template's {% generation %} marks hold nothing here; are they where the "
-                "assistant speaks?"
-            )
-        if turns[0] < loss_from:
-            if len(marks) != len(turns):
-                raise RowError(
-                    f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks: "
-                    "which are the prompt's?"
-                )
-            marks = marks[sum(index < loss_from for index in turns) :]
-        return text, marks
-
-    def _verified(
-        self,
-        messages: list[Message],
-        tools: list[Any] | None,
-        text: str,
-        turns: list[int],
-        *,
-        thoughts: bool,
+    def _by_placeholders(
+        self, messages: list[Message], tools: list[Any] | None, text: str, turns: list[int]
     ) -> list[Span] | None:
-        """The spans of the answers in `text`, found with placeholders; None if that fails.
+        """The spans of the answers in `text`; None if placeholders do not find them.
 
-        thoughts: an answer `<think>A</think>B` gets two placeholders, for templates that drop A
-        from earlier turns.
+        An answer `<think>A</think>B` gets two placeholders, for templates that drop A from earlier
+        turns.
         """
-        probe, holders = list(messages), []
+        if any(messages[index].get(key) for index in turns for key in _BESIDE_CONTENT):
+            return None
+        probe, contents = list(messages), {}
         for index in turns:
-            content, first = messages[index]["content"], f"Qz{index}aZq"
-            if thoughts and (thought := _THOUGHT.fullmatch(content)):
-                second = f"Qz{index}bZq"
-                holders.append([(first, thought[1]), (second, thought[2])])
-                content = f"<think>\n{first}\n</think>\n\n{second}"
+            content, answer = messages[index]["content"], f"Qz{index}aZq"
+            if thought := _THOUGHT.fullmatch(content):
+                contents[f"Qz{index}tZq"], contents[answer] = thought[2], thought[4]
+                replaced = f"{thought[1]}Qz{index}tZq{thought[3]}{answer}"
             else:
-                holders.append([(first, content)])
-                content = first
-            probe[index] = {**messages[index], "content": content}
-        if "Qz" in text and any(holder in text for turn in holders for holder, _ in turn):
+                contents[answer], replaced = content, answer
+            probe[index] = {**messages[index], "content": replaced}
+        if any(placeholder in text for placeholder in contents):
             return None
         try:
             probed, _ = self._apply(probe, tools)
         except RowError:
             return None
-        literals, contents, groups, at = [], [], [], 0
-        for group, turn in enumerate(holders):
-            for holder, content in turn:
-                place = probed.find(holder, at)
-                if probed.count(holder) > 1 or (place < 0 and holder == turn[-1][0]):
-                    return None
-                if place >= 0:  # otherwise the template dropped the thought
-                    literals.append(probed[at:place])
-                    contents.append(content)
-                    groups.append(group)
-                    at = place + len(holder)
-        found = _locate(text, [*literals, probed[at:]], contents)
-        if found is None:
+        parts = re.split(f"({'|'.join(contents)})", probed)
+        literals, found = parts[::2], parts[1::2]
+        in_order = [placeholder for placeholder in contents if placeholder in found]
+        if found != in_order or not all(f"Qz{index}aZq" in found for index in turns):
             return None
-        spans: list[Span] = []
-        for group in range(len(holders)):
-            own = [number for number, other in enumerate(groups) if other == group]
-            start = found[own[0]][0]
-            if len(own) > 1:  # the model also says the tag before its thought
-                opening = re.search(r"<think>\s*$", literals[own[0]])
-                start -= len(opening[0]) if opening else 0
-            spans.append((start, found[own[-1]][1]))
-        return spans
+        spans: dict[str, Span] = {}
+        at = 0
+        for number, placeholder in enumerate(found):
+            before, after = literals[number], literals[number + 1]
+            last = number == len(found) - 1
+            span = _find_content(text, at, before, contents[placeholder], after, last=last)
+            if span is None:
+                return None
+            start, at = span
+            # The model also says the tag before its thought
+            opening = re.search(r"<think>\s*$", before) if placeholder.endswith("tZq") else None
+            start -= len(opening[0]) if opening else 0
+            turn = placeholder[:-3]
+            spans[turn] = (spans[turn][0] if turn in spans else start, at)
+        return list(spans.values())
 
     def _by_turns(
         self, messages: list[Message], tools: list[Any] | None, text: str, turns: list[int]
     ) -> list[Span]:
         """The spans of the answers in `text`, from the generation prompt to the end of the turn.
 
-        Each prefix of the conversation must render to a prefix of the text. Covers tool calls and
-        reasoning. Raises RowError.
+        Each prefix of the conversation must render to a prefix of the text. Raises RowError.
         """
         spans = []
         for index in turns:
@@ -356,8 +309,9 @@ class ChatTemplate:
             known = len(bare) < len(before) < len(until)
             if not (known and text.startswith(before) and text.startswith(until)):
                 raise RowError(
-                    f"message {index + 1}: which part of the rendered text is the assistant's "
-                    f"cannot be verified; {_ADVICE}"
+                    f"message {index + 1}: the assistant's part of the rendered text cannot be "
+                    "verified; put {% generation %} and {% endgeneration %} around what the "
+                    "assistant says in the template, and set data.chat_template to that file"
                 )
             spans.append((len(before), self._without_ending(until, len(before))))
         return spans
@@ -372,23 +326,37 @@ class ChatTemplate:
         return end
 
 
-def _locate(text: str, literals: list[str], contents: list[str]) -> list[Span] | None:
-    """The spans of the contents if `text` is the literals with the contents, as they are or
-    stripped, between them."""
-    if not text.startswith(literals[0]):
+def _check_marks(marks: list[Span], turns: list[int], loss_from: int) -> list[Span]:
+    """The marks of the turns from `loss_from` on."""
+    marks = [(start, end) for start, end in marks if end > start]
+    if not marks:
+        raise RowError(
+            "the template's {% generation %} marks enclose nothing here; do they enclose what the "
+            "assistant says?"
+        )
+    skipped = sum(index < loss_from for index in turns)
+    if skipped and len(marks) != len(turns):
+        raise RowError(
+            f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks: which are "
+            "the prompt's?"
+        )
+    return marks[skipped:]
+
+
+def _find_content(
+    text: str, at: int, before: str, content: str, after: str, *, last: bool
+) -> Span | None:
+    """The span of `content`, as it is or stripped, in `text[at:]` between two literals.
+
+    last: the text ends with the second one.
+    """
+    start = at + len(before)
+    if not text.startswith(before, at):
         return None
-    at, spans = len(literals[0]), []
-    for number, (content, literal) in enumerate(zip(contents, literals[1:], strict=True), start=1):
-        stripped = (content.strip(), content.lstrip(), content.rstrip())
-        for value in (content, *stripped, content.strip("\n"), content.lstrip("\n")):
-            end = at + len(value)
-            following = end + len(literal)
-            last = number == len(contents)
-            matches = text.startswith(value, at) and text.startswith(literal, end)
-            if matches and (not last or following == len(text)):
-                break
-        else:
-            return None
-        spans.append((at, end))
-        at = following
-    return spans
+    stripped = (content.strip(), content.lstrip(), content.rstrip())
+    for value in (content, *stripped, content.strip("\n"), content.lstrip("\n")):
+        end = start + len(value)
+        ends = text[end:] == after if last else text.startswith(after, end)
+        if text.startswith(value, start) and ends:
+            return start, end
+    return None

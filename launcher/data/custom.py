@@ -42,7 +42,7 @@ class CustomData:
 
 @dataclass(frozen=True)
 class CustomDataset:
-    """One data set of a CustomData. See MapData for the methods."""
+    """One data set of a CustomData, with the members of `SequenceDataset`."""
 
     samples: Any
     data: CustomData

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
+from launcher.data.custom import CustomDataset
 from launcher.data.packing import Sequences, pack
 from launcher.data.token_store import ModelInputs, TokenStore, open_store
+from launcher.models.attention import Masking
 from launcher.recipe import schema
 from launcher.training import loss
 from launcher.training.loss import IGNORED
-
-if TYPE_CHECKING:
-    from launcher.models.attention import Masking
 
 Integers = npt.NDArray[np.int64]
 Row = dict[str, Integers]
@@ -34,48 +33,9 @@ EMPTY: Row = {
 }
 
 
-class TrainingData(Protocol):
-    """What torch's DataLoader loads: `MapData`, or a stream of micro-batches (data.streaming)."""
-
-    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        """Sum of the losses of a micro-batch's targets; a float32 scalar."""
-
-    def describe(self) -> list[str]:
-        """Size, cut documents and padding, one line each."""
-
-    @property
-    def packed(self) -> bool:
-        """Whether documents are packed, so that padding does not depend on the micro-batches."""
-
-    @property
-    def lengths(self) -> Sequence[int] | None:
-        """Tokens of each sample; None if not known in advance."""
-
-    @property
-    def skipped(self) -> list[dict[str, str]]:
-        """`where` and `problem` of the rows that cannot be used (data.on_error: skip)."""
-
-
-class MapData(TrainingData, Protocol):
-    """Samples by index."""
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """For checkpoints, to detect changed data (see `TokenStore.fingerprint`)."""
-
-    def __len__(self) -> int:
-        """Samples."""
-
-    def __getitem__(self, index: int) -> Any:
-        """A sample; NO_SAMPLE gives an empty one."""
-
-    def collate(self, rows: list[Any]) -> Collated:
-        """A micro-batch."""
-
-
 @dataclass(frozen=True)
 class _Stored:
-    """Samples from a token store."""
+    """Samples from a token store. NO_SAMPLE is the index of an empty sample."""
 
     store: TokenStore
     sequences: Sequences
@@ -87,14 +47,17 @@ class _Stored:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
+        """For checkpoints, to detect changed data (see `TokenStore.fingerprint`)."""
         return self.store.fingerprint
 
     @property
     def skipped(self) -> list[dict[str, str]]:
+        """`where` and `problem` of the rows that cannot be used (data.on_error: skip)."""
         return self.store.skipped
 
     @property
     def lengths(self) -> Sequence[int] | None:
+        """Tokens of each sample; None if not known in advance."""
         bounds = self.sequences.bounds[:-1]
         return np.add.reduceat(self.sequences.lengths, bounds)  # type: ignore[return-value]
 
@@ -102,27 +65,27 @@ class _Stored:
     def tokens(self) -> int:
         return int(self.sequences.lengths.sum())
 
-    def losses_of_data(self) -> list[str]:
-        """What does not fit, and which rows were skipped."""
-        sequences, documents = self.sequences, f"{self.store.documents:,} documents are longer than"
+    def _problems(self) -> list[str]:
+        """Documents that are split or cut, and skipped rows."""
+        sequences, longer = self.sequences, f"longer than {self.length} tokens"
         lines = []
         if sequences.split_documents:
             lines.append(
-                f"{sequences.split_documents:,} documents are longer than {self.length} tokens and "
-                "go on in another sequence"
+                f"{sequences.split_documents:,} documents are {longer} and continue in another "
+                "sequence"
             )
         if sequences.cut_documents:
             share = sequences.cut_tokens / int(self.store.offsets[-1])
             lines.append(
-                f"warning: {sequences.cut_documents:,} of {documents} data.sequence_length "
-                f"{self.length} and lose their end, {sequences.cut_tokens:,} tokens "
-                f"({share:.1%} of all)"
+                f"warning: {sequences.cut_documents:,} of {self.store.documents:,} documents are "
+                f"{longer} (data.sequence_length) and lose their end, {sequences.cut_tokens:,} "
+                f"tokens ({share:.1%} of all)"
             )
         if skipped := self.skipped:
+            first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
             lines.append(
                 f"warning: {len(skipped):,} rows cannot be used and are left out (data.on_error: "
-                f"skip), listed in skipped_rows.jsonl; the first: {skipped[0]['where']}: "
-                f"{skipped[0]['problem']}"
+                f"skip), listed in skipped_rows.jsonl; the first: {first}"
             )
         return lines
 
@@ -132,6 +95,7 @@ class SequenceDataset(_Stored):
     """Sequences for next-token training."""
 
     packed: bool
+    """Whether documents are packed, so that padding does not depend on the micro-batches."""
     masking: Masking = "mask"
 
     def __getitem__(self, index: int) -> Row:
@@ -159,9 +123,11 @@ class SequenceDataset(_Stored):
         return collate_sequences(rows, length=self.length, packed=self.packed, masking=self.masking)
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
+        """Sum of the losses of a micro-batch's targets; a float32 scalar."""
         return loss.summed_loss(model, tensors)
 
     def describe(self) -> list[str]:
+        """Size, cut documents and padding, one line each."""
         tokens, count = self.tokens, len(self)
         text = f"{self.store.documents:,} documents, {tokens:,} tokens in {count:,} sequences "
         text += f"of up to {self.length}"
@@ -172,16 +138,13 @@ class SequenceDataset(_Stored):
         if self.store.labels is not None and self.store.trained is not None:
             share = self.store.trained / int(self.store.offsets[-1])
             text += f"; {share:.1%} of the documents' tokens carry loss"
-        return [text, *self.losses_of_data()]
+        return [text, *self._problems()]
 
 
 def sequence_piece(ids: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Row:
     """A run of tokens of one document. Its positions start at 0."""
-    return {
-        "input_ids": ids.astype(np.int64),
-        "targets": targets,
-        "position_ids": np.arange(len(ids), dtype=np.int64),
-    }
+    positions = np.arange(len(ids), dtype=np.int64)
+    return {"input_ids": ids.astype(np.int64), "targets": targets, "position_ids": positions}
 
 
 def joined(pieces: list[Row]) -> Row:
@@ -205,9 +168,10 @@ def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Ma
     }
     if packed and any(int((row["position_ids"] == 0).sum()) > 1 for row in rows):
         # Padding is a document of its own: its positions start at 0 again
-        filled = [np.arange(width - len(row["position_ids"])) for row in rows]
-        pairs = zip(rows, filled, strict=True)
-        positions = np.stack([np.append(row["position_ids"], padding) for row, padding in pairs])
+        positions = np.tile(np.arange(width), (len(rows), 1))
+        for filled, row in zip(positions, rows, strict=True):
+            used = len(row["position_ids"])
+            filled[:used], filled[used:] = row["position_ids"], np.arange(width - used)
         tensors["position_ids"] = torch.from_numpy(positions)
         if masking == "varlen":
             starts = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
@@ -271,7 +235,7 @@ class ClassificationDataset(_Stored):
         counts = enumerate(np.bincount(self.store.classes).tolist())
         shares = ", ".join(f"{index}: {count:,}" for index, count in counts)
         text = f"{len(self):,} documents, {self.tokens:,} tokens, of the classes {shares}"
-        return [text, *self.losses_of_data()]
+        return [text, *self._problems()]
 
 
 @dataclass(frozen=True)
@@ -328,6 +292,10 @@ class MixtureDataset:
             lines.append(f"{name} ({weight / sum(self.weights):.1%} of the sequences): {first}")
             lines += [f"{name}: {line}" for line in rest]
         return lines
+
+
+MapData = SequenceDataset | ClassificationDataset | MixtureDataset | CustomDataset
+"""Samples by index. `SequenceDataset` describes the members that all of them have."""
 
 
 def open_dataset(

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from launcher.data.chat import ChatTemplate, RowError, read_messages, read_tools
-from launcher.data.prompts import read_prompt
+from launcher.data.chat import ChatTemplate, Message, RowError, read_messages, read_tools
 from launcher.data.sources import Row
 from launcher.data.tokenizer import (
+    HuggingFaceTokenizer,
     Ids,
     Tokenizer,
     hugging_face_tokenizer,
@@ -29,6 +29,14 @@ _Tokens = tuple[Ids, Ids | None, int | None]
 """Ids, labels and category of a row, as in Encoded."""
 _BATCH_ROWS = 512
 _BATCH_CHARACTERS = 1 << 20
+_RESPONSES = ("response", "completion", "output")
+_COLUMNS: dict[schema.DataKind, tuple[str, ...]] = {
+    "text": ("text_column",),
+    "tokens": (),
+    "chat": ("messages_column",),
+    "instruct": ("prompt_column", "response_column"),
+    "classification": ("text_column", "label_column"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +52,15 @@ class Encoded:
     """kind classification."""
     problem: str = ""
 
+    @property
+    def skipped(self) -> dict[str, str]:
+        """The row in a list of skipped rows."""
+        return {"where": self.row.where, "problem": self.problem}
+
 
 @dataclass(frozen=True)
 class Encoder:
-    """How rows of one kind become ids. Cheap to copy to another process, which then loads the
-    tokenizer."""
+    """How rows of one kind become ids. Loads the tokenizer when it is first used."""
 
     kind: schema.DataKind
     tokenizer: str | None
@@ -79,253 +91,247 @@ class Encoder:
         return None if self.template is None else hashlib.sha256(self.template.encode()).hexdigest()
 
     def encode_rows(
-        self,
-        rows: Iterable[Row],
-        *,
-        batch_rows: int = _BATCH_ROWS,
-        batch_characters: int = _BATCH_CHARACTERS,
+        self, rows: Iterable[Row], *, batch_rows: int = _BATCH_ROWS
     ) -> Iterator[Encoded]:
         """One result per row, in order. Tokenizes in batches, which is several times faster.
 
         Raises RecipeError for a problem of the tokenizer rather than of a row.
         """
-        kind = _KINDS[self.kind](self)
+        read_row, _ = _KINDS[self.kind]
         batch: list[tuple[Row, Any, str]] = []
         held = 0
         for row in rows:
             read, problem = None, row.problem
             if row.values is not None:
                 try:
-                    read = kind.read(row.values)
+                    read = read_row(self, row.values)
                 except RowError as error:
                     problem = str(error)
             batch.append((row, read, problem))
-            held += _size(read)
-            if len(batch) >= batch_rows or held >= batch_characters:
-                yield from _encode_batch(kind, batch)
+            held += _characters(read)
+            if len(batch) >= batch_rows or held >= _BATCH_CHARACTERS:
+                yield from self._encode_batch(batch)
                 batch, held = [], 0
-        yield from _encode_batch(kind, batch)
+        yield from self._encode_batch(batch)
+
+    def _encode_batch(self, batch: list[tuple[Row, Any, str]]) -> Iterator[Encoded]:
+        _, encode = _KINDS[self.kind]
+        usable = [read for _, read, _ in batch if read is not None]
+        encoded = iter(encode(self, usable) if usable else ())
+        for row, read, problem in batch:
+            yield Encoded(row, problem=problem) if read is None else Encoded(row, *next(encoded))
 
 
-def _encode_batch(kind: _Kind, batch: list[tuple[Row, Any, str]]) -> Iterator[Encoded]:
-    good = [read for _, read, _ in batch if read is not None]
-    encoded = iter(kind.encode(good) if good else ())
-    for row, read, problem in batch:
-        yield Encoded(row, problem=problem) if read is None else Encoded(row, *next(encoded))
-
-
-def _size(read: Any) -> int:
+def _characters(read: Any) -> int:
     if isinstance(read, tuple):
-        return sum(_size(part) for part in read)
+        return sum(_characters(part) for part in read)
     return len(read if isinstance(read, str) else getattr(read, "text", ""))
 
 
 def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | None) -> Encoder:
-    """The encoder for a recipe's data section. Settings that `kind` does not use are left out, so
-    they do not change the store. Raises RecipeError if the chat template cannot be read.
+    """The encoder for a recipe's data section. It leaves out settings that `kind` does not use, so
+    that they do not change the store. Raises RecipeError if the chat template cannot be read.
 
     tokenizer: a folder, a hub id or `bytes`.
     """
-    used = {
-        "text": ("text_column",),
-        "tokens": (),
-        "chat": ("messages_column",),
-        "instruct": ("prompt_column", "response_column"),
-        "classification": ("text_column", "label_column"),
-    }[kind]
     file, template = data.chat_template, None
     if kind in ("chat", "instruct") and file is not None:
         try:
             template = Path(file).read_text(encoding="utf-8")
-        except OSError as error:
-            raise RecipeError(
-                f"data.chat_template: {file}: cannot be read: {error.strerror}"
-            ) from None
-        except UnicodeDecodeError as error:
-            raise RecipeError(
-                f"data.chat_template: {file}: not UTF-8 text (byte {error.start})"
-            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            problem = "not UTF-8 text" if isinstance(error, ValueError) else error.strerror
+            raise RecipeError(f"data.chat_template: {file}: cannot be read: {problem}") from None
     assert tokenizer is not None or kind == "tokens", "the model's own tokenizer is the default"
     return Encoder(
         kind=kind,
         tokenizer=None if kind == "tokens" else tokenizer,
-        columns={name: getattr(data, name) for name in used},
+        columns={name: getattr(data, name) for name in _COLUMNS[kind]},
         labels=data.labels if kind == "classification" else None,
         template=template,
     )
 
 
-# Kinds of data
+# For each kind: reading the columns of a row, which raises RowError, and encoding a batch
 
 
-class _Kind:
-    """Reads the columns of a row (RowError if that fails), and encodes a batch of what it read."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        self.encoder = encoder
-
-    def read(self, row: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-    def encode(self, batch: list[Any]) -> Iterable[_Tokens]:
-        raise NotImplementedError
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        assert self.encoder.tokenizer is not None
-        return load_tokenizer(self.encoder.tokenizer)
-
-    def framed(self, *parts: Ids) -> Ids:
-        """A document of these ids."""
-        begin, end = self.tokenizer.begin, [self.tokenizer.end]
-        arrays = [np.array(begin, dtype=np.int32), *parts, np.array(end, dtype=np.int32)]
-        return np.concatenate(arrays)
+def _read_text(encoder: Encoder, row: dict[str, Any]) -> str:
+    text = _value(row, encoder.text_column, str, "text", "data.text_column names it")
+    return _encodable(text, f"column {encoder.text_column!r}")
 
 
-class _Text(_Kind):
-    def read(self, row: dict[str, Any]) -> str:
-        column = self.encoder.text_column
-        value = row.get(column)
-        if not isinstance(value, str):
-            got = "no such column" if column not in row else f"got {type(value).__name__}"
-            raise RowError(
-                f"column {column!r} must hold text; {got}; columns: {', '.join(row)} "
-                "(data.text_column names it)"
-            )
-        return _encodable(value, f"column {column!r}")
-
-    def encode(self, batch: list[str]) -> Iterator[_Tokens]:
-        for text, ids in zip(batch, self.tokenizer.ids(batch), strict=True):
-            yield self.framed(ids) if text else ids, None, None
+def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[_Tokens]:
+    tokenizer = _tokenizer(encoder)
+    for text, ids in zip(texts, tokenizer.ids(texts), strict=True):
+        yield _document(tokenizer, ids) if text else ids, None, None
 
 
-class _TokenRows(_Kind):
-    def read(self, row: dict[str, Any]) -> _Tokens:
-        ids = _integers(row, "input_ids")
-        if ids.size and int(ids.min()) < 0:
-            raise RowError(f"input_ids must not be negative; got {int(ids.min())}")
-        if row.get("labels") is None:
-            return ids, None, None
-        labels = _integers(row, "labels")
-        if len(labels) != len(ids):
-            raise RowError(
-                f"{len(ids)} input_ids, but {len(labels)} labels; there must be one a token (-100: "
-                "no loss)"
-            )
-        wrong = labels[(labels < 0) & (labels != IGNORED)]
-        if wrong.size:
-            raise RowError(
-                f"labels must be token ids, or -100 where no loss is due; got {int(wrong[0])}"
-            )
-        return ids, labels, None
-
-    def encode(self, batch: list[_Tokens]) -> list[_Tokens]:
-        return batch
+def _read_tokens(encoder: Encoder, row: dict[str, Any]) -> _Tokens:
+    ids = _integers(row, "input_ids")
+    if ids.size and int(ids.min()) < 0:
+        raise RowError(f"input_ids must not be negative; got {int(ids.min())}")
+    if row.get("labels") is None:
+        return ids, None, None
+    labels = _integers(row, "labels")
+    if len(labels) != len(ids):
+        raise RowError(
+            f"{len(ids)} input_ids, but {len(labels)} labels; there must be one for each token "
+            "(-100: no loss)"
+        )
+    wrong = labels[(labels < 0) & (labels != IGNORED)]
+    if wrong.size:
+        raise RowError(f"labels must be token ids, or -100 for no loss; got {int(wrong[0])}")
+    return ids, labels, None
 
 
-class _Chat(_Kind):
-    def read(self, row: dict[str, Any]) -> Any:
-        names = [name for name in ("messages", "conversations") if name in row]
-        column = self.encoder.columns["messages_column"] or (names or ["messages"])[0]
-        if column not in row:
-            raise RowError(
-                f"no column {column!r}; columns: {', '.join(row)} (data.messages_column names it; "
-                "null: messages, or conversations)"
-            )
-        return self.render(row, read_messages(row[column], column))
-
-    def encode(self, batch: list[Any]) -> Iterator[_Tokens]:
-        for ids, labels in self.template.tokens(batch):
-            yield ids, labels, None
-
-    @cached_property
-    def template(self) -> ChatTemplate:
-        name = self.encoder.tokenizer
-        assert name is not None
-        loaded = getattr(self.tokenizer, "tokenizer", None) or hugging_face_tokenizer(name)
-        return ChatTemplate(loaded, name, self.encoder.template)
-
-    def render(self, row: dict[str, Any], messages: list[Any], loss_from: int = 0) -> Any:
-        tools = read_tools(row.get("tools"))
-        rendered = self.template.render(messages, tools, loss_from=loss_from)
-        _encodable(rendered.text, "the conversation")
-        return rendered
+def _encode_tokens(encoder: Encoder, batch: list[_Tokens]) -> list[_Tokens]:
+    return batch
 
 
-class _Instruct(_Chat):
-    """A row is a pair of texts or a conversation. The texts are tokenized separately: at inference
+def _read_chat(encoder: Encoder, row: dict[str, Any]) -> Any:
+    names = [name for name in ("messages", "conversations") if name in row]
+    column = encoder.columns["messages_column"] or (names or ["messages"])[0]
+    hint = "data.messages_column names it; null: messages or conversations"
+    value = _value(row, column, object, "messages", hint)
+    return _render(encoder, row, read_messages(value, column))
+
+
+def _encode_chats(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
+    for ids, labels in _template(encoder).tokens(batch):
+        yield ids, labels, None
+
+
+def _read_instruct(encoder: Encoder, row: dict[str, Any]) -> Any:
+    first, second = read_prompt(row, as_chat=encoder.template is not None, **encoder.columns)
+    if isinstance(first, list):
+        return _render(encoder, row, first, loss_from=int(second))
+    _encodable(f"{first}{second}", "prompt or response")
+    return first, second
+
+
+def _encode_instruct(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
+    """Rows are pairs of texts or conversations. The texts are tokenized separately: at inference
     the prompt is tokenized alone."""
-
-    def read(self, row: dict[str, Any]) -> Any:
-        as_chat = self.encoder.template is not None
-        first, second = read_prompt(row, **self.encoder.columns, as_chat=as_chat)
-        if isinstance(first, list):
-            assert isinstance(second, int)
-            return self.render(row, first, loss_from=second)
-        assert isinstance(second, str)
-        _encodable(first + second, "prompt or response")
-        return first, second
-
-    def encode(self, batch: list[Any]) -> Iterator[_Tokens]:
-        conversations = [one for one in batch if not isinstance(one, tuple)]
-        chats = super().encode(conversations) if conversations else iter(())
-        pairs = [one for one in batch if isinstance(one, tuple)]
-        ids = self.tokenizer.ids if pairs else list
-        texts = zip(ids([one for one, _ in pairs]), ids([one for _, one in pairs]), strict=True)
-        for one in batch:
-            if not isinstance(one, tuple):
-                yield next(chats)
-                continue
-            prompt, response = next(texts)
-            document = self.framed(prompt, response)
-            labels = document.copy()
-            labels[: len(self.tokenizer.begin) + len(prompt)] = IGNORED
-            yield document, labels, None
+    chats = [one for one in batch if not isinstance(one, tuple)]
+    pairs = [one for one in batch if isinstance(one, tuple)]
+    encoded_chats = _encode_chats(encoder, chats) if chats else iter(())
+    if pairs:
+        tokenizer = _tokenizer(encoder)
+        prompts, responses = (tokenizer.ids(texts) for texts in zip(*pairs, strict=True))
+        encoded_pairs = zip(prompts, responses, strict=True)
+    for one in batch:
+        if not isinstance(one, tuple):
+            yield next(encoded_chats)
+            continue
+        prompt, response = next(encoded_pairs)
+        document = _document(tokenizer, prompt, response)
+        labels = document.copy()
+        labels[: len(tokenizer.begin) + len(prompt)] = IGNORED
+        yield document, labels, None
 
 
-class _Classification(_Text):
-    def read(self, row: dict[str, Any]) -> Any:
-        text = super().read(row)
-        if not text:
-            raise RowError(f"column {self.encoder.text_column!r} is empty")
-        return text, self.category(row, self.encoder.columns["label_column"] or "label")
-
-    def category(self, row: dict[str, Any], column: str) -> int:
-        names, value = self.encoder.labels, row.get(column)
-        if value is None:
-            got = "no such column" if column not in row else "it holds nothing"
-            raise RowError(
-                f"column {column!r} must hold the label; {got}; columns: {', '.join(row)} "
-                "(data.label_column names it)"
-            )
-        if names is not None and value in names:
-            return names.index(value)
-        digits = isinstance(value, str) and value.strip().isdecimal()  # a .csv holds only text
-        number = int(value) if digits else value
-        if type(number) is not int:
-            known = ", ".join(names) if names is not None else "none; data.labels gives names"
-            raise RowError(
-                f"column {column!r}: {value!r} is no class; it must be a whole number from 0, or "
-                f"one of the names ({known})"
-            )
-        if not 0 <= number < (2**31 if names is None else len(names)):
-            limit = "0 or more" if names is None else f"0 to {len(names) - 1}"
-            raise RowError(f"column {column!r}: label {number} is out of range; there are {limit}")
-        return number
-
-    def encode(self, batch: list[Any]) -> Iterator[_Tokens]:
-        found = self.tokenizer.as_inference([text for text, _ in batch])
-        for (_, category), ids in zip(batch, found, strict=True):
-            yield ids, None, category
+def _read_classification(encoder: Encoder, row: dict[str, Any]) -> tuple[str, int]:
+    text = _read_text(encoder, row)
+    if not text:
+        raise RowError(f"column {encoder.text_column!r} is empty")
+    names, column = encoder.labels, encoder.columns["label_column"] or "label"
+    value = _value(row, column, object, "the label", "data.label_column names it")
+    if names is not None and value in names:
+        return text, names.index(value)
+    digits = isinstance(value, str) and value.strip().isdecimal()  # a .csv holds only text
+    number = int(value) if digits else value
+    if type(number) is not int:
+        known = ", ".join(names) if names is not None else "none; data.labels gives names"
+        raise RowError(
+            f"column {column!r}: {value!r} is no class; it must be a whole number from 0, or one "
+            f"of the names ({known})"
+        )
+    if not 0 <= number < (2**31 if names is None else len(names)):
+        limit = "0 or more" if names is None else f"0 to {len(names) - 1}"
+        raise RowError(f"column {column!r}: label {number} is out of range; it must be {limit}")
+    return text, number
 
 
-_KINDS: dict[str, Callable[[Encoder], _Kind]] = {
-    "text": _Text,
-    "tokens": _TokenRows,
-    "chat": _Chat,
-    "instruct": _Instruct,
-    "classification": _Classification,
+def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> Iterator[_Tokens]:
+    encoded = _tokenizer(encoder).as_inference([text for text, _ in batch])
+    for (_, category), ids in zip(batch, encoded, strict=True):
+        yield ids, None, category
+
+
+_KINDS: dict[
+    schema.DataKind,
+    tuple[
+        Callable[[Encoder, dict[str, Any]], Any], Callable[[Encoder, list[Any]], Iterable[_Tokens]]
+    ],
+] = {
+    "text": (_read_text, _encode_texts),
+    "tokens": (_read_tokens, _encode_tokens),
+    "chat": (_read_chat, _encode_chats),
+    "instruct": (_read_instruct, _encode_instruct),
+    "classification": (_read_classification, _encode_classification),
 }
+
+
+def read_prompt(
+    row: dict[str, Any], *, prompt_column: str | None, response_column: str | None, as_chat: bool
+) -> tuple[str, str] | tuple[list[Message], int]:
+    """Prompt and response as two texts, to be joined as they are; or, if either is a list of
+    messages, all messages and the index of the first one of the response. Raises RowError.
+
+    as_chat: always messages: the prompt is the user's turn, the response the assistant's.
+    """
+
+    def value(column: str, key: str, names: str) -> Any:
+        what = "text or a list of messages"
+        return _value(row, column, (str, list), what, f"{key} names it; null: {names}")
+
+    column = response_column or next((name for name in _RESPONSES if name in row), _RESPONSES[0])
+    response = value(column, "data.response_column", ", ".join(_RESPONSES))
+    if not response:
+        raise RowError(f"column {column!r} is empty, so there is nothing to learn from")
+    key = prompt_column or "prompt"
+    if prompt_column is None and "prompt" not in row and "instruction" in row:
+        parts = {"Instruction": row["instruction"], "Input": row.get("input") or ""}
+        for name, text in parts.items():
+            if not isinstance(text, str):
+                got = type(text).__name__
+                raise RowError(f"column {name.lower()!r} must hold text; got {got}")
+        if as_chat or isinstance(response, list):
+            prompt: Any = "\n\n".join(text for text in parts.values() if text)
+        else:
+            shown = [name for name, text in parts.items() if text or name == "Instruction"]
+            headings = [f"### {name}:\n{parts[name]}" for name in shown]
+            prompt = "\n\n".join([*headings, "### Response:\n"])
+    else:
+        prompt = value(key, "data.prompt_column", "prompt, or instruction and input")
+    if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
+        return prompt, response
+    turns = [("user", prompt, key), ("assistant", response, column)]
+    question, answer = (
+        [{"role": role, "content": text}] if isinstance(text, str) else read_messages(text, name)
+        for role, text, name in turns
+    )
+    return question + answer, len(question)
+
+
+def _value(row: dict[str, Any], column: str, kinds: Any, what: str, hint: str) -> Any:
+    value = row.get(column)
+    if value is not None and isinstance(value, kinds):
+        return value
+    got = f"got {type(value).__name__}" if column in row else "no such column"
+    columns = ", ".join(row)
+    raise RowError(f"column {column!r} must hold {what}; {got}; columns: {columns} ({hint})")
+
+
+def _integers(row: dict[str, Any], column: str) -> Ids:
+    values = row.get(column)
+    if values is None:
+        raise RowError(f"no column {column!r}; columns: {', '.join(row)}")
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise RowError(f"{column} must be a list of whole numbers")
+    try:
+        return np.array(values, dtype=np.int32)
+    except OverflowError:
+        raise RowError(f"{column} has an id beyond 32 bits") from None
 
 
 def _encodable(text: str, where: str) -> str:
@@ -340,13 +346,34 @@ def _encodable(text: str, where: str) -> str:
     return text
 
 
-def _integers(row: dict[str, Any], column: str) -> Ids:
-    values = row.get(column)
-    if values is None:
-        raise RowError(f"no column {column!r}; columns: {', '.join(row)}")
-    if not isinstance(values, list) or any(type(value) is not int for value in values):
-        raise RowError(f"{column} must be a list of whole numbers")
-    try:
-        return np.array(values, dtype=np.int32)
-    except OverflowError:
-        raise RowError(f"{column} has an id beyond 32 bits") from None
+def _tokenizer(encoder: Encoder) -> Tokenizer:
+    assert encoder.tokenizer is not None
+    return load_tokenizer(encoder.tokenizer)
+
+
+def _document(tokenizer: Tokenizer, *parts: Ids) -> Ids:
+    """The parts with the tokens that begin and end a document."""
+    begin, end = (np.array(ids, dtype=np.int32) for ids in (tokenizer.begin, [tokenizer.end]))
+    return np.concatenate([begin, *parts, end])
+
+
+def _template(encoder: Encoder) -> ChatTemplate:
+    assert encoder.tokenizer is not None
+    return _load_template(encoder.tokenizer, encoder.template)
+
+
+@functools.lru_cache(maxsize=4)
+def _load_template(name: str, template: str | None) -> ChatTemplate:
+    loaded = load_tokenizer(name)
+    if isinstance(loaded, HuggingFaceTokenizer):
+        return ChatTemplate(loaded.tokenizer, name, template)
+    return ChatTemplate(hugging_face_tokenizer(name), name, template)
+
+
+def _render(
+    encoder: Encoder, row: dict[str, Any], messages: list[Message], loss_from: int = 0
+) -> Any:
+    tools = read_tools(row.get("tools"))
+    rendered = _template(encoder).render(messages, tools, loss_from=loss_from)
+    _encodable(rendered.text, "the conversation")
+    return rendered

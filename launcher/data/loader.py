@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,13 @@ from launcher.data.batching import (
     RankBatchSampler,
     TokenBatchSampler,
 )
-from launcher.data.dataset import MapData, TrainingData
+from launcher.data.dataset import MapData
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
 
+TrainingData = MapData | StreamingDataset
 Tensors = dict[str, Any]
 """A micro-batch: tensors, and whatever else its loss takes."""
 
@@ -94,7 +95,7 @@ class GlobalBatch:
 
 
 def make_loader(
-    dataset: MapData | StreamingDataset,
+    dataset: TrainingData,
     sampler: BatchSampler,
     data: schema.Data,
     *,
@@ -103,7 +104,7 @@ def make_loader(
 ) -> DataLoader[Any]:
     """Loads the micro-batches of `sampler`. A stream has its own order."""
     workers = data.workers
-    batches: dict[str, Any]
+    batches: dict[str, Any] = {}
     if isinstance(dataset, StreamingDataset):
         workers = dataset.workers(workers)
         batches = {"batch_size": None, "collate_fn": _unchanged}
@@ -146,28 +147,23 @@ class Mover:
             moved: Tensors = to_device(tensors, self._device)
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self.stream)
-        for tensor in _tensors(moved):
-            tensor.record_stream(current)
+        _map_tensors(moved, lambda tensor: tensor.record_stream(current))
         return moved
 
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Copies the tensors in dicts, lists and tuples to the device without waiting."""
+    return _map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return function(value)
     if isinstance(value, Mapping):
-        return {name: to_device(item, device) for name, item in value.items()}
+        return {name: _map_tensors(item, function) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(to_device(item, device) for item in value)
+        return type(value)([_map_tensors(item, function) for item in value])
     return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
 
 
 def make_batch_sampler(

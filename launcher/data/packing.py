@@ -1,8 +1,8 @@
 """Documents into sequences of pieces.
 
-A piece is a run of tokens of one document. If a document is split, each of its tokens is in exactly
-one piece, and the first token of a piece is still the target of the last token of the piece before:
-no target is lost, only context. If it is cut, there is one piece, and the lost tokens are counted.
+A piece is a run of tokens of one document. A split document has each token in exactly one piece,
+and the first token of a piece is still the target of the last token before it: context is lost, but
+no target. A cut document has one piece, and the lost tokens are counted.
 """
 
 from __future__ import annotations
@@ -45,11 +45,9 @@ def pack(offsets: Integers, kind: str, *, packing: bool, sequence_length: int) -
     cut = kind in ("chat", "instruct", "classification")
     if not packing or kind == "classification":
         return separate(offsets, sequence_length, cut=cut)
-    return (
-        stream(offsets, sequence_length)
-        if kind == "text"
-        else best_fit(offsets, sequence_length, cut=cut)
-    )
+    if kind == "text":
+        return stream(offsets, sequence_length)
+    return best_fit(offsets, sequence_length, cut=cut)
 
 
 def stream(offsets: Integers, length: int) -> Sequences:

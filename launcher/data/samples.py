@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -13,9 +14,10 @@ import numpy.typing as npt
 from launcher.data.dataset import SequenceDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.packing import Sequences, pack
-from launcher.data.shards import assign_shards
 from launcher.data.sources import find_parts, read_all
+from launcher.data.streaming import assign_shards
 from launcher.data.token_store import TokenStore
+from launcher.data.tokenization import make_block
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
 from launcher.recipe import schema
@@ -60,16 +62,16 @@ def load_decoder(tokenizer: str | None) -> Decoder:
     if tokenizer is None:
         return Decoder(lambda ids: "".join(f"{token} " for token in ids), frozenset())
     loaded = hugging_face_tokenizer(tokenizer)
-    size = len(loaded)
 
     def text(ids: Sequence[int]) -> str:
-        unknown = next((index for index, token in enumerate(ids) if token >= size), None)
-        if unknown is not None:  # token rows may hold any id
-            return text(ids[:unknown]) + f"<{ids[unknown]}>" + text(ids[unknown + 1 :])
-        decoded = loaded.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return str(decoded)
+        parts = []
+        for known, group in itertools.groupby(ids, key=lambda token: token < len(loaded)):
+            if known:
+                options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+                parts.append(str(loaded.decode(list(group), **options)))
+            else:  # token rows may hold any id
+                parts += [f"<{token}>" for token in group]
+        return "".join(parts)
 
     return Decoder(text, frozenset(loaded.all_special_ids))
 
@@ -119,13 +121,9 @@ def _spans(ids: list[int], loss: list[bool], decoder: Decoder) -> list[Span]:
         whole = decoder.text(ids[:end])
         if end < len(ids):
             whole = whole.rstrip("\ufffd")  # the first half of a character; the next span has it
-        spans.append(Span(_visible(whole[len(before) :]), loss[start], special))
+        spans.append(Span("".join(map(_symbol, whole[len(before) :])), loss[start], special))
         start, before = end, whole
     return spans
-
-
-def _visible(text: str) -> str:
-    return "".join(map(_symbol, text))
 
 
 def _symbol(character: str) -> str:
@@ -143,25 +141,14 @@ def first_documents(
     parts = find_parts(files, kind=data.kind)
     shard = assign_shards(parts, shards=1, seed=seed, shuffle=data.shuffle)[0]
     rows = itertools.islice(read_all(shard, column=encoder.text_column), most)
-    ids, labels, skipped = [], [], []
-    for encoded in encoder.encode_rows(rows):
-        if encoded.ids is None:
-            if data.on_error == "fail":
-                raise RecipeError(f"{encoded.row.where}: {encoded.problem}")
-            skipped.append({"where": encoded.row.where, "problem": encoded.problem})
-        elif encoded.ids.size:
-            ids.append(encoded.ids)
-            labels.append(encoded.ids if encoded.labels is None else encoded.labels)
-    if not ids:
+    block = make_block(list(encoder.encode_rows(rows)), data.on_error)
+    if not block.lengths.size:
         raise RecipeError(f"data: {', '.join(files)}: no documents in the first {most:,} rows")
     store = TokenStore(
-        ids=np.concatenate(ids),
-        labels=np.concatenate(labels),
-        offsets=np.cumsum([0, *map(len, ids)]),
-        files=len(files),
-        largest_id=max(int(row.max()) for row in ids),
-        kind=data.kind,
-        skipped=skipped,
+        ids=block.ids,
+        labels=block.labels,
+        offsets=np.append(0, np.cumsum(block.lengths, dtype=np.int64)),
+        skipped=block.skipped,
     )
     length = data.sequence_length
     sequences = pack(store.offsets, data.kind, packing=data.packing, sequence_length=length)
@@ -183,45 +170,36 @@ class Statistics:
 
 def statistics(store: TokenStore, sequences: Sequences) -> Statistics:
     """Counts over the whole data set."""
+    # The targets of a piece are the tokens after each of its own, within the document
+    first = sequences.starts + 1
+    ends = store.offsets[np.searchsorted(store.offsets, sequences.starts, side="right")]
+    last = np.minimum(first + sequences.lengths, ends)
+    if store.labels is None:
+        targets = last - first
+    else:  # 32 bits may overflow, and the differences are right all the same
+        trained = np.cumsum(store.labels != IGNORED, dtype=np.uint32)
+        targets = trained[last - 1] - trained[first - 1]
     return Statistics(
         lengths=np.diff(store.offsets),
         sequences=len(sequences),
         tokens=int(sequences.lengths.sum()),
-        loss_tokens=_loss_tokens(store, sequences),
+        loss_tokens=int(targets.sum()),
     )
 
 
-def _loss_tokens(store: TokenStore, sequences: Sequences) -> int:
-    order = np.argsort(sequences.starts)
-    starts = sequences.starts[order]
-    ends = store.offsets[np.searchsorted(store.offsets, starts, side="right")]
-    # The range of the targets of each piece
-    first, last = starts + 1, np.minimum(starts + sequences.lengths[order] + 1, ends)
-    if store.labels is None:
-        return int(np.maximum(last - first, 0).sum())
-    total = 0
-    for part in range(0, len(first), 100_000):  # limits the memory
-        begin, end = first[part : part + 100_000], last[part : part + 100_000]
-        low = int(begin[0])
-        trained = np.concatenate([[0], np.cumsum(store.labels[low : int(end.max())] != IGNORED)])
-        total += int((trained[np.maximum(end, begin) - low] - trained[begin - low]).sum())
-    return total
-
-
-def bins(lengths: Integers, *, mark: int, most: int = 14) -> tuple[list[int], list[int]]:
+def bins(lengths: Integers, *, mark: int) -> tuple[list[int], list[int]]:
     """(edges, counts) of a histogram: bin i has the lengths from edges[i] to edges[i + 1] - 1.
 
-    Edges are powers of two, or equal steps if the lengths are similar. `mark + 1` is an edge if it
-    is in the range, so no bin has lengths on both sides of `mark`.
+    Edges are powers of two, with three more between them if the lengths are similar. No bin has
+    lengths on both sides of `mark`.
     """
     low, high = int(lengths.min()), int(lengths.max())
-    if high >= 8 * low:
-        edges = [2**power for power in range(low.bit_length() - 1, high.bit_length() + 1)]
-    else:
-        width = -(-(high + 1 - low) // most)
-        steps = (digit * 10**power for power in range(12) for digit in (1, 2, 5))
-        step = next(step for step in steps if step >= width)
-        edges = list(range(low // step * step, high // step * step + step + 1, step))
+    fine = 4 if high < 4 * low else 1
+    octaves = range(low.bit_length() - 1, high.bit_length() + 1)
+    edges = sorted(
+        {2**octave * step // fine for octave in octaves for step in range(fine, 2 * fine)}
+    )
+    edges = edges[bisect.bisect(edges, low) - 1 : bisect.bisect(edges, high) + 1]
     if mark < low:
         edges[0] = max(edges[0], min(mark + 1, low))
     elif mark < high:

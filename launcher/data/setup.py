@@ -9,13 +9,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launcher.data.batching import BatchSampler, Order, Position, RankBatchSampler, total_steps
+from launcher.data.batching import (
+    BatchSampler,
+    Order,
+    Position,
+    RankBatchSampler,
+    StreamOrder,
+    total_steps,
+)
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import Collated, MapData, make_order, open_dataset
 from launcher.data.encoder import make_encoder
-from launcher.data.loader import GlobalBatch, Mover, StepStatistics, make_batch_sampler, make_loader
+from launcher.data.loader import (
+    GlobalBatch,
+    Mover,
+    StepStatistics,
+    TrainingData,
+    make_batch_sampler,
+    make_loader,
+)
 from launcher.data.sources import find_parts
-from launcher.data.streaming import StreamingDataset, StreamOrder
+from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
@@ -27,7 +41,7 @@ from launcher.recipe import schema
 class RunData:
     """A run's samples and their order."""
 
-    training: MapData | StreamingDataset
+    training: TrainingData
     validation: dict[str, MapData]
     """By name."""
     order: Order
@@ -47,10 +61,9 @@ class RunData:
         stop_requested: Callable[[], bool],
         save_requested: Callable[[], bool],
     ) -> Iterator[GlobalBatch]:
-        """This rank's part of the global batches from a position of the run on.
+        """This rank's part of the global batches, from a position of the run on.
 
-        The next one is fetched from the loader; its copy to the device and its statistics start
-        without waiting.
+        Copies to the device and statistics start without waiting.
         """
         skipped = position.skipped_batches
         sampler = make_batch_sampler(
@@ -83,11 +96,9 @@ class RunData:
                 statistics=StepStatistics(values, ranks, mover.stream),
                 samples_seen=seen if self.samples is None else min(seen, self.samples),
                 seconds_waited=waited,
-                stream_positions={
-                    shard: position
-                    for one in collated
-                    for shard, position in one.get("positions", {}).items()
-                },
+                stream_positions=dict(
+                    item for one in collated for item in one.get("positions", {}).items()
+                ),
             )
 
     @property
@@ -149,9 +160,9 @@ def open_run_data(
     else:
         tokenizer = data.tokenizer if data.tokenizer is not None else recipe.model.path
         open_one = partial(open_dataset, data, tokenizer=tokenizer, model=model, build=build)
-        sources = data.validation
+        sources = data.validation if data.validation is not None else {}
         if not isinstance(sources, dict):
-            sources = {} if sources is None else {"validation": sources}
+            sources = {"validation": sources}
         validation = {name: open_one(files, validation=True) for name, files in sources.items()}
         if data.streaming:
             return _open_stream(recipe, tokenizer, model, validation, ranks, skipped_rows)
@@ -199,8 +210,8 @@ def _open_stream(
 
 
 def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:
-    """The tokenizer (of transformers) for an exported model: that of the data, with its chat
-    template, or the model's own; None if there is none."""
+    """The transformers tokenizer for an exported model: that of the data, with its chat template,
+    or the model's own; None if there is none."""
     name = data.tokenizer if data.tokenizer is not None else model_path
     if name is None:
         return None

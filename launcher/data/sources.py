@@ -1,14 +1,17 @@
-"""Files and hub data sets as rows: which files a pattern matches, how they are split, and reading.
+"""Files and hub data sets as rows: finding files, splitting them, reading them.
 
-A row that cannot be read is a Row with its problem; the caller decides whether to go on. Files are
-read here and not through pyarrow or `datasets`, whose errors name neither the line nor the column.
+Files are read here and not through pyarrow or `datasets`, whose errors name neither line nor
+column. A row that cannot be read is a Row with its problem.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import glob
+import itertools
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +28,6 @@ _NOT_TEXT = {
     *(".pyc", ".so", ".png", ".jpg", ".gif", ".zip", ".gz"),
     *(".safetensors", ".bin", ".npy", ".exe", ".a", ".o"),
 }
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -36,26 +38,15 @@ class Part:
     """Path, or hub id with its split."""
     form: Literal["text", "jsonl", "json", "parquet", "csv", "hub", "hub_stream"]
     start: int = 0
-    """jsonl: a byte, where a line starts; parquet: a row group; hub: a row; hub_stream: the index
-    of a shard. Others are not split."""
+    """jsonl: a byte, where a line starts; parquet: a row group; hub: a row; hub_stream: a shard."""
     end: int | None = None
     """Exclusive, in the same unit; None: to the end. hub_stream: the number of shards."""
     size: int = 0
     """Bytes, about; 0 for a hub data set that is not loaded."""
     named: bool = True
-    """The recipe names this file itself, rather than a folder or glob."""
+    """The recipe names this file itself, not a folder or glob."""
     validation: bool = False
     """Which split of a hub data set to use if its id names none."""
-
-    def where(self, place: int) -> str:
-        """The row at `place`, for a message: `file:line`, `file row number`, or the file."""
-        if self.form == "jsonl":
-            return f"{self.name}:{_line_number(self.name, place)}"
-        if self.form == "text":
-            return self.name
-        if self.form == "hub_stream":
-            return f"{self.name} shard {self.start + 1} of {self.end} row {place}"
-        return f"{self.name}:{place}" if self.form == "csv" else f"{self.name} row {place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,46 +54,53 @@ class Row:
     """One row of a part, or its problem."""
 
     part: Part
-    place: int
-    """jsonl: the byte where its line starts; csv: its line; others: its number from 1."""
+    number: int
+    """From 1: the line in the part (jsonl), the line in the file (csv), else the row."""
     values: dict[str, Any] | None
     """None: it cannot be read."""
     problem: str = ""
     at: str | None = None
-    """Overrides `part.where(place)`."""
+    """Overrides `where`."""
 
     @property
     def where(self) -> str:
-        """For a message. Counting the lines of a .jsonl reads the file up to the row."""
-        return self.part.where(self.place) if self.at is None else self.at
+        """`file:line` or `file row number`, for a message."""
+        part = self.part
+        if self.at is not None:
+            return self.at
+        if part.form == "text":
+            return part.name
+        if part.form == "jsonl":
+            return f"{part.name}:{_lines_before(part.name, part.start) + self.number}"
+        if part.form == "csv":
+            return f"{part.name}:{self.number}"
+        shard = f" shard {part.start + 1} of {part.end}" if part.form == "hub_stream" else ""
+        return f"{part.name}{shard} row {self.number}"
 
 
-_counted: tuple[str, int, int] = ("", 0, 1)
-"""File, byte and line of the last count, where the next count in the same file continues."""
+_COUNTED_BYTES = 1 << 24
 
 
-def _line_number(file: str, place: int) -> int:
-    global _counted
-    name, at, line = _counted
-    if name != file or at > place:
-        at, line = 0, 1
+def _lines_before(file: str, byte: int) -> int:
+    blocks = [min(_COUNTED_BYTES, byte - start) for start in range(0, byte, _COUNTED_BYTES)]
+    return sum(_count_lines(file, number, size) for number, size in enumerate(blocks))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _count_lines(file: str, block: int, size: int) -> int:
     with open(file, "rb") as stream:
-        stream.seek(at)
-        while block := stream.read(min(1 << 20, place - at)):
-            at += len(block)
-            line += block.count(b"\n")
-    _counted = (file, at, line)
-    return line
+        stream.seek(block * _COUNTED_BYTES)
+        return stream.read(size).count(b"\n")
 
 
 # Finding files
 
 
 def find_files(patterns: tuple[str, ...], *, rows_only: bool = False) -> list[Path]:
-    """The files that match, in the order of the patterns and sorted by path, each file once.
+    """The files that match, in the order of the patterns and sorted by path, each once.
 
-    A folder means all files below it, except hidden files, caches and binaries.
-    rows_only: of a folder, take only files of rows (a data set's folder often has a README).
+    A folder means all files below it, except hidden files, caches and binaries; with rows_only,
+    only files of rows (the folder of a data set often has a README).
     Raises RecipeError if a pattern matches no file.
     """
     found: dict[Path, None] = {}
@@ -116,7 +114,7 @@ def find_files(patterns: tuple[str, ...], *, rows_only: bool = False) -> list[Pa
             elif path.is_file():
                 files.append(path)
         if not files:
-            raise RecipeError(f"data: {pattern!r} means no file (looked for in {Path.cwd()})")
+            raise RecipeError(f"data: {pattern!r} matches no file (in {Path.cwd()})")
         found |= dict.fromkeys(files)
     return list(found)
 
@@ -131,7 +129,7 @@ def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False
     """Whole files and hub data sets, in the order of the patterns, each once.
 
     kind: data.kind; only kind text reads text files.
-    Raises RecipeError if a pattern matches nothing, or matches a text file where rows are needed.
+    Raises RecipeError if a pattern matches nothing, or a text file where rows are needed.
     """
     parts: dict[str, Part] = {}
     for pattern in patterns:
@@ -169,32 +167,27 @@ def split(part: Part, size: int) -> list[Part]:
     A .jsonl is split by lines, a .parquet by row groups, a hub data set by rows; others stay whole.
     """
     if part.form == "jsonl" and part.size > size:
-        cuts = [part.start, *_line_starts(part, size)]
-        ends = [*cuts[1:], part.start + part.size]
-        return [
-            replace(part, start=a, end=b, size=b - a)
-            for a, b in zip(cuts, ends, strict=True)
-            if b > a
-        ]
-    if part.end is not None or part.form not in ("parquet", "hub"):
-        return [part]
-    if part.form == "hub":
+        cuts = [part.start, *_line_starts(part, size), part.start + part.size]
+        ends: Any = range(cuts[-1] + 1)
+    elif part.form == "parquet" and part.end is None:
+        ends = [0, *itertools.accumulate(_row_group_sizes(part.name))]
+        cuts = [0]
+        for group in range(1, len(ends)):
+            if ends[group] - ends[cuts[-1]] >= size or group == len(ends) - 1:
+                cuts.append(group)
+    elif part.form == "hub" and part.end is None:
         rows = load_data_set(part.name, validation=part.validation)
-        each = max(1, int(rows.data.nbytes / max(1, len(rows))))
-        count = max(1, size // each)
-        ends = [min(start + count, len(rows)) for start in range(0, len(rows), count)]
-        return [
-            replace(part, start=start, end=end, size=(end - start) * each)
-            for start, end in zip([0, *ends], ends, strict=False)
-        ] or [part]
-    parts, first, held = [], 0, 0
-    sizes = _row_group_sizes(Path(part.name))
-    for group, bytes_ in enumerate(sizes):
-        held += bytes_
-        if held >= size or group == len(sizes) - 1:
-            parts.append(replace(part, start=first, end=group + 1, size=held))
-            first, held = group + 1, 0
-    return parts or [part]
+        row_bytes = max(1, rows.data.nbytes // max(1, len(rows)))
+        cuts = [*range(0, len(rows), max(1, size // row_bytes)), len(rows)]
+        ends = range(0, (len(rows) + 1) * row_bytes, row_bytes)
+    else:
+        return [part]
+    # ends[i]: bytes before unit i
+    return [
+        replace(part, start=start, end=end, size=ends[end] - ends[start])
+        for start, end in itertools.pairwise(cuts)
+        if end > start
+    ] or [part]
 
 
 def _line_starts(part: Part, size: int) -> Iterator[int]:
@@ -212,7 +205,7 @@ def _line_starts(part: Part, size: int) -> Iterator[int]:
             at = start + size
 
 
-def _row_group_sizes(file: Path) -> list[int]:
+def _row_group_sizes(file: str) -> list[int]:
     import pyarrow
     import pyarrow.parquet
 
@@ -242,8 +235,7 @@ def read_rows(part: Part, *, column: str = "text") -> Iterator[Row]:
     if not empty or part.start or part.form == "hub_stream":
         return
     if part.named or part.form != "text":
-        no_bytes = part.form != "hub" and part.size == 0
-        what = "the file is empty" if no_bytes else "there is no row in it"
+        what = "it has no rows" if part.size or part.form == "hub" else "the file is empty"
         problem = f"{what}; remove it, or leave it out of the patterns"
         yield Row(part, 0, None, problem, at=part.name)
 
@@ -262,58 +254,50 @@ def _text(part: Part, column: str) -> Iterator[Row]:
         yield Row(part, 1, {column: content.decode()})
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        advice = "convert it, or leave it out of the patterns"
-        problem = f"not UTF-8 text (byte {error.start}); {advice}"
+        problem = f"not UTF-8 text (byte {error.start}); convert it, or leave it out"
         yield Row(part, 1, None, problem, at=f"{part.name}:{line}")
 
 
-def _object(part: Part, place: int, row: Any) -> Row:
-    if isinstance(row, dict):
-        return Row(part, place, row)
-    problem = f'must be an object such as {{"text": ...}}; got {type(row).__name__}'
-    return Row(part, place, None, problem)
+def _parse_json(content: bytes) -> tuple[Any, str, int]:
+    """The value; or the problem and its line (0: unknown)."""
+    try:
+        return json.loads(content.decode("utf-8-sig")), "", 0
+    except UnicodeDecodeError as error:
+        return None, f"not UTF-8 text (byte {error.start})", 0
+    except json.JSONDecodeError as error:
+        return None, f"not JSON: {error.msg} (column {error.colno})", error.lineno
+    except (ValueError, RecursionError) as error:
+        return None, f"not JSON that can be read: {error}", 0
+
+
+def _object(part: Part, number: int, value: Any, problem: str = "") -> Row:
+    if isinstance(value, dict) or problem:
+        return Row(part, number, value, problem)
+    problem = f'must be an object such as {{"text": ...}}; got {type(value).__name__}'
+    return Row(part, number, None, problem)
 
 
 def _jsonl(part: Part) -> Iterator[Row]:
     with open(part.name, "rb") as stream:
         stream.seek(part.start)
-        at = part.start
-        while part.end is None or at < part.end:
-            line = stream.readline()
-            if not line:
+        left = sys.maxsize if part.end is None else part.end - part.start
+        for number, line in enumerate(stream, start=1):
+            if left <= 0:
                 return
-            place, at = at, at + len(line)
-            if place == 0:
-                line = line.removeprefix(_BYTE_ORDER_MARK)
-            if not line.strip():
-                continue
-            try:
-                yield _object(part, place, json.loads(line.rstrip().decode()))
-            except UnicodeDecodeError as error:
-                yield Row(part, place, None, f"not UTF-8 text (byte {error.start} of the line)")
-            except json.JSONDecodeError as error:
-                yield Row(part, place, None, f"not JSON: {error.msg} (column {error.colno})")
-            except (ValueError, RecursionError) as error:
-                yield Row(part, place, None, f"not JSON that can be read: {error}")
+            left -= len(line)
+            if line.strip():
+                value, problem, _ = _parse_json(line.rstrip())
+                yield _object(part, number, value, problem)
 
 
 def _json(part: Part) -> Iterator[Row]:
-    content = Path(part.name).read_bytes().removeprefix(_BYTE_ORDER_MARK)
-    at, problem = part.name, ""
-    try:
-        rows = json.loads(content.decode())
-        if not isinstance(rows, list):
-            problem = f"must be a list of objects; got {type(rows).__name__}"
-    except UnicodeDecodeError as error:
-        problem = f"not UTF-8 text (byte {error.start})"
-    except json.JSONDecodeError as error:
-        lines = error.msg == "Extra data"
-        hint = "; is it one object a line? Then name it .jsonl" if lines else ""
-        at, problem = f"{at}:{error.lineno}", f"not JSON: {error.msg} (column {error.colno}){hint}"
-    except (ValueError, RecursionError) as error:
-        problem = f"not JSON that can be read: {error}"
+    rows, problem, line = _parse_json(Path(part.name).read_bytes())
+    if "Extra data" in problem:
+        problem += "; if it has one object per line, name it .jsonl"
+    elif not problem and not isinstance(rows, list):
+        problem = f"must be a list of objects; got {type(rows).__name__}"
     if problem:
-        yield Row(part, 0, None, problem, at=at)
+        yield Row(part, 0, None, problem, at=f"{part.name}:{line}" if line else part.name)
         return
     for number, row in enumerate(rows, start=1):
         yield _object(part, number, row)
@@ -324,34 +308,32 @@ def _csv(part: Part) -> Iterator[Row]:
     # Invalid UTF-8 becomes lone surrogates, so that the row with it can be named
     with open(part.name, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         reader = csv.reader(stream, strict=True)
-        header: list[str] | None = None
+        header: list[str] = []
         while True:
-            place = reader.line_num + 1
+            line, problem, fields = reader.line_num + 1, "", [""]
             try:
                 fields = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield Row(part, place, None, f"not CSV: {error}")
-                continue
+                problem = f"not CSV: {error}"
             if not fields:
                 continue
             joined = "".join(fields)
-            if not joined.isascii() and any("\udc80" <= one <= "\udcff" for one in joined):
-                yield Row(part, place, None, "not UTF-8 text")
-                if header is None:
-                    return
-            elif header is None:
-                header = fields
-                if twice := sorted({name for name in header if header.count(name) > 1}):
-                    problem = f"the header names a column twice: {', '.join(twice)}"
-                    yield Row(part, place, None, problem)
-                    return
-            elif len(fields) != len(header):
+            if not joined.isascii() and re.search("[\udc80-\udcff]", joined):
+                problem = "not UTF-8 text"
+            elif not header and (twice := {name for name in fields if fields.count(name) > 1}):
+                problem = f"the header names a column twice: {', '.join(sorted(twice))}"
+            elif header and not problem and len(fields) != len(header):
                 problem = f"{len(fields)} fields, but the header in line 1 has {len(header)}"
-                yield Row(part, place, None, problem)
+            if problem:
+                yield Row(part, line, None, problem)
+                if not header:
+                    return
+            elif header:
+                yield Row(part, line, dict(zip(header, fields, strict=True)))
             else:
-                yield Row(part, place, dict(zip(header, fields, strict=True)))
+                header = fields
 
 
 def _parquet(part: Part) -> Iterator[Row]:

@@ -1,10 +1,10 @@
-"""Locks in the cache of token stores: one process tokenizes, all others wait.
+"""One process tokenizes a store; all others, on any node and of any job, wait.
 
-The process that creates a store's lock file tokenizes; the others, on any node and of any job,
-wait. A lock names its process, which touches it every TOUCH_SECONDS. It is abandoned once that
-process has ended or, if it is on another machine, once this machine has seen no touch for
-STALE_SECONDS. Kernel locks are not used: some shared file systems keep them per machine. If two
-processes take over a lock at once, both tokenize, and the second store is dropped.
+The process that creates the lock file tokenizes. The file names it, and it touches the file every
+TOUCH_SECONDS. The lock is abandoned once that process has ended or, on another machine, once this
+machine has seen no touch for STALE_SECONDS. Kernel locks are not used: some shared file systems
+keep them per machine. If two processes take over a lock at once, both tokenize, and the second
+store is dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import socket
 import threading
 import time
@@ -31,8 +32,6 @@ STALE_SECONDS = 120.0
 """NFS caches the attributes of a file for up to 60 s by default."""
 POLL_SECONDS = 5.0
 """The longest pause between two looks at the cache: a thousand ranks may wait."""
-_ABANDONED_SECONDS = 3600.0
-"""Leftovers of other machines are removed at this age by this machine's clock."""
 
 
 def poll(owner: Callable[[], str]) -> Iterator[None]:
@@ -48,48 +47,53 @@ def poll(owner: Callable[[], str]) -> Iterator[None]:
 
 
 class Owner:
-    """Creates lock files in this process's name and touches them until `close`."""
+    """Creates a lock file in this process's name and touches it until `release`."""
 
-    def __init__(self) -> None:
-        pid = os.getpid()
+    def __init__(self, file: Path) -> None:
+        self._file, pid = file, os.getpid()
+        self.scratch = file.parent / f".making-{uuid.uuid4().hex}"
+        """The folder to tokenize into. Whoever takes over the lock removes it."""
         process = {"host": socket.gethostname(), "machine": this_machine(), "pid": pid}
-        self.text = json.dumps(process | {"started": process_start(pid), "token": uuid.uuid4().hex})
-        self._files: list[int] = []
-        self._done = threading.Event()
-        threading.Thread(target=self._touch, name="tokenization lock", daemon=True).start()
+        process |= {"started": process_start(pid), "scratch": self.scratch.name}
+        self.text = json.dumps(process)
+        self._descriptor: int | None = None
+        self._released = threading.Event()
 
-    def create(self, file: Path) -> bool:
+    def create(self) -> bool:
         """Returns False if the file exists already."""
         try:
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
             return False
         os.write(descriptor, self.text.encode())
         os.fsync(descriptor)  # otherwise NFS may show an empty file
-        self._files.append(descriptor)
+        self._descriptor = descriptor
+        threading.Thread(target=self._touch, name="tokenization lock", daemon=True).start()
         return True
 
-    def holds(self, file: Path) -> bool:
+    def holds(self) -> bool:
         """Whether the file is still the one that this process created."""
         with suppress(OSError):
-            return bool(self._files) and file.read_text() == self.text
+            return self._descriptor is not None and self._file.read_text() == self.text
         return False
 
-    def close(self) -> None:
-        """Stops touching the files and leaves them in place."""
-        self._done.set()
-        for descriptor in self._files:
-            os.close(descriptor)
+    def release(self) -> None:
+        """Removes the lock and what is left in the scratch folder."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        if self.holds():
+            self._file.unlink(missing_ok=True)
+        self._released.set()
 
     def _touch(self) -> None:
-        while not self._done.wait(TOUCH_SECONDS):
-            for descriptor in list(self._files):  # the name may belong to another process by now
-                with suppress(OSError):
-                    os.utime(descriptor)
+        assert self._descriptor is not None
+        while not self._released.wait(TOUCH_SECONDS):
+            with suppress(OSError):  # by descriptor: the name may be another process's by now
+                os.utime(self._descriptor)
+        os.close(self._descriptor)
 
 
 class Lock:
-    """A lock file, as seen by a process that waits for it."""
+    """A lock file of any process."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -112,50 +116,54 @@ class Lock:
         host = self._owner.get("host", "another machine")
         return f"process {self._owner.get('pid', '?')} on {host}"
 
-    def abandoned(self) -> bool:
-        """Whether the owner has ended, or has not touched the file while this process watched."""
-        silent = time.monotonic() - self._since > STALE_SECONDS
-        return self._seen is not None and (self.ended() or (not self.local() and silent))
-
-    def old(self) -> bool:
-        """Whether the owner has ended, or has not touched the file for a very long time."""
-        with suppress(OSError):
-            age = time.time() - self._file.stat().st_mtime
-            return self.ended() or (not self.local() and age > _ABANDONED_SECONDS)
-        return False
-
-    def local(self) -> bool:
-        """Whether this process can see the owner."""
-        return self._owner.get("machine") == this_machine()
-
     def ended(self) -> bool:
         """Whether the owner ran on this machine and has ended."""
-        return self.local() and process_start(self._owner["pid"]) != self._owner["started"]
+        local = self._owner.get("machine") == this_machine()
+        return local and process_start(self._owner["pid"]) != self._owner["started"]
+
+    def abandoned(self) -> bool:
+        """Whether the owner has ended, or has not touched the file while this process watched."""
+        remote = self._seen is not None and self._owner.get("machine") != this_machine()
+        return self.ended() or (remote and time.monotonic() - self._since > STALE_SECONDS)
+
+    def remove(self) -> None:
+        """Removes the file and the owner's scratch folder."""
+        if scratch := self._owner.get("scratch"):
+            shutil.rmtree(self._file.parent / scratch, ignore_errors=True)
+        self._file.unlink(missing_ok=True)
 
 
 @contextmanager
 def locked(file: Path, ready: Callable[[], bool]) -> Iterator[Owner | None]:
     """Takes the lock and yields its owner; None if the store became ready first."""
-    owner, lock = Owner(), Lock(file)
+    owner, lock = Owner(file), Lock(file)
     try:
         with writing(file.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
             for _ in poll(lock.describe):
-                if ready() or owner.create(file):
+                if ready() or owner.create():
                     break
                 lock.read()
                 if lock.abandoned():
                     logger.info(f"{lock.describe()} has not finished tokenizing: taking over")
-                    file.unlink(missing_ok=True)
-        yield owner if owner.holds(file) else None
+                    lock.remove()
+        yield owner if owner.holds() else None
     finally:
-        if owner.holds(file):
-            file.unlink(missing_ok=True)
-        owner.close()
+        owner.release()
+
+
+def remove_ended(cache: Path) -> None:
+    """Removes what killed processes of this machine left behind."""
+    for file in cache.glob(".*.lock"):
+        lock = Lock(file)
+        lock.read()
+        if lock.ended():
+            lock.remove()
 
 
 @contextmanager
 def writing(cache: Path) -> Iterator[None]:
+    """Raises RecipeError for errors of the file system."""
     try:
         yield
     except OSError as error:

@@ -9,10 +9,9 @@ Reading. Rank r of R has the samples k with k % R == r, so it reads every gcd(sh
 its loader processes divide those if they can. The number of shards is a power of two: if R is one
 too, and not larger, no two ranks tokenize the same text. Otherwise several ranks read a shard.
 
-Start-up. Before its first sample a process reads at most data.shuffle_buffer rows, over all shards,
-and tokenizes _ENCODED_ROWS rows per shard. It holds no more than these, the sequences of _GROUP
-micro-batches, and what a file format reads at once: a whole .json or text file, 128 rows of a
-.parquet. None of this depends on the global batch size.
+Memory. Before its first sample a process reads at most data.shuffle_buffer rows, over all shards,
+and tokenizes _ENCODED_ROWS rows per shard, whatever the batch size. It holds no more than these,
+the sequences of _GROUP micro-batches, and what a file format reads at once.
 
 Resume. A shard's position is four numbers: pass, part in the pass, row in the part, and first
 unused token of the row. A checkpoint holds those of all shards, for any number of ranks. A resume
@@ -28,13 +27,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import heapq
 import itertools
 import json
 import math
 import random
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +46,26 @@ from torch.utils.data import IterableDataset, get_worker_info
 from launcher.data.batching import RankBatchSampler
 from launcher.data.dataset import EMPTY, Collated, Row, collate_sequences, joined, sequence_piece
 from launcher.data.encoder import Encoder
-from launcher.data.shards import SHARDS, assign_shards, part_identity, through_buffer
-from launcher.data.sources import Part, read_rows
-from launcher.data.sources import Row as Source
-from launcher.data.token_store import ModelInputs
+from launcher.data.sources import Part, read_rows, split
+from launcher.data.sources import Row as SourceRow
+from launcher.data.token_store import ModelInputs, check_range
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.recipe import schema
+from launcher.recipe.hub import load_data_set
 from launcher.training import loss
 from launcher.training.loss import IGNORED
 
-VERSION = 2
-"""Of the order of samples. Version 1 depended on the batch size and saved no positions."""
+VERSION = 3
+"""Of the order of samples."""
+SHARDS = 64
+"""More would let more ranks share the tokenization, and make each start slower."""
+_SHARD_BYTES = 1 << 16
+"""The smallest shard, on average: small data has fewer shards."""
+_PART_BYTES = 16 * 2**20
+"""The largest part that a resume reads again, for data of up to _PARTS parts."""
+_PARTS = 1 << 14
+"""Finding where each part starts is one read of the file, on every rank."""
 _GROUP = 8
 """The most micro-batches that a rank reads together, so that loader processes divide its shards."""
 _ENCODED_ROWS = 16
@@ -69,18 +76,51 @@ ShardPosition = tuple[int, int, int, int]
 _START: ShardPosition = (0, 0, 0, 0)
 
 
-@dataclass(frozen=True)
-class StreamOrder:
-    """Sample indices of a stream are positions. Its length is not known."""
+def assign_shards(
+    parts: Sequence[Part], *, seed: int, shuffle: bool, shards: int = SHARDS
+) -> list[list[Part]]:
+    """The parts of each shard, about as many bytes each. Depends on the arguments and files alone.
 
-    samples: int = 0
-    epochs: int | None = None
+    shards: the most shards. Their number is a power of two and at most that of the parts.
+    """
+    parts = [part for part in parts if part.size or part.named or part.form != "text"]
+    total = sum(part.size for part in parts)
+    size = max(_SHARD_BYTES, min(_PART_BYTES, total // (4 * SHARDS)), total // _PARTS)
+    pieces = [piece for part in parts for piece in _divide(part, size)]
+    most = len(pieces)
+    if all(part.form != "hub" for part in parts):
+        most = min(most, total // _SHARD_BYTES)
+    number = 1 << (max(1, min(shards, most)).bit_length() - 1)
+    if shuffle:
+        random.Random(f"parts {seed}").shuffle(pieces)
+    assigned: list[list[Part]] = [[] for _ in range(number)]
+    smallest = [(0, 0, shard) for shard in range(number)]  # a heap of (bytes, parts, shard)
+    for piece in pieces:
+        held, count, shard = smallest[0]
+        assigned[shard].append(piece)
+        heapq.heapreplace(smallest, (held + piece.size, count + 1, shard))
+    return assigned
 
-    def sample(self, position: int) -> int:
-        return position
 
-    def passes(self, positions: int) -> list[float]:
-        return []
+def _divide(part: Part, size: int) -> list[Part]:
+    if part.form != "hub":
+        return split(part, size) if part.size > size else [part]
+    count = load_data_set(part.name, validation=part.validation, streaming=True).num_shards
+    return [replace(part, form="hub_stream", start=index, end=count) for index in range(count)]
+
+
+def _through_buffer(rows: Iterator[Any], size: int, generator: random.Random) -> Iterator[Any]:
+    """The rows in random order: each leaves a buffer of `size` rows at random."""
+    buffer: list[Any] = []
+    for row in rows:
+        if len(buffer) < size:
+            buffer.append(row)
+            continue
+        index = generator.randrange(size)
+        buffer[index], row = row, buffer[index]
+        yield row
+    generator.shuffle(buffer)
+    yield from buffer
 
 
 class _Reader:
@@ -133,7 +173,7 @@ class StreamingDataset(IterableDataset[Collated]):
         self._buffer_rows = max(1, data.shuffle_buffer // len(self._shards))
         self._files, self._bytes = len(parts), sum(part.size for part in parts)
         self.skipped: list[dict[str, str]] = []
-        shards = [[part_identity(part) for part in shard] for shard in self._shards]
+        shards = [[(part.name, part.start, part.size) for part in shard] for shard in self._shards]
         settings = [data.shuffle, self._buffer_rows, data.sequence_length, data.packing]
         order = [VERSION, shards, seed, *settings, data.on_error == "skip", repr(encoder)]
         self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
@@ -151,10 +191,9 @@ class StreamingDataset(IterableDataset[Collated]):
         other = copy.copy(self)
         other._sampler = sampler
         first_sample = sampler.first_step * sampler.global_batch_size
-        usable = saved is not None and saved["order"] == self.order
-        if saved is not None and usable and saved["samples"] <= first_sample:
+        if saved and saved["order"] == self.order and saved["samples"] <= first_sample:
             other._saved_samples = saved["samples"]
-            other._saved_positions = [(turn, *rest) for turn, *rest in saved["places"]]
+            other._saved_positions = [(turn, *rest) for turn, *rest in saved["positions"]]
         return other
 
     def state(
@@ -170,8 +209,7 @@ class StreamingDataset(IterableDataset[Collated]):
         if ranks.size > 1:  # each shard is read by some rank; those that share one agree
             table = table.to(ranks.device)
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=ranks.group)
-        state = {"version": VERSION, "order": self.order}
-        return state | {"samples": samples, "places": table.tolist()}
+        return {"order": self.order, "samples": samples, "positions": table.tolist()}
 
     def workers(self, wanted: int) -> int:
         """The most loader processes, up to `wanted`, that divide a group of micro-batches."""
@@ -213,7 +251,13 @@ class StreamingDataset(IterableDataset[Collated]):
                 positions = {shard: reader.position for shard, reader in readers.items()}
                 for one in samples:
                     held = [rows[k] for k in one] + [EMPTY] * (size - len(one))
-                    yield self._collate(held) | {"positions": positions}
+                    collated = collate_sequences(
+                        held,
+                        length=self._data.sequence_length,
+                        packed=self._data.packing,
+                        masking=self._model.masking,
+                    )
+                    yield collated | {"positions": positions}
 
     def _readers(self, cells: int, own: list[int]) -> dict[int, _Reader]:
         """Readers of the shards with the samples k for which k % cells is in `own`."""
@@ -229,18 +273,10 @@ class StreamingDataset(IterableDataset[Collated]):
                 readers[shard] = _Reader(samples, given=given, position=position)
         return readers
 
-    def _collate(self, rows: list[Row]) -> Collated:
-        return collate_sequences(
-            rows,
-            length=self._data.sequence_length,
-            packed=self._data.packing,
-            masking=self._model.masking,
-        )
-
     def _rows(
-        self, shard: int, start: ShardPosition, positions: deque[tuple[int, int, int]]
-    ) -> Iterator[Source]:
-        """The shard's rows from `start`, endless. Appends (pass, part, row) to `positions`."""
+        self, shard: int, start: ShardPosition
+    ) -> Iterator[tuple[SourceRow, tuple[int, int, int]]]:
+        """The shard's rows from `start`, endless, each with (pass, part, row)."""
         turn, first_part, first_row, _ = start
         while True:
             parts = list(self._shards[shard])
@@ -250,12 +286,11 @@ class StreamingDataset(IterableDataset[Collated]):
             for number in range(first_part, len(parts)):
                 rows = read_rows(parts[number], column=self._encoder.text_column)
                 if self._data.shuffle:
-                    key = f"shard {shard} pass {turn} unit {number} {self._seed}"
-                    rows = through_buffer(rows, self._buffer_rows, random.Random(key))
+                    key = f"shard {shard} pass {turn} part {number} {self._seed}"
+                    rows = _through_buffer(rows, self._buffer_rows, random.Random(key))
                 for index, row in enumerate(itertools.islice(rows, first_row, None), first_row):
                     found = True
-                    positions.append((turn, number, index))
-                    yield row
+                    yield row, (turn, number, index)
                 first_row = 0
             if not found:
                 raise self._no_documents(shard)
@@ -265,12 +300,11 @@ class StreamingDataset(IterableDataset[Collated]):
         self, shard: int, start: ShardPosition, *, list_bad_rows: bool
     ) -> Iterator[tuple[Any, Any, tuple[int, int, int]]]:
         """The shard's documents from `start`, endless: ids, labels, and pass, part and row."""
-        positions: deque[tuple[int, int, int]] = deque()
         # The rows before a start inside a pass are not seen, so they count as documents
         turn, found = start[0], start != _START
-        rows, limit = self._rows(shard, start, positions), self._model.vocabulary
-        for encoded in self._encoder.encode_rows(rows, batch_rows=_ENCODED_ROWS):
-            position = positions.popleft()
+        rows, same_rows = itertools.tee(self._rows(shard, start))
+        all_encoded = self._encoder.encode_rows((row for row, _ in rows), batch_rows=_ENCODED_ROWS)
+        for encoded, (_, position) in zip(all_encoded, same_rows, strict=False):
             if position[0] > turn:
                 if not found:
                     raise self._no_documents(shard)
@@ -279,17 +313,11 @@ class StreamingDataset(IterableDataset[Collated]):
                 if self._data.on_error != "skip":
                     raise RecipeError(f"{encoded.row.where}: {encoded.problem}")
                 if list_bad_rows and turn == 0 and self._skipped_rows is not None:
-                    line = {"where": encoded.row.where, "problem": encoded.problem}
-                    text = json.dumps(line, ensure_ascii=False) + "\n"
+                    line = json.dumps(encoded.skipped, ensure_ascii=False) + "\n"
                     with self._skipped_rows.open("a", encoding="utf-8") as file:
-                        file.write(text)  # at once: other processes append too
+                        file.write(line)  # at once: other processes append too
             elif encoded.ids.size:
-                largest = int(encoded.ids.max())
-                if limit is not None and largest >= limit:
-                    raise RecipeError(
-                        f"{encoded.row.where}: token id {largest} is beyond the model's vocabulary "
-                        f"of {limit}"
-                    )
+                check_range(encoded, self._model)
                 found = True
                 labels = encoded.ids if encoded.labels is None else encoded.labels
                 yield encoded.ids, labels, position
@@ -299,8 +327,8 @@ class StreamingDataset(IterableDataset[Collated]):
         shown = ", ".join(names[:5] or ["the files"])
         more = f" and {len(names) - 5} more files" if len(names) > 5 else ""
         return RecipeError(
-            f"data.streaming: there is no document with text in {shown}{more}; leave these files "
-            "out, or use streaming: false"
+            f"data.streaming: no document with text in {shown}{more}; leave these files out, or "
+            "use streaming: false"
         )
 
     def _sequences(
@@ -347,9 +375,9 @@ class StreamingDataset(IterableDataset[Collated]):
         ]
         if divided < ranks:
             lines.append(
-                f"note: each shard is tokenized by {ranks // divided} ranks; a power of two of "
-                "ranks, or more or larger .jsonl or .parquet files, up to "
-                f"{SHARDS} shards, would share the work better"
+                f"note: each shard is tokenized by {ranks // divided} ranks; to share the work "
+                "better, use a power of two of ranks, or more or larger .jsonl or .parquet files, "
+                f"up to {SHARDS} shards"
             )
         return lines
 

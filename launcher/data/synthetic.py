@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +13,9 @@ from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import collate_sequences
 from launcher.data.loader import GlobalBatch, Mover, StepStatistics, Tensors
 from launcher.distributed.process_group import DataParallel
+from launcher.models.attention import Masking
 from launcher.recipe import schema
 from launcher.training import loss
-
-if TYPE_CHECKING:
-    from launcher.models.attention import Masking
 
 PACKED_DOCUMENTS = 2
 """Documents in a packed row."""

@@ -1,8 +1,8 @@
 """Tokenized documents on disk, memory-mapped and shared by all processes that see the cache.
 
-A store is a folder: `ids.npy` (all documents, one after another), `offsets.npy` (documents + 1),
-`labels.npy` if targets may differ from the ids, `classes.npy` for classification, `skipped.jsonl`
-and `meta.json`. It is written to a scratch folder and then renamed, so a store is always complete.
+A store is a folder: `ids.bin` (int32, all documents one after another), `offsets.npy` (documents +
+1), `labels.bin` if targets may differ from the ids, `classes.npy` for classification, `meta.json`.
+It is written to a scratch folder and then renamed, so a store is always complete.
 """
 
 from __future__ import annotations
@@ -11,32 +11,26 @@ import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from launcher.data.encoder import Encoder, make_encoder
+from launcher.data.encoder import Encoded, Encoder, make_encoder
 from launcher.data.sources import Part, find_parts, read_all
-from launcher.data.store_lock import Lock, Owner, locked, poll, writing
+from launcher.data.store_lock import Owner, locked, poll, remove_ended, writing
 from launcher.data.tokenization import tokenize
 from launcher.errors import RecipeError
+from launcher.models.attention import Masking
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
 
-if TYPE_CHECKING:
-    from launcher.models.attention import Masking
-
 logger = logging.getLogger(__name__)
 
-_FORMAT = 3
-_SCRATCH = ".making-"
+_FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -63,22 +57,17 @@ class TokenStore:
     """(tokens,): each token as a target; None: the ids."""
     offsets: npt.NDArray[np.int64]
     """Start of each document, and the end: (documents + 1,)."""
-    files: int
-    largest_id: int
-    kind: schema.DataKind = "text"
+    largest_id: int = -1
     classes: npt.NDArray[np.int32] | None = None
     """kind classification: (documents,)."""
     trained: int | None = None
-    """Tokens that are a target; None: all but the first of each document."""
-    empty: int = 0
-    """Rows without text; they are left out."""
+    """Tokens that are a target."""
     skipped: list[dict[str, str]] = field(default_factory=list)
     """`where` and `problem` of the rows that were skipped (on_error: skip)."""
     folder: Path | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """For checkpoints, to detect changed data: `files` (bytes by name; rows of a hub data set),
-    `documents`, `tokens`, and checksums of the `content` (None in stores of older versions), the
-    `tokenizer` and the `chat_template`."""
+    `documents`, `tokens`, and checksums of the `content`, `tokenizer` and `chat_template`."""
 
     @property
     def documents(self) -> int:
@@ -114,38 +103,34 @@ def open_store(
     elif refresh or not entry.ready():
         with locked(entry.lock, lambda: not refresh and entry.ready()) as owner:
             if owner is not None and (refresh or not entry.ready()):
-                for part in entry.hub:
-                    _pin(part, entry.cache)
+                entry.pin_hub_data_sets()
                 if not entry.ready():
-                    about = {"kind": data.kind, "patterns": patterns, "tokenizer": tokenizer}
-                    _build(entry, owner, about, processes=data.processes)
+                    entry.build(owner, data.processes)
     store = entry.load()
     model = model or ModelInputs()
     classes = 0 if store.classes is None else int(store.classes.max()) + 1
     too_large = model.vocabulary is not None and store.largest_id >= model.vocabulary
     if too_large or (model.classes is not None and classes > model.classes):
-        _raise_out_of_range(parts, encoder, model)
+        # A store does not know where its documents came from: read the rows again
+        for encoded in encoder.encode_rows(read_all(parts, column=encoder.text_column)):
+            check_range(encoded, model)
     return store
 
 
-def _raise_out_of_range(parts: list[Part], encoder: Encoder, model: ModelInputs) -> None:
-    """Reads the rows again: a store does not know where they came from."""
-    for encoded in encoder.encode_rows(read_all(parts, column=encoder.text_column)):
-        arrays = [
-            array for array in (encoded.ids, encoded.labels) if array is not None and array.size
-        ]
-        largest = max((int(array.max()) for array in arrays), default=-1)
-        if model.vocabulary is not None and largest >= model.vocabulary:
-            raise RecipeError(
-                f"{encoded.row.where}: token id {largest} is beyond the model's vocabulary of "
-                f"{model.vocabulary} (model.config.vocab_size)"
-            )
-        category = encoded.category
-        if model.classes is not None and category is not None and category >= model.classes:
-            raise RecipeError(
-                f"{encoded.row.where}: label {category}, but the model has {model.classes} "
-                f"classes, 0 to {model.classes - 1} (model.num_labels)"
-            )
+def check_range(encoded: Encoded, model: ModelInputs) -> None:
+    """Raises RecipeError if the model has no such token or class."""
+    arrays = [array for array in (encoded.ids, encoded.labels) if array is not None]
+    largest = max((int(array.max(initial=-1)) for array in arrays), default=-1)
+    if model.vocabulary is not None and largest >= model.vocabulary:
+        raise RecipeError(
+            f"{encoded.row.where}: token id {largest} is beyond the model's vocabulary of "
+            f"{model.vocabulary} (model.config.vocab_size)"
+        )
+    if model.classes is not None and (encoded.category or 0) >= model.classes:
+        raise RecipeError(
+            f"{encoded.row.where}: label {encoded.category}, but the model has {model.classes} "
+            f"classes, 0 to {model.classes - 1} (model.num_labels)"
+        )
 
 
 def cache_folder(cache: str | None) -> Path:
@@ -156,34 +141,37 @@ def cache_folder(cache: str | None) -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "launcher"
 
 
-# Names in the cache
-
-
+@dataclass(frozen=True)
 class _Entry:
     """A store's place in the cache. Its name follows from all that its content depends on."""
 
-    def __init__(self, parts: list[Part], encoder: Encoder, cache: Path, on_error: str) -> None:
-        self.parts, self.encoder, self.cache, self.on_error = parts, encoder, cache, on_error
-        self.hub = [part for part in parts if part.form == "hub"]
-        self._files = {part: _file_identity(part) for part in parts if part.form != "hub"}
-        self._how = [_FORMAT, encoder.identity(), on_error]
+    parts: list[Part]
+    encoder: Encoder
+    cache: Path
+    on_error: str
 
-    def _name(self, what: list[Any]) -> str:
-        return _digest([*self._how, what])
+    @property
+    def _hub(self) -> list[Part]:
+        return [part for part in self.parts if part.form == "hub"]
+
+    @cached_property
+    def _files(self) -> dict[Part, Any]:
+        return {part: _file_identity(part) for part in self.parts if part.form != "hub"}
+
+    def _name(self, hub: dict[Part, Any]) -> str:
+        parts = [(self._files | hub)[part] for part in self.parts]
+        return _digest([_FORMAT, self.encoder.identity(), self.on_error, parts])
 
     @property
     def lock(self) -> Path:
         """Known before a hub data set is loaded."""
-        return self.cache / f".{self._name([self._files.get(p, p.name) for p in self.parts])}.lock"
+        return self.cache / f".{self._name({part: part.name for part in self._hub})}.lock"
 
     @property
     def folder(self) -> Path | None:
         """None: a hub data set was never loaded."""
-        pins = {part: _read_pin(part, self.cache) for part in self.hub}
-        if None in pins.values():
-            return None
-        hub = {part: ["hub", part.name, pin["fingerprint"]] for part, pin in pins.items() if pin}
-        return self.cache / self._name([(self._files | hub)[part] for part in self.parts])
+        pins = {part: self._pin(part) for part in self._hub}
+        return None if None in pins.values() else self.cache / self._name(pins)
 
     def ready(self) -> bool:
         return self.folder is not None and self.folder.is_dir()
@@ -191,29 +179,69 @@ class _Entry:
     def load(self) -> TokenStore:
         folder = self.folder
         assert folder is not None
-        pins = {part: _read_pin(part, self.cache) for part in self.hub}
-        sizes = {part.name: (pins.get(part) or {"rows": part.size})["rows"] for part in self.parts}
-        meta = json.loads((folder / "meta.json").read_text())
-        labels, classes, skipped = (
-            folder / name for name in ("labels.npy", "classes.npy", "skipped.jsonl")
-        )
-        lines = skipped.read_text(encoding="utf-8").splitlines() if skipped.exists() else []
+        labels, classes = folder / "labels.bin", folder / "classes.npy"
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        pins = {part: self._pin(part) for part in self._hub}
+        files = {part.name: (pins.get(part) or {"rows": part.size})["rows"] for part in self.parts}
+        counts = {name: meta[name] for name in ("documents", "tokens", "content")}
         return TokenStore(
-            ids=np.load(folder / "ids.npy", mmap_mode="r"),
-            labels=np.load(labels, mmap_mode="r") if labels.exists() else None,
+            ids=np.memmap(folder / "ids.bin", dtype=np.int32, mode="r"),
+            labels=np.memmap(labels, dtype=np.int32, mode="r") if labels.exists() else None,
             offsets=np.load(folder / "offsets.npy"),
-            files=meta["files"],
             largest_id=meta["largest_id"],
-            kind=meta["kind"],
             classes=np.load(classes) if classes.exists() else None,
-            empty=meta["empty"],
             trained=meta["trained"],
-            skipped=[json.loads(line) for line in lines],
+            skipped=meta["skipped"],
             folder=folder,
-            fingerprint={"files": sizes}
-            | self.encoder.fingerprint()
-            | {name: meta.get(name) for name in ("documents", "tokens", "content")},
+            fingerprint={"files": files, **self.encoder.fingerprint(), **counts},
         )
+
+    def build(self, owner: Owner, processes: int | None) -> None:
+        """Tokenizes into a scratch folder, which becomes the store."""
+        size = sum(part.size for part in self._files) / 2**20
+        names = [f"{len(self._files)} files ({size:.1f} MiB)"] if self._files else []
+        logger.info("tokenizing " + ", ".join(names + [part.name for part in self._hub]))
+        folder, scratch = self.folder, owner.scratch
+        assert folder is not None
+        with writing(self.cache):
+            remove_ended(self.cache)
+            scratch.mkdir()
+        meta = tokenize(
+            scratch, self.parts, self.encoder, on_error=self.on_error, processes=processes
+        )
+        text = json.dumps(
+            {"kind": self.encoder.kind, "files": [part.name for part in self.parts], **meta}
+        )
+        (scratch / "meta.json").write_text(text, encoding="utf-8")
+        if (scratch / "blocks").exists():
+            (scratch / "blocks").rmdir()
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was first
+                raise
+
+    # The version of a hub data set: later starts need neither the hub nor `datasets`
+
+    def _pin_file(self, part: Part) -> Path:
+        return self.cache / "hub" / f"{_digest([part.name, part.validation])}.json"
+
+    def _pin(self, part: Part) -> dict[str, Any] | None:
+        """None: the data set was never loaded."""
+        file = self._pin_file(part)
+        return dict(json.loads(file.read_text())) if file.exists() else None
+
+    def pin_hub_data_sets(self) -> None:
+        """Loads the hub data sets and notes their versions."""
+        for part in self._hub:
+            rows = load_data_set(part.name, validation=part.validation)
+            about = {"name": part.name, "fingerprint": rows._fingerprint, "rows": len(rows)}
+            file = self._pin_file(part)
+            scratch = file.with_suffix(f".{os.getpid()}")
+            with writing(self.cache):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                scratch.write_text(json.dumps(about))
+                scratch.replace(file)
 
 
 def _digest(value: Any) -> str:
@@ -223,77 +251,5 @@ def _digest(value: Any) -> str:
 def _file_identity(part: Part) -> list[Any]:
     """Changes with the file's content, and if an empty file becomes an error by being named."""
     state = os.stat(part.name)
-    return [
-        *(str(Path(part.name).resolve()), state.st_size, state.st_mtime_ns),
-        part.named and not state.st_size,
-    ]
-
-
-def _pin_file(part: Part, cache: Path) -> Path:
-    return cache / "hub" / f"{_digest([part.name, part.validation])}.json"
-
-
-def _read_pin(part: Part, cache: Path) -> dict[str, Any] | None:
-    """None: the data set was never loaded."""
-    pin = _pin_file(part, cache)
-    return dict(json.loads(pin.read_text())) if pin.exists() else None
-
-
-def _pin(part: Part, cache: Path) -> None:
-    """Loads a hub data set and notes its version. Later starts need neither hub nor `datasets`."""
-    rows = load_data_set(part.name, validation=part.validation)
-    pin = _pin_file(part, cache)
-    with writing(cache):
-        pin.parent.mkdir(parents=True, exist_ok=True)
-        scratch = pin.with_suffix(f".{os.getpid()}")
-        about = {"name": part.name, "fingerprint": rows._fingerprint, "rows": len(rows)}
-        scratch.write_text(json.dumps(about))
-        scratch.replace(pin)
-
-
-def _build(entry: _Entry, owner: Owner, about: dict[str, Any], *, processes: int | None) -> None:
-    """Tokenizes into a scratch folder, which becomes the store. about: for meta.json."""
-    files = [part for part in entry.parts if part.form != "hub"]
-    size = sum(part.size for part in files) / 2**20
-    names = [f"{len(files)} files ({size:.1f} MiB)"] if files else []
-    logger.info("tokenizing " + ", ".join(names + [part.name for part in entry.hub]))
-    folder = entry.folder
-    assert folder is not None
-    with _scratch(entry.cache, owner) as scratch:
-        counts = tokenize(
-            scratch, entry.parts, entry.encoder, on_error=entry.on_error, processes=processes
-        )
-        meta = {"format": _FORMAT, "files": len(entry.parts), **about, **counts}
-        (scratch / "meta.json").write_text(json.dumps(meta))
-        shutil.rmtree(scratch / "blocks", ignore_errors=True)
-        (scratch / "lock").unlink(missing_ok=True)
-        try:
-            scratch.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another node was first
-                raise
-
-
-# Scratch folders
-
-
-@contextmanager
-def _scratch(cache: Path, owner: Owner) -> Iterator[Path]:
-    """A folder for a new store, removed unless it was renamed. Also removes abandoned ones."""
-    with writing(cache):
-        _remove_abandoned(cache)
-        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=cache))
-        owner.create(folder / "lock")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_abandoned(cache: Path) -> None:
-    for path in [*cache.glob(".*.lock"), *cache.glob(_SCRATCH + "*")]:
-        inside = path / "lock"
-        lock = Lock(inside if inside.exists() else path)
-        lock.read()
-        if lock.old():
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path = str(Path(part.name).resolve())
+    return [path, state.st_size, state.st_mtime_ns, part.named and not state.st_size]

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,23 +21,6 @@ Ids = npt.NDArray[np.int32]
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".tiktoken", ".vocab", ".bpe", ".jinja")
 _BYTES_IDENTITY = "bytes 66c407729331c690d5ec7918bdbd26f273781ae6971d60fe1590e6d778295bde"
 """Of the ids and the chat template in byte_tokenizer.py; part of the names of stores."""
-
-
-class Tokenizer(Protocol):
-    """A document is `begin`, the ids of its text, `end`."""
-
-    begin: list[int]
-    """What the tokenizer itself puts before a text (Llama's <|begin_of_text|>); often nothing."""
-
-    @property
-    def end(self) -> int:
-        """The end-of-text token. Raises RecipeError if there is none."""
-
-    def ids(self, texts: Sequence[str]) -> list[Ids]:
-        """Each text's ids, without special tokens."""
-
-    def as_inference(self, texts: Sequence[str]) -> list[Ids]:
-        """Each text's ids, with the special tokens that the tokenizer adds by default."""
 
 
 class ByteTokenizer:
@@ -53,18 +36,20 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of transformers. It uses several threads unless TOKENIZERS_PARALLELISM=false."""
+    """A tokenizer of transformers."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.tokenizer = hugging_face_tokenizer(name)
         bos = self.tokenizer.bos_token_id
-        # Documents get a begin-of-text token, but no [CLS]
+        # Documents get a begin-of-text token (Llama's <|begin_of_text|>), but no [CLS]
         begins = bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos]
-        self.begin = [bos] if begins else []
+        self.begin: list[int] = [bos] if begins else []
+        """Begins a document."""
 
     @property
     def end(self) -> int:
+        """Ends a document. Raises RecipeError if there is no such token."""
         if self.tokenizer.eos_token_id is None:
             raise RecipeError(
                 f"data.tokenizer: {self._name}: has no end-of-text token (eos_token), which ends "
@@ -73,9 +58,11 @@ class HuggingFaceTokenizer:
         return int(self.tokenizer.eos_token_id)
 
     def ids(self, texts: Sequence[str]) -> list[Ids]:
+        """Each text's ids, without special tokens."""
         return self._call(texts, add_special_tokens=False)
 
     def as_inference(self, texts: Sequence[str]) -> list[Ids]:
+        """Each text's ids, with the special tokens that the tokenizer adds by default."""
         return self._call(texts, add_special_tokens=True)
 
     def _call(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Ids]:
@@ -89,6 +76,9 @@ class HuggingFaceTokenizer:
             verbose=False,
         )
         return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def hugging_face_tokenizer(name: str) -> Any:
@@ -111,6 +101,8 @@ def hugging_face_tokenizer(name: str) -> Any:
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer `bytes`, or that of a folder or hub id. Cached: loading takes a second."""
+    # Its threads do not survive a fork, and each process forked later would print a warning
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
 
 
@@ -128,8 +120,8 @@ def tokenizer_identity(name: str) -> str:
 
 
 def prepare_worker_process() -> None:
-    """For a process that a rank starts: requests to stop the rank are not for it, and it tokenizes
-    with one thread."""
+    """For a process that a rank starts: it ignores requests to stop the rank, and tokenizes with
+    one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

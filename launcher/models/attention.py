@@ -1,17 +1,16 @@
 """Attention within the documents of packed sequences, without a mask.
 
-transformers separates packed documents with a mask of tokens x tokens. It makes the mask in every
-forward pass, and must wait for the device to find the documents. Here attention receives the
-documents' bounds instead (`cu_seq_lens_q` and so on, which are transformers' names). It uses
-torch's variable-length kernel on CUDA, and elsewhere one scaled-dot-product attention per document.
-Work and memory then depend on the documents' lengths, not on the squared sequence length.
+transformers separates packed documents with a mask of tokens x tokens. It builds the mask in every
+forward pass, and waits for the device to find the documents. Here attention receives the documents'
+bounds instead (`cu_seq_lens_q` and so on, transformers' names). It uses torch's variable-length
+kernel on CUDA, and elsewhere one scaled-dot-product attention per document. Work and memory then
+depend on the documents' lengths, not on the squared sequence length.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,7 +23,7 @@ try:
     from torch.nn.attention import varlen
 
     _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen.varlen_attn).parameters)
-    """They differ between versions of torch. Read once: each layer needs them in each forward pass."""
+    """They differ between versions of torch. Each layer needs them in each forward pass."""
 except ImportError:
     _VARLEN_PARAMETERS = frozenset()
 
@@ -35,6 +34,7 @@ VARLEN = "launcher_varlen"
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -49,29 +49,28 @@ def isolate_documents(
     chunked within a row.
     """
     pretrained: Any = model
-    config = pretrained.config
+    config, name = pretrained.config, type(model).__name__
     layer_types = set(_layer_types(config))
     others = layer_types - _ATTENTION_LAYERS
     if others or getattr(model, "_is_stateful", False):
         what = ", ".join(sorted(others)) or "a state"
         raise RecipeError(
-            f"data.packing: {type(model).__name__} has layers ({what}) that carry something from "
-            "document to document within a sequence; use packing: false"
+            f"data.packing: {name} has layers ({what}) that carry information from one document "
+            "of a sequence to the next; use packing: false"
         )
-    chunk = getattr(_text_config(config), "attention_chunk_size", None)
+    chunk = getattr(config.get_text_config(decoder=True), "attention_chunk_size", None)
     if "chunked_attention" in layer_types and chunk is not None and sequence_length > chunk:
         raise RecipeError(
-            f"data.packing: {type(model).__name__} attends within chunks of {chunk} tokens, which "
-            "are counted from the start of a sequence and not of a document; use a "
-            f"data.sequence_length of at most {chunk}, or packing: false"
+            f"data.packing: {name} attends within chunks of {chunk} tokens, which are counted "
+            "from the start of a sequence and not of a document; use a data.sequence_length of at "
+            f"most {chunk}, or packing: false"
         )
-    name = config._attn_implementation
-    if name in _FLASH:
+    implementation = config._attn_implementation
+    if implementation in _FLASH:
         return "varlen" if _passes_bounds(model) else "mask"
-    if name != "sdpa" or not _has_kernel(model, device, compute_dtype):
+    if implementation != "sdpa" or not _has_kernel(model, device, compute_dtype):
         return "mask"
-    _register()
-    pretrained.set_attn_implementation(VARLEN)
+    _set_varlen(model)
     if _passes_bounds(model, largest_head=LARGEST_HEAD if device.type == "cuda" else None):
         return "varlen"
     pretrained.set_attn_implementation("sdpa")
@@ -83,18 +82,12 @@ def _has_kernel(model: nn.Module, device: torch.device, compute_dtype: torch.dty
         # One document after the other. In bfloat16 the CPU compiles and keeps kernels for each
         # length: slower than a mask, and 230 MiB more in a small benchmark (torch 2.13)
         return compute_dtype == torch.float32
-    try:
-        from torch.nn.attention.varlen import varlen_attn  # noqa: F401
-    except ImportError:
+    if not _VARLEN_PARAMETERS:
         return False
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return False  # without a GPU, a plan assumes a recent one
-    config: Any = model.config
-    dropout = max(
-        (float(getattr(config, key, 0) or 0) for key in ("attention_dropout", "attn_pdrop")),
-        default=0.0,
-    )
-    return compute_dtype in (torch.bfloat16, torch.float16) and dropout == 0
+    dropouts = [getattr(model.config, key, 0) for key in ("attention_dropout", "attn_pdrop")]
+    return compute_dtype in (torch.bfloat16, torch.float16) and not any(dropouts)
 
 
 def drop_causal_mask(model: nn.Module) -> None:
@@ -106,55 +99,50 @@ def drop_causal_mask(model: nn.Module) -> None:
     wherever there is a target. Models with other masks (other layers, images, prefixes) keep
     theirs.
     """
-    pretrained: Any = model
-    config: Any = getattr(pretrained, "config", None)
-    if (
-        getattr(config, "_attn_implementation", None) != "sdpa"
-        or config.get_text_config() is not config
-    ):
-        return
-    if not getattr(config, "is_causal", True) or getattr(
-        config, "use_bidirectional_attention", False
-    ):
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "_attn_implementation", None) != "sdpa":
         return
     layers = set(_layer_types(config))
-    if not layers <= {"full_attention", "sliding_attention"}:
+    if (
+        config.get_text_config() is not config
+        or not getattr(config, "is_causal", True)
+        or getattr(config, "use_bidirectional_attention", False)
+        or not layers <= {"full_attention", "sliding_attention"}
+    ):
         return
     slides = "sliding_attention" in layers or getattr(config, "sliding_window", None) is not None
-    _register()
-    pretrained.set_attn_implementation(VARLEN)
+    _set_varlen(model)
     calls = _attention_calls(model)
-    if (
-        not calls
-        or not all(call.plain for call in calls)
-        or (slides and not all("sliding_window" in call.arguments for call in calls))
+    if not calls or not all(
+        call["plain"] and (not slides or "sliding_window" in call) for call in calls
     ):
-        pretrained.set_attn_implementation("sdpa")
+        model.set_attn_implementation("sdpa")  # type: ignore[operator]
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A layer's call of its attention."""
+def _set_varlen(model: Any) -> None:
+    """Registered without a mask function: transformers then makes no mask."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    head_size: int
-    """The largest of q, k and v."""
-    plain: bool
-    """Asks for what `varlen_attention` computes: causal, without masks, biases, caps and sinks."""
-    arguments: dict[str, Any]
+    ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
+    model.set_attn_implementation(VARLEN)
 
 
-class _Seen(Exception):  # noqa: N818
+class _AllSeen(Exception):  # noqa: N818
     """Ends the trial of `_attention_calls` early."""
 
 
-def _attention_calls(model: nn.Module, **inputs: Any) -> list[_Call]:
-    """Runs the model on meta until a layer of each kind has called attention. Returns the calls."""
+def _attention_calls(model: Any, **inputs: Any) -> list[dict[str, Any]]:
+    """Runs the model on meta until a layer of each kind has called attention.
+
+    Returns the arguments of each call, with `head_size`, the largest of q and v, and `plain`:
+    whether it asks for what `varlen_attention` computes, which is causal attention without masks,
+    biases, caps and sinks.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    pretrained: Any = model
-    name = pretrained.config._attn_implementation
-    layer_types = _layer_types(pretrained.config) or ["attention"]
-    calls: list[_Call] = []
+    name = model.config._attn_implementation
+    layer_types = _layer_types(model.config) or ["attention"]
+    calls: list[dict[str, Any]] = []
 
     def trial(
         module: nn.Module,
@@ -167,68 +155,46 @@ def _attention_calls(model: nn.Module, **inputs: Any) -> list[_Call]:
     ) -> Any:
         causal = arguments.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        others = [
-            attention_mask,
-            *(arguments.get(key) for key in ("position_bias", "softcap", "s_aux")),
-        ]
-        plain = bool(causal) and all(other is None for other in others)
-        calls.append(_Call(max(query.shape[-1], value.shape[-1]), plain, arguments))
+        others = [arguments.get(key) for key in ("position_bias", "softcap", "s_aux")]
+        plain = bool(causal) and all(other is None for other in [attention_mask, *others])
+        head_size = max(query.shape[-1], value.shape[-1])
+        calls.append({**arguments, "head_size": head_size, "plain": plain})
         if set(layer_types[: len(calls)]) == set(layer_types):
-            raise _Seen
-        return query.new_empty(
-            query.shape[0], query.shape[2], query.shape[1], value.shape[-1]
-        ), None
+            raise _AllSeen
+        batch, heads, tokens, _ = query.shape
+        return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
     before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
     ALL_ATTENTION_FUNCTIONS.register(name, trial)
-    # _Seen; or the model does not take these arguments; or, like most mixtures of experts, it
+    # _AllSeen; or the model does not take these arguments; or, like most mixtures of experts, it
     # cannot run on meta beyond the layers that were seen
     with contextlib.suppress(Exception):
-        pretrained(
-            input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=False, **inputs
-        )
+        ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        model(input_ids=ids, use_cache=False, **inputs)
     ALL_ATTENTION_FUNCTIONS.register(name, before)
     return calls
 
 
-def _passes_bounds(model: nn.Module, *, largest_head: int | None = None) -> bool:
+def _passes_bounds(model: Any, *, largest_head: int | None = None) -> bool:
     """Whether attention receives the bounds, and only needs what the kernel computes.
 
     largest_head: the largest head size that the kernel takes; None: any.
     """
-    bounds = {
-        "cu_seq_lens_q": torch.zeros(2, dtype=torch.int32, device="meta"),
-        "cu_seq_lens_k": torch.zeros(2, dtype=torch.int32, device="meta"),
-        "max_length_q": 2,
-        "max_length_k": 2,
-    }
-    calls = _attention_calls(
-        model, position_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), **bounds
-    )
-    config: Any = model.config
-    flash = config._attn_implementation in _FLASH
+    bounds = torch.zeros(2, dtype=torch.int32, device="meta")
+    positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    inputs = dict(zip(_BOUNDS, (bounds, bounds, 2, 2), strict=True))
+    calls = _attention_calls(model, position_ids=positions, **inputs)
+    flash = model.config._attn_implementation in _FLASH
     return bool(calls) and all(
-        all(call.arguments.get(key) is not None for key in bounds)
-        and (flash or call.plain)
-        and (largest_head is None or call.head_size <= largest_head)
+        all(call.get(key) is not None for key in _BOUNDS)
+        and (flash or call["plain"])
+        and (largest_head is None or call["head_size"] <= largest_head)
         for call in calls
     )
 
 
-def _text_config(config: Any) -> Any:
-    """The config of the text part of a model of text and images; else the config itself."""
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-
-
 def _layer_types(config: Any) -> list[str]:
-    return list(getattr(_text_config(config), "layer_types", None) or ())
-
-
-def _register() -> None:
-    """Registers attention without a mask function: transformers then makes no mask."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
+    return list(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def has_varlen_kernel(tensor: torch.Tensor) -> bool:
@@ -272,19 +238,14 @@ def varlen_attention(
     if has_varlen_kernel(query):
         assert max_length_q is not None
         if torch.is_autocast_enabled(query.device.type):
-            query, key, value = (
-                tensor.to(torch.get_autocast_dtype(tensor.device.type))
-                for tensor in (query, key, value)
-            )
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         out = _kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
         # The backward pass of split is one concatenation; that of slices is not
         sizes = document_lengths(cu_seq_lens_q)
-        documents = zip(
-            *(torch.split(tensor, sizes) for tensor in (query, key, value)), strict=True
-        )
         parts = []
-        for document in documents:
+        for document in zip(*(torch.split(t, sizes) for t in (query, key, value)), strict=True):
             q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in document)
             parts.append(_dense(module, q, k, v, sliding_window, options)[0])
         out = torch.cat(parts)
@@ -300,39 +261,38 @@ def _kernel(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    known = _VARLEN_PARAMETERS
-    left = sliding_window - 1 if sliding_window is not None else -1
     # The kernel takes one head size, a multiple of 8. Multi-head latent attention has two (192 and
     # 128 in DeepSeek). Zeros appended to q and k change no score; those appended to v give columns
     # that are removed.
     size, value_size = query.shape[-1], value.shape[-1]
     width = -(-max(size, value_size) // 8) * 8
     query, key, value = (
-        tensor
-        if tensor.shape[-1] == width
-        else functional.pad(tensor, (0, width - tensor.shape[-1]))
+        functional.pad(tensor, (0, width - tensor.shape[-1]))
+        if tensor.shape[-1] < width
+        else tensor
         for tensor in (query, key, value)
     )
     options: dict[str, Any] = {"scale": scaling if scaling is not None else size**-0.5}
-    if "window_size" in known:
-        options["window_size"] = (left, 0)  # 0 to the right: causal
+    if "window_size" in _VARLEN_PARAMETERS:
+        # 0 to the right: causal
+        options["window_size"] = (sliding_window - 1 if sliding_window is not None else -1, 0)
     else:
         options["is_causal"] = True
         assert sliding_window is None
     if key.shape[1] != query.shape[1]:
-        if "enable_gqa" in known:
+        if "enable_gqa" in _VARLEN_PARAMETERS:
             options["enable_gqa"] = True
         else:
-            repeats = query.shape[1] // key.shape[1]
-            key, value = (
-                key.repeat_interleave(repeats, dim=1),
-                value.repeat_interleave(repeats, dim=1),
-            )
-    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+            key, value = _repeat_heads(query, key, value)
+    out = varlen.varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
     assert isinstance(out, torch.Tensor)
     return out if value_size == width else out[..., :value_size]
+
+
+def _repeat_heads(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Heads are dimension 1."""
+    heads = query.shape[1]
+    return [tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in tensors]
 
 
 def _dense(
@@ -346,29 +306,18 @@ def _dense(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     tokens, mask = query.shape[2], None
+    cuda = has_varlen_kernel(query) and not torch.is_autocast_enabled(query.device.type)
     if sliding_window is not None and sliding_window < tokens:
         place = torch.arange(tokens, device=query.device)
         distance = place[:, None] - place[None, :]
         mask = (distance >= 0) & (distance < sliding_window)
-    elif _repeats_heads(query, key):
-        key, value = (
-            tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
-            for tensor in (key, value)
-        )
+    elif cuda and query.dtype == torch.float32 and key.shape[1] < query.shape[1]:
+        # CUDA's fused float32 kernel does not take grouped heads. Without it torch computes all
+        # scores: (heads, tokens, tokens), four times in the backward pass (torch 2.11 to 2.13)
+        key, value = _repeat_heads(query, key, value)
     out: torch.Tensor
     out, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
     return out
-
-
-def _repeats_heads(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether to repeat key-value heads, so that a fused kernel can compute attention.
-
-    CUDA's fused float32 kernel does not take grouped heads. Without it torch computes all scores:
-    (heads, tokens, tokens), four times in the backward pass (torch 2.11 to 2.13).
-    """
-    if not has_varlen_kernel(query) or torch.is_autocast_enabled(query.device.type):
-        return False
-    return query.dtype == torch.float32 and key.shape[1] < query.shape[1]
 
 
 @torch.no_grad()
@@ -389,9 +338,7 @@ def check_isolation(
     RecipeError if the second document sees the first.
     """
     generator = torch.Generator().manual_seed(0)
-    first, other, second = (
-        torch.randint(vocabulary, (1, 8), generator=generator) for _ in range(3)
-    )
+    first, other, second = torch.randint(vocabulary, (3, 1, 8), generator=generator)
     positions = torch.arange(8).repeat(2).unsqueeze(0).to(device)
     training = model.training
     model.eval()
@@ -401,22 +348,15 @@ def check_isolation(
                 input_ids=torch.cat([before, second], dim=1).to(device),
                 position_ids=positions,
                 use_cache=False,
-            )
-            .logits[:, 8:]
-            .float()
+            ).logits[:, 8:]
             for before in (first, other)
         )
-    except TypeError:
-        crosses, difference = (
-            True,
-            float("nan"),
-        )  # no position_ids: it cannot know where a document starts
-    else:
-        difference = float((one - two).abs().max() / one.abs().max())
-        crosses = not difference < max(1e-4, 4 * torch.finfo(dtype).eps)
+        difference = float((one.float() - two.float()).abs().max() / one.float().abs().max())
+    except TypeError:  # no position_ids: it cannot know where a document starts
+        difference = float("nan")
     finally:
         model.train(training)
-    if crosses:
+    if not difference < max(1e-4, 4 * torch.finfo(dtype).eps):
         raise RecipeError(
             f"data.packing: in {name} a packed document sees the one before it (its logits change "
             f"by {difference:.1e}); use packing: false, or another model.attention"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import fnmatch
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from launcher.recipe.functions import call_function
 from launcher.recipe.hub import model_folder
 from launcher.recipe.schema import Model
 
-_DECODERS_ALL_THE_SAME = {"gpt_neox", "gpt_neox_japanese"}
+_DECODERS = {"gpt_neox", "gpt_neox_japanese"}
 """Their configs have an `is_decoder` of false that nothing reads."""
 
 
@@ -42,9 +42,8 @@ def build_model(
 
     model.path or model.config: a model of transformers with the head for model.task.
     model.builder: a function that is called with model.arguments under `torch.device("meta")` and
-    returns any torch.nn.Module. Its attribute `_no_split_modules` names the classes of its blocks.
-    Its weights are initialized by its `_init_weights(module)`, or else by each module's
-    `reset_parameters()`.
+    returns any torch.nn.Module. Its attribute `_no_split_modules` names the classes of its blocks;
+    `_init_weights(module)`, or each module's `reset_parameters()`, initializes its weights.
 
     labels: names of the classes, for sequence_classification; else model.num_labels counts them.
     Raises RecipeError if transformers refuses the config, if the model has fewer positions than a
@@ -121,16 +120,14 @@ def _check_task(model: Model, config: Any, key: str, *, known: bool) -> None:
     """Raises RecipeError if transformers has no such model, or an encoder is to predict tokens."""
     kind, classifies = config.model_type, model.task == "sequence_classification"
     if not known and not (model.trust_remote_code and hasattr(config, "auto_map")):
-        other = (
-            "" if classifies else "; for classification, set model.task: sequence_classification"
-        )
         task = model.task.replace("_", " ")
-        raise RecipeError(f"{key}: {kind} has no {task} model in transformers{other}")
+        hint = "" if classifies else "; to classify, set model.task: sequence_classification"
+        raise RecipeError(f"{key}: {kind} has no {task} model in transformers{hint}")
     decodes = classifies or getattr(config, "is_decoder", None) is not False
-    if not decodes and kind not in _DECODERS_ALL_THE_SAME:
-        instead = "set model.config.is_decoder=true"
-        if model.path is not None:
-            instead = "give a causal language model"
+    if not decodes and kind not in _DECODERS:
+        instead = "give a causal language model"
+        if model.path is None:
+            instead = "set model.config.is_decoder=true"
         raise RecipeError(
             f"{key}: {kind} is an encoder (is_decoder is false): each token sees the ones after "
             f"it, so there is nothing to predict; {instead}, or model.task: sequence_classification"
@@ -143,23 +140,20 @@ def _refusals(key: str, folder: Path | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise RecipeError(_refusal(key, folder, error)) from error
-
-
-def _refusal(key: str, folder: Path | None, error: Exception) -> str:
-    lines = str(error).strip().splitlines()[:3] or [type(error).__name__]
-    what = " ".join(line.strip() for line in lines)
-    if "trust_remote_code" in what:
-        return (
-            f"{key}: {folder} needs its own Python code, which is not run by default: if you have "
-            "read it and trust it, set model.trust_remote_code: true"
-        )
-    if "attention implementation" in what or "attn_implementation" in what:
-        return (
-            "model.attention: transformers refuses it for this model; model.attention: eager "
-            f"works with all: {what[:200]}"
-        )
-    return f"{key}: transformers refuses it: {what}"
+        lines = str(error).strip().splitlines()[:3] or [type(error).__name__]
+        what = " ".join(line.strip() for line in lines)
+        message = f"{key}: transformers refuses it: {what}"
+        if "trust_remote_code" in what:
+            message = (
+                f"{key}: {folder} needs its own Python code, which is not run by default: if you "
+                "have read it and trust it, set model.trust_remote_code: true"
+            )
+        elif "attention implementation" in what or "attn_implementation" in what:
+            message = (
+                "model.attention: transformers refuses it for this model; model.attention: eager "
+                f"works with all: {what[:200]}"
+            )
+        raise RecipeError(message) from error
 
 
 def _from_builder(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -173,8 +167,8 @@ def _from_builder(name: str, arguments: dict[str, Any]) -> nn.Module:
     tensors = [*built.named_parameters(), *built.named_buffers()]
     if real := [key for key, tensor in tensors if not tensor.is_meta]:
         raise RecipeError(
-            f"model.builder: {name} makes {real[0]} on a device of its own choice; leave the "
-            "device out: models are built on the meta device, and get their weights after sharding"
+            f"model.builder: {name} makes {real[0]} on a device; do not set one: models are built "
+            "on the meta device, and get their weights after sharding"
         )
     return built.float()
 
@@ -182,23 +176,18 @@ def _from_builder(name: str, arguments: dict[str, Any]) -> nn.Module:
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freezes the parameters whose clean names match one of the patterns (`*` matches anything).
 
-    Raises RecipeError if a pattern matches nothing, with similar names, or if no parameter is left
-    to train.
+    Raises RecipeError if a pattern matches nothing, or if no parameter is left to train.
     """
-    named = {
-        clean_name(name): parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    named = {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     problems = []
     for pattern in patterns:
-        matched = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
-        for parameter in matched:
-            parameter.requires_grad_(False)
+        matched = fnmatch.filter(named, pattern)
+        for name in matched:
+            named[name].requires_grad_(False)
         if not matched:
-            inside = any(fnmatchcase(name, f"{pattern}.*") for name in named)
             near = difflib.get_close_matches(pattern, named, n=3, cutoff=0.3) or list(named)[:3]
             hint = f"the nearest names are {', '.join(near)}"
-            if inside:
+            if fnmatch.filter(named, f"{pattern}.*"):
                 hint = f"did you mean {pattern}.*?"
             problems.append(f"model.freeze: {pattern} matches no parameter; {hint}")
     if problems:
@@ -260,31 +249,24 @@ def class_count(model: nn.Module) -> int | None:
 
 
 def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
-    """Floating-point operations per token of forward and backward: 6 N + 12 L h T; 0 for a model
-    without a config.
+    """Floating-point operations per token of forward and backward: 6 N + 12 L h T (PaLM, appendix
+    B); 0 for a model without a config.
 
-    N: parameters without input embeddings, with only the experts that a token uses. L, h: blocks
-    and hidden size. T: tokens of a sequence. From PaLM, appendix B: attention counts without its
-    causal half, recomputation does not count. A frozen parameter counts 4: it has no gradient of
-    its own.
+    N: parameters without input embeddings, with only the experts that a token uses; a frozen one
+    counts 4 in place of 6. L, h: blocks and hidden size. T: tokens of a sequence. Attention counts
+    without its causal half, recomputation does not count.
     """
     config: Any = getattr(model, "config", None)
     layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     if not layers or not hidden:
         return 0.0
     embedding = None if getattr(config, "tie_word_embeddings", False) else _input_embedding(model)
-    experts = (
-        getattr(config, "num_experts", None)
-        or getattr(config, "num_local_experts", None)
-        or getattr(config, "n_routed_experts", None)
-    )
-    met = (getattr(config, "num_experts_per_tok", None) or experts or 1) / (experts or 1)
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((n for name in counts if (n := getattr(config, name, None))), 1)
+    share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
     total = 0.0
     for name, parameter in model.named_parameters():
         if parameter is not embedding:
-            total += (
-                (6.0 if parameter.requires_grad else 4.0)
-                * parameter.numel()
-                * (met if ".experts." in name else 1.0)
-            )
+            flops = 6.0 if parameter.requires_grad else 4.0
+            total += flops * parameter.numel() * (share if ".experts." in name else 1.0)
     return total + 12.0 * layers * hidden * sequence_length

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,13 +26,6 @@ Read = Callable[[str], torch.Tensor]
 """Returns a whole tensor of the model by its clean name."""
 
 
-class SavesPretrained(Protocol):
-    """A tokenizer of transformers."""
-
-    def save_pretrained(self, save_directory: Any) -> Any:
-        """Writes its files."""
-
-
 def export_hugging_face(
     module: nn.Module,
     folder: Path,
@@ -41,13 +34,14 @@ def export_hugging_face(
     device: torch.device,
     dtype: torch.dtype | None = None,
     merged: bool = False,
-    tokenizer: SavesPretrained | None = None,
+    tokenizer: Any = None,
 ) -> None:
     """Writes `folder`, atomically, for transformers' `from_pretrained`, or for peft if the model
     has adapters.
 
     Every rank must call it. The ranks all-gather one tensor at a time and rank 0 writes it. dtype:
     of floating-point weights; None: float32. merged: writes the whole model, adapters added in.
+    tokenizer: of transformers, written too.
     """
     tensors = named_weights(module)
 
@@ -69,22 +63,16 @@ def write_weights(
     in `read`, which all ranks call in the same order.
     """
     shapes = {name: Shape.of(tensor) for name, tensor in named_weights(module).items()}
-    if peft_config(module) is None:
-        _write_model(module, scratch, shapes, read, dtype)
-        return
-    names = adapter_names(module)
-    if not merged:
-        _write_adapter(
-            module,
-            scratch,
-            {stored: Shape(shapes[name].shape, dtype) for stored, name in names.items()},
-            read,
-        )
-        return
-    adapter = Adapter(peft_config(module).to_dict() | {"peft_type": "LORA"}, names)
-    whole = adapter.reader(module, read, lambda stored: read(names[stored]))
-    base = {name: shape for name, shape in shapes.items() if ".lora_" not in name}
-    _write_model(module, scratch, base, whole, dtype)
+    if peft_config(module) is not None:
+        names = adapter_names(module)
+        if not merged:
+            _write_adapter(module, scratch, shapes, read, dtype)
+            return
+        adapter = Adapter(peft_config(module).to_dict(), names)
+        read_base = read
+        read = adapter.reader(module, read_base, lambda stored: read_base(names[stored]))
+        shapes = {name: shape for name, shape in shapes.items() if ".lora_" not in name}
+    _write_model(module, scratch, shapes, read, dtype)
 
 
 @contextmanager
@@ -99,11 +87,10 @@ def appearing(folder: Path, *, write: bool = True) -> Iterator[Path | None]:
     scratch.mkdir(parents=True)
     try:
         yield scratch
-    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch.rename(folder)
+    finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
-    scratch.rename(folder)
 
 
 def _write_model(
@@ -120,21 +107,18 @@ def _write_model(
         cast = torch.float32 if any(part in name for part in strict) else dtype
         return Shape(shape.shape, cast) if shape.dtype.is_floating_point else shape
 
-    groups = [
-        {name: as_written(name, shape) for name, shape in each.targets.items()}
-        for each in conversions
+    plan = [
+        (conversion, {name: as_written(name, shape) for name, shape in conversion.targets.items()})
+        for conversion in conversions
     ]
     # Wider elements come first, so that each tensor lies at a multiple of its element size
-    widths = [
-        max((shape.dtype.itemsize for shape in group.values()), default=0) for group in groups
-    ]
-    order = sorted(range(len(groups)), key=lambda index: -widths[index])
-    writers = write_files(scratch, [groups[index] for index in order])
-    for index, writer in zip(order, writers, strict=True):
-        tensors = {name: read(name) for name in conversions[index].names()}
+    plan.sort(key=lambda item: -max((s.dtype.itemsize for s in item[1].values()), default=0))
+    writers = write_files(scratch, [group for _, group in plan])
+    for (conversion, group), writer in zip(plan, writers, strict=True):
+        tensors = {name: read(name) for name in conversion.names()}
         if writer is not None:
-            made = conversions[index].convert(tensors, model_shapes)
-            for name in groups[index]:
+            made = conversion.convert(tensors, model_shapes)
+            for name in group:
                 writer.write(name, made[name])
             del made
         del tensors  # before the next ones are read
@@ -144,10 +128,8 @@ def _write_model(
 
 def _write_config(model: Any, scratch: Path, dtype: torch.dtype) -> None:
     config = copy.deepcopy(model.config)
-    for part in [
-        config,
-        *(getattr(config, name, None) for name in getattr(config, "sub_configs", {})),
-    ]:
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    for part in [config, *parts]:
         if part is not None:
             part.dtype = dtype
     config.save_pretrained(scratch)
@@ -160,14 +142,34 @@ def _write_config(model: Any, scratch: Path, dtype: torch.dtype) -> None:
         generation.to_json_file(scratch / "generation_config.json")
 
 
+def _write_adapter(
+    module: nn.Module,
+    scratch: Path | None,
+    shapes: Mapping[str, Shape],
+    read: Read,
+    dtype: torch.dtype,
+) -> None:
+    names = adapter_names(module)
+    forms = {stored: Shape(shapes[name].shape, dtype) for stored, name in names.items()}
+    writer = Writer(scratch / ADAPTER, forms) if scratch is not None else None
+    for stored, name in names.items():
+        whole = read(name)
+        if writer is not None:
+            writer.write(stored, whole)
+    if scratch is not None and writer is not None:
+        writer.close()
+        save_adapter_config(module, scratch)
+        if peft_config(module).modules_to_save:  # a classifier
+            labels = module.config.id2label  # type: ignore[union-attr]
+            (scratch / LABELS).write_text(json.dumps(labels, indent=2) + "\n")
+
+
 def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by clean name. A tied parameter has its first name only."""
-    parameters = {
-        clean_name(name): parameter.detach() for name, parameter in module.named_parameters()
-    }
-    named = {clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    parameters = {clean_name(name): weight.detach() for name, weight in module.named_parameters()}
+    tied = {clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     state = {clean_name(name): tensor for name, tensor in module.state_dict().items()}
-    return parameters | {name: tensor for name, tensor in state.items() if name not in named}
+    return parameters | {name: tensor for name, tensor in state.items() if name not in tied}
 
 
 def unshard(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -179,21 +181,3 @@ def unshard(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         assert isinstance(tensor, DTensor)
         tensor = tensor.full_tensor()
     return tensor.cpu()
-
-
-def _write_adapter(
-    module: nn.Module, scratch: Path | None, shapes: Mapping[str, Shape], read: Read
-) -> None:
-    """shapes: by peft's names."""
-    names = adapter_names(module)
-    writer = Writer(scratch / ADAPTER, shapes) if scratch is not None else None
-    for stored in shapes:
-        whole = read(names[stored])
-        if writer is not None:
-            writer.write(stored, whole)
-    if scratch is not None and writer is not None:
-        writer.close()
-        save_adapter_config(module, scratch)
-        if peft_config(module).modules_to_save:  # a classifier
-            labels = module.config.id2label  # type: ignore[union-attr]
-            (scratch / LABELS).write_text(json.dumps(labels, indent=2) + "\n")

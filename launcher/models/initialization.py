@@ -1,8 +1,8 @@
 """Gives a wrapped meta model its storage and its random initial weights.
 
 Each number of a parameter is a function of the seed, the parameter's clean name and the position in
-the whole tensor (`philox`). So each rank draws only its own shard, on its device, a limited number
-of values at a time. The weights are the same under every strategy and number of ranks.
+the whole tensor (`philox`), so the weights are the same under every strategy and number of ranks.
+Each rank draws only its own shard, on its device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
-from launcher.models.shards import InitialValues, derived_seed, trunc_normal_by_position
+from launcher.models.shards import InitialValues, derived_seed
 
 _UNSET = -24576
 """Value of signed buffers that nothing has set yet; exact in every float dtype."""
@@ -31,19 +31,13 @@ def clean_name(name: str) -> str:
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by clean name; a tied one under each of its names."""
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
+    parameters = model.named_parameters(remove_duplicate=False)
+    named = [*parameters, *model.named_buffers(remove_duplicate=False)]
     return {clean_name(name): tensor for name, tensor in named}
 
 
 def materialize(model: nn.Module, *, parameters: torch.device, buffers: torch.device) -> None:
-    """Allocates uninitialized storage for a meta model: parameters (or shards) and buffers on their
-    devices.
-
-    Tied parameters stay tied.
-    """
+    """Allocates uninitialized storage for a meta model. Tied parameters stay tied."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -56,9 +50,8 @@ def materialize(model: nn.Module, *, parameters: torch.device, buffers: torch.de
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = torch.full_like(
-                    buffer, _UNSET if buffer.dtype.is_signed else 1, device=buffers
-                )
+                value = _UNSET if buffer.dtype.is_signed else 1
+                module._buffers[name] = torch.full_like(buffer, value, device=buffers)
 
 
 def random_weights(
@@ -74,12 +67,12 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
     """Draws random weights and computes buffers with the model's own code.
 
     That code is `_init_weights(module)` of the innermost model around a module, else the module's
-    `reset_parameters()`. It runs on the CPU, on `Placeholder`s for the parameters and
-    copies of the buffers. Random numbers outside of parameters come from torch's CPU generator,
-    seeded from (seed, module name).
+    `reset_parameters()`. It runs on the CPU, on `Placeholder`s for the parameters and copies of the
+    buffers. Random numbers outside of parameters come from torch's CPU generator, seeded from
+    (seed, module name).
 
-    model: materialized, wrapped or not. loaded: clean names of tensors that come from a checkpoint;
-    they are not changed. Raises RecipeError if a parameter or buffer gets no value.
+    model: materialized, wrapped or not. loaded: clean names of tensors of a checkpoint, which are
+    not changed. Raises RecipeError if a parameter or buffer gets no value.
     """
     owner = _initializers(model)
     kept = {id(tensor) for name, tensor in named_tensors(model).items() if name in loaded}
@@ -89,11 +82,8 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
     }
     modules.sort(key=lambda named: ".lora_" in named[0])  # last: no parent draws them again
     whole: list[InitialValues] = []
-    with (
-        torch.random.fork_rng(devices=[]),
-        trunc_normal_by_position(),
-        _placeholders(modules, seed, kept, whole) as initials,
-    ):
+    placeholders = _placeholders(modules, seed, kept, whole)
+    with torch.random.fork_rng(devices=[]), placeholders as initials:
         for name, module in modules:
             if kept and all(id(tensor) in kept for tensor in tensors_of[module]):
                 continue
@@ -103,19 +93,22 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
                 whole.pop().store()
         for initial in initials:
             initial.store()
-        unset = [
+        names = [
             f"parameter {initial.name}"
             for initial in initials
             if not initial.written and initial.shape.numel()
         ]
         # These are the copies on the CPU: this does not wait for the device
-        for name, buffer in model.named_buffers():
-            if clean_name(name) not in loaded and buffer.dtype.is_signed:
-                if bool((buffer == _UNSET).any()):
-                    unset.append(f"buffer {clean_name(name)}")
-    if unset:
+        names += [
+            f"buffer {clean_name(name)}"
+            for name, buffer in model.named_buffers()
+            if clean_name(name) not in loaded
+            and buffer.dtype.is_signed
+            and (buffer == _UNSET).any()
+        ]
+    if names:
         raise RecipeError(
-            f"model: {type(model).__name__} leaves the {unset[0]} without a value: models are "
+            f"model: {type(model).__name__} leaves the {names[0]} without a value: models are "
             "built on the meta device, so what the constructor computes is lost; compute it in "
             "reset_parameters() of its module"
         )
@@ -133,9 +126,8 @@ def _draw(module: nn.Module, name: str, owner: Any) -> None:
     elif any(parameter is not None for parameter in module._parameters.values()):
         raise RecipeError(
             f"model.builder: {clean_name(name) or 'the model'} ({type(module).__name__}) has "
-            "parameters and no reset_parameters(), which would give them their first values: "
-            "models are built on the meta device. Add one, or an _init_weights(module) to the "
-            "model"
+            "parameters and no reset_parameters() to initialize them: models are built on the meta "
+            "device. Add one, or an _init_weights(module) to the model"
         )
 
 

@@ -2,9 +2,9 @@
 
 `open_checkpoint` plans the conversions on the meta model, from the headers of the files, and
 reports every mismatch. The weights are read after wrapping, a piece at a time: rows of a mapped
-file are copied into the rows of this rank. Where several ranks have the same rows (ddp, or the
-replicas of hybrid sharding), the first of them reads and broadcasts. So the files are read once
-over all ranks, and a rank stores its shards and one piece. Only a tensor that is made of several
+file are copied into this rank's rows. Where several ranks have the same rows (ddp, or the replicas
+of hybrid sharding), the first of them reads and broadcasts. So all ranks together read the files
+once, and a rank holds its shards and one piece. Only a tensor that is made of several
 (`Conversion`) is built whole first, or just this rank's rows of it where that is possible.
 """
 
@@ -47,28 +47,19 @@ class Checkpoint:
     loaded: frozenset[str]
     """The model's tensors that it gives, under all their names. The others are initialized."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of most of its weights."""
-        return self.stored.dtype()
-
     def reader(self) -> Callable[[str], torch.Tensor]:
-        """Returns a function that reads a whole tensor of the model by name.
-
-        One conversion may make several tensors: those of the last one are kept.
-        """
+        """Returns a function that reads a whole tensor of the model by name."""
         by_target = {
             name: conversion for conversion in self.conversions for name in conversion.targets
         }
-        made: dict[str, torch.Tensor] = {}
+        made: dict[str, torch.Tensor] = {}  # the results of the last conversion
 
         def read(name: str) -> torch.Tensor:
             nonlocal made
             if name not in made:
                 conversion = by_target[name]
-                made = conversion.convert(
-                    {stored: self.stored.rows(stored) for stored in conversion.names()}, self.shapes
-                )
+                sources = {stored: self.stored.rows(stored) for stored in conversion.names()}
+                made = conversion.convert(sources, self.shapes)
             return made[name]
 
         return read
@@ -90,47 +81,33 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") 
     shapes = ModelShapes(model)
     conversions, unexpected, problems = load_conversions(model, stored.tensors, shapes)
     state: dict[str, torch.Tensor] = model.state_dict()
-    made = {
-        name: shape.shape
-        for conversion in conversions
-        for name, shape in conversion.targets.items()
-    }
+    made = {name: form.shape for each in conversions for name, form in each.targets.items()}
     for name, shape in made.items():
         if name not in state:
             problems.append(f"{name}: the model has no such tensor")
-        elif shape != tuple(state[name].shape):
+        elif shape != (wanted := tuple(state[name].shape)):
             problems.append(
-                f"{name}: is {list(shape)} in the checkpoint, and {list(state[name].shape)} in the "
-                "model"
+                f"{name}: is {list(shape)} in the checkpoint, and {list(wanted)} in the model"
             )
-    messages = _resolve_ties(model, made, conversions, stored)
-    loaded = _with_ties(model, made)
+    notes = _resolve_ties(model, conversions, stored)
+    ties = [set(tied) for tied in _tied_names(model)]
+    loaded = set(made).union(*(tied for tied in ties if tied & made.keys()))
     failed = {conversion.first for conversion in conversions if not conversion.targets}
     missing = [name for name in state if name not in loaded and name not in failed]
-    problems += _missing(model, missing, messages)
-    problems += _unexpected(model, unexpected, messages)
+    problems += _missing(model, missing, notes)
+    problems += _unexpected(model, unexpected, notes)
     if problems:
-        raise RecipeError(
-            [
-                f"{key}: {folder} is not the checkpoint of a {type(model).__name__} with its "
-                "config:",
-                *sorted(problems),
-            ]
-        )
-    for note in messages:
+        title = f"{key}: {folder} does not fit a {type(model).__name__} with its config:"
+        raise RecipeError([title, *sorted(problems)])
+    for note in notes:
         logger.info(f"note: {note}")
     return Checkpoint(stored, conversions, shapes, frozenset(loaded))
 
 
 def starting_weights(
-    section: schema.Model,
-    model: nn.Module,
-    *,
-    seed: int,
-    group: dist.ProcessGroup | None,
+    section: schema.Model, model: nn.Module, *, seed: int, group: dist.ProcessGroup | None
 ) -> tuple[Callable[[nn.Module, torch.device, torch.device], None], torch.dtype]:
-    """The function that gives the wrapped model its weights, and the dtype of these weights on
-    disk.
+    """The function that gives the wrapped model its weights, and their dtype on disk.
 
     model: on meta, not yet wrapped. Raises RecipeError like `open_checkpoint`.
     """
@@ -139,9 +116,8 @@ def starting_weights(
     folder = checkpoint_folder(section)
     assert folder is not None
     checkpoint = open_checkpoint(folder, model)
-    return partial(
-        pretrained_weights, checkpoint=checkpoint, seed=seed, group=group
-    ), checkpoint.dtype
+    load = partial(pretrained_weights, checkpoint=checkpoint, seed=seed, group=group)
+    return load, checkpoint.stored.dtype()
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
@@ -152,55 +128,27 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
     return [tied for tied in names.values() if len(tied) > 1]
 
 
-def _with_ties(model: nn.Module, names: Any) -> set[str]:
-    """These names and those tied to them."""
-    ties = {
-        name for tied in _tied_names(model) if any(name in names for name in tied) for name in tied
-    }
-    return ties | set(names)
-
-
-def _resolve_ties(
-    model: Any, made: dict[str, Any], conversions: list[Conversion], stored: StoredTensors
-) -> list[str]:
+def _resolve_ties(model: Any, conversions: list[Conversion], stored: StoredTensors) -> list[str]:
     """For tied tensors that are stored twice: drops one if both are equal, else unties them."""
-    messages = []
-    single = {
-        conversion.first: conversion for conversion in conversions if conversion.converter is None
-    }
+    notes = []
+    single = {each.first: each for each in conversions if each.converter is None}
     for tied in _tied_names(model):
         first, *others = [name for name in tied if name in single] or [""]
         for name in others:
-            if _equal(stored, *single[first].names(), *single[name].names()):
+            one, other = (stored.rows(single[key].names()[0]) for key in (first, name))
+            if one.dtype == other.dtype and torch.equal(one, other):
                 conversions.remove(single[name])
                 continue
             parent, _, attribute = name.rpartition(".")
-            setattr(
-                model.get_submodule(parent),
-                attribute,
-                nn.Parameter(torch.empty_like(model.get_parameter(name))),
-            )
+            own = nn.Parameter(torch.empty_like(model.get_parameter(name)))
+            setattr(model.get_submodule(parent), attribute, own)
             model.config.tie_word_embeddings = False
             getattr(model, "all_tied_weights_keys", {}).pop(name, None)
-            messages.append(
+            notes.append(
                 f"the config ties {name} to {first}, but the checkpoint holds two different ones: "
                 "they are not tied"
             )
-    return messages
-
-
-def _equal(stored: StoredTensors, first: str, second: str) -> bool:
-    one, other = stored.tensors[first], stored.tensors[second]
-    if one != other:
-        return False
-    step = max(1, PIECE_BYTES * one.shape[0] // max(1, one.bytes))
-    starts = range(0, one.shape[0], step)
-    return all(
-        torch.equal(
-            stored.rows(first, start, start + step), stored.rows(second, start, start + step)
-        )
-        for start in starts
-    )
+    return notes
 
 
 def _base_model(model: Any) -> tuple[str, nn.Module | None]:
@@ -209,8 +157,8 @@ def _base_model(model: Any) -> tuple[str, nn.Module | None]:
     return prefix, getattr(model, prefix, None) if prefix else None
 
 
-def _missing(model: Any, missing: list[str], messages: list[str]) -> list[str]:
-    """Adds a message about new heads, which may be missing. Returns problems for the rest."""
+def _missing(model: Any, missing: list[str], notes: list[str]) -> list[str]:
+    """Adds a note about new heads, which may be missing. Returns problems for the rest."""
     ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     missing = [name for name in missing if not _matches(name, ignored)]
     initialized = []
@@ -223,17 +171,13 @@ def _missing(model: Any, missing: list[str], messages: list[str]) -> list[str]:
             if base is None or not name.startswith(f"{prefix}.") or ".pooler." in name
         ]
     if initialized:
-        messages.append(f"not in the checkpoint, initialized anew: {_listing(initialized)}")
+        notes.append(f"not in the checkpoint, initialized anew: {_listing(initialized)}")
     return [f"{name}: missing in the checkpoint" for name in missing if name not in initialized]
 
 
-def _unexpected(model: Any, names: list[str], messages: list[str]) -> list[str]:
-    """Adds a message about other tasks' heads, which a checkpoint may have. Returns problems for
-    the rest.
-
-    Buffers that are computed are ignored. Any other unknown tensor would be a part of the model
-    that is silently not loaded.
-    """
+def _unexpected(model: Any, names: list[str], notes: list[str]) -> list[str]:
+    """Adds a note about other tasks' heads, which a checkpoint may have. Returns problems for the
+    rest: any other unknown tensor would be a part of the model that is silently not loaded."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     computed = (r"rotary_emb\.(inv|original_inv)_freq", r"(^|\.)position_ids$")
     prefix, base = _base_model(model)
@@ -244,11 +188,11 @@ def _unexpected(model: Any, names: list[str], messages: list[str]) -> list[str]:
             continue
         child = name.split(".")[0]
         if base is None or child == prefix or child in base._modules or child in base._parameters:
-            problems.append(f"{name}: in the checkpoint, and nowhere in the model")
+            problems.append(f"{name}: in the checkpoint, but not in the model")
         else:
             heads.append(name)
     if heads:
-        messages.append(f"in the checkpoint and not in this model, left out: {_listing(heads)}")
+        notes.append(f"in the checkpoint, but not in this model, left out: {_listing(heads)}")
     return problems
 
 
@@ -298,13 +242,12 @@ def _load(
         _copy_rows(tensor, stored.tensors[name], partial(stored.rows, name), group)
         return
     # All tensors of a model have the same mesh, so the same rank reads all of them
-    replicas = _replica_group(next(iter(tensors.values())), group)
-    is_reader = replicas is None or dist.get_rank(replicas) == 0
+    one = next(iter(tensors.values()))
     made: dict[str, torch.Tensor] = {}
     first = 0
-    if is_reader:
+    if _reads(_replica_group(one, group)):
         if conversion.stacks_rows():
-            local, first = local_rows(next(iter(tensors.values())))
+            local, first = local_rows(one)
             conversion = conversion.some_rows(first, first + local.shape[0])
         if sources := {name: stored.rows(name) for name in conversion.names()}:
             made = conversion.convert(sources, checkpoint.shapes)
@@ -327,6 +270,10 @@ def _replica_group(
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
+def _reads(replicas: dist.ProcessGroup | None) -> bool:
+    return replicas is None or dist.get_rank(replicas) == 0
+
+
 def _copy_rows(
     tensor: torch.Tensor,
     shape: Shape,
@@ -336,13 +283,12 @@ def _copy_rows(
     """Copies this rank's rows into its part of a tensor. shape: of the whole stored tensor."""
     local, first = local_rows(tensor)
     replicas = _replica_group(tensor, group)
-    is_reader = replicas is None or dist.get_rank(replicas) == 0
     if not shape.shape:
         local, shape = local.reshape(1), Shape((1,), shape.dtype)
     step = max(1, PIECE_BYTES * shape.shape[0] // max(1, shape.bytes))
     for start in range(0, local.shape[0], step):
         stop = min(start + step, local.shape[0])
-        piece: torch.Tensor | None = rows(first + start, first + stop) if is_reader else None
+        piece: torch.Tensor | None = rows(first + start, first + stop) if _reads(replicas) else None
         if replicas is not None:
             # On the device even for offloaded shards, which the group of their mesh supports
             form = (stop - start, *shape.shape[1:])

@@ -19,18 +19,12 @@ from launcher.recipe.schema import Lora
 
 logger = logging.getLogger(__name__)
 
-_NOT_MERGED = ("use_dora", "alora_invocation_tokens", "rank_pattern", "alpha_pattern", "lora_bias")
-"""peft's settings of adapters that are merged in another way."""
 _PREFIX = "base_model.model."
 """peft's prefix of each name."""
 
 
 def add_adapters(
-    model: nn.Module,
-    lora: Lora,
-    *,
-    base_dtype: torch.dtype,
-    base: str | None = None,
+    model: nn.Module, lora: Lora, *, base_dtype: torch.dtype, base: str | None = None
 ) -> None:
     """Adds an adapter to each target layer of a meta model. Freezes everything else and stores it
     in `base_dtype`.
@@ -61,7 +55,7 @@ def add_adapters(
     except ValueError as error:
         raise RecipeError(f"lora.target_modules: peft refuses it: {error}") from None
     for name, parameter in model.named_parameters():
-        trained = ".lora_A." in name or ".lora_B." in name or name.split(".")[0] in head
+        trained = _is_saved(name, head)
         parameter.requires_grad_(trained)
         if not trained and parameter.is_floating_point():
             parameter.data = parameter.data.to(base_dtype)
@@ -69,9 +63,14 @@ def add_adapters(
     experts = [name for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
     if experts:
         logger.info(
-            "note: experts are no linear layers and get no adapters: "
-            f"{len(experts)} tensors such as {clean_name(experts[0])}"
+            f"note: experts are not linear layers and get no adapters: {len(experts)} tensors such "
+            f"as {clean_name(experts[0])}"
         )
+
+
+def _is_saved(name: str, head: list[str]) -> bool:
+    """Whether a parameter is trained and in an adapter's file."""
+    return ".lora_A." in name or ".lora_B." in name or name.split(".")[0] in head
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -97,11 +96,11 @@ def _targets(model: nn.Module, lora: Lora) -> list[str]:
     if lora.target_modules is not None:
         unknown = [target for target in lora.target_modules if not _linear_layers(model, [target])]
         if unknown:
-            hint = f"is no linear layer of the model; there are {available}"
+            hint = f"is not a linear layer of the model; available: {available}"
             raise RecipeError([f"lora.target_modules: {name} {hint}" for name in unknown])
         return list(lora.target_modules)
-    blocks = find_blocks(model)
-    inside = [name for name in layers if any(name.startswith(f"{block}.") for block in blocks)]
+    blocks = tuple(f"{block}." for block in find_blocks(model))
+    inside = [name for name in layers if name.startswith(blocks)]
     if not inside:
         raise RecipeError(
             f"lora.target_modules: missing; {type(model).__name__} has no linear layers in its "
@@ -116,11 +115,10 @@ def _head(model: Any) -> list[str]:
     """A classifier's modules outside its base model."""
     if not is_classifier(model):
         return []
-    prefix = model.base_model_prefix
     return [
         name
         for name, module in model.named_children()
-        if name != prefix and next(module.parameters(), None) is not None
+        if name != model.base_model_prefix and next(module.parameters(), None) is not None
     ]
 
 
@@ -132,55 +130,40 @@ def peft_config(model: nn.Module) -> Any:
 def adapter_names(model: nn.Module) -> dict[str, str]:
     """For each tensor in an adapter's file: peft's name and the model's own clean name."""
     head = peft_config(model).modules_to_save or []
-    names: dict[str, str] = {}
-    for name, _ in model.named_parameters():
-        name = clean_name(name)
-        if ".lora_A." in name or ".lora_B." in name or name.split(".")[0] in head:
-            names[_PREFIX + name.replace(".default.", ".")] = name
-    return names
+    names = [clean_name(name) for name, _ in model.named_parameters()]
+    return {
+        _PREFIX + name.replace(".default.", "."): name for name in names if _is_saved(name, head)
+    }
 
 
 def save_adapter_config(model: nn.Module, folder: Path) -> None:
     """Writes adapter_config.json."""
-    config = peft_config(model).to_dict()
-    config["inference_mode"] = True
+    config = peft_config(model).to_dict() | {"inference_mode": True}
     as_json = {
         key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
     }
-    (folder / ADAPTER_CONFIG).write_text(
-        json.dumps(as_json, indent=2, sort_keys=True, default=str) + "\n"
-    )
+    text = json.dumps(as_json, indent=2, sort_keys=True, default=str)
+    (folder / ADAPTER_CONFIG).write_text(text + "\n")
 
 
 class Adapter:
     """The weights that an adapter changes: W + alpha / rank * B A."""
 
     def __init__(self, config: dict[str, Any], names: Iterable[str]) -> None:
-        """config: peft's adapter_config.json. names: of the adapter's tensors, as peft writes them.
-
-        Raises RecipeError for adapters that are merged in another way.
-        """
-        others = [key for key in _NOT_MERGED if config.get(key)]
-        if config.get("peft_type") != "LORA" or others:
-            raise RecipeError(
-                f"cannot merge an adapter of peft_type {config.get('peft_type')} with "
-                f"{', '.join(others) or 'its settings'}"
-            )
-        rank, alpha = config["r"], config["lora_alpha"]
-        self.scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
-        names = list(names)
-        down = ".lora_A.weight"
-        self.factors = {
-            name.removeprefix(_PREFIX).removesuffix(down) + ".weight": (
-                name,
-                name.replace(".lora_A.", ".lora_B."),
-            )
-            for name in names
-            if name.endswith(down)
-        }
+        """config: peft's adapter_config.json, as `add_adapters` makes it. names: of the adapter's
+        tensors, as peft writes them."""
+        self.scale = config["lora_alpha"] / config["r"]
+        self.factors: dict[str, tuple[str, str]] = {}
         """The names of A and B for each changed weight."""
-        self.whole = {name.removeprefix(_PREFIX): name for name in names if ".lora_" not in name}
+        self.whole: dict[str, str] = {}
         """Weights that the adapter replaces, such as a classifier's head."""
+        for name in names:
+            changed = name.removeprefix(_PREFIX)
+            if name.endswith(".lora_A.weight"):
+                factors = (name, name.replace(".lora_A.", ".lora_B."))
+                self.factors[changed.removesuffix(".lora_A.weight") + ".weight"] = factors
+            elif ".lora_" not in name:
+                self.whole[changed] = name
 
     def reader(
         self,
@@ -189,7 +172,7 @@ class Adapter:
         read_adapter: Callable[[str], torch.Tensor],
     ) -> Callable[[str], torch.Tensor]:
         """Returns a function that reads the model's tensors by clean name, with the adapter merged
-        in.
+        in, in float32.
 
         read_base: reads a tensor of the base model by its clean name. read_adapter: one of the
         adapter by peft's name.
@@ -206,15 +189,9 @@ class Adapter:
             weight = read_base(name)
             if name not in self.factors:
                 return weight
-            down, up = (read_adapter(factor) for factor in self.factors[name])
-            return self._merged(weight, down, up, transposed=name in transposed)
+            # A: (rank, in); B: (out, rank); weight: (out, in), or transposed
+            down, up = (read_adapter(factor).float() for factor in self.factors[name])
+            change: torch.Tensor = (up @ down) * self.scale
+            return weight.float() + (change.T if name in transposed else change)
 
         return read
-
-    def _merged(
-        self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, *, transposed: bool
-    ) -> torch.Tensor:
-        """In float32. weight: (out, in), or transposed; down: A (rank, in); up: B (out, rank)."""
-        change = (up.float() @ down.float()) * self.scale
-        whole: torch.Tensor = weight.float() + (change.T if transposed else change)
-        return whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,38 +63,33 @@ class StoredTensors:
     def __init__(self, files: Mapping[str, Path]) -> None:
         """files: the file of each tensor."""
         self._files = files
-        headers = {file: _read_header(file) for file in dict.fromkeys(files.values())}
-        lost = sorted(name for name, file in files.items() if name not in headers[file])
+        shapes = {file: _read_shapes(file) for file in dict.fromkeys(files.values())}
+        lost = sorted(name for name, file in files.items() if name not in shapes[file])
         if lost:
             raise RecipeError(
-                [
-                    f"model.path: {files[name]} lacks {name}, which the index says it holds"
-                    for name in lost
-                ]
+                [f"model.path: {files[name]} lacks {name}, which its index names" for name in lost]
             )
-        self.tensors = {name: headers[file][name] for name, file in files.items()}
+        self.tensors = {name: shapes[file][name] for name, file in files.items()}
         self._open: tuple[Path, Any] | None = None
 
     def dtype(self) -> torch.dtype:
         """The dtype of most of the bytes; float32 if no tensor is floating-point."""
-        sizes: dict[torch.dtype, int] = {}
+        sizes: Counter[torch.dtype] = Counter()
         for tensor in self.tensors.values():
             if tensor.dtype.is_floating_point:
-                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.bytes
+                sizes[tensor.dtype] += tensor.bytes
         return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
     def rows(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
         """Rows of a tensor's dimension 0, or the whole tensor; a view of the mapped file."""
         file = self._files[name]
         if self._open is None or self._open[0] != file:
-            from safetensors import safe_open
-
-            self._open = (file, safe_open(file, framework="pt"))
+            self._open = (file, _open(file))
         handle = self._open[1]
-        if start is None or not self.tensors[name].shape:
-            whole: torch.Tensor = handle.get_tensor(name)
-            return whole
-        rows: torch.Tensor = handle.get_slice(name)[start:stop]
+        whole = start is None or not self.tensors[name].shape
+        rows: torch.Tensor = (
+            handle.get_tensor(name) if whole else handle.get_slice(name)[start:stop]
+        )
         return rows
 
     def close(self) -> None:
@@ -102,21 +98,18 @@ class StoredTensors:
 
 
 def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
-    """The weights in a model's folder: one file, or several with an index, as transformers writes
-    them.
+    """The weights in a model's folder: one file, or several with an index.
 
-    key: of the recipe, for messages. Raises RecipeError if there is nothing that can be read, with
-    advice.
+    key: of the recipe, for messages. Raises RecipeError if there is nothing that can be read.
     """
     if (folder / SINGLE).is_file():
         return open_file(folder / SINGLE)
-    if (folder / INDEX).is_file():
+    index = folder / INDEX
+    if index.is_file():
         try:
-            listing: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+            listing: dict[str, str] = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError, TypeError):
-            raise RecipeError(
-                f"{key}: {folder / INDEX} is not an index of safetensors: it has no weight_map"
-            ) from None
+            raise RecipeError(f"{key}: {index} has no weight_map") from None
         absent = sorted({file for file in listing.values() if not (folder / file).is_file()})
         if absent:
             raise RecipeError(
@@ -129,12 +122,11 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
             f"{key}: {folder} holds an adapter, not a model; merge it first: launcher export "
             "RUN_DIR OUT merged=true"
         )
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+    if any(file.suffix in (".bin", ".pt", ".pth") for file in folder.iterdir()):
         raise RecipeError(
             f"{key}: {folder} has no safetensors, only pickled weights, which can run code when "
-            "loaded. If you trust them: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes "
-            "safetensors"
+            "loaded. If you trust them, convert them: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         )
     raise RecipeError(
         f"{key}: {folder} has no weights: neither {SINGLE} nor {INDEX}; to start from random ones, "
@@ -144,35 +136,28 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
 
 def open_file(file: Path) -> StoredTensors:
     """All tensors of one file."""
-    return StoredTensors(dict.fromkeys(_read_header(file), file))
+    return StoredTensors(dict.fromkeys(_read_shapes(file), file))
 
 
-def _read_header(file: Path) -> dict[str, Shape]:
-    """A file begins with the length of a JSON header (8 bytes, little-endian), then the header."""
+def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            entries: dict[str, Any] = (
-                json.loads(stream.read(length)) if 0 < length <= size - 8 else {}
-            )
-        entries.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        found = {
-            name: Shape(tuple(entry["shape"]), DTYPES[entry["dtype"]])
-            for name, entry in entries.items()
-        }
-    except OSError as error:
-        raise RecipeError(f"model.path: {file} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, LookupError):
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
         raise RecipeError(
-            f"model.path: {file} is not a safetensors file, or has an unknown dtype"
+            f"model.path: {file} is damaged, or no safetensors file: {error}; download it again"
         ) from None
-    if 8 + length + end != size:
-        raise RecipeError(
-            f"model.path: {file} is damaged: {size:,} bytes instead of the {8 + length + end:,} in "
-            "its header; download it again"
-        )
+
+
+def _read_shapes(file: Path) -> dict[str, Shape]:
+    handle, found = _open(file), {}
+    for name in handle.keys():  # noqa: SIM118
+        stored = handle.get_slice(name)
+        if stored.get_dtype() not in DTYPES:
+            dtype = stored.get_dtype()
+            raise RecipeError(f"model.path: {file}: {name} has the unknown dtype {dtype}")
+        found[name] = Shape(tuple(stored.get_shape()), DTYPES[stored.get_dtype()])
     return found
 
 
@@ -215,12 +200,7 @@ class Writer:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes the next tensor, cast to its announced dtype."""
         expected, form = next(self._expected)
-        assert (name, tuple(tensor.shape)) == (expected, form.shape), (
-            name,
-            tensor.shape,
-            expected,
-            form.shape,
-        )
+        assert (name, tuple(tensor.shape)) == (expected, form.shape)
         data = tensor.detach().to("cpu", form.dtype).contiguous().reshape(-1)
         if data.numel():
             self._stream.write(data.view(torch.uint8).numpy().data)
@@ -231,26 +211,20 @@ class Writer:
         self._stream.close()
 
 
-def _split_files(sizes: Sequence[int]) -> list[range]:
-    """Splits consecutive sizes into files of at most MAX_FILE_BYTES, or of one larger tensor."""
-    cuts, filled = [0], 0
-    for index, size in enumerate(sizes):
-        if filled and filled + size > MAX_FILE_BYTES:
-            cuts.append(index)
-            filled = 0
-        filled += size
-    return [range(start, stop) for start, stop in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
-
-
 def write_files(
     folder: Path | None, groups: Sequence[Mapping[str, Shape]]
 ) -> Iterator[Writer | None]:
-    """Yields the writer for each group of tensors. Files and index have the names that transformers
-    uses.
+    """Yields the writer for each group of tensors. Files and index have transformers' names.
 
-    folder: None yields None: this rank only takes part in reading.
+    A file has at most MAX_FILE_BYTES, or one larger group. folder: None yields None: this rank only
+    takes part in reading.
     """
-    files = _split_files([sum(tensor.bytes for tensor in group.values()) for group in groups])
+    sizes = [sum(tensor.bytes for tensor in group.values()) for group in groups]
+    files: list[list[int]] = [[]]
+    for number, size in enumerate(sizes):
+        if files[-1] and sum(sizes[member] for member in files[-1]) + size > MAX_FILE_BYTES:
+            files.append([])
+        files[-1].append(number)
     index: dict[str, str] = {}
     for number, members in enumerate(files, start=1):
         name = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -262,7 +236,5 @@ def write_files(
         if writer is not None:
             writer.close()
     if folder is not None and len(files) > 1:
-        total = sum(tensor.bytes for group in groups for tensor in group.values())
-        (folder / INDEX).write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n"
-        )
+        about = {"metadata": {"total_size": sum(sizes)}, "weight_map": index}
+        (folder / INDEX).write_text(json.dumps(about, indent=2) + "\n")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +34,6 @@ def compute_device(tensor: torch.Tensor) -> torch.device:
 
 
 def _digest(seed: int, name: str) -> int:
-    """64 bits that depend on both."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
 
 
@@ -46,11 +43,11 @@ def derived_seed(seed: int, name: str) -> int:
 
 
 class InitialValues:
-    """The initial values of one parameter: records what the model's code does, and applies it to
-    this rank's part.
+    """The initial values of one parameter.
 
-    Random draws and arithmetic with plain numbers are recorded, and applied by `store`. Any other
-    operation needs the values immediately: `on_cpu` then makes the whole parameter on the CPU.
+    Random draws and arithmetic with plain numbers are recorded, and `store` applies them to this
+    rank's part. Any other operation needs the values immediately: `on_cpu` then makes the whole
+    parameter on the CPU.
     """
 
     def __init__(
@@ -80,8 +77,7 @@ class InitialValues:
     def record(
         self, span: range, operation: Callable[[torch.Tensor, int], object], *, overwrites: bool
     ) -> None:
-        """span: positions in the flattened parameter. operation: gets values there, and the first
-        position."""
+        """span: positions in the flattened parameter. operation(values, position of the first)."""
         self.written = True
         if overwrites and len(span) == self.shape.numel():
             self._operations.clear()
@@ -97,8 +93,8 @@ class InitialValues:
                     "computes with them: compute all in one"
                 )
             self.written = True
-            device = "meta" if self.mine is None else "cpu"
-            self.whole = torch.empty(self.shape, dtype=self.dtype, device=device)
+            # zeros: a parameter that is not this rank's has no values, and its module's code still runs
+            self.whole = torch.zeros(self.shape, dtype=self.dtype)
             self._apply(self.whole.view(-1), 0, self.whole.device)
             self._whole_list.append(self)
         return self.whole
@@ -134,25 +130,14 @@ class InitialValues:
                 target.copy_(values)
 
     def normal(self, values: torch.Tensor, first: int, mean: float = 0.0, std: float = 1.0) -> None:
-        values.copy_(philox.normal(self.key, first, values.numel(), values.device)).mul_(std).add_(
-            mean
-        )
+        drawn = philox.normal(self.key, first, values.numel(), values.device)
+        values.copy_(drawn).mul_(std).add_(mean)
 
     def uniform(
         self, values: torch.Tensor, first: int, low: float = 0.0, high: float = 1.0
     ) -> None:
-        values.copy_(philox.uniform(self.key, first, values.numel(), values.device)).mul_(
-            high - low
-        ).add_(low)
-
-    def trunc_normal(
-        self, values: torch.Tensor, first: int, mean: float, std: float, low: float, high: float
-    ) -> None:
-        limits = (low - mean) / std, (high - mean) / std
-        numbers = philox.truncated_normal(
-            self.key, first, values.numel(), values.device, limits=limits
-        )
-        values.copy_(numbers).mul_(std).add_(mean).clamp_(low, high)
+        drawn = philox.uniform(self.key, first, values.numel(), values.device)
+        values.copy_(drawn).mul_(high - low).add_(low)
 
 
 _aten = torch.ops.aten
@@ -185,30 +170,22 @@ class Placeholder(torch.Tensor):
         self, others, kwargs = args[0], args[1:], kwargs or {}
         if isinstance(self, cls) and self.initial.whole is None:
             initial = self.initial
+            draws = {_aten.normal_.default: initial.normal, _aten.uniform_.default: initial.uniform}
+            numbers = not any(isinstance(v, torch.Tensor) for v in [*others, *kwargs.values()])
+            operation: Callable[[torch.Tensor, int], object] | None = None
             if func is _aten.detach.default:
                 return cls(initial, self.span, self.shape)
             if func is _aten.select.int and others[0] == 0:
                 width = len(self.span) // self.shape[0]
                 row = others[1] % self.shape[0]
                 return cls(initial, self.span[row * width : (row + 1) * width], self.shape[1:])
-            if func in _ARITHMETIC and not any(
-                isinstance(value, torch.Tensor) for value in [*others, *kwargs.values()]
-            ):
-                overwrites = func in (_aten.zero_.default, _aten.fill_.Scalar)
-                initial.record(
-                    self.span,
-                    lambda values, first: func(values, *others, **kwargs),
-                    overwrites=overwrites,
-                )
-                return self
-            draw = {
-                _aten.normal_.default: initial.normal,
-                _aten.uniform_.default: initial.uniform,
-            }.get(func)
-            if draw is not None and kwargs.get("generator") is None:
-                initial.record(
-                    self.span, lambda values, first: draw(values, first, *others), overwrites=True
-                )
+            if func in _ARITHMETIC and numbers:
+                operation = lambda values, first: func(values, *others, **kwargs)  # noqa: E731
+            elif func in draws and kwargs.get("generator") is None:
+                operation = lambda values, first: draws[func](values, first, *others)  # noqa: E731
+            if operation is not None:
+                overwrites = func in draws or func in (_aten.zero_.default, _aten.fill_.Scalar)
+                initial.record(self.span, operation, overwrites=overwrites)
                 return self
         args, kwargs = tree_map_only(cls, cls._values, (args, kwargs))
         return func(*args, **kwargs)
@@ -223,28 +200,3 @@ class Placeholder(torch.Tensor):
 
     def _values(self) -> torch.Tensor:
         return self.initial.on_cpu().view(-1)[self.span.start : self.span.stop].view(self.shape)
-
-
-@contextmanager
-def trunc_normal_by_position() -> Iterator[None]:
-    """Replaces torch's truncated normal, which redraws values outside the limits (torch 2.13)."""
-    original = nn.init._no_grad_trunc_normal_
-
-    def trunc_normal(
-        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
-    ) -> torch.Tensor:
-        if (
-            not isinstance(tensor, Placeholder)
-            or tensor.initial.whole is not None
-            or generator is not None
-        ):
-            return original(tensor, mean, std, a, b, generator)
-        draw = partial(tensor.initial.trunc_normal, mean=mean, std=std, low=a, high=b)
-        tensor.initial.record(tensor.span, draw, overwrites=True)
-        return tensor
-
-    nn.init._no_grad_trunc_normal_ = trunc_normal
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = original

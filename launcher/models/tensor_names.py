@@ -9,7 +9,7 @@ conversion at a time, and first to meta tensors: this finds wrong shapes before 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,8 +19,6 @@ from torch import nn
 from launcher.errors import RecipeError
 from launcher.models.initialization import clean_name
 from launcher.models.safetensors_files import Shape
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -42,7 +40,9 @@ class Conversion:
         """Names of all sources."""
         return [name for names in self.sources.values() for name in names]
 
-    def convert(self, tensors: Mapping[str, torch.Tensor], shapes: ModelShapes) -> Tensors:
+    def convert(
+        self, tensors: Mapping[str, torch.Tensor], shapes: ModelShapes
+    ) -> dict[str, torch.Tensor]:
         """Returns the targets. tensors: the sources by name."""
         if self.converter is None:
             (name,) = self.names()
@@ -64,28 +64,22 @@ class Conversion:
         """
         from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
+        def keeps_rows(operation: Any) -> bool:
+            if isinstance(operation, Concatenate):
+                return bool(operation.dim > 0)
+            swaps = isinstance(operation, Transpose) and not operation.check_dims
+            return swaps and min(operation.dim0, operation.dim1) > 0
+
         if self.converter is None or len(self.targets) != 1:
             return False
         first, *rest = self.converter.operations
-        return (
-            isinstance(first, MergeModulelist)
-            and first.dim == 0
-            and all(
-                (isinstance(operation, Concatenate) and operation.dim > 0)
-                or (
-                    isinstance(operation, Transpose)
-                    and min(operation.dim0, operation.dim1) > 0
-                    and not operation.check_dims
-                )
-                for operation in rest
-            )
-        )
+        stacks = isinstance(first, MergeModulelist) and first.dim == 0
+        return stacks and all(map(keeps_rows, rest))
 
     def some_rows(self, start: int, stop: int) -> Conversion:
         """The conversion for rows start to stop of the target; see `stacks_rows`."""
-        return replace(
-            self, sources={pattern: names[start:stop] for pattern, names in self.sources.items()}
-        )
+        sources = {pattern: names[start:stop] for pattern, names in self.sources.items()}
+        return replace(self, sources=sources)
 
 
 class ModelShapes:
@@ -138,53 +132,20 @@ def load_conversions(
         if renamed not in state or (pattern is None and renamed in found):
             unexpected.append(name)
             continue
-        converter = by_pattern[pattern] if pattern is not None else None
-        conversion = found.setdefault(renamed, Conversion(converter=converter, first=renamed))
-        conversion.sources.setdefault(pattern or name, []).append(name)
+        new = Conversion(converter=by_pattern.get(pattern), first=renamed)
+        found.setdefault(renamed, new).sources.setdefault(pattern or name, []).append(name)
     model._weight_conversions = [entry for entry in table if entry.was_used()]
     problems = _try_on_meta(found.values(), stored, shapes)
     return list(found.values()), unexpected, problems
-
-
-def _by_kind(table: list[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """The renamings, the converters, and the converter of each pattern."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
-    return (
-        renamings,
-        converters,
-        {pattern: each for each in converters for pattern in each.source_patterns},
-    )
-
-
-def _try_on_meta(
-    conversions: Any, shapes_in: Mapping[str, Shape], shapes: ModelShapes
-) -> list[str]:
-    """Sets the targets of each conversion. Returns the conversions that fail, one line each."""
-    problems = []
-    for conversion in conversions:
-        try:
-            made = conversion.convert(
-                {name: shapes_in[name].meta() for name in conversion.names()}, shapes
-            )
-        except Exception as error:  # operations raise anything on unsuitable tensors
-            some = ", ".join(conversion.names()[:3]) + (
-                ", ..." if len(conversion.names()) > 3 else ""
-            )
-            problems.append(f"{conversion.first}: cannot be made from {some}: {error}")
-            continue
-        conversion.targets = {name: Shape.of(tensor) for name, tensor in made.items()}
-    return problems
 
 
 def export_conversions(
     model: Any, tensors: Mapping[str, Shape], shapes: ModelShapes
 ) -> list[Conversion]:
     """How the model's tensors become those of a checkpoint: the reverse of `load_conversions`."""
-    reversed_table = [entry.reverse_transform() for entry in model._weight_conversions[::-1]]
-    renamings, converters, by_pattern = _by_kind(reversed_table)
+    renamings, converters, by_pattern = _by_kind(
+        [entry.reverse_transform() for entry in model._weight_conversions[::-1]]
+    )
     found: dict[str, Conversion] = {}
     for name in tensors:
         # In an export, at most one conversion applies to a name, before any renaming
@@ -192,16 +153,41 @@ def export_conversions(
         first, pattern = next(
             (match for match in matches if match[1] is not None), (_renamed(name, renamings), None)
         )
-        converter = by_pattern[pattern] if pattern is not None else None
+        converter = by_pattern.get(pattern)
         after = renamings if converter is not None else []
-        conversion = found.setdefault(
-            first, Conversion(converter=converter, first=first, renamings=after)
-        )
-        conversion.sources.setdefault(pattern or name, []).append(name)
+        new = Conversion(converter=converter, first=first, renamings=after)
+        found.setdefault(first, new).sources.setdefault(pattern or name, []).append(name)
     problems = _try_on_meta(found.values(), tensors, shapes)
     if problems:
         raise RecipeError([f"checkpoint.export: {problem}" for problem in problems])
     return list(found.values())
+
+
+def _by_kind(table: list[Any]) -> tuple[list[Any], list[Any], dict[str | None, Any]]:
+    """The renamings, the converters, and the converter of each pattern."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    return renamings, converters, by_pattern
+
+
+def _try_on_meta(
+    conversions: Iterable[Conversion], shapes_in: Mapping[str, Shape], shapes: ModelShapes
+) -> list[str]:
+    """Sets the targets of each conversion. Returns the conversions that fail, one line each."""
+    problems = []
+    for conversion in conversions:
+        names = conversion.names()
+        try:
+            made = conversion.convert({name: shapes_in[name].meta() for name in names}, shapes)
+        except Exception as error:  # operations raise anything on unsuitable tensors
+            some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            problems.append(f"{conversion.first}: cannot be made from {some}: {error}")
+            continue
+        conversion.targets = {name: Shape.of(tensor) for name, tensor in made.items()}
+    return problems
 
 
 def _renamed(name: str, renamings: list[Any]) -> str:

@@ -50,8 +50,8 @@ def test_in_huge_sizes_no_two_of_many_meet(size):
     assert len(set(results.values())) == len(results)
 
 
-def test_the_order_is_the_same_for_ever():
-    """A run that goes on after an upgrade must see the samples that it has not seen: these values may not change."""
+def test_the_order_does_not_change_between_versions():
+    """A run that resumes after an upgrade must see the samples that it has not seen: these values may not change."""
     assert permutation(10, seed=1234, epoch=0) == [3, 8, 6, 4, 5, 9, 1, 0, 2, 7]
     assert permutation(10, seed=1234, epoch=1) == [8, 9, 2, 3, 1, 4, 6, 7, 0, 5]
     assert [permuted(index, size=10**12, seed=7, epoch=3) for index in range(3)] == [

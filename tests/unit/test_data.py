@@ -1,4 +1,4 @@
-"""From files to micro-batches: no token lost, none twice, and each problem with the file and line it is in."""
+"""From files to micro-batches: each token once, and each problem with its file and line."""
 
 import itertools
 import json
@@ -97,7 +97,7 @@ def test_files_of_patterns(tmp_path, monkeypatch):
     for nothing in ("*.csv", "gone.txt", "empty"):
         with pytest.raises(
             RecipeError,
-            match=f"^data: '{nothing.replace('*', '.')}' means no file .looked for in {tmp_path}.$",
+            match=f"^data: '{nothing.replace('*', '.')}' matches no file .in {tmp_path}.$",
         ):
             find_files(("b.txt", nothing))
 
@@ -162,7 +162,7 @@ BROKEN_FILES = [
         '{"text": "\\ud83d"}\n',
         ":1: column 'text' holds half a surrogate pair (\\ud800 to \\udfff), which is no character",
     ),
-    ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', ":2: not UTF-8 text (byte 10 of the line)"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', ":2: not UTF-8 text (byte 10)"),
     ("a.json", '{"text": "x"}', ": must be a list of objects; got dict"),
     ("a.json", '[{"text": "x"}, 3]', ' row 2: must be an object such as {"text": ...}; got int'),
     (
@@ -179,12 +179,12 @@ BROKEN_FILES = [
     (
         "a.json",
         '{"text": "x"}\n{"text": "y"}',
-        ":2: not JSON: Extra data (column 1); is it one object a line? Then name it .jsonl",
+        ":2: not JSON: Extra data (column 1); if it has one object per line, name it .jsonl",
     ),
     (
         "a.txt",
         b"a\nbc\xffd",
-        ":2: not UTF-8 text (byte 4); convert it, or leave it out of the patterns",
+        ":2: not UTF-8 text (byte 4); convert it, or leave it out",
     ),
     ("a.csv", 'text,n\n"x\ny",1\nz\n', ":4: 1 fields, but the header in line 1 has 2"),
     ("a.csv", b"text\nx\n\xff\n", ":3: not UTF-8 text"),
@@ -227,12 +227,12 @@ def test_damaged_parquet(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
-def test_a_file_that_is_gone(tmp_path, name):
+def test_a_missing_file(tmp_path, name):
     with pytest.raises(RecipeError, match=f"{name}: cannot be read: No such file or directory"):
         list(read_documents(tmp_path / name, column="text"))
 
 
-def test_where_a_row_is(tmp_path):
+def test_the_place_of_a_row(tmp_path):
     rows = [{"a": 1}, {"a": 2}]
     for name, places in {
         "a.jsonl": (":1", ":2"),
@@ -353,13 +353,7 @@ def test_store_of_text(tmp_path, cache):
     ]
     store = store_of(*files, cache=cache)
     assert documents_of(store) == [[97, 98, END], [0xC3, 0xA4, END], [122, 13, 10, END]]
-    assert (store.documents, store.files, store.largest_id, store.labels, store.empty) == (
-        3,
-        2,
-        END,
-        None,
-        1,
-    )
+    assert (store.documents, store.largest_id, store.labels) == (3, END, None)
     assert isinstance(store.ids, np.memmap)
     assert store.ids.dtype == np.int32
 
@@ -458,11 +452,11 @@ BROKEN_TOKENS = [
     ([{"input_ids": [2**31]}], ":1: input_ids has an id beyond 32 bits"),
     (
         [{"input_ids": [1, 2], "labels": [1]}],
-        ":1: 2 input_ids, but 1 labels; there must be one a token (-100: no loss)",
+        ":1: 2 input_ids, but 1 labels; there must be one for each token (-100: no loss)",
     ),
     (
         [{"input_ids": [1, 2], "labels": [1, -1]}],
-        ":1: labels must be token ids, or -100 where no loss is due; got -1",
+        ":1: labels must be token ids, or -100 for no loss; got -1",
     ),
     ([{"input_ids": [1, 2], "labels": [1, None]}], ":1: labels must be a list of whole numbers"),
 ]
@@ -489,9 +483,7 @@ def test_token_rows_in_a_text_file_are_refused(tmp_path, cache):
 def test_only_empty_files(tmp_path, cache):
     write(tmp_path / "tree/a.txt", "")
     write(tmp_path / "tree/b.jsonl", [{"text": ""}])
-    with pytest.raises(
-        RecipeError, match=r"^data: 2 files, and not one document with text in them$"
-    ):
+    with pytest.raises(RecipeError, match=r"^data: no document with text in 2 files$"):
         store_of(tmp_path / "tree", cache=cache)
 
 
@@ -500,9 +492,9 @@ def test_only_empty_files(tmp_path, cache):
     [
         ("a.txt", "", "the file is empty"),
         ("a.jsonl", "", "the file is empty"),
-        ("a.jsonl", "\n\n", "there is no row in it"),
-        ("a.json", "[]", "there is no row in it"),
-        ("a.csv", "text,label\n", "there is no row in it"),
+        ("a.jsonl", "\n\n", "it has no rows"),
+        ("a.json", "[]", "it has no rows"),
+        ("a.csv", "text,label\n", "it has no rows"),
     ],
 )
 def test_an_empty_file_that_the_recipe_names(tmp_path, cache, name, content, said):
@@ -524,7 +516,6 @@ def counting_store(sizes):
         ids=np.arange(offsets[-1], dtype=np.int32),
         labels=None,
         offsets=offsets,
-        files=1,
         largest_id=int(offsets[-1]) - 1,
     )
 
@@ -662,7 +653,6 @@ def labelled_store():
         ids=np.array([5, 6, 7, 8, 3, 4], dtype=np.int32),
         labels=np.array([IGNORED, IGNORED, 7, 8, 3, 9], dtype=np.int32),
         offsets=np.array([0, 4, 6]),
-        files=1,
         largest_id=9,
     )
 

@@ -287,7 +287,7 @@ REFUSED = [
     (
         "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
         said("a", "yes"),
-        "message 2: which part ... cannot be verified; put {% gen",
+        "message 2: the assistant's part ... cannot be verified; put {% gen",
     ),
     (
         "{% for m in messages %}{{ m.content * 2 }}{% endfor %}",
@@ -298,7 +298,7 @@ REFUSED = [
     (
         "{% generation %}{% endgeneration %}{{ messages[0].content }}",
         said("a", "yes"),
-        "marks hold nothing here",
+        "marks enclose nothing here",
     ),
     ("{{ messages[9].content + 'x' }}", said("a", "yes"), "the chat template"),
 ]
@@ -329,7 +329,7 @@ def test_loss_on_the_response_of_a_conversation_alone(tokenizer):
 def test_a_tokenizer_without_a_template_or_without_offsets():
     with pytest.raises(
         RecipeError,
-        match=r"^data.tokenizer: it: has no chat template; give a file with one as data.chat_template$",
+        match=r"^data.tokenizer: it: has no chat template; set data.chat_template to a file with one$",
     ):
         ChatTemplate(trained(), "it", None)
 
@@ -338,7 +338,7 @@ def test_a_tokenizer_without_a_template_or_without_offsets():
 
     with pytest.raises(
         RecipeError,
-        match=r"^data.tokenizer: it: is a slow tokenizer \(Slow\), which does not say where",
+        match=r"^data.tokenizer: it: is a slow tokenizer \(Slow\), which gives no positions",
     ):
         ChatTemplate(Slow(), "it", None)
 
@@ -380,17 +380,17 @@ BROKEN_MESSAGES = [
     ),
     (
         [{"content": "x"}],
-        "message 1: no role; there are system, developer, user, assistant, tool, function, ipython",
+        "message 1: no role; must be one of system, developer, user, assistant, tool, function, ipython",
     ),
-    ([{"role": "bot", "content": "x"}], "message 1: unknown role 'bot'; there are"),
+    ([{"role": "bot", "content": "x"}], "message 1: unknown role 'bot'; must be one of"),
     (
         [{"from": "narrator", "value": "x"}],
-        "message 1: unknown role 'narrator' in `from`; there are human, user, gpt",
+        "message 1: unknown role 'narrator' in `from`; must be one of human, user, gpt",
     ),
     ([{"role": "user"}], "message 1: content must be text, or a list of text parts; got nothing"),
     (
         [{"role": "user", "content": [{"type": "image"}]}],
-        "message 1: a content part is 'image'; only text is trained on",
+        "message 1: a content part is 'image'; only text can be trained on",
     ),
 ]
 
@@ -519,7 +519,8 @@ def test_a_bad_row_between_good_ones(tmp_path, folder):
     assert [one.problem for one in found] == [
         "",
         "no assistant turn, so nothing to learn from",
-        "no column 'messages'; columns: text (data.messages_column names it; null: messages, or conversations)",
+        "column 'messages' must hold messages; no such column; columns: text "
+        "(data.messages_column names it; null: messages or conversations)",
         "the conversation holds half a surrogate pair (\\ud800 to \\udfff), which is no character",
         "",
     ]
@@ -560,7 +561,7 @@ def test_classification_rows(tmp_path, folder):
     found = results(tmp_path, rows, "classification", folder, labels=("bad", "good"))
     assert [one.category for one in found] == [1, 0, 1, None, None, None, None]
     assert found[0].ids.tolist() == tokenizer("yes")["input_ids"]
-    assert found[3].problem == "column 'label': label 2 is out of range; there are 0 to 1"
+    assert found[3].problem == "column 'label': label 2 is out of range; it must be 0 to 1"
     assert (
         found[4].problem
         == "column 'label' must hold the label; no such column; columns: text (data.label_column names it)"

@@ -95,8 +95,8 @@ def test_target_modules_that_are_not_there(llama):
     with pytest.raises(RecipeError) as error:
         adapted(llama, lora=Lora(target_modules=("q_proj", "query", "embed_tokens")))
     assert error.value.problems == [
-        f"lora.target_modules: {name} is no linear layer of the model; there are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, "
-        "up_proj, v_proj"
+        f"lora.target_modules: {name} is not a linear layer of the model; available: down_proj, "
+        "gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
         for name in ("query", "embed_tokens")
     ]
 
@@ -118,7 +118,7 @@ def test_experts_get_no_adapters_and_a_note(mixtral, messages):
     adapted(mixtral)
     (message,) = messages()
     assert message.startswith(
-        "note: experts are no linear layers and get no adapters: 4 tensors such as"
+        "note: experts are not linear layers and get no adapters: 4 tensors such as"
     )
     assert message.endswith("model.layers.0.mlp.experts.gate_up_proj")
 
@@ -269,28 +269,28 @@ def test_export_of_a_classifiers_adapter(tmp_path, llama):
 
 
 def test_export_refused(tmp_path, llama, capsys):
-    def told(*arguments):
+    def error_of(*arguments):
         assert main(["export", *map(str, arguments)]) == 2
         return capsys.readouterr().err
 
     run, out = tmp_path / "run", tmp_path / "out"
-    assert "Missing argument 'OUT'" in told(run)
-    assert "no such folder" in told(run, out)
+    assert "Missing argument 'OUT'" in error_of(run)
+    assert "no such folder" in error_of(run, out)
     run.mkdir()
-    assert "does not look like the folder of a run" in told(run, out)
+    assert "does not look like the folder of a run" in error_of(run, out)
     (run / "recipe.yaml").write_text("")
-    assert "checkpoint.export: at_end" in told(run, out)
+    assert "checkpoint.export: at_end" in error_of(run, out)
     (run / "hf").mkdir()
     save_file({"a": torch.zeros(1)}, run / "hf" / "model.safetensors")
-    assert "has no adapter to merge" in told(run, out, "merged=true")
-    assert "dtype=int8: must be bfloat16 | float16 | float32" in told(run, out, "dtype=int8")
-    several = told(run, out, "merge=true", "merged=yes")
+    assert "has no adapter to merge" in error_of(run, out, "merged=true")
+    assert "dtype=int8: must be bfloat16 | float16 | float32" in error_of(run, out, "dtype=int8")
+    several = error_of(run, out, "merge=true", "merged=yes")
     assert "merge=true: no option of launcher export; did you mean merged?" in several
     assert "merged=yes: must be true or false" in several
-    assert "no folder" in told(run, tmp_path / "a" / "b")
+    assert "no folder" in error_of(run, tmp_path / "a" / "b")
     out.mkdir()
     (out / "file").write_text("")
-    assert "exists and is not empty" in told(run, out)
+    assert "exists and is not empty" in error_of(run, out)
 
 
 def test_an_adapter_whose_base_is_gone(tmp_path, capsys):

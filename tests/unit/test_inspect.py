@@ -27,7 +27,6 @@ def store_of(documents, labels=None):
         ids=joined(documents),
         labels=None if labels is None else joined(labels),
         offsets=np.cumsum([0] + [len(document) for document in documents]),
-        files=1,
         largest_id=max(max(document) for document in documents),
     )
 

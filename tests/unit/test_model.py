@@ -1,4 +1,4 @@
-"""What the model's own library says no to, and how weights are drawn."""
+"""Building models, what is refused, and how weights are initialized."""
 
 import sys
 
@@ -410,7 +410,7 @@ def test_a_builder_of_ones_own():
             r"model.arguments: own_vision:vision\(width, depth=2\) cannot be called with them: .*width",
         ),
         ("own_vision:nothing", {}, "must return a torch.nn.Module; it returned int"),
-        ("own_vision:on_cpu", {}, "makes weight on a device of its own choice"),
+        ("own_vision:on_cpu", {}, "makes weight on a device; do not set one"),
     ],
 )
 def test_builder_refused(builder, arguments, message):

@@ -77,7 +77,7 @@ def test_every_set_is_tokenized_and_found_again(recipe, capsys, monkeypatch, mes
     assert "tokenizing" not in capsys.readouterr().out
 
 
-def test_bad_data_is_told_before_a_gpu_is_paid_for(recipe, capsys):
+def test_bad_data_is_reported(recipe, capsys):
     Path("far.csv").write_text("text\nfar\na,b\n")
     assert main(["prepare", recipe]) == 2
     assert capsys.readouterr().err == "far.csv:3: 2 fields, but the header in line 1 has 1\n"
@@ -95,7 +95,7 @@ def test_what_is_streamed_is_not_fetched(recipe, capsys):
     assert printed.endswith("\nready\n")
 
 
-def test_ids_beyond_the_model_are_told(recipe, capsys):
+def test_ids_beyond_the_model_are_reported(recipe, capsys):
     Path("ids.jsonl").write_text('{"input_ids": [1, 2]}\n{"input_ids": [300]}\n')
     assert main(["prepare", recipe]) == 2
     assert (

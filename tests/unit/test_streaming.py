@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.data import shards, streaming
-from launcher.data.batching import RankBatchSampler
+from launcher.data import streaming
+from launcher.data.batching import RankBatchSampler, StreamOrder
 from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.setup import raise_error
-from launcher.data.shards import assign_shards
 from launcher.data.sources import find_parts, read_rows
-from launcher.data.streaming import StreamingDataset, StreamOrder
+from launcher.data.streaming import StreamingDataset, assign_shards
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.recipe import schema
@@ -26,7 +25,7 @@ END = 256
 @pytest.fixture
 def small_shards(monkeypatch):
     """Small inputs are divided as large ones are."""
-    monkeypatch.setattr(shards, "_SHARD_BYTES", 50)
+    monkeypatch.setattr(streaming, "_SHARD_BYTES", 50)
 
 
 def make_stream(
@@ -137,7 +136,7 @@ def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
 @pytest.mark.parametrize("size", [50, 350, 10**6])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_row_belongs_to_one_shard(texts, monkeypatch, size, shuffle):
-    monkeypatch.setattr(shards, "_SHARD_BYTES", size)
+    monkeypatch.setattr(streaming, "_SHARD_BYTES", size)
     (texts / "empty.txt").write_text("")
     parts = find_parts((str(texts),), kind="text")
     assigned = assign_shards(parts, seed=3, shuffle=shuffle)
@@ -151,7 +150,7 @@ def test_every_row_belongs_to_one_shard(texts, monkeypatch, size, shuffle):
     assert assigned == assign_shards(parts, seed=3, shuffle=shuffle)
 
 
-def test_a_line_longer_than_a_unit_is_read_once(tmp_path, small_shards):
+def test_a_line_longer_than_a_part_is_read_once(tmp_path, small_shards):
     file = tmp_path / "long.jsonl"
     texts = ["a" * 500, "b", "c" * 130, "d" * 3, "e" * 49]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -215,7 +214,7 @@ def test_every_token_is_the_target_of_the_one_before_it_also_over_a_cut(texts):
     assert len(ids) == 56, "no padding"
 
 
-WAYS = [
+LAYOUTS = [
     {"ranks": 1, "micro": 1},
     {"ranks": 1, "micro": 1, "workers": 4},
     {"ranks": 2, "micro": 3, "workers": 2},
@@ -225,10 +224,10 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_ranks_micro_batches_and_loader_processes_do_not_change_a_step(texts, small_shards, way):
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ranks_micro_batches_and_loader_processes_do_not_change_a_step(texts, small_shards, layout):
     whole, states = steps_of(texts, batch=12, micro=12)
-    assert steps_of(texts, batch=12, **way) == (whole, states)
+    assert steps_of(texts, batch=12, **layout) == (whole, states)
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
@@ -244,15 +243,17 @@ def test_a_resume_continues_from_the_saved_positions(tmp_path, small_shards, kin
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"batch": 12, "kind": kind, "steps": 20, "shuffle_buffer": 40}
     whole, states = steps_of(folder, micro=12, **options)
-    passes = {place[0] for place in states[-1]["places"]}
+    passes = {position[0] for position in states[-1]["positions"]}
     assert max(passes) >= 1, "into the second pass"
-    for way in WAYS:
-        found, again = steps_of(folder, first_step=18, saved=states[17], **way, **options)
+    for layout in LAYOUTS:
+        found, again = steps_of(folder, first_step=18, saved=states[17], **layout, **options)
         assert found == whole[18:]
         assert again == states[18:]
     # Batches may be skipped after the checkpoint; without the positions everything is tokenized again
-    assert steps_of(folder, first_step=18, saved=states[14], **WAYS[2], **options)[0] == whole[18:]
-    assert steps_of(folder, first_step=18, **WAYS[2], **options)[0] == whole[18:]
+    assert (
+        steps_of(folder, first_step=18, saved=states[14], **LAYOUTS[2], **options)[0] == whole[18:]
+    )
+    assert steps_of(folder, first_step=18, **LAYOUTS[2], **options)[0] == whole[18:]
 
 
 def test_a_resume_does_not_tokenize_what_was_seen(tmp_path, monkeypatch):
@@ -402,14 +403,14 @@ def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
             cache_dir=str(tmp_path / "cache"),
         )
 
-    for module in ("sources", "shards"):
+    for module in ("sources", "streaming"):
         monkeypatch.setattr(
             f"launcher.data.{module}.load_data_set", functools.cache(load_data_set.__wrapped__)
         )
     real = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     whole, states = steps_of("owner/set", batch=2, micro=1, steps=16, folder=tmp_path)
-    assert len(states[0]["places"]) == 2, "three files, and a power of two"
+    assert len(states[0]["positions"]) == 2, "three files, and a power of two"
     assert (
         steps_of(
             "owner/set",
