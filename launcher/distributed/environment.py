@@ -49,10 +49,9 @@ class Environment:
     def tell_agent(self, reason: str) -> None:
         """Writes the reason of a failure for torchrun's agent."""
         if self.error_file is not None:
+            message = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
             with contextlib.suppress(OSError):
-                Path(self.error_file).write_text(
-                    json.dumps({"message": reason, "timestamp": int(time.time())})
-                )
+                Path(self.error_file).write_text(json.dumps({"message": message}))
 
     def tell_job(self, refusal: str) -> None:
         """Writes a refusal for the job's script, which cannot see it in torchrun's exit status."""

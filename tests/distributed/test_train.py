@@ -521,6 +521,21 @@ def test_torchrun_asked_to_stop(tmp_path):
     assert "Traceback" not in (run_dir / "log/rank_1.log").read_text()
 
 
+def test_launcher_train_returns_the_status_of_the_run(tmp_path):
+    """Ctrl-C stops the run. The next start is refused by its ranks. torchrun's traceback is absent."""
+    run_dir = tmp_path / "run"
+    launcher = [sys.executable, "-m", "launcher.cli.main", "train", "--gpus", 2, *SMALL]
+    launcher += ["run.device=cpu", "run.max_steps=100000", f"run.dir={run_dir}"]
+    stop = when_training(run_dir, lambda process: os.killpg(process.pid, signal.SIGINT))
+    stopped = run(launcher, during=stop).check(75)
+    assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("stopped", "SIGINT")
+    refused = run([*launcher, "checkpoint.resume=never"]).check(2)
+    assert refused.output.count(f"{run_dir} holds a run already") == 1
+    for result in (stopped, refused):
+        assert "Traceback" not in result.output
+        assert "message format" not in result.output
+
+
 def test_too_many_skipped_steps_end_the_run(tmp_path):
     wild = ["optimizer.learning_rate=1.0e+30", "schedule.warmup_steps=0", "run.max_skipped_steps=3"]
     result = python(*SMALL, *wild, "run.max_steps=50", f"run.dir={tmp_path}/run").check(1)

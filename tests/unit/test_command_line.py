@@ -112,16 +112,14 @@ def test_the_shell_completes_commands_options_and_keys():
     assert completed("show", "optimizer.learn") == ["optimizer.learning_rate="]
 
 
-def test_train_becomes_torchrun(folder, monkeypatch, capsys):
+def test_train_starts_ranks(folder, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(
-        os, "execve", lambda program, words, environment: started.append(words) or 0
-    )
+    monkeypatch.setattr(train, "_run_agent", lambda arguments: started.append(arguments) or 0)
     monkeypatch.setattr(train, "_visible_gpus", lambda device: 4)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     main(["train", "recipe=x.yaml", "--gpus", "2", "run.seed=3", "max_restarts=1"])
     ranks = ["--nproc-per-node=2", "--max-restarts=1", "-m", "launcher.train"]
-    assert started.pop() == [*torchrun, *ranks, "recipe=x.yaml", "run.seed=3"]
+    assert started.pop() == ["--standalone", *ranks, "recipe=x.yaml", "run.seed=3"]
     main(["train", "recipe=x.yaml"])
     assert "--nproc-per-node=4" in started.pop()
     assert main(["train", "recipe=x.yaml", "gpus=3"]) == 2

@@ -1,7 +1,6 @@
 """Where a process stands among the others, read from variables that are handed in: the test's own are not touched."""
 
 import ast
-import json
 import os
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from launcher.distributed import environment as environment_module
 from launcher.distributed import process_group
@@ -164,7 +164,8 @@ def test_the_agent_gets_the_reason(tmp_path):
     read_environment(TORCHRUN | {"TORCHELASTIC_ERROR_FILE": str(file)}).tell_agent(
         "the recipe is wrong"
     )
-    assert json.loads(file.read_text())["message"] == "the recipe is wrong"
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    assert failure.message["message"] == "the recipe is wrong"
     read_environment(
         TORCHRUN | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "gone" / "error.json")}
     ).tell_agent("nobody listens")
