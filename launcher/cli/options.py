@@ -44,8 +44,9 @@ def with_dashes(
             spelled.append(argument)
         else:
             near = suggestion(key, [*options, *sections])
-            there = ", ".join([*options, *(["and keys of the recipe"] if overrides else [])])
-            message = f"no option of launcher {command}{near}; there are {there}"
+            dashes = (f"--{option.replace('_', '-')}" for option in options)
+            there = ", ".join([*dashes, *(["and keys of the recipe"] if overrides else [])])
+            message = f"not an option of launcher {command}{near}; there are {there}"
             problems.append(f"command line: {argument}: {message}")
     if problems:
         raise RecipeError(problems)

@@ -80,6 +80,9 @@ def _named_recipe(arguments: Sequence[str]) -> Path:
         return find_recipe(named[0])
     what = f"{len(named)} recipes given" if any(named) else "no recipe given"
     form = f"give recipe=NAME ({', '.join(recipe_names())}) or recipe=path/to/file.yaml"
+    for argument in arguments:
+        if not any(named) and (argument in recipe_names() or argument.endswith(".yaml")):
+            form = f"write recipe={argument}"
     raise RecipeError(f"{COMMAND_LINE}: {what}; {form}")
 
 

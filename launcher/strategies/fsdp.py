@@ -115,11 +115,11 @@ class Fsdp(WrappedModel):
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
         """Sums over each rank's shards, then one all-reduce of one number over the shard group."""
-        gradients = [
-            parameter.grad.to_local()
-            for parameter in self._parameters
-            if isinstance(parameter.grad, DTensor)
-        ]
+        gradients = []
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                assert isinstance(parameter.grad, DTensor)
+                gradients.append(parameter.grad.to_local())
         squared = norm_of(gradients).square()
         dist.all_reduce(squared, group=self._shards)
         return squared.sqrt()

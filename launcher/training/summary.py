@@ -74,7 +74,7 @@ def _model(
     yield (
         f"a rank holds {bytes_as_text(held + 3 * gradients)}: parameters {bytes_as_text(held)}, "
         f"gradients {bytes_as_text(gradients)}, optimizer {bytes_as_text(2 * gradients)}; "
-        "activations and unsharded blocks come on top"
+        "plus activations and unsharded blocks"
     )
 
 
@@ -95,7 +95,7 @@ def _batch(recipe: Recipe, data: RunData, *, ranks: int) -> Iterator[str]:
     batch, sampler, steps = recipe.batch, data.sampler, data.steps
     if batch.micro_batch_size is not None:
         parts = (
-            f"{batch.micro_batch_size} a micro-batch x {sampler.micro_batches(0)} accumulation "
+            f"{batch.micro_batch_size} per micro-batch x {sampler.micro_batches(0)} accumulation "
             f"steps x {ranks} ranks"
         )
     else:
@@ -108,7 +108,8 @@ def _batch(recipe: Recipe, data: RunData, *, ranks: int) -> Iterator[str]:
     text = f"batch: {batch.global_batch_size} sequences = {parts}; {steps} steps"
     passes = data.order.passes(steps * batch.global_batch_size)
     if passes:
-        text += f" are {' and '.join(f'{number:.2g}' for number in passes)} passes over the data"
+        numbers = (f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in passes)
+        text += f" are {' and '.join(numbers)} passes over the data"
     yield text
     warmup = recipe.schedule.warmup_steps
     if warmup >= steps:

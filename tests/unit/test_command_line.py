@@ -83,10 +83,10 @@ def test_all_wrong_options_are_reported_at_once():
     words = ["gpu_memry=80GiB", "--jsn", "json=yes", "recipe=x"]
     with pytest.raises(RecipeError) as refused:
         with_dashes("plan", words, OPTIONS, overrides=True)
-    there = "there are ranks, gpu_memory, json, ladder, and keys of the recipe"
+    there = "there are --ranks, --gpu-memory, --json, --ladder, and keys of the recipe"
     assert refused.value.problems == [
-        f"command line: gpu_memry=80GiB: no option of launcher plan; did you mean gpu_memory?; {there}",
-        f"command line: --jsn: no option of launcher plan; did you mean json?; {there}",
+        f"command line: gpu_memry=80GiB: not an option of launcher plan; did you mean gpu_memory?; {there}",
+        f"command line: --jsn: not an option of launcher plan; did you mean json?; {there}",
         "command line: json=yes: must be true or false",
     ]
     with pytest.raises(RecipeError, match="Invalid value for '--ranks'"):

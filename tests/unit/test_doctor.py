@@ -534,7 +534,7 @@ def test_doctor_prints_and_writes_a_report(faked, capsys):
     assert main.main(["doctor", "quick=true"]) == 2
     assert main.main(["doctor", "recipe=fsdp"]) == 2
     assert (
-        "recipe=fsdp: no option of launcher doctor; there are ranks, json"
+        "recipe=fsdp: not an option of launcher doctor; there are --ranks, --json"
         in capsys.readouterr().err
     )
 

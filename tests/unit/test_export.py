@@ -285,7 +285,7 @@ def test_export_refused(tmp_path, llama, capsys):
     assert "has no adapter to merge" in error_of(run, out, "merged=true")
     assert "dtype=int8: must be bfloat16 | float16 | float32" in error_of(run, out, "dtype=int8")
     several = error_of(run, out, "merge=true", "merged=yes")
-    assert "merge=true: no option of launcher export; did you mean merged?" in several
+    assert "merge=true: not an option of launcher export; did you mean merged?" in several
     assert "merged=yes: must be true or false" in several
     assert "no folder" in error_of(run, tmp_path / "a" / "b")
     out.mkdir()

@@ -170,13 +170,16 @@ def test_what_checks_a_recipe_imports_nothing_heavy():
 
 
 def test_schema_needs_pydantic_only():
-    roots = set()
-    for node in ast.walk(ast.parse((PACKAGE / "recipe/schema.py").read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            roots.add(node.module.split(".")[0])
-        elif isinstance(node, ast.Import):
-            roots |= {name.name.split(".")[0] for name in node.names}
+    roots, own = set(), set()
+    for name in ("schema", "schema_slurm", "section"):
+        for node in ast.walk(ast.parse((PACKAGE / f"recipe/{name}.py").read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                roots.add(node.module.split(".")[0])
+                own |= {node.module} if node.module.startswith("launcher") else set()
+            elif isinstance(node, ast.Import):
+                roots |= {name.name.split(".")[0] for name in node.names}
     assert roots - set(sys.stdlib_module_names) == {"launcher", "pydantic"}
+    assert own == {"launcher.recipe.section", "launcher.recipe.schema_slurm"}
 
 
 def test_the_environment_is_read_in_one_place():

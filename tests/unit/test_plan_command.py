@@ -57,7 +57,7 @@ def test_wrong_options_are_refused(folder, capsys):
         "nodes=0": "Invalid value for '--nodes': ",
         "gpus_per_node=x": "Invalid value for '--gpus-per-node': ",
         "--rates": "Option '--rates' requires an argument",
-        "gpu_memry=80GiB": "no option of launcher plan; did you mean gpu_memory?",
+        "gpu_memry=80GiB": "not an option of launcher plan; did you mean gpu_memory?",
         "json=yes": "must be true or false",
     }.items():
         assert main.main([*plan, option]) == 2

@@ -275,7 +275,7 @@ def test_arguments_stay_text_and_win_over_the_recipe(folder, capsys):
         (["slurm.environment={A B: x}"], "...'A B' is no name of an environment variable"),
         (
             ["--wiat"],
-            "command line: --wiat: no option of launcher submit; did you mean wait?; there are gpu, ...",
+            "command line: --wiat: not an option of launcher submit; did you mean wait?; there are --gpu, ...",
         ),
         (["throttle=2"], "command line: throttle: needs a sweep..."),
         (
