@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from launcher.recipe.load import load_recipe
@@ -29,10 +30,11 @@ def main(overrides: Sequence[str], *, gpus: int | None, max_restarts: int) -> in
 
 def _run_agent(arguments: list[str]) -> int:
     """Runs torchrun's agent in this process. Unlike torchrun it prints no traceback at the end."""
-    from torch.distributed import run
+    from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    run: Any = torchrun  # without types
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:
