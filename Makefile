@@ -56,11 +56,8 @@ finetune: install
 	echo "before:" && $(BIN)/python recipes/arithmetic.py accuracy $$model runs/arithmetic && \
 	echo "after:" && $(BIN)/python recipes/arithmetic.py accuracy $$dir/hf runs/arithmetic
 
-# Two test processes; each file stays in one of them, so that its tests share what they start. The
-# distributed tests take longest and start first.
 test: lint types
-	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 2 --dist loadfile \
-		--no-loadscope-reorder tests/distributed tests/slurm tests/unit
+	$(BIN)/python -m pytest -m 'not long and not gpu'
 
 lint: install
 	$(BIN)/ruff check .

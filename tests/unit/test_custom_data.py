@@ -30,7 +30,7 @@ def empty():
         (
             "tests.distributed.visions:data",
             None,
-            r"data\.builder: there is no module tests\.distributed\.visions; it must lie in",
+            r"data\.builder: there is no module tests\.distributed\.visions; it must be in",
         ),
         (
             "tests.distributed.vision:data",

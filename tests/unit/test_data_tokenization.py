@@ -438,7 +438,7 @@ def test_hub_data_sets_in_processes(hub_sets, tmp_path, many_tasks):
 def test_hub_data_sets_that_are_not_there(tmp_path, hub_sets):
     with pytest.raises(
         RecipeError,
-        match=r"^data: me/gone is not in the cache of data sets and could not be fetched: no network; where",
+        match=r"^data: me/gone is not in the cache of data sets and could not be fetched: no network; without",
     ):
         opened(tmp_path, "me/gone")
     with pytest.raises(

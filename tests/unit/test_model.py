@@ -397,7 +397,7 @@ def test_a_builder_of_ones_own():
         (
             "own_vison:vision",
             {},
-            "model.builder: there is no module own_vison; it must lie in the current folder",
+            "model.builder: there is no module own_vison; it must be in the current folder",
         ),
         (
             "own_vision:vison",
