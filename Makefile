@@ -5,6 +5,7 @@
 # make test-long   the long tests, too
 # make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
 # make test-gpu    on a machine with GPUs: their tests and benchmarks (see benchmarks/README.md)
+# make docs        the documentation site, into build/site
 # make gpu-wheels  downloads packages for `make test-gpu` on a machine without network
 PYTHON ?= python3
 VENV := .venv
@@ -34,7 +35,7 @@ unused = $$(dir=runs/$(1); n=2; while [ -s "$$dir/metrics.jsonl" ]; do dir=runs/
 # The newest export of `make train`; `make finetune` needs its tokenizer.json
 pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1))
 
-.PHONY: install install-cuda train finetune test lint types test-long test-cuda test-gpu gpu-wheels
+.PHONY: install install-cuda train finetune test lint types test-long test-cuda test-gpu gpu-wheels docs
 
 install: $(INSTALLED)
 
@@ -56,12 +57,24 @@ finetune: install
 	echo "before:" && $(BIN)/python recipes/arithmetic.py accuracy $$model runs/arithmetic && \
 	echo "after:" && $(BIN)/python recipes/arithmetic.py accuracy $$dir/hf runs/arithmetic
 
+# Three test processes, as many tests wait; each file stays in one of them, so that its tests share
+# what they start. The distributed tests take longest and start first.
 test: lint types
-	$(BIN)/python -m pytest -m 'not long and not gpu'
+	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 3 --dist loadfile \
+		--no-loadscope-reorder tests/distributed tests/slurm tests/unit
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint Dockerfile
+
+# mkdocs is installed with the first build: no other target needs it
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+$(VENV)/.installed-docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
 
 types: install
 	$(BIN)/mypy

@@ -80,10 +80,11 @@ def worker(options: argparse.Namespace) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from launcher.checkpoint.reader import find_checkpoint, load
-    from launcher.checkpoint.state import model_and_optimizer, rank_state, total_bytes
+    from launcher.checkpoint.state import model_and_optimizer, rank_state
     from launcher.checkpoint.writer import Checkpointer, checkpoint_group
     from launcher.distributed.process_group import DataParallel
-    from launcher.recipe.schema import Checkpoint
+    from launcher.recipe.schema import Checkpoint, Optimizer
+    from launcher.training.optimizer import make_optimizer
 
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= options.ranks
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -107,7 +108,7 @@ def worker(options: argparse.Namespace) -> None:
     else:
         model = nn.parallel.DistributedDataParallel(model)
     module = model.module if options.strategy == "ddp" else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer = make_optimizer(module, Optimizer(learning_rate=1e-5))
     batch = torch.randn(options.rows, width, device=device)
 
     def step() -> None:
@@ -158,10 +159,10 @@ def worker(options: argparse.Namespace) -> None:
         checkpointer.save(number, tensors, state={"step": number}, local=rank_state(module, device))
 
     # The floor: each rank's part (with ddp: every n-th tensor), as one file
-    from launcher.checkpoint.layout import local_part
+    from launcher.models.shards import local_rows
 
     part = {
-        name: local_part(tensor)
+        name: local_rows(tensor)[0]
         for index, (name, tensor) in enumerate(tensors.items())
         if options.strategy == "fsdp" or index % world.size() == rank
     }
@@ -243,7 +244,7 @@ def worker(options: argparse.Namespace) -> None:
             ("a step, for comparison", m["step"], ""),
         ]
         print(
-            f"{total_bytes(tensors) / 1e6:.0f} MB, {options.ranks} ranks, {options.strategy} on {device.type}, "
+            f"{sum(t.nbytes for t in tensors.values()) / 1e6:.0f} MB, {options.ranks} ranks, {options.strategy} on {device.type}, "
             f"median of {options.repeats}"
         )
         for name, value, note in rows:

@@ -1,529 +1,88 @@
-"""Runs the launcher and a hand-written loop in turn, on the same model, data and learning rates, and prints what each costs.
+"""Runs the launcher, a hand-written loop and other libraries in turn, on the same model, data and learning rates.
 
-    python benchmarks/compare.py --pairs 5 --steps 30 --output table.md --json numbers.json
+    python benchmarks/compare.py --rounds 5 --steps 30 --output table.md --json numbers.json
 
-README.md says what is measured and how.
+Prints what each costs; README.md says what is measured and how.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
-import importlib.metadata
 import json
 import math
-import os
-import platform
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import yaml
-
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-TRAIN = ROOT / "launcher" / "train.py"
-MARK = "LAUNCHER_BENCHMARK"
-"""An environment variable that all processes of a run inherit, also those that leave its process group. A run inside
-another one adds its mark to the other's."""
-
-
-@dataclass(frozen=True)
-class Mode:
-    """A way to train, for both sides."""
-
-    loop: str
-    """The hand-written one."""
-    recipe: dict[str, Any]
-    """What the launcher's recipe says beside what all modes share."""
-    bf16: bool = False
-    flags: tuple[str, ...] = ()
-    """Of the hand-written loop."""
-    accumulation: int = 2
-    """Micro-batches a step."""
-    packed: bool = False
-    """Rows hold several documents: kept apart by the launcher's attention on one side, by transformers' mask on the other."""
-
-
-_BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
-_CHECKPOINTING = {"mode": "full", "every_n_blocks": 1}
-
-
-def _fsdp(mixed_precision: dict[str, str] | None, **more: Any) -> dict[str, Any]:
-    return {"kind": "fsdp", "mixed_precision": mixed_precision, **more}
-
-
-def _offload(mixed_precision: dict[str, str] | None) -> dict[str, Any]:
-    strategy = _fsdp(mixed_precision, cpu_offload={"pin_memory": True})
-    return {"strategy": strategy, "activation_checkpointing": _CHECKPOINTING}
-
-
-MODES = {
-    "ddp-fp32": Mode("raw_ddp.py", {"strategy": {"kind": "ddp", "mixed_precision": None}}),
-    "ddp-bf16": Mode(
-        "raw_ddp.py",
-        {"strategy": {"kind": "ddp", "mixed_precision": {"param_dtype": "bfloat16"}}},
-        bf16=True,
-    ),
-    "fsdp-fp32": Mode("raw_fsdp.py", {"strategy": _fsdp(None)}),
-    "fsdp-bf16": Mode("raw_fsdp.py", {"strategy": _fsdp(_BF16)}, bf16=True),
-    "fsdp-bf16-gathered": Mode(
-        "raw_fsdp.py",
-        {"strategy": _fsdp(_BF16, reshard_after_forward=True, reshard_after_backward=False)},
-        bf16=True,
-        flags=("--keep-gathered",),
-        accumulation=4,
-    ),
-    "ddp-fp32-packed": Mode(
-        "raw_ddp.py", {"strategy": {"kind": "ddp", "mixed_precision": None}}, packed=True
-    ),
-    "fsdp-bf16-packed": Mode("raw_fsdp.py", {"strategy": _fsdp(_BF16)}, bf16=True, packed=True),
-    "offload-fp32": Mode("raw_fsdp_offload.py", _offload(None)),
-    "offload-bf16": Mode("raw_fsdp_offload.py", _offload(_BF16), bf16=True),
-}
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model and what it is fed."""
-
-    model: dict[str, Any]
-    """Fields of LlamaConfig."""
-    tokens: int
-    """Of a row."""
-    micro_batch_size: int
-    rows: int
-    modes: tuple[str, ...]
-    """Those that make sense with it."""
-
-
-SIZES = {
-    # A step of 0.2 to 0.6 s on two cores: where one takes milliseconds, only noise is measured
-    "small": Size(
-        model={
-            "vocab_size": 2048,
-            "hidden_size": 256,
-            "intermediate_size": 704,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 256,
-            "tie_word_embeddings": False,
-        },
-        tokens=256,
-        micro_batch_size=2,
-        rows=256,
-        modes=tuple(MODES),
-    ),
-    # The shape of Llama-3.2-1B
-    "1b": Size(
-        model={
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": True,
-        },
-        tokens=4096,
-        micro_batch_size=4,
-        rows=128,
-        modes=("ddp-bf16", "fsdp-bf16", "fsdp-bf16-gathered", "fsdp-bf16-packed", "offload-bf16"),
-    ),
-    # The shape of Llama-3.1-8B
-    "8b": Size(
-        model={
-            "vocab_size": 128256,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": False,
-        },
-        tokens=4096,
-        micro_batch_size=1,
-        rows=128,
-        modes=("fsdp-bf16", "fsdp-bf16-gathered", "fsdp-bf16-packed", "offload-bf16"),
-    ),
-}
-
-
-class RunFailedError(Exception):
-    """A process ended badly or not in time; the message holds the end of what it printed."""
-
-
-def marked_processes(mark: str) -> list[int]:
-    """Ids of the living processes whose environment has the mark, orphans too."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                variables = (folder / "environ").read_bytes().split(b"\0")
-                if any(v.startswith(f"{MARK}=".encode()) and mark.encode() in v for v in variables):
-                    found.append(int(folder.name))
-    return found
-
-
-def _lines(file: Path) -> list[str]:
-    return file.read_text(errors="replace").splitlines()
-
-
-def exit_status(command: list[str], *, log: Path, limit: float, grace: float = 0) -> int | None:
-    """Runs a command to its end and leaves none of its processes behind; returns its exit status.
-
-    None: it took longer than `limit` seconds. It was interrupted (SIGINT), and killed where it
-    had not ended `grace` seconds later.
-    """
-    mark = uuid.uuid4().hex
-    environment = {**os.environ, MARK: os.environ.get(MARK, "") + mark}
-    # The launcher sets this one itself, and it makes memory on GPUs go further
-    environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # Where it is set, Python compiles the launcher's source at each start, which no installation does
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            if grace:
-                process.send_signal(signal.SIGINT)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(grace)
-            return None
-        finally:
-            while left := marked_processes(mark):
-                for pid in left:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(0.1)
-
-
-def run(command: list[str], *, log: Path, limit: float) -> float:
-    """Runs a command to its end and leaves none of its processes behind; returns the time it was started at.
-
-    Raises RunFailedError where it takes longer than `limit` seconds or ends with a status other than 0.
-    """
-    started = time.time()
-    status = exit_status(command, log=log, limit=limit)
-    if status != 0:
-        what = (
-            f"took longer than {limit:.0f} s" if status is None else f"ended with status {status}"
-        )
-        # Ranks of the launcher print into logs of their own
-        logs = [log, *sorted(log.parent.glob("run/log/rank_*.log"))]
-        ends = [
-            f"the end of {file.relative_to(log.parent)}:\n" + "\n".join(_lines(file)[-30:])
-            for file in logs
-        ]
-        raise RunFailedError("\n".join([" ".join(command), what, *ends]))
-    return started
-
-
-@dataclass
-class Measured:
-    """What one run wrote, a line a step."""
-
-    lines: list[dict[str, Any]]
-    seconds_to_first_step: float
-
-    def median(self, key: str, skip: int) -> float:
-        """Over the steps after the first `skip`."""
-        return statistics.median(float(line[key]) for line in self.lines[skip:])
-
-
-@dataclass
-class Bench:
-    """One comparison: where it writes, and what all of its runs share."""
-
-    folder: Path
-    size: Size
-    ranks: int
-    steps: int
-    limit: float
-    learning_rate: float = 1e-3
-    warmup_steps: int = 5
-    count: int = 0
-
-    def prepare(self) -> None:
-        """Writes the data for both sides: random rows, all full."""
-        rows = np.random.default_rng(0).integers(
-            0, self.size.model["vocab_size"], (self.size.rows, self.size.tokens), dtype=np.int32
-        )
-        np.save(self.folder / "rows.npy", rows)
-        with (self.folder / "rows.jsonl").open("w") as file:
-            file.writelines(json.dumps({"input_ids": row.tolist()}) + "\n" for row in rows)
-        # The same rows as documents of many lengths, which fill them again
-        chance = np.random.default_rng(1)
-        places = np.zeros_like(rows)
-        with (self.folder / "documents.jsonl").open("w") as file:
-            for row, place in zip(rows, places, strict=True):
-                cuts = np.sort(
-                    chance.choice(
-                        np.arange(1, len(row)), size=int(chance.integers(1, 6)), replace=False
-                    )
-                )
-                for document in np.split(row, cuts):
-                    file.write(json.dumps({"input_ids": document.tolist()}) + "\n")
-                place[:] = np.concatenate([np.arange(len(part)) for part in np.split(row, cuts)])
-        np.save(self.folder / "positions.npy", places)
-        (self.folder / "config.json").write_text(json.dumps(self.size.model))
-
-    def _next(self, name: str) -> Path:
-        self.count += 1
-        folder = self.folder / f"{self.count:03}-{name}"
-        folder.mkdir()
-        return folder
-
-    def _torchrun(self, *arguments: object) -> list[str]:
-        start = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            self.ranks,
-        ]
-        return [str(argument) for argument in (*start, *arguments)]
-
-    def _measured(self, file: Path, started: float) -> Measured:
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        if len(lines) != self.steps:
-            raise RunFailedError(f"{file}: {len(lines)} lines for {self.steps} steps")
-        return Measured(lines, lines[0]["time"] - started)
-
-    def _launcher(
-        self, mode: Mode, folder: Path, script: Path = TRAIN, **changes: dict[str, Any]
-    ) -> float:
-        recipe: dict[str, Any] = {
-            "run": {"name": "benchmark", "dir": str(folder / "run"), "max_steps": self.steps},
-            "model": {"config": {"model_type": "llama", **self.size.model}, "attention": "sdpa"},
-            "data": {
-                "kind": "tokens",
-                "train": [str(self.folder / ("documents.jsonl" if mode.packed else "rows.jsonl"))],
-                "sequence_length": self.size.tokens,
-                "packing": True,
-                "shuffle": False,
-                "workers": 0,
-                "cache": str(self.folder / "cache"),
-            },
-            "batch": {
-                "global_batch_size": self.size.micro_batch_size * mode.accumulation * self.ranks,
-                "micro_batch_size": self.size.micro_batch_size,
-            },
-            "optimizer": {"learning_rate": self.learning_rate},
-            "schedule": {"kind": "cosine", "warmup_steps": self.warmup_steps, "min_ratio": 0.1},
-            "evaluation": {"every_steps": None},
-            "checkpoint": {"export": None},
-            **mode.recipe,
-        }
-        for section, keys in changes.items():
-            recipe[section] = {**recipe[section], **keys}
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-        command = self._torchrun(script, f"recipe={folder / 'recipe.yaml'}")
-        return run(command, log=folder / "output.txt", limit=self.limit)
-
-    def initial_weights(self, mode: Mode) -> Path:
-        """The weights that the launcher starts from, under every strategy: exported after a step without a learning rate.
-
-        What this run does for the first time, such as making the launcher's token store, is done for the others too.
-        """
-        folder = self._next("initial-weights")
-        self._launcher(
-            mode,
-            folder,
-            run={"max_steps": 1},
-            optimizer={"learning_rate": 0.0},
-            checkpoint={"export": "at_end"},
-        )
-        return folder / "run" / "hf" / "model.safetensors"
-
-    def launcher(self, name: str) -> Measured:
-        """A run of the launcher."""
-        folder = self._next(f"{name}-launcher")
-        started = self._launcher(MODES[name], folder)
-        return self._measured(folder / "run" / "metrics.jsonl", started)
-
-    def raw(self, name: str, weights: Path | None = None) -> Measured:
-        """A run of the hand-written loop; without weights it starts from random ones of its own, as the launcher does."""
-        mode = MODES[name]
-        folder = self._next(f"{name}-raw")
-        options: dict[str, object] = {
-            "config": self.folder / "config.json",
-            "data": self.folder / "rows.npy",
-            "metrics": folder / "metrics.jsonl",
-            "steps": self.steps,
-            "micro-batch-size": self.size.micro_batch_size,
-            "accumulation": mode.accumulation,
-            "learning-rate": self.learning_rate,
-            "warmup-steps": self.warmup_steps,
-        }
-        if mode.packed:
-            options["positions"] = self.folder / "positions.npy"
-        elif weights is not None:
-            options["weights"] = weights
-        given = [part for key, value in options.items() for part in (f"--{key}", value)]
-        command = self._torchrun(
-            HERE / mode.loop, *given, *mode.flags, *(["--bf16"] if mode.bf16 else [])
-        )
-        return self._measured(
-            folder / "metrics.jsonl", run(command, log=folder / "output.txt", limit=self.limit)
-        )
+from bench import (
+    MODES,
+    ROOT,
+    SIDES,
+    SIZES,
+    Bench,
+    Measured,
+    RunFailedError,
+    describe_machine,
+    flops_per_token,
+    installed,
+    ratios,
+    working_folder,
+)
 
 
 @dataclass
 class Result:
-    """A mode's runs."""
+    """The runs of a mode, by side."""
 
-    pairs: list[tuple[Measured, Measured]] = field(default_factory=list)
-    """(raw, launcher), one after the other."""
-    same_weights: Measured | None = None
-    """The hand-written loop from the launcher's initial weights."""
+    runs: dict[str, list[Measured]] = field(default_factory=dict)
+    same_weights: dict[str, Measured] = field(default_factory=dict)
+    """Runs from the launcher's initial weights; the launcher's is its first one."""
 
-    def loss_differences(self) -> list[float]:
-        """Relative, of each step; empty where the hand-written loop had other weights.
+    def loss_differences(self, side: str) -> list[float]:
+        """Of the launcher's losses from a side's, relative, for each step.
 
         Infinite where the launcher skipped the step, or the other loss is 0 (on null GPUs it is).
         """
-        if (
-            self.same_weights is None or not self.pairs
-        ):  # of packed rows too: other documents meet in them
-            return []
-        both = zip(self.same_weights.lines, self.pairs[0][1].lines, strict=True)
-        losses = [(raw["loss"], launcher["loss"]) for raw, launcher in both]
+        both = zip(self.same_weights[side].lines, self.same_weights["launcher"].lines, strict=True)
+        losses = [(other["loss"], launcher["loss"]) for other, launcher in both]
         return [math.inf if not a or b is None else abs(b - a) / abs(a) for a, b in losses]
 
 
-def flops_per_token(size: Size) -> float:
-    """6 N + 12 L h T, as the launcher counts: N without input embeddings, but with the head, be it tied or not."""
-    model = size.model
-    hidden, heads = model["hidden_size"], model["num_attention_heads"]
-    head = model.get("head_dim", hidden // heads)
-    attention: int = 2 * hidden * head * heads + 2 * hidden * head * model["num_key_value_heads"]
-    layer = attention + 3 * hidden * model["intermediate_size"] + 2 * hidden
-    parameters: int = model["num_hidden_layers"] * layer + hidden + model["vocab_size"] * hidden
-    return float(6 * parameters + 12 * model["num_hidden_layers"] * hidden * size.tokens)
-
-
-def gpu_name() -> str | None:
-    """Of the first GPU; None: there is none."""
-    try:
-        found = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.stdout.splitlines()[0].strip() if found.stdout.strip() else None
-
-
-def describe_machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    processors = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in processors if line.startswith("model name")),
-        "unknown",
-    )
-    commit = ""
-    with contextlib.suppress(OSError):  # git is not installed
-        words = ["git", "describe", "--always", "--dirty"]
-        commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpu": gpu_name(),
-        "python": platform.python_version(),
-        "torch": importlib.metadata.version("torch"),
-        "transformers": importlib.metadata.version("transformers"),
-        "commit": commit.strip() or "unknown",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    }
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A row of the table: a number of each run."""
-
-    name: str
-    text: str
-    """How the number is written."""
-    raw: list[float]
-    launcher: list[float]
-
-    def row(self, mode: str) -> str:
-        """A line of Markdown."""
-        ratios = [launcher / raw for raw, launcher in zip(self.raw, self.launcher, strict=True)]
-        sides = [self.text.format(statistics.median(side)) for side in (self.raw, self.launcher)]
-        span = f"{min(ratios):.3f} – {max(ratios):.3f}"
-        return f"| {mode} | {self.name} | {sides[0]} | {sides[1]} | **{statistics.median(ratios):.3f}** | {span} |"
-
-
 def measures(
-    result: Result, *, bench: Bench, mode: Mode, skip: int, gpu: str | None
-) -> list[Measure]:
-    """The rows of a mode."""
-    sides = [[pair[side] for pair in result.pairs] for side in (0, 1)]
-    tokens = bench.size.micro_batch_size * mode.accumulation * bench.ranks * bench.size.tokens
-    seconds = [[run.median("step_seconds", skip) for run in side] for side in sides]
-    rates = [[tokens / value for value in side] for side in seconds]
-    # A line of the launcher has the peak since the line before, one of a raw loop the peak since the start
-    memory = [
-        [max(line["peak_memory_bytes"] for line in run.lines) / 2**20 for run in side]
-        for side in sides
-    ]
-    rows = [
-        Measure("step time, ms", "{:.1f}", *[[1000 * value for value in side] for side in seconds]),
-        Measure(
-            "CPU time a step, ms, all ranks",
-            "{:.1f}",
-            *[[1000 * run.median("cpu_seconds", skip) for run in s] for s in sides],
-        ),
-        Measure("tokens/s", "{:,.0f}", *rates),
-        Measure("peak GPU memory, MiB" if gpu else "peak resident memory, MiB", "{:,.0f}", *memory),
-        Measure(
-            "start to end of step 1, s",
-            "{:.2f}",
-            *[[run.seconds_to_first_step for run in side] for side in sides],
-        ),
-    ]
+    bench: Bench, name: str, *, skip: int, gpu: str | None
+) -> dict[str, tuple[str, Callable[[Measured], float]]]:
+    """What is measured of a run: how the number is written, and the number."""
+    tokens = (
+        bench.size.micro_batch_size * MODES[name].accumulation * bench.ranks * bench.size.tokens
+    )
+
+    def rate(run: Measured) -> float:
+        return tokens / run.median("step_seconds", skip)
+
+    def peak(run: Measured) -> float:
+        # A line of the launcher has the peak since the line before, one of another loop the peak since the start
+        return max(float(line["peak_memory_bytes"]) for line in run.lines) / 2**20
+
+    found: dict[str, tuple[str, Callable[[Measured], float]]] = {
+        "step time, ms": ("{:.1f}", lambda run: 1000 * run.median("step_seconds", skip)),
+        "CPU time per step, ms": ("{:.1f}", lambda run: 1000 * run.median("cpu_seconds", skip)),
+        "tokens/s": ("{:,.0f}", rate),
+        "peak memory, MiB": ("{:,.0f}", peak),
+        "start to end of step 1, s": ("{:.2f}", lambda run: run.seconds_to_first_step),
+    }
     if gpu is not None:
         sys.path.insert(0, str(ROOT))
         from launcher.planner.hardware import peak_flops  # standard library only
 
-        peak = peak_flops(gpu)
-        if peak is not None:
-            share = flops_per_token(bench.size) / (peak * bench.ranks)
-            rows.insert(
-                3, Measure("MFU", "{:.1%}", *[[rate * share for rate in side] for side in rates])
-            )
-    return rows
+        peak_rate = peak_flops(gpu)
+        if peak_rate is not None:
+            share = flops_per_token(bench.size) / (peak_rate * bench.ranks)
+            found["MFU"] = ("{:.1%}", lambda run: rate(run) * share)
+    return found
 
 
 def report(
@@ -531,6 +90,7 @@ def report(
     *,
     bench: Bench,
     size: str,
+    sides: list[str],
     skip: int,
     machine: dict[str, Any],
     failed: list[str],
@@ -539,7 +99,7 @@ def report(
     about = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     if machine["gpu"] is not None:
         about += f", {bench.ranks} of {machine['gpu']}"
-    pairs = max((len(result.pairs) for result in results.values()), default=0)
+    rounds = max((len(result.runs.get("raw", [])) for result in results.values()), default=0)
     model = bench.size.model
     lines = [
         f"{about}; Python {machine['python']}, torch {machine['torch']}, transformers {machine['transformers']}; "
@@ -547,72 +107,71 @@ def report(
         "",
         f"{size}: Llama, hidden {model['hidden_size']}, {model['num_hidden_layers']} layers, vocabulary {model['vocab_size']:,}; "
         f"{bench.size.tokens} tokens, micro-batch {bench.size.micro_batch_size}, 2 micro-batches a step (gathered: 4), "
-        f"{bench.ranks} ranks; {pairs} pairs of runs of {bench.steps} steps, the first {skip} not counted.",
+        f"{bench.ranks} ranks; {rounds} rounds of {bench.steps} steps, the first {skip} not counted. Other columns: "
+        "ratio to the raw loop in the same round, median (smallest – largest).",
         "",
-        "| mode | measure | raw loop | launcher | launcher / raw, median of pairs | all pairs |",
-        "|---|---|---:|---:|---:|---:|",
+        f"| mode | measure | {' | '.join(sides)} |",
+        f"|---|---|{'---:|' * len(sides)}",
     ]
     for name, result in results.items():
-        if result.pairs:
-            lines += [
-                m.row(name)
-                for m in measures(
-                    result, bench=bench, mode=MODES[name], skip=skip, gpu=machine["gpu"]
-                )
+        raw = result.runs.get("raw", [])
+        for what, (text, number) in measures(bench, name, skip=skip, gpu=machine["gpu"]).items():
+            values = {side: [number(run) for run in result.runs.get(side, [])] for side in sides}
+            cells = [ratios(values[side], values["raw"]) for side in sides if side != "raw"]
+            if raw:
+                first = text.format(statistics.median(values["raw"]))
+                lines.append(f"| {name} | {what} | {first} | {' | '.join(cells)} |")
+    lines += losses(results, sides)
+    waits = [
+        f"{name} {statistics.median(shares):.2%} ({max(shares):.2%})"
+        for name, result in results.items()
+        if (
+            shares := [
+                line["data_seconds"] / line["step_seconds"]
+                for run in result.runs.get("launcher", [])
+                for line in run.lines[skip:]
             ]
-    waits = {
-        name: [
-            line["data_seconds"] / line["step_seconds"]
-            for _, run in result.pairs
-            for line in run.lines[skip:]
-        ]
-        for name, result in results.items()
-        if result.pairs
-    }
-    if waits:
-        text = ", ".join(
-            f"{name} {statistics.median(shares):.2%} ({max(shares):.2%})"
-            for name, shares in waits.items()
         )
+    ]
+    if waits:
         lines += [
             "",
-            f"Share of a step that the launcher waited for data, median (largest): {text}.",
-        ]
-    compared = {
-        name: differences
-        for name, result in results.items()
-        if (differences := result.loss_differences())
-    }
-    if compared:
-        lines += [
-            "",
-            "Losses from the same weights, launcher against raw loop, relative difference:",
-            "",
-        ]
-        lines += ["| mode | step 1 | largest of all steps |", "|---|---:|---:|"]
-        lines += [
-            f"| {name} | {differences[0]:.1e} | {max(differences):.1e} |"
-            for name, differences in compared.items()
+            f"Share of a step that the launcher waited for data, median (largest): {', '.join(waits)}.",
         ]
     if failed:
         lines += ["", f"Failed: {', '.join(failed)}."]
     return "\n".join(lines) + "\n"
 
 
+def losses(results: dict[str, Result], sides: list[str]) -> list[str]:
+    """Lines of Markdown."""
+    compared = {
+        name: [side for side in sides if side in result.same_weights and side != "launcher"]
+        for name, result in results.items()
+        if "launcher" in result.same_weights
+    }
+    rows = [
+        f"| {name} | {side} | {found[0]:.1e} | {max(found):.1e} |"
+        for name, others in compared.items()
+        for side in others
+        if (found := results[name].loss_differences(side))
+    ]
+    if not rows:
+        return []
+    head = ["| mode | side | step 1 | largest of all steps |", "|---|---|---:|---:|"]
+    return ["", "Launcher's losses against those of others, relative difference:", "", *head, *rows]
+
+
 def as_json(results: dict[str, Result]) -> dict[str, Any]:
     """The numbers of every step of every run."""
 
-    def plain(measured: Measured) -> dict[str, Any]:
-        return {"seconds_to_first_step": measured.seconds_to_first_step, "steps": measured.lines}
+    def plain(run: Measured) -> dict[str, Any]:
+        return {"seconds_to_first_step": run.seconds_to_first_step, "steps": run.lines}
 
     return {
         name: {
-            "pairs": [
-                {"raw": plain(raw), "launcher": plain(launcher)} for raw, launcher in result.pairs
-            ],
-            "raw_from_the_launchers_weights": plain(result.same_weights)
-            if result.same_weights is not None
-            else None,
+            "runs": {side: [plain(run) for run in runs] for side, runs in result.runs.items()},
+            "from_the_same_weights": {s: plain(run) for s, run in result.same_weights.items()},
         }
         for name, result in results.items()
     }
@@ -626,7 +185,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--skip", type=int, default=5, help="first steps of a run that are not counted"
     )
-    parser.add_argument("--pairs", type=int, default=5, help="runs of each side, in turn")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each side, in turn")
     parser.add_argument(
         "--modes",
         nargs="+",
@@ -635,11 +194,18 @@ def parse_arguments() -> argparse.Namespace:
         help=f"some of: {', '.join(MODES)}",
     )
     parser.add_argument(
+        "--sides",
+        nargs="+",
+        choices=SIDES[1:],
+        default=["launcher"],
+        help="what is compared with the raw loop; without accelerate, trainer and fabric it takes half the time",
+    )
+    parser.add_argument(
         "--device-size", choices=list(SIZES), default="small", help="1b: for a machine with GPUs"
     )
     parser.add_argument("--limit", type=float, default=600, help="seconds that one run may take")
     parser.add_argument(
-        "--no-losses", action="store_true", help="leave out the runs that compare the losses"
+        "--no-losses", action="store_true", help="skip the runs that compare the losses"
     )
     parser.add_argument("--output", type=Path, help="file for the table")
     parser.add_argument("--json", type=Path, help="file for the numbers of every step")
@@ -654,37 +220,33 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-@contextlib.contextmanager
-def working_folder(keep: Path | None) -> Iterator[Path]:
-    """A folder for the runs, removed afterwards unless it is to be kept."""
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep.resolve()
-        return
-    folder = Path(tempfile.mkdtemp(prefix="launcher-benchmark-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def compare(name: str, result: Result, *, bench: Bench, pairs: int, weights: Path | None) -> None:
-    """Fills in a mode's result. Raises RunFailedError; what was measured before stays."""
-    # The first run of a mode reads files that later ones find in memory: it must not be one of those that are compared
-    same_weights = bench.raw(name, weights)
-    result.same_weights = same_weights if weights is not None and not MODES[name].packed else None
-    for pair in range(pairs):
-        raw, launcher = bench.raw(name), bench.launcher(name)
-        result.pairs.append((raw, launcher))
-        steps = [
-            f"{1000 * side.median('step_seconds', bench.steps // 3):.0f}"
-            for side in (raw, launcher)
-        ]
-        print(
-            f"{name}: pair {pair + 1} of {pairs}: step time {steps[0]} ms raw, {steps[1]} ms launcher",
-            file=sys.stderr,
-            flush=True,
-        )
+def compare(
+    name: str,
+    result: Result,
+    *,
+    bench: Bench,
+    sides: list[str],
+    rounds: int,
+    weights: Path | None,
+) -> None:
+    """Runs a mode. Raises RunFailedError; what was measured before stays."""
+    sides = [side for side in sides if bench.can_run(side, name)]
+    # The first run of a side reads files that later ones find in memory: it is not one of those that are compared
+    for side in sides:
+        if side != "launcher":  # initial_weights was its first run
+            first = bench.run(side, name, weights)
+            if weights is not None and not MODES[name].packed:  # packed: other documents per row
+                result.same_weights[side] = first
+    for turn in range(rounds):
+        for side in sides:
+            result.runs.setdefault(side, []).append(bench.run(side, name))
+        if result.same_weights and "launcher" in sides:
+            result.same_weights["launcher"] = result.runs["launcher"][0]
+        seconds = {
+            side: result.runs[side][-1].median("step_seconds", bench.steps // 3) for side in sides
+        }
+        times = ", ".join(f"{side} {1000 * value:.0f} ms" for side, value in seconds.items())
+        print(f"{name}: round {turn + 1} of {rounds}: {times}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -694,9 +256,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     size = SIZES[arguments.device_size]
     names = arguments.modes or list(size.modes)
+    sides = ["raw", *installed(arguments.sides)]
     machine = describe_machine()
     results: dict[str, Result] = {}
-    failed: list[str] = []
+    failed = [f"{side} (not installed)" for side in arguments.sides if side not in sides]
     with working_folder(arguments.keep) as folder:
         bench = Bench(folder, size, arguments.ranks, arguments.steps, arguments.limit)
         bench.prepare()
@@ -712,7 +275,8 @@ def main() -> int:
                     name,
                     results[name],
                     bench=bench,
-                    pairs=arguments.pairs,
+                    sides=sides,
+                    rounds=arguments.rounds,
                     weights=None if arguments.no_losses else weights,
                 )
             except RunFailedError as error:
@@ -725,6 +289,7 @@ def main() -> int:
         results,
         bench=bench,
         size=arguments.device_size,
+        sides=sides,
         skip=arguments.skip,
         machine=machine,
         failed=failed,

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from compare import HERE, ROOT, describe_machine, exit_status
+from bench import HERE, ROOT, describe_machine, exit_status
 
 GRACE = 20
 """Seconds that a command has to write what it measured, once it was interrupted."""
@@ -116,7 +116,7 @@ def diagnosis(file: Path) -> Callable[[str], Rows]:
 
     def read(log: str) -> Rows:
         report = json.loads(file.read_text())
-        rates = {**(report["rates"] or {}), **report["within_node"]}
+        rates = report["rates"] or {}
         found = [(one["name"], f"{one['state']}: {one['text']}") for one in report["findings"]]
         found += [(name, f"{rate:.4g}") for name, rate in rates.items() if isinstance(rate, float)]
         return [{"what": name, "found": text} for name, text in found]
@@ -138,7 +138,7 @@ def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
 
     if part == "doctor":
         file = logs / "doctor.json"
-        words = ["-m", "launcher.cli", "doctor", f"ranks={gpus}", f"json={file}"]
+        words = ["-m", "launcher.cli.main", "doctor", f"ranks={gpus}", f"json={file}"]
         return [Command("doctor", words, diagnosis(file))]
     if part == "tests":
         return pytest(f"not ({RESUME} or {PLAN})")
@@ -150,7 +150,7 @@ def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
         sizes = ["tiny"] if quick else ["1b", "0.1b", "3b"]
         return [Command(name, [*words, name], tables) for name in sizes]
     if part == "compare":
-        short = [*few_steps, "--pairs", 1] if quick else ["--steps", 20, "--pairs", 2]
+        short = [*few_steps, "--rounds", 1] if quick else ["--steps", 20, "--rounds", 2]
         words = [HERE / "compare.py", *ranks, "--device-size", size, *short]
         modes = ["ddp-bf16", "fsdp-bf16", "offload-bf16", "fsdp-bf16-packed", "fsdp-bf16-gathered"]
         words += ["--json", logs / "compare.json", "--modes", *(modes[:2] if quick else modes)]
@@ -300,8 +300,8 @@ def machine_here(commit: str | None) -> dict[str, Any]:
     machine["driver"] = None
     with contextlib.suppress(OSError, subprocess.CalledProcessError, IndexError):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        told = subprocess.run(query, capture_output=True, text=True, check=True)
-        machine["driver"] = told.stdout.split()[0]
+        query_result = subprocess.run(query, capture_output=True, text=True, check=True)
+        machine["driver"] = query_result.stdout.split()[0]
     return machine | ({"commit": commit} if commit else {})
 
 

@@ -5,6 +5,8 @@
 writes FOLDER/cpu.RANK and ends without a checkpoint, which takes longer than the steps.
 """
 
+import itertools
+import json
 import os
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from launcher.distributed.environment import prepare_cuda
 prepare_cuda(deterministic=False)  # before torch is imported, as launcher/train.py does
 
 import torch.distributed as dist  # noqa: E402
-from peers import CpuSeconds  # noqa: E402
+from raw_common import cpu_seconds  # noqa: E402
 
 from launcher.recipe.load import load_recipe  # noqa: E402
 from launcher.reliability.progress import Progress  # noqa: E402
@@ -27,13 +29,14 @@ def measure(recipe: str) -> None:
     """Has each finished step counted, and the process end after the last."""
     last = load_recipe([recipe], ranks=None).recipe.run.max_steps
     step_done = Progress.step_done
-    seconds = CpuSeconds()
+    times = [cpu_seconds()]
 
     def counted(self: Progress, step: int) -> None:
         step_done(self, step)
-        seconds.step_done()
+        times.append(cpu_seconds())
         if step == last:
-            seconds.write(Path(recipe.partition("=")[2]).with_name("cpu"))
+            file = Path(recipe.partition("=")[2]).with_name(f"cpu.{dist.get_rank()}")
+            file.write_text(json.dumps([b - a for a, b in itertools.pairwise(times)]))
             dist.barrier()
             os._exit(0)
 

@@ -9,72 +9,52 @@ of the host, which limits small micro-batches on fast GPUs. It needs PyTorch's C
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compare import HERE, MODES, ROOT, SIZES, Bench, RunFailedError, describe_machine, gpu_name, run
+from bench import (
+    HERE,
+    LAUNCHER,
+    MODES,
+    ROOT,
+    SIDES,
+    SIZES,
+    Bench,
+    RunFailedError,
+    describe_machine,
+    gpu_name,
+    installed,
+    ratios,
+)
 
 STRATEGIES = ("ddp", "fsdp")
-PEERS = {"accelerate": "accelerate", "trainer": "transformers", "fabric": "lightning_fabric"}
-"""A loop of peers.py, and the package that it needs."""
 
 
 @dataclass
 class OverheadBench(Bench):
-    """A comparison that other libraries take part in."""
+    """Measures the launcher in each process: on null GPUs its own record has no values, and no step is finite."""
 
     def cpu_milliseconds(self, side: str, strategy: str, skip: int) -> float:
         """Of all ranks, the median over the steps but the first `skip` of one run."""
-        if side == "raw":
-            steps = [float(line["cpu_seconds"]) for line in self.raw(f"{strategy}-bf16").lines]
-        elif side == "launcher":
-            steps = self._launcher_steps(strategy)
-        else:
-            steps = self._peer(side, strategy)
-        return 1000 * statistics.median(steps[skip:])
-
-    def _launcher_steps(self, strategy: str) -> list[float]:
-        """Measured in each process, since on null GPUs the launcher's own record has no values, and no step is finite."""
-        folder = self._next(f"{strategy}-launcher")
+        mode = f"{strategy}-bf16"
+        if side not in LAUNCHER:
+            return 1000 * self.run(side, mode).median("cpu_seconds", skip)
+        folder = self._next(f"{mode}-{side}")
         self._launcher(
-            MODES[f"{strategy}-bf16"],
+            MODES[mode],
             folder,
             script=HERE / "launcher_cpu.py",
             run={"max_skipped_steps": 10**6},
+            model={"chunked_loss": side == "launcher"},
             checkpoint={"every_steps": None},
         )
-        return self._sum_of_ranks(folder / "cpu", "launcher")
-
-    def _peer(self, library: str, strategy: str) -> list[float]:
-        folder = self._next(f"{strategy}-{library}")
-        metrics = folder / "cpu"
-        options: dict[str, object] = {
-            "library": library,
-            "strategy": strategy,
-            "config": self.folder / "config.json",
-            "data": self.folder / "rows.npy",
-            "metrics": metrics,
-            "steps": self.steps,
-            "micro-batch-size": self.size.micro_batch_size,
-            "accumulation": MODES[f"{strategy}-bf16"].accumulation,
-            "learning-rate": self.learning_rate,
-            "warmup-steps": self.warmup_steps,
-        }
-        given = [part for key, value in options.items() for part in (f"--{key}", value)]
-        run(self._torchrun(HERE / "peers.py", *given), log=folder / "output.txt", limit=self.limit)
-        return self._sum_of_ranks(metrics, library)
-
-    def _sum_of_ranks(self, metrics: Path, side: str) -> list[float]:
-        ranks = [json.loads(Path(f"{metrics}.{rank}").read_text()) for rank in range(self.ranks)]
-        if any(len(steps) < self.steps for steps in ranks):
-            raise RunFailedError(f"{side}: fewer than {self.steps} steps were measured")
-        return [sum(step) for step in zip(*ranks, strict=True)]
+        ranks = [json.loads((folder / f"cpu.{rank}").read_text()) for rank in range(self.ranks)]
+        return 1000 * statistics.median([sum(step) for step in zip(*ranks, strict=True)][skip:])
 
 
 def use_null_gpus(folder: Path, ranks: int) -> None:
@@ -91,18 +71,15 @@ def use_null_gpus(folder: Path, ranks: int) -> None:
 def table(results: dict[tuple[str, str, str], list[float]]) -> list[str]:
     """Markdown: a line for each size, strategy and side."""
     lines = [
-        "| size | strategy | side | CPU ms a step, both ranks | / raw, median of rounds | all rounds |",
-        "|---|---|---|---:|---:|---:|",
+        "| size | strategy | side | CPU ms a step, all ranks | / raw, median of rounds (all) |",
+        "|---|---|---|---:|---:|",
     ]
     for (size, strategy, side), values in results.items():
-        raw = results[size, strategy, "raw"]
-        ratios = [value / other for value, other in zip(values, raw, strict=False)]
-        if ratios:
-            span = f"{min(ratios):.3f} – {max(ratios):.3f}"
-            middle = (
-                f"{statistics.median(values):.1f} | **{statistics.median(ratios):.3f}** | {span}"
+        if values:
+            ratio = ratios(values, results[size, strategy, "raw"])
+            lines.append(
+                f"| {size} | {strategy} | {side} | {statistics.median(values):.1f} | {ratio} |"
             )
-            lines.append(f"| {size} | {strategy} | {side} | {middle} |")
     return lines
 
 
@@ -113,9 +90,7 @@ def main() -> int:
     )
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["1b", "8b"])
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument(
-        "--sides", nargs="+", choices=["launcher", *PEERS], default=["launcher", *PEERS]
-    )
+    parser.add_argument("--sides", nargs="+", choices=SIDES[1:], default=list(SIDES[1:]))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side, in turn")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of a run")
@@ -125,12 +100,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=300, help="seconds that one run may take")
     parser.add_argument("--output", type=Path, help="file for the table")
     arguments = parser.parse_args()
-    missing = [
-        side
-        for side in arguments.sides
-        if side in PEERS and importlib.util.find_spec(PEERS[side]) is None
-    ]
-    sides = ["raw", *(side for side in arguments.sides if side not in missing)]
+    sides = ["raw", *installed(arguments.sides)]
+    missing = [side for side in arguments.sides if side not in sides]
     machine = describe_machine()
     results: dict[tuple[str, str, str], list[float]] = {}
     failed = []
@@ -141,7 +112,11 @@ def main() -> int:
             path = Path(folder, size)
             path.mkdir()
             bench = OverheadBench(
-                path, SIZES[size], arguments.ranks, arguments.steps, arguments.limit
+                path,
+                replace(SIZES[size], micro_batch_size=1),
+                arguments.ranks,
+                arguments.steps,
+                arguments.limit,
             )
             bench.prepare()
             for strategy in arguments.strategies:

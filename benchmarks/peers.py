@@ -1,53 +1,39 @@
-"""The loops that other libraries' users write, to compare the launcher with. Started by overhead.py, through torchrun.
+"""The loops that other libraries' users write, to compare the launcher with. Started by bench.py, through torchrun.
 
 accelerate: `Accelerator.prepare` and `accumulate`. trainer: transformers' Trainer. fabric: Lightning Fabric. Each reads
 the loss in every step, as the launcher does with `logging.every_steps: 1`, and does nothing else beside training. All do
-the same work: with FSDP they reduce gradients after each micro-batch and in float32, as the launcher does by default
+the same work as raw_ddp.py and raw_fsdp.py: with FSDP they reduce gradients after each micro-batch and in float32
 (accelerate and Trainer reduce them in bfloat16 unless they get a policy).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from raw_common import (
     IGNORED,
-    cpu_seconds,
+    Meter,
     end,
     learning_rate_at,
     load_rows,
+    load_weights,
     make_optimizer,
+    parse_arguments,
     read_config,
 )
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaForCausalLM
 
-POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class CpuSeconds:
-    """This rank's processor time in each step, written to a file of its own at the end."""
-
-    def __init__(self) -> None:
-        self._since = cpu_seconds()
-        self._steps: list[float] = []
-
-    def step_done(self) -> None:
-        now = cpu_seconds()
-        self._steps.append(now - self._since)
-        self._since = now
-
-    def write(self, file: Path) -> None:
-        import torch.distributed as dist
-
-        Path(f"{file}.{dist.get_rank()}").write_text(json.dumps(self._steps))
+CUDA = torch.cuda.is_available()
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -66,7 +52,26 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self._inputs[row], "labels": self._labels[row]}
 
 
-def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSeconds:
+def fsdp_policy(arguments: argparse.Namespace) -> MixedPrecisionPolicy:
+    """With --bf16: bfloat16, and gradients reduced in float32."""
+    if not arguments.bf16:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def meter(arguments: argparse.Namespace) -> Meter:
+    """Writes the same lines as the raw loops'. Called when the process group exists."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
+    return Meter(arguments.metrics, dist.get_rank(), dist.get_world_size(), device)
+
+
+def whole(norm: Any) -> torch.Tensor:
+    """The norm of the gradients of all ranks."""
+    tensor: torch.Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return tensor
+
+
+def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 
@@ -77,10 +82,11 @@ def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSecon
             reshard_after_forward=True,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            mixed_precision_policy=POLICY,
+            mixed_precision_policy=fsdp_policy(arguments),
         )
     accelerator = Accelerator(
-        mixed_precision="bf16",
+        mixed_precision="bf16" if arguments.bf16 else "no",
+        cpu=not CUDA,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=arguments.accumulation, sync_each_batch=arguments.strategy == "fsdp"
         ),
@@ -91,38 +97,53 @@ def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSecon
         model, make_optimizer(model, arguments.learning_rate), loader
     )
     model.train()
-    seconds, step = CpuSeconds(), 0
+    recorded, step = meter(arguments), 0
     total = torch.zeros((), device=accelerator.device)
-    while step < arguments.steps:
-        for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(**batch, use_cache=False).loss
-                accelerator.backward(loss)
-                total += loss.detach()
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                    for group in optimizer.param_groups:
-                        group["lr"] = rate(arguments, step + 1)
-                optimizer.step()
-                optimizer.zero_grad()
+    for batch in endless(loader):
+        with accelerator.accumulate(model):
+            loss = model(**batch, use_cache=False).loss
+            accelerator.backward(loss)
+            total += loss.detach()
             if accelerator.sync_gradients:
-                accelerator.reduce(total, reduction="mean").item()
-                total.zero_()
-                step += 1
-                seconds.step_done()
-                if step == arguments.steps:
-                    break
-    return seconds
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate(arguments, step + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            step += 1
+            recorded.record(step, mine(total, arguments), whole(norm))
+            total.zero_()
+            if step == arguments.steps:
+                return
 
 
-def trainer_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSeconds:
+def trainer_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    seconds = CpuSeconds()
+    recorded: list[Meter] = []
 
     class AfterStep(TrainerCallback):
-        def on_log(self, *unused: Any, **more: Any) -> None:
-            seconds.step_done()
+        def on_train_begin(self, *unused: Any, **more: Any) -> None:
+            recorded.append(meter(arguments))
+
+        def on_log(self, settings: Any, state: Any, *unused: Any, **more: Any) -> None:
+            logs = more["logs"]
+            if "loss" in logs:  # the mean over ranks, on each of them
+                loss = torch.tensor(logs["loss"] / dist.get_world_size())
+                recorded[0].record(state.global_step, loss, torch.tensor(logs["grad_norm"]))
+
+    class SameOptimizer(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = make_optimizer(model or self.model, arguments.learning_rate)
+            return self.optimizer
+
+        def create_scheduler(self, *unused: Any, **more: Any) -> Any:
+            peak = arguments.learning_rate
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer, lambda done: rate(arguments, done + 1) / peak
+            )
+            return self.lr_scheduler
 
     sharded: dict[str, Any] = {}
     if arguments.strategy == "fsdp":
@@ -134,47 +155,44 @@ def trainer_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSeconds:
         per_device_train_batch_size=arguments.micro_batch_size,
         gradient_accumulation_steps=arguments.accumulation,
         max_steps=arguments.steps,
-        learning_rate=arguments.learning_rate,
-        warmup_steps=arguments.warmup_steps,
-        lr_scheduler_type="cosine",
         max_grad_norm=1.0,
-        bf16=True,
-        optim="adamw_torch_fused",
+        train_sampling_strategy="sequential",
+        bf16=arguments.bf16,
+        use_cpu=not CUDA,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
         **sharded,
     )
-    trainer = Trainer(
+    trainer = SameOptimizer(
         model=model, args=settings, train_dataset=Rows(arguments.data), callbacks=[AfterStep()]
     )
     if arguments.strategy == "fsdp":
-        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = POLICY
+        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = fsdp_policy(arguments)
     trainer.train()
-    return seconds
 
 
-def fabric_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSeconds:
+def fabric_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
     from lightning_fabric import Fabric
     from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
     def shard(module: nn.Module, mesh: Any) -> nn.Module:
+        policy = fsdp_policy(arguments)
         for layer in module.model.layers:  # type: ignore[union-attr]
-            fully_shard(layer, mesh=mesh["data_parallel"], mp_policy=POLICY)
-        return fully_shard(module, mesh=mesh["data_parallel"], mp_policy=POLICY)
+            fully_shard(layer, mesh=mesh["data_parallel"], mp_policy=policy)
+        return fully_shard(module, mesh=mesh["data_parallel"], mp_policy=policy)
 
     fsdp = arguments.strategy == "fsdp"
-    count = torch.cuda.device_count()
+    count = int(os.environ["WORLD_SIZE"])
     # Its default is tensor parallelism over all GPUs of a node, which shards no data
     sharded = ModelParallelStrategy(shard, data_parallel_size=count, tensor_parallel_size=1)
-    strategy = sharded if fsdp else DDPStrategy(gradient_as_bucket_view=True)
     fabric = Fabric(
-        accelerator="cuda",
+        accelerator="cuda" if CUDA else "cpu",
         devices=count,
-        strategy=strategy,
-        precision=None if fsdp else "bf16-mixed",
+        strategy=sharded if fsdp else DDPStrategy(gradient_as_bucket_view=True),
+        precision="bf16-mixed" if arguments.bf16 and not fsdp else None,
     )
     fabric.launch()
     model = fabric.setup_module(model)
@@ -183,28 +201,25 @@ def fabric_loop(arguments: argparse.Namespace, model: nn.Module) -> CpuSeconds:
         DataLoader(Rows(arguments.data), batch_size=arguments.micro_batch_size)
     )
     model.train()
-    seconds = CpuSeconds()
-    batches = endless(loader)
+    recorded, batches = meter(arguments), endless(loader)
     for step in range(1, arguments.steps + 1):
         total = torch.zeros((), device=fabric.device)
         for index in range(arguments.accumulation):
             batch = next(batches)
             last = index == arguments.accumulation - 1
             with fabric.no_backward_sync(model, enabled=not last and not fsdp):
-                loss = model(**batch, use_cache=False).loss / arguments.accumulation
-                fabric.backward(loss)
+                loss = model(**batch, use_cache=False).loss
+                fabric.backward(loss / arguments.accumulation)
             total += loss.detach()
-        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+        norm = fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
         for group in optimizer.param_groups:
             group["lr"] = rate(arguments, step)
         optimizer.step()
         optimizer.zero_grad()
-        fabric.all_reduce(total, reduce_op="mean").item()
-        seconds.step_done()
-    return seconds
+        recorded.record(step, mine(total, arguments), whole(norm))
 
 
-def endless(loader: Any) -> Any:
+def endless(loader: Any) -> Iterator[Any]:
     while True:
         yield from loader
 
@@ -218,31 +233,29 @@ def rate(arguments: argparse.Namespace, step: int) -> float:
     )
 
 
+def mine(total: torch.Tensor, arguments: argparse.Namespace) -> torch.Tensor:
+    """This rank's part of a step's loss. total: the sum of the micro-batches' losses, all of equally many tokens."""
+    return total / (arguments.accumulation * dist.get_world_size())
+
+
 LOOPS = {"accelerate": accelerate_loop, "trainer": trainer_loop, "fabric": fabric_loop}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--library", choices=LOOPS, required=True)
-    parser.add_argument("--strategy", choices=["ddp", "fsdp"], required=True)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument(
-        "--metrics", type=Path, required=True, help="each rank writes to this name and its rank"
-    )
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--micro-batch-size", type=int, required=True)
-    parser.add_argument("--accumulation", type=int, required=True)
-    parser.add_argument("--learning-rate", type=float, required=True)
-    parser.add_argument("--warmup-steps", type=int, required=True)
-    arguments = parser.parse_args()
+    """Trains."""
+    arguments = parse_arguments(__doc__, library=list(LOOPS), strategy=["ddp", "fsdp"])
     torch.set_float32_matmul_precision("high")
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    if not CUDA:  # torchrun sets OMP_NUM_THREADS=1
+        cores, ranks = len(os.sched_getaffinity(0)), int(os.environ["LOCAL_WORLD_SIZE"])
+        torch.set_num_threads(max(1, cores // ranks))
+    torch.manual_seed(1234)
+    with torch.device("cuda" if CUDA else "cpu"):
         model = LlamaForCausalLM(read_config(arguments.config))
-    LOOPS[arguments.library](arguments, model).write(arguments.metrics)
+    if arguments.weights is not None:
+        load_weights(model, arguments.weights)
+    LOOPS[arguments.library](arguments, model)
 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
     end()

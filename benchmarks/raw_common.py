@@ -24,8 +24,8 @@ from transformers import LlamaConfig
 IGNORED = -100
 
 
-def parse_arguments(description: str, *flags: str) -> argparse.Namespace:
-    """The arguments of a loop; `flags` are switches that only this one has."""
+def parse_arguments(description: str, *flags: str, **choices: list[str]) -> argparse.Namespace:
+    """The arguments of a loop. flags, choices: switches and options that only this one has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", type=Path, required=True, help="JSON: fields of LlamaConfig")
     parser.add_argument("--data", type=Path, required=True, help=".npy: token ids (rows, tokens)")
@@ -56,6 +56,8 @@ def parse_arguments(description: str, *flags: str) -> argparse.Namespace:
     )
     for flag in flags:
         parser.add_argument(flag, action="store_true")
+    for name, values in choices.items():
+        parser.add_argument(f"--{name}", choices=values, required=True)
     return parser.parse_args()
 
 

@@ -18,7 +18,12 @@ if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().p
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launcher.checkpoint.resume import choose_resume
-from launcher.distributed.environment import prepare_cuda, read_environment
+from launcher.distributed.environment import (
+    cache_folder,
+    prepare_cuda,
+    read_environment,
+    set_compile_cache,
+)
 from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.run_directory import RunFolder, last_line
@@ -39,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             restarted = run.was_begun_by(environment)
             run.resume = choose_resume(run, loaded.recipe, recipe_yaml, restarted=restarted)
             run.note_start(environment)
-            run.create(recipe_yaml, anew=run.resume == "never")
+            run.create(recipe_yaml, from_scratch=run.resume == "never")
     except RecipeError as error:
         if run is not None:
             run.release()
@@ -52,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.sleep(10)  # rank 0 prints it; torchrun ends all ranks once one has ended
         return EXIT_USAGE
     prepare_cuda(deterministic=loaded.recipe.run.deterministic)
+    set_compile_cache(cache_folder(loaded.recipe.data.cache))
     # torch's import creates a million objects that stay alive. Searching them for garbage again and
     # again takes a tenth of the start; frozen, they are never searched.
     gc.disable()

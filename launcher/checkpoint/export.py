@@ -8,27 +8,30 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from torch import nn
 
 from launcher.checkpoint.reader import open_tensors, read_state
 from launcher.errors import RecipeError
 from launcher.models.build import build_model, checkpoint_folder, is_pretrained
-from launcher.models.export import LABELS, appearing, named_weights, write_weights
-from launcher.models.load import open_checkpoint
+from launcher.models.export import LABELS, Read, appearing, named_weights, write_weights
+from launcher.models.initialization import initialize, materialize
+from launcher.models.load import Checkpoint, open_checkpoint
 from launcher.models.lora import Adapter, add_adapters
 from launcher.models.safetensors_files import (
     ADAPTER,
     ADAPTER_CONFIG,
     INDEX,
-    Shape,
+    SINGLE,
     StoredTensors,
-    open_file,
+    WeightFiles,
+    open_files,
     open_folder,
-    write_files,
 )
 from launcher.recipe.decode import decode
 from launcher.recipe.hub import model_folder
@@ -46,17 +49,55 @@ def export_checkpoint(
     """Writes `out` from a checkpoint, atomically. Returns whether it is an adapter.
 
     dtype: None: the one that the run would export. merged: adds an adapter into its base model.
-    save_tokenizer: saves the recipe's tokenizer into a folder.
-    Raises RecipeError if weights are missing, DamagedCheckpointError if they cannot be read.
+    save_tokenizer: saves the recipe's tokenizer into a folder. Raises RecipeError if weights are
+    missing, DamagedCheckpointError if they cannot be read.
     """
-    recipe, _, _ = decode(yaml.safe_load(read_state(checkpoint)["recipe"]))
+    weights = open_checkpoint_weights(checkpoint)
+    recipe = weights.recipe
     if recipe.model.builder is not None:
         raise RecipeError(
             f"export: {recipe.model.builder} is not a transformers model: load its weights from "
             f"{checkpoint} yourself"
         )
+    adapter = recipe.lora is not None and not merged
+    chosen = torch.float32 if adapter else weights.dtype
+    if (wanted := dtype or recipe.checkpoint.export_dtype) is not None:
+        chosen = getattr(torch, wanted)
+    with appearing(out) as scratch:
+        assert scratch is not None
+        write_weights(weights.model, scratch, weights.read, dtype=chosen, merged=merged)
+        save_tokenizer(recipe, scratch)
+    return adapter
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model on the meta device, and where its weights are."""
+
+    model: Any
+    read: Read
+    dtype: torch.dtype
+    """Of the checkpoint that the run started from; float32 without one."""
+    recipe: Any = None
+    """The Recipe of the run, if it is a checkpoint of one."""
+
+    @torch.no_grad()
+    def load(self, device: torch.device | None = None) -> nn.Module:
+        """The model for inference, in float32."""
+        device = device or torch.device("cpu")
+        materialize(self.model, parameters=device, buffers=device)
+        tensors = named_weights(self.model)
+        initialize(self.model, seed=0, loaded=tensors)  # computes the buffers that are not stored
+        for name, tensor in tensors.items():
+            tensor.copy_(self.read(name))
+        return self.model.eval()  # type: ignore[no-any-return]
+
+
+def open_checkpoint_weights(checkpoint: Path) -> Weights:
+    """The recipe's model, with its adapters, and the weights of a checkpoint of the run."""
+    recipe, _, _ = decode(yaml.safe_load(read_state(checkpoint)["recipe"]))
     model: Any = build_model(recipe.model, sequence_length=1, labels=recipe.data.labels)
-    read_frozen: Callable[[str], torch.Tensor] | None = None
+    read_frozen: Read | None = None
     natural = torch.float32
     if is_pretrained(recipe.model):
         folder = checkpoint_folder(recipe.model)
@@ -65,12 +106,12 @@ def export_checkpoint(
         read_frozen, natural = base.reader(), base.stored.dtype()
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, base_dtype=torch.float32, base=recipe.model.path)
-    names, read_stored = open_tensors(checkpoint)
+    stored = open_tensors(checkpoint)
 
     def read(name: str) -> torch.Tensor:
-        for stored in (f"model.{name}", f"buffer.{name}"):
-            if stored in names:
-                return read_stored(stored)
+        for key in (f"model.{name}", f"buffer.{name}"):
+            if key in stored.tensors:
+                return stored.read(key)
         if read_frozen is None:
             raise RecipeError(
                 f"export: {name} was frozen, so {checkpoint} does not hold it, and there is no "
@@ -78,15 +119,7 @@ def export_checkpoint(
             )
         return read_frozen(name)
 
-    adapter = recipe.lora is not None and not merged
-    chosen = torch.float32 if adapter else natural
-    if (wanted := dtype or recipe.checkpoint.export_dtype) is not None:
-        chosen = getattr(torch, wanted)
-    with appearing(out) as scratch:
-        assert scratch is not None
-        write_weights(model, scratch, read, dtype=chosen, merged=merged)
-        save_tokenizer(recipe, scratch)
-    return adapter
+    return Weights(model, read, natural, recipe)
 
 
 def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -> None:
@@ -112,21 +145,12 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
 
 def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bool) -> None:
     stored = _open_adapter(source) if adapter else open_folder(source, key="export")
-    shapes = {
-        name: Shape(shape.shape, dtype or shape.dtype) if shape.dtype.is_floating_point else shape
-        for name, shape in stored.tensors.items()
-    }
-    names = sorted(shapes, key=lambda name: -shapes[name].dtype.itemsize)
-    # An adapter is always one file
-    groups = [names] if adapter else [[name] for name in names]
-    writers = write_files(scratch, [{name: shapes[name] for name in group} for group in groups])
-    for group, writer in zip(groups, writers, strict=True):
-        assert writer is not None
-        for name in group:
-            writer.write(name, stored.rows(name))
-    stored.close()
+    files = WeightFiles(scratch)
+    for name, tensor in stored.tensors.items():
+        files.add(name, stored.read(name), dtype or tensor.dtype)
+    files.close()
     if adapter:
-        (scratch / "model.safetensors").rename(scratch / ADAPTER)
+        (scratch / SINGLE).rename(scratch / ADAPTER)
     elif dtype is not None:
         config = json.loads((source / "config.json").read_text())
         nested = [part for part in config.values() if isinstance(part, dict) and "dtype" in part]
@@ -138,36 +162,48 @@ def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bo
 def _open_adapter(source: Path) -> StoredTensors:
     if not (source / ADAPTER).is_file():
         raise RecipeError(f"export: {source} has an {ADAPTER_CONFIG} and no {ADAPTER}")
-    return open_file(source / ADAPTER)
+    return open_files([source / ADAPTER], key="export")
 
 
 def _merge(source: Path, scratch: Path, dtype: torch.dtype | None) -> None:
+    weights = open_exported_weights(source)
+    write_weights(weights.model, scratch, weights.read, dtype=dtype or weights.dtype, merged=True)
+
+
+def open_exported_weights(source: Path) -> Weights:
+    """The model in an exported folder; an adapter is merged into the model that it belongs to.
+
+    Raises RecipeError if the weights cannot be read or do not fit the model.
+    """
+    if not (source / ADAPTER_CONFIG).is_file():
+        config = json.loads((source / "config.json").read_text())
+        model, checkpoint = _open_model(str(source), str(config.get("architectures")))
+        return Weights(model, checkpoint.reader(), checkpoint.stored.dtype())
     settings: dict[str, Any] = json.loads((source / ADAPTER_CONFIG).read_text())
     base = settings.get("base_model_name_or_path")
     if not base:
         where = f"{source / ADAPTER_CONFIG} (base_model_name_or_path)"
         raise RecipeError(f"export: {where} does not name the adapter's model")
-    classifies = settings.get("task_type") == "SEQ_CLS"
     labels = source / LABELS
-    model = build_model(
-        Model(path=base, task="sequence_classification" if classifies else "causal_lm"),
-        sequence_length=1,
+    model, checkpoint = _open_model(
+        base,
+        "SequenceClassification" if settings.get("task_type") == "SEQ_CLS" else "",
         labels=list(json.loads(labels.read_text()).values()) if labels.is_file() else None,
     )
-    checkpoint = open_checkpoint(model_folder(base, key="export"), model, key="export")
     stored = _open_adapter(source)
     adapter = Adapter(settings, stored.tensors)
-    changed = {*adapter.factors, *adapter.whole}
-    problems = [
-        f"export: {base} has no {name}, which the adapter changes"
-        for name in sorted(changed - model.state_dict().keys())
-    ]
-    problems = problems or [
-        f"export: neither {base} nor the adapter has {name}"
-        for name in sorted(named_weights(model).keys() - checkpoint.loaded - adapter.whole.keys())
-    ]
-    if problems:
-        raise RecipeError(problems)
-    read = adapter.reader(model, checkpoint.reader(), stored.rows)
-    write_weights(model, scratch, read, dtype=dtype or checkpoint.stored.dtype(), merged=True)
-    stored.close()
+    unknown = {*adapter.factors, *adapter.whole} - model.state_dict().keys()
+    if unknown:
+        changed = ", ".join(sorted(unknown))
+        raise RecipeError(f"export: {base} has no {changed}, which the adapter changes")
+    read = adapter.reader(model, checkpoint.reader(), stored.read)
+    return Weights(model, read, checkpoint.stored.dtype())
+
+
+def _open_model(
+    path: str, architecture: str, *, labels: list[str] | None = None
+) -> tuple[Any, Checkpoint]:
+    classifies = "SequenceClassification" in architecture
+    task: Any = "sequence_classification" if classifies else "causal_lm"
+    model = build_model(Model(path=path, task=task), sequence_length=1, labels=labels)
+    return model, open_checkpoint(model_folder(path, key="export"), model, key="export")

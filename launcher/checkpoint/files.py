@@ -12,6 +12,7 @@ end.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -21,25 +22,24 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import IO, Annotated, Literal
 
 import xxhash
 from pydantic import BaseModel, Field, ValidationError
 
 from launcher.errors import RecipeError, TrainingError
+from launcher.metrics.console import task
 
 logger = logging.getLogger(__name__)
 
 MARKER, INDEX, STATE = "commit.json", "index.json", "state.json"
-BLOCK = 256 * 2**20
-"""Each block of a file has its own checksum, so that threads and ranks share the check."""
 ALIGNMENT = 4096
 """Of buffers, and of positions in a file, for direct I/O."""
+_READ_BYTES = 4 << 20
 _NAME = re.compile(r"step_\d{8,}")
 _SCRATCH = re.compile(r"step_\d{8,}\.(writing|replaced|deleting)-\w+")
-_READ = 2**20
-"""Bytes to read at once for a checksum: small enough for a core's cache."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -67,14 +67,14 @@ class StoredFile(BaseModel):
     """A file's entry in the marker."""
 
     bytes: int
-    checksums: list[str]
-    """xxh3_128 of each block of `BLOCK` bytes; empty for an empty file."""
+    checksum: str
+    """xxh3_128."""
 
 
 class Marker(BaseModel):
     """Content of commit.json. A checkpoint without it is not valid."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     step: int
     ranks: int
     """How many ranks wrote it."""
@@ -97,35 +97,12 @@ def rank_file(rank: int) -> str:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints in a folder, valid or not, oldest first. Empty if there is no such folder."""
+    """All checkpoints in a folder, valid or not, oldest first."""
     found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
 # Writing
-
-
-class Checksums:
-    """Computes the checksums of a file from its bytes, in order."""
-
-    def __init__(self) -> None:
-        self._bytes = 0
-        self._done: list[str] = []
-        self._hash = xxhash.xxh3_128()
-
-    def update(self, data: memoryview) -> None:
-        while len(data):
-            part = data[: BLOCK - self._bytes % BLOCK]
-            self._hash.update(part)
-            self._bytes += len(part)
-            if self._bytes % BLOCK == 0:
-                self._done.append(self._hash.hexdigest())
-                self._hash.reset()
-            data = data[len(part) :]
-
-    def file(self) -> StoredFile:
-        last = [self._hash.hexdigest()] if self._bytes % BLOCK else []
-        return StoredFile(bytes=self._bytes, checksums=[*self._done, *last])
 
 
 def write_file(path: Path, data: bytes) -> StoredFile:
@@ -134,9 +111,7 @@ def write_file(path: Path, data: bytes) -> StoredFile:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    checksums = Checksums()
-    checksums.update(memoryview(data))
-    return checksums.file()
+    return StoredFile(bytes=len(data), checksum=xxhash.xxh3_128(data).hexdigest())
 
 
 def write_chunks(path: Path, chunks: Iterator[memoryview], *, size: int) -> StoredFile:
@@ -145,39 +120,42 @@ def write_chunks(path: Path, chunks: Iterator[memoryview], *, size: int) -> Stor
     Bypasses the page cache where the file system can: copying into it would cost CPU time that
     training needs. All chunks start at multiples of ALIGNMENT; all but the last have such a size.
     """
-    checksums, at = Checksums(), 0
-    descriptor = _open_direct(path)
-    try:
+    checksum, at = xxhash.xxh3_128(), 0
+    with path.open("xb", buffering=0) as file:
+        direct = DirectFile(file)
         for chunk in chunks:
-            checksums.update(chunk[: size - at])
-            while len(chunk):
-                try:
-                    written = os.pwrite(descriptor, chunk, at)
-                except OSError as problem:
-                    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-                    if problem.errno not in (errno.EINVAL, errno.EFAULT) or not flags & os.O_DIRECT:
-                        raise
-                    # EINVAL: this file system wants another alignment, or a short write broke it.
-                    # EFAULT: the disk cannot read this memory, such as some pinned memory
-                    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-                    continue
-                chunk, at = chunk[written:], at + written
-        os.ftruncate(descriptor, size)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return checksums.file()
+            checksum.update(chunk[: size - at])
+            direct.move(os.pwrite, chunk, at)
+            at += len(chunk)
+        file.truncate(size)
+        os.fsync(file.fileno())
+    return StoredFile(bytes=size, checksum=checksum.hexdigest())
 
 
-def _open_direct(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o666)
-    except OSError as problem:
-        if problem.errno != errno.EINVAL:
-            raise
-    path.unlink(missing_ok=True)  # some file systems create the file before they refuse
-    return os.open(path, flags, 0o666)
+class DirectFile:
+    """Reads and writes an open file, past the page cache where the file system can."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._flags = file, fcntl.fcntl(file, fcntl.F_GETFL)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(file, fcntl.F_SETFL, self._flags | os.O_DIRECT)
+
+    def move(self, call: Callable[..., int], memory: memoryview, at: int) -> None:
+        """call(descriptor, memory, at): such as os.pwrite. at: byte of the file. Raises OSError."""
+        while len(memory):
+            try:
+                moved = call(self._file.fileno(), memory, at)
+            except OSError as problem:
+                # EINVAL: this file system wants another alignment, or a short write broke it.
+                # EFAULT: the disk cannot access this memory, such as some pinned memory
+                unsuitable = problem.errno in (errno.EINVAL, errno.EFAULT)
+                if not unsuitable or fcntl.fcntl(self._file, fcntl.F_GETFL) == self._flags:
+                    raise
+                fcntl.fcntl(self._file, fcntl.F_SETFL, self._flags)
+                continue
+            if not moved:
+                raise OSError(errno.EIO, "the file ends early")
+            memory, at = memory[moved:], at + moved
 
 
 def scratch_folder(folder: Path, step: int) -> Path:
@@ -192,11 +170,8 @@ def _renamed(path: Path, purpose: str) -> Path:
 
 
 def commit(scratch: Path, *, step: int, ranks: int, files: Mapping[str, StoredFile]) -> Path:
-    """Turns a scratch folder into a checkpoint: writes the marker, then renames the folder.
-
-    files: all files, already flushed to the disk. Replaces a checkpoint of the same step. Returns
-    the checkpoint.
-    """
+    """Turns a scratch folder into a checkpoint, which it returns: writes the marker, then renames
+    the folder. Replaces a checkpoint of the same step. files: already flushed to the disk."""
     marker = Marker(step=step, ranks=ranks, time=time.time(), files=dict(files))
     write_file(scratch / MARKER, marker.model_dump_json(indent=1).encode())
     _sync_folder(scratch)
@@ -236,9 +211,6 @@ def read_marker(path: Path) -> Marker:
         where = ".".join(map(str, first["loc"]))
         problem = f"{MARKER} cannot be read: {where}: {first['msg']}"
         raise DamagedCheckpointError(path, problem) from None
-    expected = {INDEX, STATE, *map(rank_file, range(min(marker.ranks, len(marker.files))))}
-    if absent := sorted(expected - marker.files.keys()):
-        raise DamagedCheckpointError(path, f"{MARKER} does not name {absent[0]}")
     if _NAME.fullmatch(path.name) and marker.step != step_of(path):
         raise DamagedCheckpointError(path, f"{MARKER} is that of step {marker.step}")
     return marker
@@ -248,56 +220,49 @@ def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> s
     """Returns what is wrong with a checkpoint, or None.
 
     deep: reads all of it and compares checksums; otherwise reads only the marker and file sizes.
-    rank, ranks: this rank checks every ranks-th block. The checkpoint is valid if no rank finds a
+    rank, ranks: this rank reads every ranks-th file. The checkpoint is valid if no rank finds a
     problem.
     """
     try:
-        marker = read_marker(path)
+        stored = read_marker(path).files
     except DamagedCheckpointError as error:
         return error.problem
-    blocks: list[tuple[Path, int, str]] = []
-    for name, stored in marker.files.items():
+    for name, file in stored.items():
         try:
             size = (path / name).stat().st_size
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-        if size != stored.bytes:
-            return f"{name} has {size:,} bytes instead of {stored.bytes:,}"
-        if len(stored.checksums) != -(-size // BLOCK):
-            return f"{MARKER} has {len(stored.checksums)} checksums for {name}"
-        starts = range(0, size, BLOCK)
-        blocks += [(path / name, *block) for block in zip(starts, stored.checksums, strict=True)]
+        if size != file.bytes:
+            return f"{name} has {size:,} bytes instead of {file.bytes:,}"
     if not deep:
         return None
-    mine = blocks[rank::ranks]
-    with ThreadPoolExecutor(max(1, min(8, len(mine), len(os.sched_getaffinity(0))))) as pool:
-        problems = pool.map(lambda block: _check_block(*block), mine)
+    mine = sorted(stored, key=lambda name: -stored[name].bytes)[rank::ranks]
+    size = sum(stored[name].bytes for name in mine)
+    pool = ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))))
+    with pool, task(f"verifying {path.name}", size) as advance:
+        sums = (stored[name].checksum for name in mine)
+        problems = pool.map(partial(_check_file, advance), (path / name for name in mine), sums)
         return next(filter(None, problems), None)
 
 
-def _check_block(file: Path, start: int, checksum: str) -> str | None:
-    found, buffer, left = xxhash.xxh3_128(), memoryview(bytearray(_READ)), BLOCK
+def _check_file(advance: Callable[[float], None], file: Path, checksum: str) -> str | None:
+    found = xxhash.xxh3_128()
     try:
         with file.open("rb", buffering=0) as stream:
-            stream.seek(start)
-            while read := stream.readinto(buffer[: min(_READ, left)]):
-                found.update(buffer[:read])
-                left -= read
+            while chunk := stream.read(_READ_BYTES):
+                found.update(chunk)
+                advance(len(chunk))
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"
-    if found.hexdigest() != checksum:
-        return f"{file.name} has changed since it was written, in the block at byte {start:,}"
-    return None
+    same = found.hexdigest() == checksum
+    return None if same else f"{file.name} has changed since it was written"
 
 
 def newest_valid(
     checkpoints: Sequence[Path], check: Callable[[Path], str | None] = verify
 ) -> Path | None:
     """The newest valid one of `list_checkpoints`; None if there are none. Logs each damaged one.
-
-    check: returns what is wrong with a checkpoint, or None. Raises NoneLeftError if all are
-    damaged.
-    """
+    Raises NoneLeftError if all are. check: returns what is wrong with a checkpoint, or None."""
     problems = []
     for path in reversed(checkpoints):
         problem = check(path)
@@ -328,11 +293,11 @@ def discard_newer(folder: Path, step: int) -> None:
 def prune(
     folder: Path, keep_last: int, keep_every: int | None = None, best_step: int | None = None
 ) -> None:
-    """Deletes old checkpoints and abandoned scratch folders.
+    """Deletes old checkpoints and abandoned scratch folders. Raises OSError.
 
     Keeps the newest `keep_last` valid ones (by marker and sizes), multiples of `keep_every`, and
     `best_step`. Deletes a damaged one if it is older than those of `keep_last`. No save may be in
-    progress. Raises OSError.
+    progress.
     """
     for entry in list(os.scandir(folder)):
         if _SCRATCH.fullmatch(entry.name):

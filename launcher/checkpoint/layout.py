@@ -1,12 +1,11 @@
-"""Which rank writes which rows of each tensor, and where they lie in the files.
+"""Which rank writes which rows of each tensor, and where they lie in its file.
 
-The tensors are safetensors and the index is JSON, so reading a checkpoint cannot execute code.
+Each rank writes one safetensors file. The index is JSON, so reading executes no code.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +14,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from launcher.checkpoint.files import ALIGNMENT, rank_file
-from launcher.models.safetensors_files import DTYPE_NAMES, DTYPES, Shape, make_header
+from launcher.models.safetensors_files import DTYPES, Tensors
 from launcher.models.shards import local_rows
 
 LOCAL = "local."
 """Prefix of the names of a rank's own tensors."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; a plain tensor itself."""
-    return local_rows(tensor)[0].detach()
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of this rank's part of a tensor; a view where it is contiguous."""
+    return local_rows(tensor)[0].contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -37,36 +32,23 @@ class Layout:
     """Where everything lies in this rank's file; on rank 0 also the index of all files."""
 
     header: bytes
-    spans: dict[str, tuple[int, int]]
-    """First byte and number of bytes of each tensor."""
+    starts: dict[str, int]
+    """First byte of each tensor, in order."""
     size: int
     """Of the file."""
     index: bytes | None
     """Content of index.json."""
 
 
-def signature(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-    """Changes if the layout would change."""
-    return tuple(
-        (name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None))
-        for name, tensor in tensors.items()
-    )
-
-
-def plan(
-    tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor], group: dist.ProcessGroup
-) -> Layout:
+def plan(tensors: Tensors, local: Tensors, group: dist.ProcessGroup) -> Layout:
     """Plans the files. All ranks of `group` must call it. local: this rank's own tensors."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    parts = {name: local_part(tensors[name]) for name in _written_by(rank, size, tensors)}
-    values = {**parts, **{LOCAL + name: tensor for name, tensor in local.items()}}
-    widest_first = sorted(values, key=lambda name: -values[name].dtype.itemsize)
-    shapes = {name: Shape.of(values[name]) for name in widest_first}
-    header, spans = make_header(shapes, alignment=ALIGNMENT)
-    # A part: file, first byte, first row and number of rows; a scalar is one row
+    rows = {name: local_rows(tensors[name]) for name in _written_by(rank, size, tensors)}
+    parts = {name: part for name, (part, _) in rows.items()}
+    layout = _lay_out(parts | {LOCAL + name: tensor for name, tensor in local.items()})
     mine = {
-        name: [rank_file(rank), spans[name][0], local_rows(tensors[name])[1], _rows(part)]
-        for name, part in parts.items()
+        name: [rank_file(rank), first, len(part) if part.ndim else 1]
+        for name, (part, first) in rows.items()
     }
     gathered: list[Any] | None = [None] * size if rank == 0 else None
     dist.gather_object(mine, gathered, group=group, group_dst=0)
@@ -74,21 +56,37 @@ def plan(
     if gathered is not None:
         entries = {
             name: {
-                "dtype": DTYPE_NAMES[tensor.dtype],
+                "dtype": _NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "parts": [parts[name] for parts in gathered if name in parts],
             }
             for name, tensor in tensors.items()
         }
         index = json.dumps(entries, separators=(",", ":")).encode()
-    return Layout(header, spans, len(header) + sum(count for _, count in spans.values()), index)
+    return Layout(*layout, index)
 
 
-def _rows(part: torch.Tensor) -> int:
-    return part.shape[0] if part.ndim else 1
+def _lay_out(tensors: Tensors) -> tuple[bytes, dict[str, int], int]:
+    """The header of a safetensors file, the first byte of each tensor, and the file's size.
+
+    Tensors lie without gaps, so those with wider elements come first. The first is aligned for
+    direct I/O.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(tensors, key=lambda name: -tensors[name].itemsize):
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        shape, offsets = list(tensor.shape), [start, end]
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    first = len(text) + 8
+    starts = {name: first + header[name]["data_offsets"][0] for name in header if name in tensors}
+    return len(text).to_bytes(8, "little") + text, starts, first + end
 
 
-def _written_by(rank: int, ranks: int, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def _written_by(rank: int, ranks: int, tensors: Tensors) -> list[str]:
     """Names of the tensors that this rank writes its part of.
 
     Several ranks have the same rows of a plain tensor or of a hybrid-sharded one. The one with the
@@ -96,8 +94,7 @@ def _written_by(rank: int, ranks: int, tensors: Mapping[str, torch.Tensor]) -> l
     """
     loads: dict[int, list[int]] = {}
     names = []
-    sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}
-    for name in sorted(tensors, key=lambda name: (-sizes[name], name)):
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
         tensor = tensors[name]
         copies, copy = ranks, rank
         if isinstance(tensor, DTensor):
@@ -106,37 +103,7 @@ def _written_by(rank: int, ranks: int, tensors: Mapping[str, torch.Tensor]) -> l
             copies, copy = (mesh.size(0), mesh.get_local_rank(0)) if hybrid else (1, 0)
         load = loads.setdefault(copies, [0] * copies)
         writer = load.index(min(load))
-        load[writer] += sizes[name]
-        if writer == copy and local_part(tensor).numel():
+        load[writer] += tensor.nbytes
+        if writer == copy and local_rows(tensor)[0].numel():
             names.append(name)
     return names
-
-
-@dataclass(frozen=True)
-class Part:
-    """Consecutive rows (of dimension 0) of a stored tensor."""
-
-    file: str
-    at: int
-    """First byte in the file."""
-    first: int
-    rows: int
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a checkpoint."""
-
-    shape: Shape
-    parts: list[Part]
-
-
-def read_index(text: bytes) -> dict[str, StoredTensor]:
-    """The tensors in index.json. Raises ValueError, LookupError or TypeError if it is no index."""
-    return {
-        name: StoredTensor(
-            Shape(tuple(entry["shape"]), DTYPES[entry["dtype"]]),
-            [Part(*part) for part in entry["parts"]],
-        )
-        for name, entry in json.loads(text).items()
-    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 
 from launcher.checkpoint import files
 from launcher.checkpoint.files import DamagedCheckpointError
-from launcher.checkpoint.layout import LOCAL, StoredTensor, as_bytes, read_index
+from launcher.checkpoint.layout import LOCAL
 from launcher.errors import RecipeError
-from launcher.models.safetensors_files import Shape
-from launcher.models.shards import local_rows
+from launcher.metrics.console import task
+from launcher.models.safetensors_files import DTYPES, Part, StoredTensors, Tensors
 
 
 def find_checkpoint(
@@ -49,7 +48,8 @@ def _first(problem: str | None, group: dist.ProcessGroup) -> str | None:
     return next(filter(None, found), None)
 
 
-def load(path: Path, tensors: Mapping[str, torch.Tensor], *, group: dist.ProcessGroup) -> None:
+@torch.no_grad()
+def load(path: Path, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
     """Reads a checkpoint into tensors, in place. Any strategy and number of ranks may have written
     it.
 
@@ -57,17 +57,17 @@ def load(path: Path, tensors: Mapping[str, torch.Tensor], *, group: dist.Process
     `find_checkpoint` before. Raises RecipeError if the checkpoint is of another model, with names
     and shapes, and DamagedCheckpointError if it cannot be read.
     """
-    stored = _open_index(path)
-    _compare(path, stored, tensors)
-    in_file_order = sorted(
-        tensors, key=lambda name: [(part.file, part.at) for part in stored[name].parts[:1]]
-    )
+    stored = open_tensors(path)
+    _compare(path, stored.tensors, tensors)
     problem = None
     try:
-        with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
-            list(pool.map(lambda name: _read(path, stored[name], tensors[name]), in_file_order))
+        pool = ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))))
+        with pool, task(f"loading {path.name}", len(tensors)) as advance:
+            for _ in pool.map(lambda item: stored.copy_rows(*item), tensors.items()):
+                advance(1)
     except Exception as error:  # the other ranks wait for this one
-        problem = error.problem if isinstance(error, DamagedCheckpointError) else repr(error)
+        problem = str(error) if isinstance(error, OSError) else repr(error)
+    stored.close()
     if problem := _first(problem, group):
         raise DamagedCheckpointError(path, problem)
 
@@ -92,73 +92,31 @@ def read_local(path: Path, rank: int) -> dict[str, torch.Tensor]:
         raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from None
 
 
-def open_tensors(path: Path) -> tuple[set[str], Callable[[str], torch.Tensor]]:
-    """The names of a checkpoint's tensors, and a function that reads one of them.
-
-    Needs no process group. Raises DamagedCheckpointError.
-    """
-    stored = _open_index(path)
-
-    def read(name: str) -> torch.Tensor:
-        shape = stored[name].shape
-        tensor = torch.empty(shape.shape, dtype=shape.dtype)
-        _read(path, stored[name], tensor)
-        return tensor
-
-    return set(stored), read
-
-
-def _open_index(path: Path) -> dict[str, StoredTensor]:
+def open_tensors(path: Path) -> StoredTensors:
+    """A checkpoint's tensors. Needs no process group. Raises DamagedCheckpointError."""
+    parts, tensors = {}, {}
     try:
-        return read_index((path / files.INDEX).read_bytes())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        for name, entry in json.loads((path / files.INDEX).read_bytes()).items():
+            parts[name] = [Part(path / file, first, rows) for file, first, rows in entry["parts"]]
+            dtype = DTYPES[entry["dtype"]]
+            tensors[name] = torch.empty(entry["shape"], dtype=dtype, device="meta")
+    except Exception as error:  # JSON of any content
         raise DamagedCheckpointError(path, f"{files.INDEX} cannot be read: {error}") from None
+    return StoredTensors(parts, tensors)
 
 
-def _compare(
-    path: Path, stored: Mapping[str, StoredTensor], tensors: Mapping[str, torch.Tensor]
-) -> None:
+def _compare(path: Path, stored: Tensors, tensors: Tensors) -> None:
     problems = [f"it lacks {name}" for name in tensors.keys() - stored.keys()]
     problems += [
         f"it holds {name}, which the model does not have" for name in stored.keys() - tensors.keys()
     ]
     for name in tensors.keys() & stored.keys():
-        old, new = stored[name].shape, Shape.of(tensors[name])
+        old, new = ((tuple(t.shape), t.dtype) for t in (stored[name], tensors[name]))
         if old != new:
-            problems.append(f"{name} is {old.shape} {old.dtype}, not {new.shape} {new.dtype}")
+            problems.append(f"{name} is {old[0]} {old[1]}, not {new[0]} {new[1]}")
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise RecipeError(
-            f"checkpoint {path} is of another model: {'; '.join(sorted(problems)[:5])}{more}"
+            f"checkpoint {path} is of another model or optimizer: "
+            f"{'; '.join(sorted(problems)[:5])}{more}"
         )
-
-
-@torch.no_grad()
-def _read(path: Path, stored: StoredTensor, tensor: torch.Tensor) -> None:
-    """Reads this rank's rows of a tensor. Raises DamagedCheckpointError."""
-    local, first = local_rows(tensor.detach())
-    if not local.numel():
-        return
-    rows = local if local.ndim else local.reshape(1)
-    row_bytes = rows[0].numel() * rows.itemsize
-    for part in stored.parts:
-        start, stop = max(first, part.first), min(first + len(rows), part.first + part.rows)
-        if start >= stop:
-            continue
-        target = rows[start - first : stop - first]
-        direct = target.device.type == "cpu" and target.is_contiguous()
-        buffer = target if direct else torch.empty(target.shape, dtype=target.dtype)
-        view = as_bytes(buffer)
-        try:
-            with (path / part.file).open("rb", buffering=0) as file:
-                file.seek(part.at + (start - part.first) * row_bytes)
-                while len(view):
-                    count = file.readinto(view[: 2**30])
-                    if not count:
-                        raise EOFError(f"it lacks {len(view):,} bytes")
-                    view = view[count:]
-        except (OSError, EOFError) as error:
-            problem = f"{part.file} cannot be read: {error}"
-            raise DamagedCheckpointError(path, problem) from None
-        if not direct:
-            target.copy_(buffer)

@@ -58,8 +58,7 @@ class Resumed:
 def _differences(
     before: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Keys in which two mappings differ, as (dotted key, before, now). A section that is null in
-    one of them counts as one key."""
+    """Keys in which two mappings differ, as (dotted key, before, now)."""
     for key in [*before, *(key for key in now if key not in before)]:
         full, a, b = f"{path}{key}", before.get(key), now.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -157,9 +156,9 @@ def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted
     """What this start resumes from: `never` (from scratch), `auto` (the newest checkpoint of the
     folder) or the path in checkpoint.resume. This process must own the folder.
 
-    restarted: torchrun's agent or Slurm started the same job again. The folder then belongs to this
-    run; without a checkpoint it starts from scratch. Raises RecipeError if another run's record
-    would be lost, or if a change of the recipe is refused.
+    restarted: by torchrun's agent or Slurm. The folder then belongs to this run; without a
+    checkpoint it starts from scratch. Raises RecipeError if another run's record would be lost, or
+    if a change of the recipe is refused.
     """
     settings = recipe.checkpoint
     checkpoints = list_checkpoints(run.path / "checkpoints")

@@ -15,32 +15,22 @@ Tensors = dict[str, torch.Tensor]
 """By name. A plain tensor is the same on every rank; others are DTensors."""
 
 
-def model_and_optimizer(module: nn.Module, optimizer: torch.optim.AdamW) -> Tensors:
+def model_and_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """Tensors of model and optimizer, to be saved, or loaded into in place.
 
-    `model.NAME` is a parameter (a tied one once), `optimizer.NAME.step`, `.exp_avg` and
-    `.exp_avg_sq` its optimizer state, and `buffer.NAME` a persistent buffer. NAME is the clean
-    name. Frozen parameters are not saved: a resume loads them from model.path again. Missing
-    optimizer state is created, with zeros.
+    `model.NAME` is a parameter (a tied one once), `optimizer.NAME.KEY` its optimizer state (such as
+    `exp_avg`), and `buffer.NAME` a persistent buffer. NAME is the clean name. Frozen parameters are
+    not saved: a resume loads them from model.path again. optimizer: of `make_optimizer`.
     """
     tensors: Tensors = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            name = clean_name(name)
-            tensors[f"model.{name}"] = parameter.detach()
-            for key, value in _optimizer_state(optimizer, parameter).items():
+            tensors[f"model.{clean_name(name)}"] = parameter.detach()
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            for key, value in optimizer.state[parameter].items():
                 tensors[f"optimizer.{name}.{key}"] = value
     return tensors | _persistent_buffers(module)
-
-
-def _optimizer_state(optimizer: torch.optim.AdamW, parameter: torch.Tensor) -> Tensors:
-    """State of one parameter, created as the fused AdamW does in its first step."""
-    state: Tensors = optimizer.state[parameter]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    return state
 
 
 def _persistent_buffers(module: nn.Module) -> Tensors:
@@ -72,7 +62,8 @@ def rank_state(module: nn.Module, device: torch.device) -> Tensors:
     }
     if device.type == "cuda":
         state["rng.cuda"] = torch.cuda.get_rng_state(device)
-    return state | _persistent_buffers(module)
+    buffers = _persistent_buffers(module)
+    return state | {name: buffer.clone() for name, buffer in buffers.items()}
 
 
 @torch.no_grad()
@@ -91,8 +82,3 @@ def restore_rank_state(
         torch.cuda.set_rng_state(state["rng.cuda"], device)
     for name, buffer in _persistent_buffers(module).items():
         buffer.copy_(state[name])
-
-
-def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Size of a checkpoint of these tensors over all ranks."""
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())

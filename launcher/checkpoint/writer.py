@@ -18,23 +18,26 @@ import torch.distributed as dist
 
 from launcher.checkpoint import files
 from launcher.checkpoint.files import ALIGNMENT, StoredFile, write_chunks
-from launcher.checkpoint.layout import LOCAL, Layout, as_bytes, local_part, plan, signature
+from launcher.checkpoint.layout import LOCAL, Layout, as_bytes, plan
 from launcher.distributed.process_group import CHECKPOINT_GROUP, DataParallel
+from launcher.metrics.console import task
+from launcher.models.safetensors_files import Tensors
 from launcher.recipe import schema
 
 CHUNK = 16 * 2**20
 """Bytes written at once; a multiple of ALIGNMENT."""
 _CHANGED_BY_STEP = ("model.", "optimizer.")
 """Prefixes of the tensors that only the optimizer's step changes."""
+_Pieces = list[tuple[int, torch.Tensor]]
+"""Positions in the file, in order, and the bytes there: views of the tensors in training."""
 
 
 def checkpoint_group(ranks: DataParallel) -> dist.ProcessGroup:
     """A gloo group of the same ranks for checkpoints only. All ranks of the default group must call
     it.
 
-    The saving thread uses it while training uses its own group; over one group the two hang. Its
-    timeout is a day, because ranks wait in it for the slowest disk. Lost ranks are detected
-    elsewhere (`failures.py`, `watchdog.py`).
+    The saving thread uses it while training uses its own group; over one group the two hang. Ranks
+    wait in it for the slowest disk; lost ranks are detected elsewhere.
     """
     members, timeout = dist.get_process_group_ranks(ranks.group), timedelta(days=1)
     group = dist.new_group(members, timeout=timeout, backend="gloo", group_desc=CHECKPOINT_GROUP)
@@ -51,18 +54,13 @@ def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
 
 @dataclass
 class Save:
-    """A save and its outcome, which is the same on every rank apart from the seconds."""
+    """The outcome of a save, which is the same on every rank apart from the seconds."""
 
     step: int
-    layout: Layout
-    pieces: list[tuple[int, torch.Tensor]]
-    """First byte in the file, and the flat bytes of the tensors in training, not copies of them."""
-    state: bytes
     started: float
-    thread: threading.Thread | None = None
     staged: threading.Event = field(default_factory=threading.Event)
-    scratch: Path | None = None
-    """On rank 0: the folder that becomes the checkpoint."""
+    """Set once training may change the tensors."""
+    thread: threading.Thread | None = None
     path: Path | None = None
     """The checkpoint; None if the save failed."""
     error: str | None = None
@@ -100,10 +98,9 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """group: of `checkpoint_group`. device: of the training. optimizer: its steps wait for
-        copies. before_write: called on rank 0 before the scratch folder is made and before it
-        becomes a checkpoint; if it raises, the save fails.
-        """
+        """group: of `checkpoint_group`. optimizer: its steps wait for copies. before_write: called
+        on rank 0 before the scratch folder is made and before it becomes a checkpoint; if it
+        raises, the save fails."""
         self.folder = folder
         self.best_step: int | None = None
         """Step of the checkpoint to keep for its evaluation loss; set it before a save."""
@@ -112,7 +109,6 @@ class Checkpointer:
         self._group, self._device, self._settings = group, device, settings
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._before_write = before_write
-        self._planned: tuple[Any, Layout] | None = None
         self._buffer: torch.Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and settings.asynchronous:
@@ -122,48 +118,36 @@ class Checkpointer:
         optimizer.register_step_pre_hook(lambda *_: self._wait_staged())
 
     def save(
-        self,
-        step: int,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        state: Mapping[str, Any],
-        local: Mapping[str, torch.Tensor],
+        self, step: int, tensors: Tensors, *, state: Mapping[str, Any], local: Tensors
     ) -> None:
         """Waits for the previous save, then starts this one. All ranks must call it. `poll` returns
         the outcome.
 
-        tensors: of `model_and_optimizer`. Until the copy has ended, only the optimizer's step may
-        change `model.` and `optimizer.` tensors. state: for state.json, used on rank 0. local: this
-        rank's own small tensors.
+        tensors: of `model_and_optimizer`. state: for state.json, used on rank 0. local: this rank's
+        own small tensors.
         """
         started = time.perf_counter()
         self._wait()
-        layout = self._plan(tensors, local)
-        values = {**tensors, **{LOCAL + name: tensor for name, tensor in local.items()}}
-        at_once = [(0, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))]
-        later: list[tuple[int, torch.Tensor]] = []
-        for name, (at, count) in layout.spans.items():
-            if count:
-                part = local_part(values[name]).contiguous().reshape(-1).view(torch.uint8)
-                (later if name.startswith(_CHANGED_BY_STEP) else at_once).append((at, part))
+        save = self._current = Save(step, started)
         text = json.dumps(dict(state), indent=1).encode() if self._rank == 0 else b""
-        self._current = save = Save(step, layout, later, text, started)
         if not self._settings.asynchronous:
-            save.pieces = sorted([*at_once, *later], key=lambda piece: piece[0])
-            self._run(save)
+            if self._device.type == "cuda":  # as in `_stage`
+                torch.cuda.current_stream(self._device).synchronize()
+            self._run(save, tensors, local, text)
+            save.blocked = save.seconds
             self._wait()
             return
-        try:
-            buffer = self._staging(layout.size)
-            for at, part in at_once:
-                buffer[at : at + len(part)].copy_(part)
-        except (RuntimeError, MemoryError) as problem:
-            size = f"{layout.size / 2**30:,.2f} GiB"
-            save.error = f"no {size} of host memory to copy into: {problem}"
+        tensors = {
+            name: tensor if name.startswith(_CHANGED_BY_STEP) else tensor.clone()
+            for name, tensor in tensors.items()
+        }
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         save.thread = threading.Thread(
-            target=self._run, args=(save,), name=f"save step {step}", daemon=True
+            target=self._run,
+            args=(save, tensors, local, text),
+            name=f"save step {step}",
+            daemon=True,
         )
         save.thread.start()
         save.blocked = time.perf_counter() - started
@@ -193,43 +177,35 @@ class Checkpointer:
                 save.thread.join()
             self.failures = 0 if save.error is None else self.failures + 1
 
-    def _plan(
-        self, tensors: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]
-    ) -> Layout:
-        """The previous layout, if names, shapes and dtypes are the same; exchanges nothing then."""
-        key = signature(tensors), signature(local)
-        if self._planned is None or self._planned[0] != key:
-            self._planned = key, plan(tensors, local, self._group)
-        return self._planned[1]
-
-    def _staging(self, size: int) -> torch.Tensor:
-        size += -size % ALIGNMENT
-        if self._buffer is None or len(self._buffer) != size:
-            self._buffer = None  # freed before the new one is allocated
-            self._buffer = aligned_buffer(size, pinned=self._device.type == "cuda")
-        return self._buffer
-
     # In the thread
 
-    def _run(self, save: Save) -> None:
-        """Saves what `save` prepared, and adds the outcome. Raises nothing."""
+    @torch.no_grad()
+    def _run(self, save: Save, tensors: Tensors, local: Tensors, state: bytes) -> None:
+        """Saves, and adds the outcome. Raises nothing."""
+        scratch: Path | None = None
         try:
-            scratch: Path = self._on_all_ranks(lambda: self._prepare(save))[0]
-            written = self._on_all_ranks(lambda: self._write(save, scratch))
+            layout = plan(tensors, local, self._group)
+            values = {**tensors, **{LOCAL + name: tensor for name, tensor in local.items()}}
+            pieces = [(0, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))]
+            pieces += [(start, as_bytes(values[name])) for name, start in layout.starts.items()]
+            if self._settings.asynchronous:
+                self._on_all_ranks(lambda: self._stage(save, layout.size, pieces))
+            scratch = self._on_all_ranks(lambda: self._make_scratch(save.step))[0]
+            written = self._on_all_ranks(lambda: self._write(scratch, layout, pieces, state))
             stored = {name: file for part in written for name, file in part.items()}
             save.bytes = sum(file.bytes for file in stored.values())
-            save.path = self._on_all_ranks(lambda: self._commit(save, stored))[0]
+            save.path = self._on_all_ranks(lambda: self._commit(scratch, save.step, stored))[0]
             if self._rank == 0:
                 save.note = self._prune()
         except _SaveError as problem:
             save.error = str(problem)
-            if save.scratch is not None:
-                shutil.rmtree(save.scratch, ignore_errors=True)
+            if scratch is not None and self._rank == 0:
+                shutil.rmtree(scratch, ignore_errors=True)
         except Exception as problem:  # a rank was lost; training notices it too
             save.error = f"the ranks could not agree: {self._reason(problem)}"
+        finally:
+            save.staged.set()
         save.seconds = time.perf_counter() - save.started
-        if save.thread is None:
-            save.blocked = save.seconds
         self._ended.append(save)
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
@@ -245,49 +221,51 @@ class Checkpointer:
             raise _SaveError(failed[0])
         return [result for result, _ in found]
 
-    def _prepare(self, save: Save) -> Path | None:
-        """Copies into the buffer; on rank 0 also makes the scratch folder, which is returned."""
-        try:
-            if save.error is not None:
-                raise _SaveError(save.error)
-            if save.thread is not None:
-                self._stage(save)
-            if self._rank == 0:
-                self._before_write()
-                save.scratch = files.scratch_folder(self.folder, save.step)
-        finally:
-            save.staged.set()
-        return save.scratch
-
-    def _stage(self, save: Save) -> None:
-        buffer = self._buffer
-        assert buffer is not None
-        if self._stream is not None:
+    def _stage(self, save: Save, size: int, pieces: _Pieces) -> None:
+        """Copies into the buffer."""
+        on_gpu = self._stream is not None
+        if on_gpu:
             # A new thread starts on device 0; restoring its stream would create a context there
             torch.cuda.set_device(self._device)
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            for at, values in save.pieces:
-                buffer[at : at + len(values)].copy_(values, non_blocking=True)
+        size += -size % ALIGNMENT
+        if self._buffer is None or len(self._buffer) != size:
+            self._buffer = None  # freed before the new one is allocated
+            self._buffer = aligned_buffer(size, pinned=on_gpu)
+        if self._stream is not None:
+            self._stream.synchronize()  # offloaded optimizer state may be on its way to the host
+        with torch.cuda.stream(self._stream) if on_gpu else nullcontext():
+            for start, part in pieces:
+                self._buffer[start : start + len(part)].copy_(part, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
-        save.pieces = []
+        save.staged.set()
 
-    def _write(self, save: Save, scratch: Path) -> dict[str, StoredFile]:
-        name = files.rank_file(self._rank)
-        staged = self._buffer if save.thread is not None else None
-        chunks = _chunks_through_buffer(save.pieces) if staged is None else _chunks_of(staged)
-        written = {name: write_chunks(scratch / name, chunks, size=save.layout.size)}
-        if self._rank == 0:
-            assert save.layout.index is not None
-            written[files.INDEX] = files.write_file(scratch / files.INDEX, save.layout.index)
-            written[files.STATE] = files.write_file(scratch / files.STATE, save.state)
-        return written
-
-    def _commit(self, save: Save, stored: Mapping[str, StoredFile]) -> Path | None:
-        if save.scratch is None:
+    def _make_scratch(self, step: int) -> Path | None:
+        if self._rank != 0:
             return None
         self._before_write()
-        return files.commit(save.scratch, step=save.step, ranks=self._ranks, files=stored)
+        return files.scratch_folder(self.folder, step)
+
+    def _write(
+        self, scratch: Path, layout: Layout, pieces: _Pieces, state: bytes
+    ) -> dict[str, StoredFile]:
+        staged = self._buffer
+        chunks = _chunks_through_buffer(pieces) if staged is None else _chunks_of(staged)
+        name = files.rank_file(self._rank)
+        title = f"writing {scratch.name.partition('.')[0]}"
+        with task(title, layout.size, background=True) as advance:
+            counted = _counted(chunks, advance)
+            written = {name: write_chunks(scratch / name, counted, size=layout.size)}
+        if layout.index is not None:  # on rank 0
+            written[files.INDEX] = files.write_file(scratch / files.INDEX, layout.index)
+            written[files.STATE] = files.write_file(scratch / files.STATE, state)
+        return written
+
+    def _commit(self, scratch: Path, step: int, stored: Mapping[str, StoredFile]) -> Path | None:
+        if self._rank != 0:
+            return None
+        self._before_write()
+        return files.commit(scratch, step=step, ranks=self._ranks, files=stored)
 
     def _prune(self) -> str | None:
         keep_last, keep_every = self._settings.keep_last, self._settings.keep_every
@@ -298,28 +276,35 @@ class Checkpointer:
         return None
 
     def _reason(self, problem: Exception) -> str:
-        text = str(problem) if isinstance(problem, (OSError, _SaveError)) else repr(problem)
+        text = str(problem) if isinstance(problem, OSError) else repr(problem)
         if isinstance(problem, FileNotFoundError):
             text += ": is run.dir on a file system that all nodes share?"
         return f"rank {self._rank}: {text}"
 
 
+def _counted(
+    chunks: Iterator[memoryview], advance: Callable[[float], None]
+) -> Iterator[memoryview]:
+    for chunk in chunks:
+        yield chunk
+        advance(len(chunk))
+
+
 def _chunks_of(buffer: torch.Tensor) -> Iterator[memoryview]:
-    view = as_bytes(buffer)
+    view = buffer.numpy().data
     for start in range(0, len(view), CHUNK):
         yield view[start : start + CHUNK]
 
 
-def _chunks_through_buffer(pieces: list[tuple[int, torch.Tensor]]) -> Iterator[memoryview]:
+def _chunks_through_buffer(pieces: _Pieces) -> Iterator[memoryview]:
     """The content of the file in chunks, all in the same memory."""
     buffer = aligned_buffer(CHUNK)
-    view = as_bytes(buffer)
-    filled = 0
-    for _, values in pieces:
+    view, filled = buffer.numpy().data, 0
+    for _, part in pieces:
         start = 0
-        while start < len(values):
-            count = min(len(values) - start, CHUNK - filled)
-            buffer[filled : filled + count].copy_(values[start : start + count])
+        while start < len(part):
+            count = min(len(part) - start, CHUNK - filled)
+            buffer[filled : filled + count].copy_(part[start : start + count])
             start, filled = start + count, filled + count
             if filled == CHUNK:
                 yield view

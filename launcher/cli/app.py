@@ -1,20 +1,27 @@
-"""How typer reads and describes the subcommands that `main.py` declares."""
+"""How typer reads the arguments of the subcommands."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperCommand, TyperOption
 
+from launcher.errors import suggestion
+from launcher.recipe.decode import dotted, json_schema, keys
 from launcher.recipe.find import recipe_names
+from launcher.recipe.schema import Recipe, Slurm
+from launcher.recipe.section import size_in_bytes
 
 
 def _complete(incomplete: str) -> list[str]:
-    from launcher.cli.options import complete_override
-
-    return complete_override(incomplete)
+    """Completions of an override for the shell: recipes by name, and keys."""
+    known = [f"recipe={name}" for name in recipe_names()]
+    known += [f"{dotted(path)}=" for path in keys()]
+    return [override for override in known if override.startswith(incomplete)]
 
 
 Overrides = Annotated[
@@ -22,17 +29,31 @@ Overrides = Annotated[
     typer.Argument(
         metavar="recipe=NAME KEY=VALUE",
         default_factory=list,
-        hidden=True,  # described by Command.format_epilog
+        hidden=True,  # described by Command.format_epilog, without a type
         autocompletion=_complete,
     ),
 ]
 
 
-def option(help: str, metavar: str | None = None, *, min: int = 1) -> Any:
+def read_size(text: str) -> int:
+    """Bytes from a size with a unit, as `80GiB`."""
+    size = size_in_bytes(text)
+    if size is None:
+        raise typer.BadParameter(f"{text} is no size with a unit, such as 80GiB or 80GB")
+    return size
+
+
+def option(
+    help: str, metavar: str, *, min: int = 1, parser: Callable[[str], Any] | None = None
+) -> Any:
     """An option `--name value`. Its help names a default that the signature cannot hold."""
-    shows_default = "Default: " not in help
-    bound = min if metavar == "N" else None
-    return typer.Option(metavar=metavar, min=bound, help=help, show_default=shows_default)
+    return typer.Option(
+        metavar=metavar,
+        min=min if metavar == "N" else None,
+        help=help,
+        show_default="Default: " not in help,
+        parser=parser,
+    )
 
 
 def flag(name: str, help: str) -> Any:
@@ -43,18 +64,36 @@ def flag(name: str, help: str) -> Any:
 class Command(TyperCommand):
     """A command whose options may be written `name=value` as well as `--name value`."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        from launcher.cli.options import with_dashes
+    sections = ("recipe", *(field.name for field in dataclasses.fields(Recipe)))
+    """What an override may begin with."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {
-            str(param.name): bool(param.default) if param.is_flag else None
+            param.opts[0].removeprefix("--").replace("-", "_"): param
             for param in self.params
             if isinstance(param, TyperOption)
         }
-        overrides = any(param.name == "overrides" for param in self.params)
-        return super().parse_args(
-            ctx, with_dashes(str(self.name), args, options, overrides=overrides)
-        )
+        words = [word for argument in args for word in self._with_dashes(argument, options)]
+        return super().parse_args(ctx, words)
+
+    def _with_dashes(self, argument: str, options: dict[str, TyperOption]) -> list[str]:
+        name, equals, value = argument.partition("=")
+        if not equals or not name.isidentifier():
+            return [argument]
+        if name not in options:
+            overrides = any(param.name == "overrides" for param in self.params)
+            sections = self.sections if overrides else ()
+            if name in sections or os.path.exists(argument):  # the folder lr=0.1 of a sweep
+                return [argument]
+            there = ", ".join([*(option.opts[0] for option in options.values()), *sections[:1]])
+            what = f"not an option of launcher {self.name}{suggestion(name, [*options, *sections])}"
+            raise typer.TyperException(f"{argument}: {what}; there are {there}")
+        known = options[name]
+        if not known.is_flag:
+            return [f"{known.opts[0]}={value}"]
+        if value not in ("true", "false"):
+            raise typer.TyperException(f"{argument}: must be true or false")
+        return known.opts[:1] if value == "true" else known.secondary_opts[:1]
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         if any(param.name == "overrides" for param in self.params):
@@ -70,9 +109,9 @@ class Command(TyperCommand):
 class SubmitCommand(Command):
     """Describes the keys of the recipe's section slurm, too, which are arguments of `submit`."""
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        from launcher.recipe.decode import json_schema
+    sections = (*Command.sections, "sweep", *(field.name for field in dataclasses.fields(Slurm)))
 
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
         super().format_epilog(ctx, formatter)
         keys = json_schema()["$defs"]["Slurm"]["properties"]
         with formatter.section("Arguments for Slurm (keys of the recipe's section slurm)"):
@@ -86,33 +125,3 @@ class SubmitCommand(Command):
 
 def _as_yaml(value: Any) -> str:
     return "null" if value is None else str(value).lower()
-
-
-class _Group(TyperGroup):
-    """Lists the commands with the whole first line of their help, and the shipped recipes."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(self.commands)  # in the order of `main.py`
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        first_lines = {name: command.help or "" for name, command in self.commands.items()}
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text.split("\n")[0]) for name, text in first_lines.items()])
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        formatter.write_paragraph()
-        formatter.write_text(f"Shipped recipes: {', '.join(recipe_names())}.")
-
-
-app = typer.Typer(
-    cls=_Group,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-
-
-def command(function: Callable[..., int]) -> Callable[..., int]:
-    """Adds a subcommand."""
-    return app.command(cls=Command)(function)

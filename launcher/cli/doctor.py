@@ -2,17 +2,14 @@
 
 Keys of the JSON file, which `launcher plan rates=FILE` reads: fit, bad_nodes (hosts, as Slurm names
 them), device, nodes, ranks_per_node, versions, findings [{host, name, state, text}], rates
-(`planner.hardware.Rates`; null: not measured), and in bytes per second of a rank: within_node and
-across_nodes (sent, by collective), links (exchanged with the next node, by host).
+(`planner.machine.Rates`; null: not measured).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,11 +63,9 @@ def main(request: Request) -> int:
     }
     if request.node:
         return EXIT_DONE if print_node(*node_checks.examine(**node)) else EXIT_NO
-    environment = None
     with contextlib.suppress(RecipeError):  # srun without torchrun: each task checks its machine
-        environment = read_environment()
-    if environment is not None and environment.torchrun:
-        return _examine_group(request, node, environment)
+        if (environment := read_environment()).torchrun:
+            return _examine_group(request, node, environment)
     if request.quick:
         what = "is for several nodes, each with a torchrun (launcher doctor --help)"
         raise RecipeError(f"command line: quick: {what}")
@@ -80,8 +75,9 @@ def main(request: Request) -> int:
 def _examine_group(request: Request, node: dict[str, Any], environment: Environment) -> int:
     """Under torchrun: the ranks of all nodes check and measure together."""
     node["ranks"] = environment.local_world_size
-    group_checks = importlib.import_module("launcher.diagnostics.group_checks")
-    report: Report = group_checks.run(node=node, shared=request.shared, quick=request.quick)
+    from launcher.diagnostics import group_checks  # imports torch
+
+    report = group_checks.run(node=node, shared=request.shared, quick=request.quick)
     if not _prints(environment):  # a failed rank would make torchrun end the rank that prints
         return EXIT_DONE
     print_findings(report.findings, hosts=report.nodes > 1)
@@ -94,7 +90,7 @@ def _examine_machine(request: Request, node: dict[str, Any]) -> int:
     """Checks this machine, then measures with several processes."""
     findings, versions = node_checks.examine(**node)
     print_findings(findings, hosts=False)
-    ranks = request.ranks or versions["gpus"] or min(2, node_checks.cores())
+    ranks = request.ranks or versions["gpus"] or min(2, len(os.sched_getaffinity(0)))
     report = Report(
         findings=findings, device="CPU", nodes=1, ranks_per_node=ranks, versions=versions
     )
@@ -109,13 +105,7 @@ def _examine_machine(request: Request, node: dict[str, Any]) -> int:
     finish(report, request.json)
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if nodes not in ("", "1"):
-        print(
-            f"\nThis was {socket.gethostname()} alone. For all {nodes} nodes of the job, with a HOST "
-            "of it:\n"
-            "  srun --ntasks-per-node=1 torchrun --nnodes $SLURM_JOB_NUM_NODES --nproc-per-node "
-            "GPUS --rdzv-backend c10d \\\n"
-            "    --rdzv-endpoint HOST:29500 -m launcher.cli.main doctor"
-        )
+        print(f"\nThis checked one of {nodes} nodes. launcher doctor --help shows how to check all")
     return EXIT_DONE if report.fit else EXIT_NO
 
 

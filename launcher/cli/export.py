@@ -3,27 +3,48 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any
 
-from launcher.checkpoint.files import (
-    MARKER,
-    NoneLeftError,
-    list_checkpoints,
-    newest_valid,
-    verify,
-)
-from launcher.errors import EXIT_DONE, RecipeError
-from launcher.recipe.schema import Recipe
+import typer
 
-_DTYPES = ("bfloat16", "float16", "float32")
+from launcher.checkpoint import files
+from launcher.checkpoint.files import MARKER, NoneLeftError, list_checkpoints, newest_valid
+from launcher.cli.app import flag, option
+from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
+from launcher.recipe.schema import Dtype, Recipe
 
 
-def main(run: Path, out: Path, *, dtype: str | None, merged: bool) -> int:
-    """Writes the weights of RUN_DIR/hf, or else those of the newest checkpoint, to `out`.
+def export(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or one of its checkpoints.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to write; must be new or empty.")
+    ],
+    dtype: Annotated[
+        Dtype | None,
+        option("bfloat16 | float16 | float32. Default: as the weights are stored.", "DTYPE"),
+    ] = None,
+    merged: Annotated[
+        bool, flag("--merged", "Merge the adapters into the model that they belong to.")
+    ] = False,
+    verify: Annotated[
+        bool, flag("--verify", "Load OUT in a fresh process and compare it with the run.")
+    ] = False,
+) -> int:
+    """Write the weights of a run as a Hugging Face folder.
 
-    dtype: of the weights; None: as they are stored. merged: merges adapters into their model.
+    Takes RUN_DIR/hf if a finished run has it, else the newest checkpoint.
+
+    --verify compares weights, logits, tokenizer, chat template and end tokens of OUT with the
+    newest checkpoint; an OUT that exists is not written. Exit status 3: they differ.
+
+    \b
+    Example:
+      launcher export runs/qwen3_8b exported dtype=bfloat16
     """
-    if dtype not in (None, *_DTYPES):
-        raise RecipeError(f"command line: dtype={dtype}: must be {' | '.join(_DTYPES)}")
+    if verify and out.is_dir() and any(out.iterdir()):
+        return _verify(run, out)
     checkpoint = _checkpoint(run)
     source = _weights(run) if checkpoint is None else checkpoint
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -46,25 +67,43 @@ def main(run: Path, out: Path, *, dtype: str | None, merged: bool) -> int:
         )
     reader = "peft's PeftModel.from_pretrained" if adapter else "from_pretrained"
     print(f"{out}: {'the adapter, ' if adapter else ''}for {reader}, from {source}")
-    return EXIT_DONE
+    return _verify(run, out) if verify else EXIT_DONE
+
+
+def _verify(run: Path, out: Path) -> int:
+    checkpoint = _checkpoint(run, unless_exported=False)
+    if checkpoint is None:
+        raise RecipeError(f"command line: --verify: {run} has no checkpoint to compare {out} with")
+    from launcher.checkpoint.verify import verify_export
+
+    differences = verify_export(checkpoint, out, load_tokenizer=_tokenizer)
+    for difference in differences:
+        print(f"differs: {difference}")
+    print(f"{out} {'does not match' if differences else 'matches'} {checkpoint}")
+    return EXIT_NO if differences else EXIT_DONE
+
+
+def _tokenizer(recipe: Recipe) -> Any:
+    from launcher.data.setup import tokenizer_to_keep
+
+    return tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
 
 
 def _save_tokenizer(recipe: Recipe, folder: Path) -> None:
-    from launcher.data.setup import tokenizer_to_keep
-
-    tokenizer = tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
+    tokenizer = _tokenizer(recipe)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
-def _checkpoint(run: Path) -> Path | None:
-    """`run` if it is a checkpoint, or the newest valid one of a run that has no export."""
+def _checkpoint(run: Path, *, unless_exported: bool = True) -> Path | None:
+    """`run` if it is a checkpoint, or the newest valid one of a run (that has no export)."""
     if (run / MARKER).is_file():
-        problem = verify(run)
+        problem = files.verify(run)
         if problem is not None:
             raise RecipeError(f"command line: {run} is damaged: {problem}")
         return run
-    if any((run / "hf").glob("*.safetensors")) or not (run / "checkpoints").is_dir():
+    exported = any((run / "hf").glob("*.safetensors"))
+    if (exported and unless_exported) or not (run / "checkpoints").is_dir():
         return None
     try:
         return newest_valid(list_checkpoints(run / "checkpoints"))
@@ -75,12 +114,10 @@ def _checkpoint(run: Path) -> Path | None:
 def _weights(run: Path) -> Path:
     source = run / "hf"
     if not run.is_dir():
-        raise RecipeError(f"command line: {run}: no such folder")
+        raise RecipeError(f"command line: {run}: there is no such folder")
     if not any(source.glob("*.safetensors")):
-        is_run = (run / "recipe.yaml").is_file()
-        hint = "" if is_run else " (no recipe.yaml: it does not look like the folder of a run)"
         raise RecipeError(
-            f"command line: {run} has no weights{hint}: a run writes them to {source} at its end, "
+            f"command line: {run} has no weights: a run writes them to {source} at its end, "
             "if the recipe has checkpoint.export: at_end, and to its checkpoints"
         )
     return source

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from launcher.cli.prepare import data_sets
 from launcher.errors import EXIT_DONE, RecipeError, suggestion
 from launcher.metrics.console import configure_logging
 from launcher.recipe.hub import model_folder
 from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Data, DataKind, Model, Recipe
+from launcher.recipe.schema import Batch, Data, Model, Recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Parts = dict[str, tuple[tuple[str, ...], DataKind]]
-"""The sets to show: files and kind of each."""
-
 _WIDTH = 120
 _STREAMED = 1000
-"""Rows of a stream to look at."""
+"""Rows of a stream that are inspected."""
 
 
 def main(overrides: Sequence[str], *, name: str, samples: int, tokens: int) -> int:
@@ -36,27 +35,30 @@ def main(overrides: Sequence[str], *, name: str, samples: int, tokens: int) -> i
     if data.builder is not None:
         what = "inspect shows the samples of data.train and data.validation, not its own"
         raise RecipeError(f"data.builder: {what}")
-    parts, weights = _parts(data, name)
+    sets = _sets_of(data, name)
 
     # After all errors of the recipe, because they import numpy
-    from launcher.cli.inspect_page import Page, facts
-    from launcher.data.samples import load_decoder
+    from launcher.cli.inspect_page import Page, facts, load_decoder
 
     tokenizer = data.tokenizer or recipe.model.path
-    validates = name != "train" and not (isinstance(data.train, dict) and name in data.train)
-    opened = _open(recipe, parts, tokenizer, validates=validates)
-    order = _Order(opened, weights, recipe, validates=validates)
+    opened, validates = _open(recipe, sets, tokenizer)
+    weights: tuple[float, ...] = ()
+    if name == "train" and isinstance(data.train, dict):
+        weights = tuple(source.weight for source in data.train.values())
+    shuffle = data.shuffle and not validates
     page, several = Page(_console()), len(opened) > 1
     streamed = f"the first {_STREAMED:,} rows" if data.streaming else ""
     page.title(recipe.run.name, name, "validation" if validates else streamed)
     decoder = load_decoder(tokenizer)
-    for number, (part, index) in enumerate(order.first(samples), start=1):
+    shown = itertools.islice(_order(opened, weights, recipe.run.seed, shuffle=shuffle), samples)
+    for number, (part, index) in enumerate(shown, start=1):
         title = f"sample {number} · {part}" if several else f"sample {number}"
         page.sample(title, index, opened[part], decoder, data, most=tokens)
     shares = [f"{weight / sum(weights):.1%}" for weight in weights] or [""] * len(opened)
     page.totals(
         {
-            part: facts(dataset, share=share, padding=order.padding(part))
+            part: {"share of the sequences": share}
+            | facts(dataset, padding=_padding(dataset, recipe, shuffle=shuffle))
             for (part, dataset), share in zip(opened.items(), shares, strict=True)
         }
     )
@@ -69,59 +71,65 @@ def main(overrides: Sequence[str], *, name: str, samples: int, tokens: int) -> i
 def _console() -> Console:
     from rich.console import Console
 
-    terminal = sys.stdout.isatty()
-    console = Console(
-        highlight=False, width=None if terminal else _WIDTH, emoji=False, markup=False
-    )
+    width = None if sys.stdout.isatty() else _WIDTH
+    console = Console(highlight=False, width=width, emoji=False, markup=False)
     console.width = min(console.width, _WIDTH)
     return console
 
 
+def _sets_of(data: Data, name: str) -> dict[str, Any]:
+    """The sets of a name (`train`, `validation` or one of theirs): kind, files, validation."""
+    sets = {tuple(full.split(".", 2)[1:]): rest for full, *rest in data_sets(data)}
+    found = {path[-1]: one for path, one in sets.items() if name in path}
+    if not found:
+        known = list(dict.fromkeys([path[0] for path in sets] + [path[-1] for path in sets]))
+        what = f"no set of that name{suggestion(name, known)}; there are {', '.join(known)}"
+        raise RecipeError(f"command line: set={name}: {what}")
+    return found
+
+
 def _open(
-    recipe: Recipe, parts: Parts, tokenizer: str | None, *, validates: bool
-) -> dict[str, Any]:
-    """Each set, tokenized; of a stream its first rows."""
+    recipe: Recipe, sets: dict[str, Any], tokenizer: str | None
+) -> tuple[dict[str, Any], bool]:
+    """Each set, tokenized; of a stream its first rows. Whether they are for validation."""
     from launcher.data.dataset import open_dataset
-    from launcher.data.samples import first_documents
     from launcher.data.token_store import ModelInputs
 
     model = ModelInputs(vocabulary=_vocabulary(recipe.model))
     opened: dict[str, Any] = {}
-    for part, (files, kind) in parts.items():
+    validates = False
+    for name, (kind, files, validates) in sets.items():
         data = dataclasses.replace(recipe.data, kind=kind)
         if data.streaming and not validates:
-            opened[part] = first_documents(
-                data, files, tokenizer=tokenizer, seed=recipe.run.seed, most=_STREAMED
-            )
+            opened[name] = _first_documents(data, files, tokenizer, seed=recipe.run.seed)
         else:
-            opened[part] = open_dataset(
+            opened[name] = open_dataset(
                 data, files, tokenizer=tokenizer, model=model, build=True, validation=validates
             )
-    return opened
+    return opened, validates
 
 
-def _parts(data: Data, name: str) -> tuple[Parts, list[float]]:
-    """The sets of a name, and their weights in a mixture."""
-    weights: list[float] = []
-    sets: dict[str, Parts] = {"train": {}}
-    if isinstance(data.train, dict):
-        for part, source in data.train.items():
-            sets["train"][part] = (source.files, source.kind or data.kind)
-        weights = [source.weight for source in data.train.values()] if name == "train" else []
-    elif data.train is not None:
-        sets["train"] = {"train": (data.train, data.kind)}
-    if isinstance(data.validation, dict):
-        sets["validation"] = {part: (files, data.kind) for part, files in data.validation.items()}
-    elif data.validation is not None:
-        sets["validation"] = {"validation": (data.validation, data.kind)}
-    if name in sets:
-        return sets[name], weights
-    single = {part: found for parts in sets.values() for part, found in parts.items()}
-    if name not in single:
-        known = list(dict.fromkeys([*sets, *single]))
-        what = f"no set of that name{suggestion(name, known)}; there are {', '.join(known)}"
-        raise RecipeError(f"command line: set={name}: {what}")
-    return {name: single[name]}, []
+def _first_documents(
+    data: Data, files: tuple[str, ...], tokenizer: str | None, *, seed: int
+) -> Any:
+    """The first documents of a stream, packed as they are without streaming."""
+    from launcher.data.dataset import SequenceDataset
+    from launcher.data.encoder import make_encoder
+    from launcher.data.packing import pack
+    from launcher.data.sources import find_parts, read_all
+    from launcher.data.streaming import assign_shards
+    from launcher.data.tokenization import store_rows
+
+    encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
+    parts = find_parts(files, kind=data.kind)
+    shard = assign_shards(parts, shards=1, seed=seed, shuffle=data.shuffle)[0]
+    rows = itertools.islice(read_all(shard, column=encoder.text_column), _STREAMED)
+    store = store_rows(list(encoder.encode_rows(rows)), data.on_error)
+    if not store.documents:
+        raise RecipeError(f"data: {', '.join(files)}: no documents in the first {_STREAMED:,} rows")
+    length = data.sequence_length
+    sequences = pack(store.offsets, data.kind, packing=data.packing, sequence_length=length)
+    return SequenceDataset(store, sequences, length, data.packing)
 
 
 def _vocabulary(model: Model) -> int | None:
@@ -135,60 +143,38 @@ def _vocabulary(model: Model) -> int | None:
     return size if isinstance(size, int) else None
 
 
-class _Order:
-    """The order of the run: training data shuffled, validation data in order."""
+def _order(
+    opened: dict[str, Any], weights: tuple[float, ...], seed: int, *, shuffle: bool
+) -> Iterator[tuple[str, int]]:
+    """Set and index of each sample in the order of the run; of several sets in turn."""
+    from launcher.data.dataset import MixtureDataset, make_order
 
-    def __init__(
-        self, opened: dict[str, Any], weights: list[float], recipe: Recipe, *, validates: bool
-    ) -> None:
-        from launcher.data.batching import MixtureOrder, SampleOrder
+    names = list(opened)
+    if weights:
+        mixture = MixtureDataset(opened, weights)
+        order = make_order(mixture, seed=seed, shuffle=shuffle, epochs=None)
+        for position in itertools.count():
+            yield mixture.locate(order.sample(position))
+    orders = [
+        make_order(dataset, seed=seed, shuffle=shuffle, epochs=None) for dataset in opened.values()
+    ]
+    for position in itertools.count():
+        turn, part = divmod(position, len(names))
+        yield names[part], orders[part].sample(turn)
 
-        self._opened, self._batch = opened, recipe.batch
-        seed, shuffle = recipe.run.seed, recipe.data.shuffle and not validates
-        sizes = {part: len(dataset) for part, dataset in opened.items()}
-        self._orders = {
-            part: SampleOrder(samples=size, seed=seed, shuffle=shuffle)
-            for part, size in sizes.items()
-        }
-        self._mixed = None
-        if weights:
-            self._mixed = MixtureOrder(
-                sizes=list(sizes.values()), weights=weights, seed=seed, shuffle=shuffle
-            )
 
-    def first(self, samples: int) -> list[tuple[str, int]]:
-        """Set and index of the first samples; of several sets in turn."""
-        names, found = list(self._opened), []
-        for position in range(samples):
-            if self._mixed is None:
-                turn, part = divmod(position, len(names))
-                found.append((names[part], self._orders[names[part]].sample(turn)))
-                continue
-            index = self._mixed.sample(position)
-            for name in names:
-                if index < len(self._opened[name]):
-                    found.append((name, index))
-                    break
-                index -= len(self._opened[name])
-        return found
+def _padding(dataset: Any, recipe: Recipe, *, shuffle: bool) -> str:
+    """Share of padding; estimated over 64 steps if rows are padded to their micro-batch."""
+    from launcher.data.batching import make_batch_sampler
+    from launcher.data.dataset import make_order
+    from launcher.data.loader import expected_padding
 
-    def padding(self, part: str) -> str:
-        """Share of padding; estimated over 64 steps if rows are padded to their micro-batch."""
-        from launcher.data.batching import BatchSampler, RankBatchSampler, TokenBatchSampler
-        from launcher.data.loader import expected_padding
-
-        dataset, batch, order = self._opened[part], self._batch, self._orders[part]
-        if dataset.packed:
-            filled = int(dataset.sequences.lengths.sum())
-            return f"{1 - filled / (len(dataset) * dataset.length):.1%}"
-        size, tokens = batch.micro_batch_size, batch.micro_batch_tokens
-        one: dict[str, Any] = {"rank": 0, "ranks": 1, "first_step": 0, "steps": 64}
-        one |= {"order": order, "global_batch_size": batch.global_batch_size}
-        sampler: BatchSampler
-        if tokens is not None:
-            sampler = TokenBatchSampler(lengths=dataset.lengths, micro_batch_tokens=tokens, **one)
-        else:
-            size = size if isinstance(size, int) else 1
-            sampler = RankBatchSampler(micro_batch_size=size, **one)
-        share = expected_padding(dataset, sampler)
-        return "" if share is None else f"{share:.1%}"
+    if dataset.packed:
+        return f"{1 - dataset.tokens / (len(dataset) * dataset.length):.1%}"
+    batch = recipe.batch
+    if batch.micro_batch_size == "auto":
+        batch = Batch(global_batch_size=batch.global_batch_size, micro_batch_size=1)
+    order = make_order(dataset, seed=recipe.run.seed, shuffle=shuffle, epochs=None)
+    sampler = make_batch_sampler(batch, order=order, lengths=dataset.lengths, steps=64)
+    share = expected_padding(dataset, sampler)
+    return "" if share is None else f"{share:.1%}"

@@ -1,7 +1,4 @@
-"""The `launcher` command: every subcommand with its options, their defaults and an example.
-
-A command imports the module that does its work when it runs: `--help` needs none of them.
-"""
+"""The `launcher` command: every subcommand with its options, their defaults and an example."""
 
 from __future__ import annotations
 
@@ -14,8 +11,30 @@ from typing import Annotated
 import typer
 
 from launcher import __version__
-from launcher.cli.app import Overrides, SubmitCommand, app, command, flag, option
+from launcher.cli.app import Command, Overrides, SubmitCommand, flag, option
+from launcher.cli.export import export
+from launcher.cli.plan import plan
+from launcher.cli.prepare import prepare
+from launcher.cli.report import report
+from launcher.cli.rows import rows
+from launcher.cli.selftest import selftest
+from launcher.cli.show import schema, show
+from launcher.cli.status import status
+from launcher.cli.train import train
 from launcher.errors import EXIT_DONE, EXIT_USAGE, RecipeError
+from launcher.recipe.find import recipe_names
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog=f"Shipped recipes: {', '.join(recipe_names())}.",
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    },
+)
 
 
 def _print_version(wanted: bool) -> None:
@@ -39,127 +58,6 @@ def launcher(
     """
 
 
-@command
-def train(
-    overrides: Overrides,
-    gpus: Annotated[
-        int | None, option("Processes, one per GPU. Default: the visible GPUs, or 1.", "N")
-    ] = None,
-    max_restarts: Annotated[
-        int, option("Restarts after a failure, from the last checkpoint.", "N", min=0)
-    ] = 0,
-) -> int:
-    """Train on this machine: starts torchrun with a process for each GPU.
-
-    \b
-    Example:
-      launcher train recipe=fsdp data.train=[my/data/*.jsonl] optimizer.learning_rate=1e-4
-      launcher train recipe=quickstart run.device=cpu --gpus 2
-    """
-    from launcher.cli.train import main
-
-    return main(overrides, gpus=gpus, max_restarts=max_restarts)
-
-
-@command
-def show(
-    overrides: Overrides,
-    ranks: Annotated[
-        int | None, option("Also check the batch sizes for this number of ranks.", "N")
-    ] = None,
-) -> int:
-    """Print the resolved recipe, each value with the line or argument that it comes from.
-
-    \b
-    Example:
-      launcher show recipe=fsdp optimizer.learning_rate=1e-4
-    """
-    from launcher.cli.show import main
-
-    return main(overrides, ranks=ranks)
-
-
-@command
-def schema() -> int:
-    """Print the JSON Schema of recipes, for editors.
-
-    \b
-    Example:
-      launcher schema > recipe.schema.json
-    """
-    import json
-
-    from launcher.recipe.decode import json_schema
-
-    print(json.dumps(json_schema(), indent=1))
-    return EXIT_DONE
-
-
-@command
-def plan(
-    overrides: Overrides,
-    nodes: Annotated[int, option("Nodes.", "N")] = 1,
-    gpus_per_node: Annotated[
-        int | None, option("GPUs per node. Default: those of this machine, or 8.", "N")
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        option("Name of the GPU, such as h100. Default: the GPUs of this machine.", "NAME"),
-    ] = None,
-    gpu_memory: Annotated[str | None, option("Memory of a GPU, such as 80GiB.", "SIZE")] = None,
-    host_memory: Annotated[
-        str | None, option("Host memory of a node, such as 1TiB.", "SIZE")
-    ] = None,
-    rates: Annotated[
-        Path | None, option("Measured rates, from `launcher doctor --json FILE`.", "FILE")
-    ] = None,
-    ladder: Annotated[
-        bool, option("Search for the fastest configuration that fits; not with --verify.")
-    ] = True,
-    verify: Annotated[
-        bool, flag("--verify", "Train three steps here and print measured beside planned memory.")
-    ] = False,
-    json: Annotated[bool, flag("--json", "Print one JSON object; sizes are in bytes.")] = False,
-) -> int:
-    """Predict memory and speed: does it fit, and which configuration is the fastest that fits?
-
-    Exit status 3: it does not fit.
-
-    \b
-    Example:
-      launcher plan recipe=qwen3_8b gpu=a100-40gb gpus_per_node=8
-    """
-    from launcher.cli.options import read_size
-    from launcher.cli.plan import Request, main
-
-    request = Request(
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        gpu=gpu,
-        gpu_memory=read_size("gpu_memory", gpu_memory),
-        host_memory=read_size("host_memory", host_memory),
-        rates=rates,
-        ladder=ladder and not verify,
-        verify=verify,
-        json=json,
-    )
-    return main(overrides, request)
-
-
-@command
-def prepare(overrides: Overrides) -> int:
-    """Fetch model and data and tokenize into the cache, for nodes that have no network.
-
-    \b
-    Example:
-      launcher prepare recipe=lora_llama_3_1_8b data.train=[my/data/*.jsonl]
-    """
-    from launcher.cli.prepare import main
-
-    return main(overrides)
-
-
-@command
 def inspect(
     overrides: Overrides,
     set: Annotated[
@@ -179,27 +77,6 @@ def inspect(
     return main(overrides, name=set, samples=samples, tokens=tokens)
 
 
-@command
-def selftest(
-    overrides: Overrides,
-    ranks: Annotated[int, option("Ranks, on this machine.", "N")] = 2,
-    steps: Annotated[int, option("Optimizer steps of each variant.", "N")] = 5,
-    shrink: Annotated[bool, flag("--shrink", "Make the model small.")] = False,
-) -> int:
-    """Compare the losses of a few steps over strategies, accumulation and numbers of ranks.
-
-    Exit status 3: losses differ by more than their tolerance.
-
-    \b
-    Example:
-      launcher selftest recipe=fsdp shrink=true ranks=2
-    """
-    from launcher.cli.selftest import main
-
-    return main(overrides, ranks=ranks, steps=steps, shrink=shrink)
-
-
-@app.command(cls=SubmitCommand)
 def submit(
     overrides: Overrides,
     gpu: Annotated[
@@ -248,55 +125,6 @@ def submit(
     return main(overrides, request)
 
 
-@command
-def status(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="RUN_DIR", help="Folder of a run, or a folder that holds several."),
-    ],
-) -> int:
-    """Print the state of a run: step, loss, speed, checkpoint, restarts and lost time.
-
-    \b
-    Example:
-      launcher status runs/fsdp
-      launcher status runs
-    """
-    from launcher.cli.status import main
-
-    return main(folder)
-
-
-@command
-def export(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or one of its checkpoints.")
-    ],
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder to write; must be new or empty.")
-    ],
-    dtype: Annotated[
-        str | None,
-        option("bfloat16 | float16 | float32. Default: as the weights are stored.", "DTYPE"),
-    ] = None,
-    merged: Annotated[
-        bool, flag("--merged", "Merge the adapters into the model that they belong to.")
-    ] = False,
-) -> int:
-    """Write the weights of a run as a Hugging Face folder.
-
-    Takes RUN_DIR/hf if a finished run has it, else the newest checkpoint.
-
-    \b
-    Example:
-      launcher export runs/qwen3_8b exported dtype=bfloat16
-    """
-    from launcher.cli.export import main
-
-    return main(run, out, dtype=dtype, merged=merged)
-
-
-@command
 def doctor(
     ranks: Annotated[
         int | None, option("Processes that measure together. Default: the GPUs, or 2.", "N")
@@ -335,6 +163,16 @@ def doctor(
     from launcher.cli.doctor import Request, main
 
     return main(Request(ranks, json, shared, runs, gpus, port, quick, node))
+
+
+_COMMANDS = (
+    *(train, plan, show, inspect, prepare, status, report, rows, submit, export, selftest),
+    doctor,
+    schema,
+)
+for function in _COMMANDS:
+    about = (function.__doc__ or "").partition("\n")[0]
+    app.command(cls=SubmitCommand if function is submit else Command, short_help=about)(function)
 
 
 def run(arguments: Sequence[str]) -> int:

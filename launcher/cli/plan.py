@@ -1,31 +1,8 @@
 """`launcher plan recipe=... [gpu=h100 | gpu_memory=80GiB]`: will it fit? Needs no GPU, no weights.
 
 With `--verify` it trains three steps on this machine, with random weights and tokens. Exit status
-3 if the planned peak is more than 5 % above or 2 % below the measured one.
-
-The object that `--json` prints, all sizes in bytes:
-        recipe, strategy, batch   name of the run; strategy and batch in words
-        machine                   name, device, nodes, gpus_per_node, ranks, memory, host_memory
-                                  (null: not known), rates
-        fits                      true, false, or null where no memory is known
-        needed, spare             of one GPU; spare is null where its memory is not known
-        peak                      phase, micro_batch (0-based), where (a module's name),
-                                  components {name: bytes}, total, text
-        context, margin           added to the peak's total, they are `needed`
-        phases                    {forward | backward | optimizer: as peak}
-        held, after_forward       {name: bytes}: between steps; after the first forward pass
-        timeline                  [as peak], in the order of a step
-        method                    traced | arithmetic
-        arithmetic                the estimated peak; null where the plan is the estimate
-        host                      of one node: processes, offload, workers, staging, total, spare
-        checkpoint                bytes, kept (at once)
-        notes                     [text]
-        verified                  null, or true (whether the plan held), and
-                                  compared [{what, planned, measured}]
-        ladder                    null, or considered, best (index into rungs; null: nothing fits),
-                                  remedies [text], written_seconds, and the configurations, fastest
-                                  first, as rungs [{overrides [text], strategy, micro_batch_size,
-                                  fits, as_written, needed, host, seconds, tokens_per_second, ...}]
+3 if the planned peak is more than 5 % above or 2 % below the measured one. With `--measure` it
+trains a few steps of the configurations that should be fastest.
 """
 
 from __future__ import annotations
@@ -33,76 +10,129 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+from launcher.cli.app import Overrides, flag, option, read_size
+from launcher.distributed import host_memory
+from launcher.distributed.environment import cache_folder, set_compile_cache
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, RecipeError, TrainingError
+from launcher.metrics.report import write
 from launcher.planner import machine as machines
-from launcher.planner.formatting import Line, as_json, as_text
+from launcher.planner.formatting import as_json, as_text
 from launcher.planner.machine import Machine
+from launcher.planner.page import plan_page
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
-from launcher.recipe.validate import leaves_open
+from launcher.recipe.validate import open_keys
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The options of the command; memory in bytes."""
+def plan(
+    overrides: Overrides,
+    nodes: Annotated[int, option("Nodes.", "N")] = 1,
+    gpus_per_node: Annotated[
+        int | None, option("GPUs per node. Default: those of this machine, or 8.", "N")
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        option("Name of the GPU, such as h100. Default: the GPUs of this machine.", "NAME"),
+    ] = None,
+    gpu_memory: Annotated[
+        int | None, option("Memory of a GPU, such as 80GiB.", "SIZE", parser=read_size)
+    ] = None,
+    host_memory: Annotated[
+        int | None, option("Host memory of a node, such as 1TiB.", "SIZE", parser=read_size)
+    ] = None,
+    rates: Annotated[
+        Path | None, option("Measured rates, from `launcher doctor --json FILE`.", "FILE")
+    ] = None,
+    ladder: Annotated[
+        bool,
+        flag(
+            "--ladder/--no-ladder",
+            "Search for the fastest configuration that fits; not with --verify.",
+        ),
+    ] = True,
+    verify: Annotated[
+        bool, flag("--verify", "Train three steps here and print measured beside planned memory.")
+    ] = False,
+    measure_fastest: Annotated[
+        bool,
+        flag("--measure", "Train steps of the fastest by plan here; auto takes the fastest."),
+    ] = False,
+    html: Annotated[Path | None, option("Also write the plan as an HTML page.", "FILE")] = None,
+    print_json: Annotated[
+        bool, flag("--json", "Print one JSON object; sizes are in bytes.")
+    ] = False,
+) -> int:
+    """Predict memory and speed: does it fit, and which configuration is the fastest that fits?
 
-    nodes: int
-    gpus_per_node: int | None
-    gpu: str | None
-    gpu_memory: int | None
-    host_memory: int | None
-    rates: Path | None
-    ladder: bool
-    verify: bool
-    json: bool
+    Exit status 3: it does not fit.
 
-
-def main(overrides: Sequence[str], request: Request) -> int:
-    """Exit status 0: it fits, or the memory is not known; 3: it does not fit."""
-    machine, notes = _machine(overrides, request)
+    \b
+    Example:
+      launcher plan recipe=qwen3_8b gpu=a100-40gb gpus_per_node=8
+      launcher plan recipe=quickstart gpu=cpu gpus_per_node=2 --measure
+    """
+    machine, notes = _machine(overrides, nodes, gpus_per_node, gpu, gpu_memory, host_memory, rates)
     loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
-    if request.verify:
-        _check_can_verify(machine)
+    if verify and measure_fastest:
+        raise RecipeError("command line: verify, measure: give one of them")
+    if verify or measure_fastest:
+        machine = _this_machine(machine, "verify" if verify else "measure", gpu)
+    set_compile_cache(cache_folder(loaded.recipe.data.cache))
     # After all errors of the user, because they import torch
-    from launcher.planner import measure, plan, search
+    from rich.console import Console
 
-    recipe, quiet = loaded.recipe, request.json
-    if leaves_open(recipe):
-        with _progress("choosing what is auto", quiet):
+    from launcher.planner import measure, measured, plan, search
+
+    recipe, progress = loaded.recipe, Console(stderr=True, quiet=print_json).status
+    if open_keys(recipe):
+        with progress("choosing what is auto"):
             recipe, chosen, note = _choose(recipe, machine)
         overrides, notes = [*overrides, *chosen], [*notes, note]
-    with _progress("tracing a step", quiet):
+    with progress("tracing a step"):
         planned = plan.make_plan(recipe, machine)
     planned = dataclasses.replace(planned, notes=(*notes, *planned.notes))
-    ladder = measured = None
-    if request.ladder:
-        with _progress("searching for a faster configuration", quiet):
-            ladder = search.make_ladder(recipe, machine, plan_of=plan.make_plan)
-    if request.verify:
+    configurations = verified = trials = None
+    if ladder and not verify:
+        with progress("searching for a faster configuration"):
+            configurations = search.make_ladder(recipe, machine)
+    if measure_fastest:
+        with progress("measuring the configurations that should be fastest"):
+            trials = measured.measure_fastest(overrides, recipe, machine)
+    if verify:
         on_gpus = machine.device == "cuda"
         try:
-            with _progress("training three steps", quiet):
-                (measured,) = measure.measure([overrides], ranks=machine.ranks, gpus=on_gpus)
+            with progress("training three steps"):
+                (verified,) = measure.measure([overrides], ranks=machine.ranks, gpus=on_gpus)
         except TrainingError as error:
             print(error, file=sys.stderr)
             return EXIT_FAILED
-    report = as_json(recipe, planned, ladder, measured)
-    if request.json:
+    report = as_json(recipe, planned, configurations, verified) | {"measured": trials}
+    if html is not None:
+        write(plan_page(report), html)
+    if print_json:
         print(json.dumps(report, indent=1))
     else:
-        _print(as_text(report))
+        print("\n".join(as_text(report)))
+    if trials is not None and trials["best"] is None:
+        return EXIT_FAILED
     wrong = report["verified"] is not None and not report["verified"]["true"]
     return EXIT_NO if report["fits"] is False or wrong else EXIT_DONE
 
 
-def _machine(overrides: Sequence[str], request: Request) -> tuple[Machine, list[str]]:
+def _machine(
+    overrides: Sequence[str],
+    nodes: int,
+    gpus: int | None,
+    gpu: str | None,
+    memory: int | None,
+    host_memory: int | None,
+    rates: Path | None,
+) -> tuple[Machine, list[str]]:
     """The machine to plan for, and notes about it. Raises RecipeError."""
-    gpu, memory, gpus = request.gpu, request.gpu_memory, request.gpus_per_node
     notes = []
     if gpu is None and memory is None and (present := detect_gpus()) is not None:
         gpu, memory, found = present
@@ -112,23 +142,26 @@ def _machine(overrides: Sequence[str], request: Request) -> tuple[Machine, list[
             f"gpu_memory=80GiB, and gpus_per_node={gpus}."
         )
     gpus = gpus or 8
-    load_recipe(overrides, ranks=request.nodes * gpus, files=False)  # its errors first
+    load_recipe(overrides, ranks=nodes * gpus, files=False)  # its errors first
     machine = machines.known_machine(
         gpu,
-        nodes=request.nodes,
+        nodes=nodes,
         gpus_per_node=gpus,
         memory=memory,
-        host_memory=request.host_memory,
-        overrides=None if request.rates is None else machines.read_rates(request.rates),
+        host_memory=host_memory,
+        overrides=None if rates is None else machines.read_rates(rates),
     )
     return machine, notes
 
 
 def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, tuple[str, ...], str]:
     """The recipe with each `auto` replaced, the overrides that do the same, and a note."""
-    from launcher.planner import candidates, plan, search
+    from launcher.planner import candidates, measured, search
 
-    best = search.fastest_that_fits(recipe, machine, plan_of=plan.make_plan)
+    if (kept := measured.measured_choice(recipe, machine)) is not None:
+        kept_recipe, changes, why = kept
+        return kept_recipe, tuple(changes), f"auto stands for {' '.join(changes)}: {why}"
+    best = search.fastest_that_fits(recipe, machine)
     if best is not None:
         overrides = " ".join(best.overrides)
         return best.recipe, best.overrides, f"auto stands for {overrides}: the fastest that fits"
@@ -139,14 +172,30 @@ def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, tuple[str, ...], 
     return concrete, changes, f"auto is shown as {' '.join(changes)}: {why}"
 
 
-def _check_can_verify(machine: Machine) -> None:
-    """Raises RecipeError unless this machine has the planned devices."""
+def _this_machine(machine: Machine, option: str, gpu: str | None) -> Machine:
+    """The machine with the memory that is available here, where none was given.
+
+    option: `verify` or `measure`. gpu: as it was given.
+    Raises RecipeError unless this machine has the planned devices.
+    """
     if machine.nodes > 1:
-        raise RecipeError("command line: verify: trains on this node only; leave out nodes")
+        raise RecipeError(f"command line: {option}: trains on this node only; remove nodes")
+    if option == "measure" and (gpu or "cpu").lower() != "cpu":
+        what = "measures the GPUs of this machine"
+        raise RecipeError(f"command line: measure: {what}; remove gpu={gpu}, or use cpu")
     ranks, (_, _, present) = machine.gpus_per_node, detect_gpus() or ("", 0, 0)
     if machine.device == "cuda" and present < ranks:
         what = f"this machine has {present or 'no'} GPUs for {ranks} ranks"
-        raise RecipeError(f"command line: verify: {what}; give gpus_per_node, or gpu=cpu")
+        raise RecipeError(f"command line: {option}: {what}; give gpus_per_node, or gpu=cpu")
+    available = host_memory.available()
+    if option == "verify" or available is None:
+        return machine
+    on_cpu = available // ranks if machine.device == "cpu" else None
+    return dataclasses.replace(
+        machine,
+        memory=machine.memory or on_cpu,
+        host_memory=machine.host_memory or available,
+    )
 
 
 def detect_gpus() -> tuple[str, int, int] | None:
@@ -158,29 +207,3 @@ def detect_gpus() -> tuple[str, int, int] | None:
         return None
     properties = torch.cuda.get_device_properties(0)
     return properties.name, properties.total_memory, count
-
-
-@contextmanager
-def _progress(what: str, quiet: bool) -> Iterator[None]:
-    """Shows a line on standard error meanwhile, if that is a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield
-        return
-    print(f"{what} ...", end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
-
-
-def _print(text: Sequence[Line]) -> None:
-    """Prints lines: in colour on a terminal, plain elsewhere."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, soft_wrap=True)
-    for line in text:
-        if console.is_terminal:
-            console.print(Text.assemble(*line))
-        else:
-            print("".join(piece for piece, _ in line).rstrip())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
+from launcher.cli.app import Overrides
 from launcher.errors import EXIT_DONE
 from launcher.metrics.console import bytes_as_text, configure_logging
 from launcher.recipe.hub import is_hub_id, model_folder
@@ -13,8 +14,13 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Data, DataKind, Recipe
 
 
-def main(overrides: Sequence[str]) -> int:
-    """Prints where each part is. Raises RecipeError for a part that cannot be fetched or used."""
+def prepare(overrides: Overrides) -> int:
+    """Fetch model and data and tokenize into the cache, for nodes that have no network.
+
+    \b
+    Example:
+      launcher prepare recipe=lora_llama_3_1_8b data.train=[my/data/*.jsonl]
+    """
     recipe = load_recipe(overrides, ranks=None).recipe
     configure_logging()
     model, data = recipe.model, recipe.data
@@ -29,7 +35,7 @@ def main(overrides: Sequence[str]) -> int:
         folder = model_folder(str(data.tokenizer), key="data.tokenizer", weights=False)
         _print(f"tokenizer  {data.tokenizer}: {folder}")
     offline = True
-    for name, kind, patterns, validation in _sets(data):
+    for name, kind, patterns, validation in data_sets(data):
         if data.streaming and not validation:
             remote = [pattern for pattern in patterns if is_hub_id(pattern)]
             network = f", {', '.join(remote)} through the network" if remote else ""
@@ -57,7 +63,6 @@ def _tokenize(
         ),
         validation=validation,
         build=True,
-        refresh=True,
     )
     assert store.folder is not None
     what = f"{store.documents:,} documents, {len(store.ids):,} tokens"
@@ -67,7 +72,7 @@ def _tokenize(
         _print(f"{name}: {len(store.skipped):,} rows cannot be used and are skipped, first {first}")
 
 
-def _sets(data: Data) -> Iterator[tuple[str, DataKind, tuple[str, ...], bool]]:
+def data_sets(data: Data) -> Iterator[tuple[str, DataKind, tuple[str, ...], bool]]:
     """Name, kind, files, and whether it is for validation."""
     if isinstance(data.train, dict):
         for name, source in data.train.items():

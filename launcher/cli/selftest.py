@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Annotated
 
+from launcher.cli.app import Overrides, flag, option
 from launcher.distributed.spawn import run_ranks
 from launcher.errors import EXIT_FAILED
 from launcher.recipe.load import load_recipe
 
 
-def main(overrides: Sequence[str], *, ranks: int, steps: int, shrink: bool) -> int:
-    """Returns 0 where all variants have the same losses, 3 where one exceeds its tolerance."""
+def selftest(
+    overrides: Overrides,
+    ranks: Annotated[int, option("Ranks, on this machine.", "N")] = 2,
+    steps: Annotated[int, option("Optimizer steps of each variant.", "N")] = 5,
+    shrink: Annotated[bool, flag("--shrink", "Make the model small.")] = False,
+) -> int:
+    """Compare the losses of a few steps over strategies, accumulation and numbers of ranks.
+
+    Exit status 3: losses differ by more than their tolerance.
+
+    \b
+    Example:
+      launcher selftest recipe=fsdp shrink=true ranks=2
+    """
     recipe = load_recipe(overrides, ranks=None).recipe  # reports mistakes before any process starts
     setting = {
         "recipe": list(overrides),

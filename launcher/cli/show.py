@@ -1,49 +1,49 @@
-"""`launcher show`: the resolved recipe, each value with its origin."""
+"""`launcher show` and `launcher schema`: the resolved recipe, and what a recipe may contain."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated
 
-from launcher.recipe.decode import KeyPath
-from launcher.recipe.load import load_recipe, scalar_as_yaml
-from launcher.recipe.parse import Origins
+from launcher.cli.app import Overrides, option
+from launcher.errors import EXIT_DONE
+from launcher.recipe.decode import json_schema
+from launcher.recipe.load import load_recipe
+from launcher.recipe.yaml_text import parse_yaml, to_yaml
 
-_COMMENT_COLUMN = 60
 
+def show(
+    overrides: Overrides,
+    ranks: Annotated[
+        int | None, option("Also check the batch sizes for this number of ranks.", "N")
+    ] = None,
+) -> int:
+    """Print the resolved recipe, each value with the line or argument that it comes from.
 
-def main(overrides: Sequence[str], *, ranks: int | None = None) -> int:
-    """Prints YAML that is a recipe of the same run.
-
-    ranks: checks the recipe for this number of ranks, too.
+    \b
+    Example:
+      launcher show recipe=fsdp optimizer.learning_rate=1e-4
     """
     loaded = load_recipe(overrides, ranks=ranks)
-    colour = sys.stdout.isatty()
-    for text, origin in _lines(loaded.recipe, (), loaded.origins, indent=0):
-        if not origin:
-            print(text)
-            continue
-        comment = f"# {origin}"
-        print(f"{text:<{_COMMENT_COLUMN}} " + (f"\x1b[2m{comment}\x1b[0m" if colour else comment))
-    return 0
-
-
-def _lines(
-    section: Any, path: KeyPath, origins: Origins, *, indent: int
-) -> Iterator[tuple[str, str]]:
-    """(text, origin) a line; a section's own line has no origin."""
-    if dataclasses.is_dataclass(section):
-        items = [
-            (field.name, getattr(section, field.name)) for field in dataclasses.fields(section)
-        ]
-    else:
-        items = list(section.items())
-    for name, value in items:
-        here, margin = (*path, str(name)), "  " * indent
-        if dataclasses.is_dataclass(value) or (isinstance(value, dict) and value):
-            yield f"{margin}{scalar_as_yaml(name)}:", ""
-            yield from _lines(value, here, origins, indent=indent + 1)
+    text = to_yaml(loaded.recipe)
+    _, lines = parse_yaml(text)
+    keys = {line: path for path, line in lines.items() if not isinstance(path[-1], int)}
+    dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+    for number, line in enumerate(text.rstrip("\n").split("\n"), start=1):
+        if line.endswith(":"):  # a section
+            print(line)
         else:
-            yield f"{margin}{scalar_as_yaml(name)}: {scalar_as_yaml(value)}", origins.of(here)
+            print(f"{line:<60} {dim}# {loaded.origins.of(keys[number])}{plain}")
+    return EXIT_DONE
+
+
+def schema() -> int:
+    """Print the JSON Schema of recipes, for editors.
+
+    \b
+    Example:
+      launcher schema > recipe.schema.json
+    """
+    print(json.dumps(json_schema(), indent=1))
+    return EXIT_DONE

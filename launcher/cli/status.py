@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from launcher.checkpoint.files import list_checkpoints, read_marker, verify
 from launcher.errors import RecipeError
@@ -33,7 +35,7 @@ class Attempt:
     resumed: int = 0
     """Step that it resumed from."""
     ended: str = ""
-    """How it ended."""
+    """How."""
     end: float | None = None
     reached: int | None = None
     """Last known step."""
@@ -66,18 +68,37 @@ class Summary:
         return f"{self.step:,}" + (f" of {total:,}" if total else "")
 
 
-def main(folder: Path) -> int:
+def status(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_DIR", help="Folder of a run, or a folder that holds several."),
+    ],
+) -> int:
+    """Print the state of a run: step, loss, speed, checkpoint, restarts and lost time.
+
+    \b
+    Example:
+      launcher status runs/fsdp
+      launcher status runs
+    """
+    runs, now = find_runs(folder), time.time()
+    if runs == [folder]:
+        _print_one(summarize(folder, now), now)
+    else:
+        _print_table([summarize(path, now) for path in runs], now)
+    return 0
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The folder if it is that of a run, or those of the runs in it. Raises RecipeError."""
     if not folder.is_dir():
         raise RecipeError(f"{folder}: there is no such folder")
-    now = time.time()
     if _is_run(folder):
-        _print_one(summarize(folder, now), now)
-        return 0
+        return [folder]
     runs = [path for path in sorted(folder.iterdir()) if path.is_dir() and _is_run(path)]
     if not runs:
         raise RecipeError(f"{folder}: neither the folder of a run nor one that holds runs")
-    _print_table([summarize(path, now) for path in runs], now)
-    return 0
+    return runs
 
 
 def _is_run(path: Path) -> bool:
@@ -101,7 +122,7 @@ def summarize(path: Path, now: float) -> Summary:
         status=status,
         last=last,
         evaluation=last_line(run.metrics, having="eval_loss"),
-        owner=f"{owner.describe()}: {liveness}" if owner is not None else "nobody",
+        owner=f"{owner.describe()}: {liveness}" if owner is not None else "none",
         until=now if alive else max(status.get("time") or 0.0, last.get("time") or 0.0),
         attempts=read_attempts(read_jsonl(run.events)),
     )
@@ -181,13 +202,9 @@ def _print(*parts: Any) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    if console.is_terminal:
-        console.print(*parts, sep="\n")
-        return
-    console = Console(highlight=False, width=1000)
-    with console.capture() as capture:
-        console.print(*parts, sep="\n")
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    if not console.is_terminal:
+        console.width = 1000
+    console.print(*parts, sep="\n")
 
 
 def _print_one(summary: Summary, now: float) -> None:
@@ -197,7 +214,7 @@ def _print_one(summary: Summary, now: float) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
-    for name, text, style in _rows(summary, now):
+    for name, text, style in describe(summary, now):
         table.add_row(name, Text(text, style=style))
     _print(Text(str(summary.path), style="bold"), table)
     if len(summary.attempts) > 1:
@@ -206,9 +223,10 @@ def _print_one(summary: Summary, now: float) -> None:
         _print(Text(summary.status["error"], style="red"))
 
 
-def _rows(summary: Summary, now: float) -> Iterator[tuple[str, str, str]]:
+def describe(summary: Summary, now: float) -> Iterator[tuple[str, str, str]]:
+    """Rows of name, text and colour; one without a name continues the row above."""
     last, steps = summary.last, summary.status.get("steps")
-    why = f": {summary.reason}" if summary.reason and summary.state != "finished" else ""
+    why = f": {summary.reason}" if summary.reason else ""
     yield "state", summary.state + why, _COLOURS.get(summary.state, "bold red")
     left = f" ({summary.step / steps:.1%})" if steps else ""
     if steps and summary.state == "running" and last.get("step_seconds"):
@@ -233,15 +251,13 @@ def _rows(summary: Summary, now: float) -> Iterator[tuple[str, str, str]]:
         yield "checkpoint", "none that is valid" if summary.damaged else "none", "yellow"
     for problem in summary.damaged:
         yield "", f"damaged: {problem}", "red"
-    if warning := summary.status.get("warning"):
-        yield "warning", warning, "yellow"
+    for name in ("verdict", "warning"):
+        if text := summary.status.get(name):
+            yield name, text, "yellow"
     yield "owner", summary.owner, ""
-    if summary.attempts:
-        yield from _time_rows(time_spent(summary))
-        yield "restarts", str(len(summary.attempts) - 1 or "none"), ""
-
-
-def _time_rows(spent: dict[str, float]) -> Iterator[tuple[str, str, str]]:
+    if not summary.attempts:
+        return
+    spent = time_spent(summary)
     text = {name: seconds_as_text(seconds) for name, seconds in spent.items()}
     share = f"{spent['counted'] / spent['wall']:.0%}" if spent["wall"] else "0 %"
     yield "goodput", f"{share}: {text['counted']} in steps that counted, of {text['wall']}", ""
@@ -249,23 +265,25 @@ def _time_rows(spent: dict[str, float]) -> Iterator[tuple[str, str, str]]:
     if steps := spent["repeated_steps"]:
         lost.insert(0, f"about {text['repeated']} in {steps:,} steps trained again")
     if spent["between"] >= 1:
-        lost.insert(0, f"{text['between']} with nobody running")
+        lost.insert(0, f"{text['between']} without a running process")
     yield "", "the rest: " + ", ".join(lost), ""
+    yield "restarts", str(len(summary.attempts) - 1 or "none"), ""
 
 
-def _table(columns: dict[str, str]) -> Any:
+def _table(*columns: str) -> Any:
+    """An empty table. columns: their names, with > where they are right-aligned."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name, justify in columns.items():
-        table.add_column(name, justify=justify, no_wrap=name != "reason")  # type: ignore[arg-type]
+    for column in columns:
+        name = column.removeprefix(">")
+        justify: Any = "left" if name == column else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "reason")
     return table
 
 
 def _attempts_table(attempts: list[Attempt]) -> Any:
-    left = dict.fromkeys(("started", "on"), "left")
-    right = dict.fromkeys(("ranks", "from step", "to step"), "right")
-    table = _table({"attempt": "right", **left, **right, "ended": "left"})
+    table = _table(">attempt", "started", "on", ">ranks", ">from step", ">to step", "ended")
     for attempt in attempts[-_SHOWN_ATTEMPTS:]:
         table.add_row(
             str(attempt.number),
@@ -282,9 +300,8 @@ def _attempts_table(attempts: list[Attempt]) -> Any:
 def _print_table(summaries: list[Summary], now: float) -> None:
     from rich.text import Text
 
-    left = dict.fromkeys(("run", "state"), "left")
-    right = dict.fromkeys(("step", "loss", "evaluation", "tokens/s"), "right")
-    table = _table({**left, **right, "checkpoint": "left", "restarts": "right", "reason": "left"})
+    numbers = (">step", ">loss", ">evaluation", ">tokens/s")
+    table = _table("run", "state", *numbers, "checkpoint", ">restarts", "reason")
     for summary in summaries:
         last, state = summary.last, summary.state
         step, when, _ = summary.checkpoints[-1] if summary.checkpoints else (0, 0.0, 0)

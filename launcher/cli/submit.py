@@ -6,20 +6,28 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher import __version__
 from launcher.checkpoint.resume import choose_resume
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, EXIT_USAGE, RecipeError
 from launcher.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from launcher.recipe.schema import Recipe, Slurm
 from launcher.reliability.run_directory import RunFolder
-from launcher.slurm import scheduler, submit
-from launcher.slurm.attempts import DEFAULT_LEAD, measured_lead
+from launcher.slurm import scheduler
+from launcher.slurm.attempts import (
+    DEFAULT_LEAD,
+    measured_lead,
+    note_submission,
+    submitted_jobs,
+)
 from launcher.slurm.render import JobScript, node_counts, ranks_per_node, render
 
 _NUMBERS = (
@@ -58,7 +66,21 @@ class Run:
     def __init__(self, recipe: Recipe, label: str = "") -> None:
         self.recipe, self.label, self.yaml = recipe, label, to_yaml(recipe)
         self.folder = Path(recipe.run.dir).absolute()  # the job may have another working folder
-        self.submission = submit.Submission(self.folder)
+        name = time.strftime("%Y%m%d_%H%M%S") + f"_{os.getpid()}"
+        self.recipe_file = self.folder / "slurm" / f"recipe_{name}.yaml"
+        """What the job trains, even if the submitted recipe changes."""
+        self.script_file = self.folder / "slurm" / f"train_{name}.sbatch"
+
+    def refuse_if_queued(self) -> None:
+        """Raises RecipeError if a job of this folder is queued or runs."""
+        jobs = submitted_jobs(self.folder)
+        active = scheduler.active_jobs() if jobs else {}
+        for job in jobs:
+            if job in active:
+                raise RecipeError(
+                    f"run.dir: {self.folder} has job {job} already ({active[job].lower()}); "
+                    f"wait for it, end it (scancel {job}), or give another run.dir"
+                )
 
 
 def main(arguments: Sequence[str], request: Request) -> int:
@@ -68,15 +90,16 @@ def main(arguments: Sequence[str], request: Request) -> int:
         raise RecipeError("command line: throttle: needs a sweep, whose runs it limits")
     runs = make_runs(overrides, sweep)
     for run in runs:  # what the job would be refused for
-        run.submission.refuse_if_queued()
+        run.refuse_if_queued()
         choose_resume(RunFolder(run.folder), run.recipe, run.yaml, restarted=False)
     script = _make_script(request, runs)
     text = render(script)
     if request.dry_run:
         print(text, end="")
         return EXIT_DONE
-    if not _fits(overrides, sweep, request, script.slurm):
-        return EXIT_NO
+    status = _plan(overrides, sweep, request, script.slurm)
+    if status in (EXIT_NO, EXIT_USAGE):
+        return status
     ids = _submit(script, text, runs)
     _print_submitted(script, ids[0].partition("_")[0], runs)
     if request.wait or request.follow:
@@ -180,7 +203,7 @@ def _make_script(request: Request, runs: Sequence[Run]) -> JobScript:
         lead=slurm.lead or min(max(measured, default=DEFAULT_LEAD), _half(slurm.time)),
         log=folder / "slurm" / ("job_%A_%a.log" if len(runs) > 1 else "job_%j.log"),
         directory=Path.cwd(),
-        runs=tuple((run.folder, run.submission.recipe) for run in runs),
+        runs=tuple((run.folder, run.recipe_file) for run in runs),
         python=Path(sys.executable),
         throttle=request.throttle,
         dependency=request.dependency,
@@ -194,26 +217,29 @@ def _folder(runs: Sequence[Run]) -> Path:
 # Whether it fits
 
 
-def _fits(overrides: Sequence[str], sweep: Sweep, request: Request, slurm: Slurm) -> bool:
-    """Whether the job fits by the plan, or --force was given."""
+def _plan(overrides: Sequence[str], sweep: Sweep, request: Request, slurm: Slurm) -> int:
+    """The exit status of the plan that does not fit, or of the last one."""
+    status = EXIT_DONE
     if slurm.gpus_per_node is None or request.force:
-        return True
+        return status
     if not request.plan:
         print("note: whether it fits was not checked: name the GPU, such as gpu=h100")
-        return True
+        return status
     nodes = node_counts(slurm)[0]  # with more nodes, each GPU holds less
     size = [f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *request.plan]
     memory = re.fullmatch(r"([1-9]\d*)([KMGT]?)", (slurm.host_memory or "").upper())
     size += [f"host_memory={memory[1]}{memory[2] or 'M'}iB"] if memory else []
     for values in itertools.islice(_combinations(_of_different_memory(sweep)), _MOST_PLANS):
-        fits, text = submit.check_plan([*overrides, *values, *size])
-        line = f"{' '.join(values)}: {text}" if values else text
-        if fits is False:
-            print(f"{line}\nnot submitted: it does not fit", file=sys.stderr)
-            print("launcher plan shows what would fit; --force submits anyway", file=sys.stderr)
-            return False
-        print(line)
-    return True
+        if values:
+            print(" ".join(values), flush=True)
+        status = print_plan([*overrides, *values, *size])
+        if status == EXIT_NO:
+            print("not submitted: it does not fit; --force submits anyway", file=sys.stderr)
+        if status in (EXIT_NO, EXIT_USAGE):
+            break
+        if status != EXIT_DONE:
+            print("note: whether it fits was not checked: the plan failed")
+    return status
 
 
 def _of_different_memory(sweep: Sweep) -> Sweep:
@@ -222,29 +248,39 @@ def _of_different_memory(sweep: Sweep) -> Sweep:
     return [(key, values if key.split(".")[0] in sections else values[:1]) for key, values in sweep]
 
 
+def print_plan(arguments: Sequence[str]) -> int:
+    """Prints what a GPU holds; returns the exit status of `launcher plan`.
+
+    Another process plans, because torch should not stay in the memory of a login node.
+    """
+    words = [sys.executable, "-m", "launcher.cli.main", "plan", *arguments, "ladder=false"]
+    return subprocess.run(words, env=scheduler.slurm_environment()).returncode
+
+
 # Submission
 
 
 def _submit(script: JobScript, text: str, runs: Sequence[Run]) -> list[str]:
     """Returns the ids of the job, or of the tasks of its array."""
-    file = runs[0].submission.script
-    with contextlib.ExitStack() as locks:
+    file = runs[0].script_file
+    try:
         for run in runs:
-            locks.enter_context(run.submission.locked())
-            run.submission.refuse_if_queued()  # again, now that no other process can submit it
-        for run in runs:
-            run.submission.recipe.write_text(run.yaml)
+            run.recipe_file.parent.mkdir(parents=True, exist_ok=True)
+            run.recipe_file.write_text(run.yaml)
         file.write_text(text)
         Path(str(script.log.parent).replace("%%", "%")).mkdir(parents=True, exist_ok=True)
-        try:
-            job = scheduler.sbatch(file)
-        except RecipeError:
-            for written in (file, *(run.submission.recipe for run in runs)):
-                written.unlink(missing_ok=True)
-            raise
-        ids = [job] if len(runs) == 1 else [f"{job}_{task}" for task in range(len(runs))]
-        for task, run in zip(ids, runs, strict=True):
-            run.submission.note(task)
+    except OSError as error:
+        problem = f"{error.filename} cannot be written to: {error.strerror}"
+        raise RecipeError(f"run.dir: {problem}") from None
+    try:
+        job = scheduler.sbatch(file)
+    except RecipeError:
+        for written in (file, *(run.recipe_file for run in runs)):
+            written.unlink(missing_ok=True)
+        raise
+    ids = [job] if len(runs) == 1 else [f"{job}_{task}" for task in range(len(runs))]
+    for task, run in zip(ids, runs, strict=True):
+        note_submission(run.folder, task, launcher=__version__)
     return ids
 
 
@@ -290,11 +326,11 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
     """Waits until the jobs and their successors have left the queue; returns how the runs ended."""
     log = runs[0].folder / "log" / "rank_0.log"
     offset = log.stat().st_size if log.exists() else 0
-    state, asked = "pending", 0.0
+    state, queried_at = "pending", 0.0
     try:
         while state:
-            if time.monotonic() - asked > _SQUEUE_SECONDS:
-                asked = time.monotonic()
+            if time.monotonic() - queried_at > _SQUEUE_SECONDS:
+                queried_at = time.monotonic()
                 with contextlib.suppress(RecipeError):  # a controller that restarts is back soon
                     before, state = state, _queue_state(runs)
                     if follow and state and state != before:
@@ -312,7 +348,7 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
 def _queue_state(runs: Sequence[Run]) -> str:
     """States of the runs' jobs; empty: none is queued. Raises RecipeError."""
     active = scheduler.active_jobs()
-    jobs = {job for run in runs for job in run.submission.jobs()}
+    jobs = {job for run in runs for job in submitted_jobs(run.folder)}
     states = {active[job].lower() for job in jobs if job in active}
     return ", ".join(sorted(states - {"pending"} or states))  # successors are always pending
 

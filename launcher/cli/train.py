@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from launcher.cli.app import Overrides, option
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from launcher.recipe.load import load_recipe
 
 
-def main(overrides: Sequence[str], *, gpus: int | None, max_restarts: int) -> int:
-    """Returns the exit status once all ranks have ended: 75 if the run was stopped on request.
+def train(
+    overrides: Overrides,
+    gpus: Annotated[
+        int | None, option("Processes, one per GPU. Default: the visible GPUs, or 1.", "N")
+    ] = None,
+    max_restarts: Annotated[
+        int, option("Restarts after a failure, from the last checkpoint.", "N", min=0)
+    ] = 0,
+) -> int:
+    """Train on this machine: starts torchrun with a process for each GPU.
 
-    gpus: processes; None: the visible GPUs, or 1. Raises RecipeError before anything is started.
+    \b
+    Example:
+      launcher train recipe=fsdp data.train=[my/data/*.jsonl] optimizer.learning_rate=1e-4
+      launcher train recipe=quickstart run.device=cpu --gpus 2
     """
     recipe = load_recipe(overrides, ranks=gpus).recipe
     if gpus is None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.recipe import schema
+
 _MASK = (1 << 64) - 1
 
 NO_SAMPLE = -1
@@ -137,17 +139,16 @@ class MixtureOrder:
     ) -> None:
         self.samples, self.epochs, count = sum(sizes), epochs, len(sizes)
         self._offsets = [sum(sizes[:source]) for source in range(count)]
-        seeds = [_mix((seed * count + source) & _MASK) for source in range(count)]
         self._orders = [
-            SampleOrder(samples=size, seed=own, shuffle=shuffle)
-            for size, own in zip(sizes, seeds, strict=True)
+            SampleOrder(samples=size, seed=_mix((seed * count + source) & _MASK), shuffle=shuffle)
+            for source, size in enumerate(sizes)
         ]
         self._counts = _apportion(weights, _PERIOD)
         self._turns: list[tuple[int, int]] = []
         """For each position of a period: the source, and its turns before in the period."""
         had, credit = [0] * count, [0] * count
         for _ in range(_PERIOD):
-            credit = [have + count for have, count in zip(credit, self._counts, strict=True)]
+            credit = [have + more for have, more in zip(credit, self._counts, strict=True)]
             source = credit.index(max(credit))
             credit[source] -= _PERIOD
             self._turns.append((source, had[source]))
@@ -167,17 +168,9 @@ class MixtureOrder:
 
 
 def _apportion(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in proportion to the weights, at least one each, with sum `total` (largest
-    remainders)."""
-    shares = [weight / sum(weights) * total for weight in weights]
-    counts = [max(1, int(share)) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda index: counts[index] - shares[index])
-    turn = 0
-    while sum(counts) < total:
-        counts[by_remainder[turn % len(counts)]] += 1
-        turn += 1
-    while sum(counts) > total:
-        counts[counts.index(max(counts))] -= 1
+    """Whole numbers in proportion to the weights, at least one each, with sum `total`."""
+    counts = [max(1, round(weight / sum(weights) * total)) for weight in weights]
+    counts[counts.index(max(counts))] += total - sum(counts)
     return counts
 
 
@@ -190,9 +183,9 @@ class _RankPart:
 
     order: Order
     global_batch_size: int
-    rank: int
-    ranks: int
-    first_step: int
+    rank: int = 0
+    ranks: int = 1
+    first_step: int = 0
     """0-based."""
     steps: int
 
@@ -248,21 +241,20 @@ class TokenBatchSampler(_RankPart):
         samples = [sample for sample in found if sample != NO_SAMPLE]
         samples.sort(key=lambda sample: -int(self.lengths[sample]))
         groups: list[list[int]] = []
-        taken = 0
-        while taken < len(samples):
-            rows = max(1, self.micro_batch_tokens // max(1, int(self.lengths[samples[taken]])))
-            groups.append(samples[taken : taken + rows])
-            taken += rows
+        while samples:
+            rows = max(1, self.micro_batch_tokens // max(1, int(self.lengths[samples[0]])))
+            groups.append(samples[:rows])
+            samples = samples[rows:]
         # If the groups do not divide by the ranks, split groups before a rank gets none
-        while len(groups) % self.ranks:
-            largest = max(range(len(groups)), key=lambda index: len(groups[index]))
-            group = groups[largest]
-            if len(group) < 2:
+        while not groups or len(groups) % self.ranks:
+            largest = max(groups, key=len, default=[])
+            half = (len(largest) + 1) // 2
+            if len(largest) > 1:
+                place = groups.index(largest)
+                groups[place : place + 1] = [largest[:half], largest[half:]]
+            else:
                 groups.append([NO_SAMPLE])
-                continue
-            half = (len(group) + 1) // 2
-            groups[largest : largest + 1] = [group[:half], group[half:]]
-        return groups or [[NO_SAMPLE] for _ in range(self.ranks)]
+        return groups
 
     def micro_batches(self, step: int) -> int:
         return len(self.groups(step)) // self.ranks
@@ -273,3 +265,18 @@ class TokenBatchSampler(_RankPart):
 
 
 BatchSampler = RankBatchSampler | TokenBatchSampler
+
+
+def make_batch_sampler(
+    batch: schema.Batch, *, lengths: Sequence[int] | None, **part: Any
+) -> BatchSampler:
+    """A rank's micro-batches, of a number of rows or of tokens.
+
+    lengths: tokens of each sample, needed with micro_batch_tokens. part: of `_RankPart`.
+    """
+    part["global_batch_size"] = batch.global_batch_size
+    if batch.micro_batch_tokens is None:
+        assert isinstance(batch.micro_batch_size, int)  # `auto` was resolved before
+        return RankBatchSampler(micro_batch_size=batch.micro_batch_size, **part)
+    assert lengths is not None
+    return TokenBatchSampler(micro_batch_tokens=batch.micro_batch_tokens, lengths=lengths, **part)

@@ -1,10 +1,9 @@
 """Conversations into tokens, with loss on what the assistant says.
 
-Two ways show which characters of a rendered conversation are the assistant's. A template may mark
-them: `{% generation %} ... {% endgeneration %}`. Otherwise a second rendering is compared with the
-first: one with a placeholder for each answer, which must be the same apart from the answers; or,
-for tool calls and reasoning, those of the conversation up to each answer. Nothing is guessed: a row
-that cannot be verified is an error.
+A template may mark which characters are the assistant's: `{% generation %} ... {% endgeneration
+%}`. Otherwise a second rendering is compared with the first: one with a placeholder for each
+answer, which must be the same apart from the answers; or, for tool calls and reasoning, those of
+the conversation up to each answer. Nothing is guessed: a row that cannot be verified is an error.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 
 from launcher.data.tokenizer import Ids
 from launcher.errors import RecipeError
-from launcher.training.loss import IGNORED
+from launcher.models.chunked_loss import IGNORED
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -124,8 +123,8 @@ class ChatTemplate:
                 "found; use one with a tokenizer.json"
             )
         added = tokenizer.added_tokens_decoder.items()
-        special = (number for number, token in added if token.special)
-        self._special = {*tokenizer.all_special_ids, *special}
+        special = {number for number, token in added if token.special}
+        self._special = list(special.union(tokenizer.all_special_ids))
 
     def render(
         self, messages: list[Message], tools: list[Any] | None, *, loss_from: int = 0
@@ -179,22 +178,17 @@ class ChatTemplate:
         learned = np.zeros(len(ids), dtype=bool)
         for start, end in rendered.spans:
             learned |= (starts < end) & (ends > start)
-        special = np.isin(ids, list(self._special))
+        special = np.isin(ids, self._special)
         for _, end in rendered.spans if not rendered.marked else ():
-            after = stop = int(np.searchsorted(starts, end))  # the first token after the answer
-            while (
-                stop < len(ids)
-                and not special[stop]
-                and not rendered.text[starts[stop] : ends[stop]].strip()
-            ):
-                stop += 1
-            if stop < len(ids) and special[stop]:
-                learned[after : stop + 1] = True
-            elif rendered.closed and end == rendered.spans[-1][1]:
-                stops = np.flatnonzero(special[after:])
-                if not stops.size:
-                    ids, learned = np.append(ids, np.int32(self._end)), np.append(learned, True)
-                learned[after : after + int(stops[0]) + 1 if stops.size else None] = True
+            after = int(np.searchsorted(starts, end))  # the first token after the answer
+            last = rendered.closed and end == rendered.spans[-1][1]
+            if special[after:].any():
+                stop = after + int(special[after:].argmax())
+                if last or not rendered.text[end : starts[stop]].strip():
+                    learned[after : stop + 1] = True
+            elif last:
+                ids, learned = np.append(ids, np.int32(self._end)), np.append(learned, True)
+                learned[after:] = True
         return ids, np.where(learned, ids, np.int32(IGNORED)).astype(np.int32)
 
     @property
@@ -219,7 +213,7 @@ class ChatTemplate:
         prompt: bool = False,
     ) -> tuple[str, list[Span]]:
         """The rendered text, and the spans of the template's marks."""
-        from jinja2.exceptions import TemplateError, TemplateSyntaxError
+        from jinja2.exceptions import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -235,13 +229,8 @@ class ChatTemplate:
             own = self._template is None
             where = "data.tokenizer: its chat template" if own else "data.chat_template"
             raise RecipeError(f"{where}: line {error.lineno}: {error.message}") from None
-        except TemplateError as error:
-            raise RowError(f"the chat template refuses this conversation: {error}") from None
-        except ImportError:
-            raise
         except Exception as error:  # a template may fail in any way on an unexpected row
-            what = f"{type(error).__name__}: {error}"
-            raise RowError(f"the chat template fails on this conversation: {what}") from None
+            raise RowError(f"the chat template refuses this conversation: {error}") from None
         return texts[0], list(spans[0]) if marks else []
 
     def _by_placeholders(
@@ -272,22 +261,23 @@ class ChatTemplate:
         parts = re.split(f"({'|'.join(contents)})", probed)
         literals, found = parts[::2], parts[1::2]
         in_order = [placeholder for placeholder in contents if placeholder in found]
-        if found != in_order or not all(f"Qz{index}aZq" in found for index in turns):
+        answers = {f"Qz{index}aZq" for index in turns}
+        if found != in_order or not answers <= set(found) or not text.startswith(literals[0]):
             return None
         spans: dict[str, Span] = {}
-        at = 0
+        start = len(literals[0])
         for number, placeholder in enumerate(found):
-            before, after = literals[number], literals[number + 1]
+            before, after = literals[number : number + 2]
             last = number == len(found) - 1
-            span = _find_content(text, at, before, contents[placeholder], after, last=last)
-            if span is None:
+            end = _find_end(text, start, contents[placeholder], after, last=last)
+            if end is None:
                 return None
-            start, at = span
             # The model also says the tag before its thought
             opening = re.search(r"<think>\s*$", before) if placeholder.endswith("tZq") else None
-            start -= len(opening[0]) if opening else 0
+            first = start - len(opening[0]) if opening else start
             turn = placeholder[:-3]
-            spans[turn] = (spans[turn][0] if turn in spans else start, at)
+            spans[turn] = (spans[turn][0] if turn in spans else first, end)
+            start = end + len(after)
         return list(spans.values())
 
     def _by_turns(
@@ -313,17 +303,12 @@ class ChatTemplate:
                     "verified; put {% generation %} and {% endgeneration %} around what the "
                     "assistant says in the template, and set data.chat_template to that file"
                 )
-            spans.append((len(before), self._without_ending(until, len(before))))
+            # The special token that ends the turn is not part of the answer
+            start, end = len(before), len(until.rstrip())
+            special = self._tokenizer.convert_ids_to_tokens(self._special)
+            endings = [len(token) for token in special if until.endswith(token, start, end)]
+            spans.append((start, end - max(endings, default=0)))
         return spans
-
-    def _without_ending(self, text: str, start: int) -> int:
-        """Where the special token that ends the turn starts, or the end of the text."""
-        end = len(text.rstrip())
-        special = [self._tokenizer.convert_ids_to_tokens(number) for number in self._special]
-        for token in sorted(special, key=len, reverse=True):
-            if token and text.endswith(token, start, end):
-                return end - len(token)
-        return end
 
 
 def _check_marks(marks: list[Span], turns: list[int], loss_from: int) -> list[Span]:
@@ -343,20 +328,12 @@ def _check_marks(marks: list[Span], turns: list[int], loss_from: int) -> list[Sp
     return marks[skipped:]
 
 
-def _find_content(
-    text: str, at: int, before: str, content: str, after: str, *, last: bool
-) -> Span | None:
-    """The span of `content`, as it is or stripped, in `text[at:]` between two literals.
-
-    last: the text ends with the second one.
-    """
-    start = at + len(before)
-    if not text.startswith(before, at):
-        return None
-    stripped = (content.strip(), content.lstrip(), content.rstrip())
-    for value in (content, *stripped, content.strip("\n"), content.lstrip("\n")):
-        end = start + len(value)
-        ends = text[end:] == after if last else text.startswith(after, end)
-        if text.startswith(value, start) and ends:
-            return start, end
-    return None
+def _find_end(text: str, start: int, content: str, after: str, *, last: bool) -> int | None:
+    """Where `content` ends that starts at `start`, apart from white space around it, and the
+    literal `after` follows; None if it does not. last: the text ends with `after`."""
+    content = content.strip()
+    begin = text.find(content, start)
+    end = begin + len(content)
+    stop = len(text) - len(after) if last else text.find(after, end)
+    found = start <= begin and end <= stop and text.startswith(after, stop)
+    return stop if found and not (text[start:begin] + text[end:stop]).strip() else None

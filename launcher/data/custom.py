@@ -11,9 +11,9 @@ and in the recipe `data: {builder: my_package.images:build, arguments: {folder: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -47,7 +47,9 @@ class CustomDataset:
     samples: Any
     data: CustomData
     name: str
-    packed: bool = False
+    packed: ClassVar[bool] = False
+    lengths: ClassVar[None] = None
+    skipped: ClassVar[list[dict[str, str]]] = []
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -78,14 +80,6 @@ class CustomDataset:
     @property
     def fingerprint(self) -> dict[str, Any]:
         return {"samples": len(self)}
-
-    @property
-    def lengths(self) -> Sequence[int] | None:
-        return None
-
-    @property
-    def skipped(self) -> list[dict[str, str]]:
-        return []
 
     def describe(self) -> list[str]:
         return [f"{len(self):,} samples from {self.name}"]

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.utils.data import ConcatDataset
 
 from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
 from launcher.data.custom import CustomDataset
 from launcher.data.packing import Sequences, pack
-from launcher.data.token_store import ModelInputs, TokenStore, open_store
+from launcher.data.token_store import ModelInputs, open_store
+from launcher.data.tokenization import TokenStore
 from launcher.models.attention import Masking
+from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
 from launcher.training import loss
-from launcher.training.loss import IGNORED
 
 Integers = npt.NDArray[np.int64]
 Row = dict[str, Integers]
 Collated = dict[str, Any]
 """A micro-batch: `tensors`, the arguments of the loss, rows first; `tokens` without padding;
 `loss_tokens`, the number of targets."""
-EMPTY: Row = {
-    name: np.zeros(0, dtype=np.int64) for name in ("input_ids", "targets", "position_ids")
-}
+MOST_TARGETS = 0.9
+"""Share of positions with a target below which logits are computed for these positions only."""
+
+
+def make_row(pieces: Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> Row:
+    """A sequence of pieces of documents, given as ids and targets. In each the positions start
+    at 0."""
+    ids, targets = zip(*pieces, strict=True)
+    return {
+        "input_ids": np.concatenate(ids, dtype=np.int64),
+        "targets": np.concatenate(targets, dtype=np.int64),
+        "position_ids": np.concatenate([np.arange(len(piece)) for piece in ids]),
+    }
+
+
+_NOTHING = np.zeros(0, dtype=np.int64)
+EMPTY = make_row([(_NOTHING, _NOTHING)])
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,14 @@ class _Stored:
     def tokens(self) -> int:
         return int(self.sequences.lengths.sum())
 
+    def pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """Document, first token and end of each piece of a sequence, as positions in the store."""
+        store, sequences = self.store, self.sequences
+        for piece in range(sequences.bounds[index], sequences.bounds[index + 1]):
+            start, length = int(sequences.starts[piece]), int(sequences.lengths[piece])
+            document = int(np.searchsorted(store.offsets, start, side="right")) - 1
+            yield document, start, start + length
+
     def _problems(self) -> list[str]:
         """Documents that are split or cut, and skipped rows."""
         sequences, longer = self.sequences, f"longer than {self.length} tokens"
@@ -84,7 +107,7 @@ class _Stored:
         if skipped := self.skipped:
             first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
             lines.append(
-                f"warning: {len(skipped):,} rows cannot be used and are left out (data.on_error: "
+                f"warning: {len(skipped):,} rows cannot be used and are skipped (data.on_error: "
                 f"skip), listed in skipped_rows.jsonl; the first: {first}"
             )
         return lines
@@ -106,17 +129,15 @@ class SequenceDataset(_Stored):
         """
         if index == NO_SAMPLE:
             return EMPTY
-        store, sequences = self.store, self.sequences
+        store = self.store
         labels = store.ids if store.labels is None else store.labels
         pieces = []
-        for piece in range(sequences.bounds[index], sequences.bounds[index + 1]):
-            start, length = int(sequences.starts[piece]), int(sequences.lengths[piece])
-            document = int(np.searchsorted(store.offsets, start, side="right"))
-            targets = np.full(length, IGNORED, dtype=np.int64)
-            known = labels[start + 1 : min(start + length + 1, int(store.offsets[document]))]
+        for document, start, end in self.pieces(index):
+            targets = np.full(end - start, IGNORED, dtype=np.int64)
+            known = labels[start + 1 : min(end + 1, int(store.offsets[document + 1]))]
             targets[: len(known)] = known
-            pieces.append(sequence_piece(store.ids[start : start + length], targets))
-        return joined(pieces)
+            pieces.append((store.ids[start:end], targets))
+        return make_row(pieces)
 
     def collate(self, rows: list[Row]) -> Collated:
         """See `collate_sequences`."""
@@ -141,17 +162,6 @@ class SequenceDataset(_Stored):
         return [text, *self._problems()]
 
 
-def sequence_piece(ids: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Row:
-    """A run of tokens of one document. Its positions start at 0."""
-    positions = np.arange(len(ids), dtype=np.int64)
-    return {"input_ids": ids.astype(np.int64), "targets": targets, "position_ids": positions}
-
-
-def joined(pieces: list[Row]) -> Row:
-    """One sequence of these pieces."""
-    return {name: np.concatenate([piece[name] for piece in pieces]) for name in EMPTY}
-
-
 def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Masking) -> Collated:
     """A micro-batch: tensors (rows, tokens), padded on the right to the longest row (packed: to
     `length`).
@@ -160,6 +170,10 @@ def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Ma
     several documents, `position_ids` shows transformers' masks where each starts. For varlen
     attention there are also `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,), int32, the starts
     in the flattened rows, and `max_length_q`, `max_length_k`: transformers' names.
+
+    `target_positions` (positions,) are those of the flattened rows that have a target, if they are
+    so few that it saves time to compute logits for them only. The host knows their number: finding
+    it on the device would wait for the device.
     """
     width = length if packed else max(1, *(len(row["input_ids"]) for row in rows))
     tensors: dict[str, Any] = {
@@ -178,6 +192,9 @@ def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Ma
             tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(starts)
             # An upper bound; a constant one saves compiled blocks from recompilation
             tensors["max_length_q"] = tensors["max_length_k"] = width
+    positions_with_target = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
+    if len(positions_with_target) < MOST_TARGETS * tensors["targets"].numel():
+        tensors["target_positions"] = positions_with_target
     return _collated(tensors, rows)
 
 
@@ -209,9 +226,9 @@ class ClassificationDataset(_Stored):
         if index == NO_SAMPLE:
             return {"input_ids": EMPTY["input_ids"], "targets": np.full(1, IGNORED)}
         assert self.store.classes is not None
-        start, length = int(self.sequences.starts[index]), int(self.sequences.lengths[index])
+        _, start, end = next(self.pieces(index))
         return {
-            "input_ids": self.store.ids[start : start + length].astype(np.int64),
+            "input_ids": self.store.ids[start:end].astype(np.int64),
             "targets": self.store.classes[index : index + 1].astype(np.int64),
         }
 
@@ -238,39 +255,27 @@ class ClassificationDataset(_Stored):
         return [text, *self._problems()]
 
 
-@dataclass(frozen=True)
-class MixtureDataset:
+class MixtureDataset(ConcatDataset[Row]):
     """Several data sets of one form. Indices run through one after the other."""
 
-    parts: dict[str, SequenceDataset | ClassificationDataset]
-    weights: tuple[float, ...]
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        return list(itertools.accumulate(map(len, self.parts.values())))
-
-    @property
-    def _first(self) -> SequenceDataset | ClassificationDataset:
-        return next(iter(self.parts.values()))
-
-    @property
-    def packed(self) -> bool:
-        return self._first.packed
-
-    def __len__(self) -> int:
-        return self._ends[-1]
+    def __init__(
+        self, parts: dict[str, SequenceDataset | ClassificationDataset], weights: tuple[float, ...]
+    ) -> None:
+        super().__init__(parts.values())  # type: ignore[arg-type]
+        self.parts, self.weights = parts, weights
+        self._first = next(iter(parts.values()))
+        self.packed = self._first.packed
+        self.collate, self.loss = self._first.collate, self._first.loss
 
     def __getitem__(self, index: int) -> Row:
         if index == NO_SAMPLE:
             return self._first[index]
-        part = int(np.searchsorted(self._ends, index, side="right"))
-        return list(self.parts.values())[part][index - (self._ends[part - 1] if part else 0)]
+        return super().__getitem__(index)  # type: ignore[no-untyped-call, no-any-return]
 
-    def collate(self, rows: list[Row]) -> Collated:
-        return self._first.collate(rows)
-
-    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        return self._first.loss(model, tensors)
+    def locate(self, index: int) -> tuple[str, int]:
+        """The source of a sample, and its index there."""
+        part = bisect.bisect_right(self.cumulative_sizes, index)
+        return list(self.parts)[part], index - ([0, *self.cumulative_sizes][part])
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from launcher.data.chat import ChatTemplate, Message, RowError, read_messages, read_tools
+from launcher.data.chat import (
+    ChatTemplate,
+    Message,
+    Rendered,
+    RowError,
+    read_messages,
+    read_tools,
+)
 from launcher.data.sources import Row
 from launcher.data.tokenizer import (
-    HuggingFaceTokenizer,
     Ids,
     Tokenizer,
     hugging_face_tokenizer,
@@ -22,13 +29,12 @@ from launcher.data.tokenizer import (
     tokenizer_identity,
 )
 from launcher.errors import RecipeError
+from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
-from launcher.training.loss import IGNORED
 
 _Tokens = tuple[Ids, Ids | None, int | None]
 """Ids, labels and category of a row, as in Encoded."""
-_BATCH_ROWS = 512
-_BATCH_CHARACTERS = 1 << 20
+_BATCH_ROWS = 64
 _RESPONSES = ("response", "completion", "output")
 _COLUMNS: dict[schema.DataKind, tuple[str, ...]] = {
     "text": ("text_column",),
@@ -44,13 +50,18 @@ class Encoded:
     """The result for one row."""
 
     row: Row
-    ids: Ids | None = None
-    """None: the row cannot be used, see `problem`. Empty: it has no text."""
+    ids: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """Empty: the row has no text, or cannot be used."""
     labels: Ids | None = None
     """labels[t] is the target at position t - 1, as in transformers; None: the ids."""
     category: int | None = None
     """kind classification."""
     problem: str = ""
+    """Why the row cannot be used."""
+
+    @property
+    def targets(self) -> Ids:
+        return self.ids if self.labels is None else self.labels
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -77,18 +88,24 @@ class Encoder:
 
     def identity(self) -> list[Any]:
         """Changes whenever the ids of a row could. Loads no tokenizer."""
-        name = None if self.tokenizer is None else tokenizer_identity(self.tokenizer)
-        return [self.kind, name, self.columns, self.labels, self._template_digest]
+        tokenizer, template = self.fingerprint().values()
+        return [self.kind, tokenizer, self.columns, self.labels, template]
 
     def fingerprint(self) -> dict[str, str | None]:
         """For checkpoints: checksums of the tokenizer's files and of data.chat_template."""
-        name = self.tokenizer
-        tokenizer = name if name is None or name == "bytes" else tokenizer_identity(name)
-        return {"tokenizer": tokenizer, "chat_template": self._template_digest}
+        template = self.template
+        return {
+            "tokenizer": None if self.tokenizer is None else tokenizer_identity(self.tokenizer),
+            "chat_template": template and hashlib.sha256(template.encode()).hexdigest(),
+        }
 
-    @property
-    def _template_digest(self) -> str | None:
-        return None if self.template is None else hashlib.sha256(self.template.encode()).hexdigest()
+    def load_tokenizer(self) -> Tokenizer:
+        assert self.tokenizer is not None
+        return load_tokenizer(self.tokenizer)
+
+    def load_template(self) -> ChatTemplate:
+        assert self.tokenizer is not None
+        return _load_template(self.tokenizer, self.template)
 
     def encode_rows(
         self, rows: Iterable[Row], *, batch_rows: int = _BATCH_ROWS
@@ -97,35 +114,21 @@ class Encoder:
 
         Raises RecipeError for a problem of the tokenizer rather than of a row.
         """
-        read_row, _ = _KINDS[self.kind]
-        batch: list[tuple[Row, Any, str]] = []
-        held = 0
-        for row in rows:
-            read, problem = None, row.problem
-            if row.values is not None:
-                try:
-                    read = read_row(self, row.values)
-                except RowError as error:
-                    problem = str(error)
-            batch.append((row, read, problem))
-            held += _characters(read)
-            if len(batch) >= batch_rows or held >= _BATCH_CHARACTERS:
-                yield from self._encode_batch(batch)
-                batch, held = [], 0
-        yield from self._encode_batch(batch)
-
-    def _encode_batch(self, batch: list[tuple[Row, Any, str]]) -> Iterator[Encoded]:
-        _, encode = _KINDS[self.kind]
-        usable = [read for _, read, _ in batch if read is not None]
-        encoded = iter(encode(self, usable) if usable else ())
-        for row, read, problem in batch:
-            yield Encoded(row, problem=problem) if read is None else Encoded(row, *next(encoded))
-
-
-def _characters(read: Any) -> int:
-    if isinstance(read, tuple):
-        return sum(_characters(part) for part in read)
-    return len(read if isinstance(read, str) else getattr(read, "text", ""))
+        read_row, encode = _KINDS[self.kind]
+        rows = iter(rows)
+        while batch := list(itertools.islice(rows, batch_rows)):
+            problems, usable = [], []
+            for row in batch:
+                problem = row.problem
+                if row.values is not None:
+                    try:
+                        usable.append(read_row(self, row.values))
+                    except RowError as error:
+                        problem = str(error)
+                problems.append(problem)
+            encoded = iter(encode(self, usable) if usable else ())
+            for row, problem in zip(batch, problems, strict=True):
+                yield Encoded(row, problem=problem) if problem else Encoded(row, *next(encoded))
 
 
 def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | None) -> Encoder:
@@ -160,7 +163,7 @@ def _read_text(encoder: Encoder, row: dict[str, Any]) -> str:
 
 
 def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[_Tokens]:
-    tokenizer = _tokenizer(encoder)
+    tokenizer = encoder.load_tokenizer()
     for text, ids in zip(texts, tokenizer.ids(texts), strict=True):
         yield _document(tokenizer, ids) if text else ids, None, None
 
@@ -187,7 +190,7 @@ def _encode_tokens(encoder: Encoder, batch: list[_Tokens]) -> list[_Tokens]:
     return batch
 
 
-def _read_chat(encoder: Encoder, row: dict[str, Any]) -> Any:
+def _read_chat(encoder: Encoder, row: dict[str, Any]) -> Rendered:
     names = [name for name in ("messages", "conversations") if name in row]
     column = encoder.columns["messages_column"] or (names or ["messages"])[0]
     hint = "data.messages_column names it; null: messages or conversations"
@@ -195,38 +198,33 @@ def _read_chat(encoder: Encoder, row: dict[str, Any]) -> Any:
     return _render(encoder, row, read_messages(value, column))
 
 
-def _encode_chats(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
-    for ids, labels in _template(encoder).tokens(batch):
+def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> Iterator[_Tokens]:
+    for ids, labels in encoder.load_template().tokens(batch):
         yield ids, labels, None
 
 
-def _read_instruct(encoder: Encoder, row: dict[str, Any]) -> Any:
+def _read_instruct(encoder: Encoder, row: dict[str, Any]) -> Rendered | tuple[str, str]:
     first, second = read_prompt(row, as_chat=encoder.template is not None, **encoder.columns)
     if isinstance(first, list):
         return _render(encoder, row, first, loss_from=int(second))
     _encodable(f"{first}{second}", "prompt or response")
-    return first, second
+    return first, str(second)
 
 
 def _encode_instruct(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
     """Rows are pairs of texts or conversations. The texts are tokenized separately: at inference
     the prompt is tokenized alone."""
-    chats = [one for one in batch if not isinstance(one, tuple)]
-    pairs = [one for one in batch if isinstance(one, tuple)]
-    encoded_chats = _encode_chats(encoder, chats) if chats else iter(())
-    if pairs:
-        tokenizer = _tokenizer(encoder)
-        prompts, responses = (tokenizer.ids(texts) for texts in zip(*pairs, strict=True))
-        encoded_pairs = zip(prompts, responses, strict=True)
-    for one in batch:
-        if not isinstance(one, tuple):
-            yield next(encoded_chats)
+    tokenizer = encoder.load_tokenizer()
+    for kind, rows in itertools.groupby(batch, type):
+        if kind is Rendered:
+            yield from _encode_chats(encoder, list(rows))
             continue
-        prompt, response = next(encoded_pairs)
-        document = _document(tokenizer, prompt, response)
-        labels = document.copy()
-        labels[: len(tokenizer.begin) + len(prompt)] = IGNORED
-        yield document, labels, None
+        texts = iter(tokenizer.ids([text for pair in rows for text in pair]))
+        for prompt, response in zip(texts, texts, strict=True):
+            document = _document(tokenizer, prompt, response)
+            labels = document.copy()
+            labels[: len(tokenizer.begin) + len(prompt)] = IGNORED
+            yield document, labels, None
 
 
 def _read_classification(encoder: Encoder, row: dict[str, Any]) -> tuple[str, int]:
@@ -239,30 +237,23 @@ def _read_classification(encoder: Encoder, row: dict[str, Any]) -> tuple[str, in
         return text, names.index(value)
     digits = isinstance(value, str) and value.strip().isdecimal()  # a .csv holds only text
     number = int(value) if digits else value
-    if type(number) is not int:
-        known = ", ".join(names) if names is not None else "none; data.labels gives names"
-        raise RowError(
-            f"column {column!r}: {value!r} is no class; it must be a whole number from 0, or one "
-            f"of the names ({known})"
-        )
-    if not 0 <= number < (2**31 if names is None else len(names)):
-        limit = "0 or more" if names is None else f"0 to {len(names) - 1}"
-        raise RowError(f"column {column!r}: label {number} is out of range; it must be {limit}")
+    if type(number) is not int or not 0 <= number < (2**31 if names is None else len(names)):
+        form = "a whole number from 0; data.labels gives names"
+        if names is not None:
+            form = f"a whole number from 0 to {len(names) - 1}, or a name: {', '.join(names)}"
+        raise RowError(f"column {column!r}: {value!r} is no class; it must be {form}")
     return text, number
 
 
 def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> Iterator[_Tokens]:
-    encoded = _tokenizer(encoder).as_inference([text for text, _ in batch])
+    encoded = encoder.load_tokenizer().ids([text for text, _ in batch], special=True)
     for (_, category), ids in zip(batch, encoded, strict=True):
         yield ids, None, category
 
 
-_KINDS: dict[
-    schema.DataKind,
-    tuple[
-        Callable[[Encoder, dict[str, Any]], Any], Callable[[Encoder, list[Any]], Iterable[_Tokens]]
-    ],
-] = {
+_Read = Callable[[Encoder, dict[str, Any]], Any]
+_Encode = Callable[[Encoder, list[Any]], Iterable[_Tokens]]
+_KINDS: dict[schema.DataKind, tuple[_Read, _Encode]] = {
     "text": (_read_text, _encode_texts),
     "tokens": (_read_tokens, _encode_tokens),
     "chat": (_read_chat, _encode_chats),
@@ -290,17 +281,7 @@ def read_prompt(
         raise RowError(f"column {column!r} is empty, so there is nothing to learn from")
     key = prompt_column or "prompt"
     if prompt_column is None and "prompt" not in row and "instruction" in row:
-        parts = {"Instruction": row["instruction"], "Input": row.get("input") or ""}
-        for name, text in parts.items():
-            if not isinstance(text, str):
-                got = type(text).__name__
-                raise RowError(f"column {name.lower()!r} must hold text; got {got}")
-        if as_chat or isinstance(response, list):
-            prompt: Any = "\n\n".join(text for text in parts.values() if text)
-        else:
-            shown = [name for name, text in parts.items() if text or name == "Instruction"]
-            headings = [f"### {name}:\n{parts[name]}" for name in shown]
-            prompt = "\n\n".join([*headings, "### Response:\n"])
+        prompt: Any = _instruction(row, headings=not (as_chat or isinstance(response, list)))
     else:
         prompt = value(key, "data.prompt_column", "prompt, or instruction and input")
     if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
@@ -311,6 +292,19 @@ def read_prompt(
         for role, text, name in turns
     )
     return question + answer, len(question)
+
+
+def _instruction(row: dict[str, Any], *, headings: bool) -> str:
+    """Instruction and input as one prompt. headings: in Alpaca's form."""
+    parts = {"Instruction": row["instruction"], "Input": row.get("input") or ""}
+    for name, text in parts.items():
+        if not isinstance(text, str):
+            got = type(text).__name__
+            raise RowError(f"column {name.lower()!r} must hold text; got {got}")
+    if not headings:
+        return "\n\n".join(text for text in parts.values() if text)
+    shown = [name for name, text in parts.items() if text or name == "Instruction"]
+    return "\n\n".join([*(f"### {name}:\n{parts[name]}" for name in shown), "### Response:\n"])
 
 
 def _value(row: dict[str, Any], column: str, kinds: Any, what: str, hint: str) -> Any:
@@ -337,18 +331,12 @@ def _integers(row: dict[str, Any], column: str) -> Ids:
 def _encodable(text: str, where: str) -> str:
     """The text. Raises RowError if it is not valid Unicode."""
     try:
-        if not text.isascii():
-            text.encode()
+        text.encode()
     except UnicodeEncodeError:
         raise RowError(
             f"{where} holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
         ) from None
     return text
-
-
-def _tokenizer(encoder: Encoder) -> Tokenizer:
-    assert encoder.tokenizer is not None
-    return load_tokenizer(encoder.tokenizer)
 
 
 def _document(tokenizer: Tokenizer, *parts: Ids) -> Ids:
@@ -357,23 +345,15 @@ def _document(tokenizer: Tokenizer, *parts: Ids) -> Ids:
     return np.concatenate([begin, *parts, end])
 
 
-def _template(encoder: Encoder) -> ChatTemplate:
-    assert encoder.tokenizer is not None
-    return _load_template(encoder.tokenizer, encoder.template)
-
-
 @functools.lru_cache(maxsize=4)
 def _load_template(name: str, template: str | None) -> ChatTemplate:
-    loaded = load_tokenizer(name)
-    if isinstance(loaded, HuggingFaceTokenizer):
-        return ChatTemplate(loaded.tokenizer, name, template)
     return ChatTemplate(hugging_face_tokenizer(name), name, template)
 
 
 def _render(
     encoder: Encoder, row: dict[str, Any], messages: list[Message], loss_from: int = 0
-) -> Any:
+) -> Rendered:
     tools = read_tools(row.get("tools"))
-    rendered = _template(encoder).render(messages, tools, loss_from=loss_from)
+    rendered = encoder.load_template().render(messages, tools, loss_from=loss_from)
     _encodable(rendered.text, "the conversation")
     return rendered

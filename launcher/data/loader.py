@@ -1,23 +1,19 @@
-"""Batches on their way to the device: loader processes, pinned memory, asynchronous copies."""
+"""Batches on their way to the device: loader processes, asynchronous copies, statistics."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from launcher.data.batching import (
-    NO_SAMPLE,
-    BatchSampler,
-    Order,
-    RankBatchSampler,
-    TokenBatchSampler,
-)
+from launcher.data.batching import NO_SAMPLE, BatchSampler
 from launcher.data.dataset import MapData
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.tokenizer import prepare_worker_process
@@ -36,16 +32,14 @@ class StepStatistics:
     the sum alone, not for queued compute.
     """
 
-    def __init__(
-        self, values: list[int], ranks: DataParallel, stream: torch.cuda.Stream | None
-    ) -> None:
+    def __init__(self, values: list[int], ranks: DataParallel) -> None:
         self._host = torch.tensor(values, dtype=torch.int64)
         self._device, self._work, self._event = self._host, None, None
-        if stream is None:
+        if ranks.device.type != "cuda":
             if ranks.size > 1:
                 self._work = dist.all_reduce(self._device, group=ranks.group, async_op=True)
             return
-        pinned = self._host.pin_memory()
+        pinned, stream = self._host.pin_memory(), _statistics_stream(ranks.device)
         with torch.cuda.stream(stream):
             self._device = pinned.to(ranks.device, non_blocking=True)
             if ranks.size > 1:
@@ -77,6 +71,11 @@ class StepStatistics:
             self._work = None
 
 
+@functools.cache
+def _statistics_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 @dataclass(frozen=True)
 class GlobalBatch:
     """This rank's micro-batches of one optimizer step, on the device."""
@@ -103,11 +102,9 @@ def make_loader(
     device: torch.device,
 ) -> DataLoader[Any]:
     """Loads the micro-batches of `sampler`. A stream has its own order."""
-    workers = data.workers
-    batches: dict[str, Any] = {}
+    workers, batches = data.workers, dict[str, Any](batch_size=None)
     if isinstance(dataset, StreamingDataset):
         workers = dataset.workers(workers)
-        batches = {"batch_size": None, "collate_fn": _unchanged}
     else:
         batches = {"batch_sampler": sampler, "collate_fn": dataset.collate}
     return DataLoader(
@@ -123,75 +120,13 @@ def make_loader(
     )
 
 
-def _unchanged(collated: Any) -> Any:
-    return collated
-
-
 def _start_worker(worker: int) -> None:
     prepare_worker_process()
 
 
-class Mover:
-    """Copies to the device on its own stream, so that copies do not queue behind compute."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.stream = device, None
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def move(self, tensors: Tensors) -> Tensors:
-        """The micro-batch on the device. The current stream waits for the copy."""
-        if self.stream is None:
-            return tensors
-        with torch.cuda.stream(self.stream):
-            moved: Tensors = to_device(tensors, self._device)
-        current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self.stream)
-        _map_tensors(moved, lambda tensor: tensor.record_stream(current))
-        return moved
-
-
 def to_device(value: Any, device: torch.device) -> Any:
     """Copies the tensors in dicts, lists and tuples to the device without waiting."""
-    return _map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def _map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {name: _map_tensors(item, function) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_map_tensors(item, function) for item in value])
-    return value
-
-
-def make_batch_sampler(
-    batch: schema.Batch,
-    *,
-    order: Order,
-    lengths: Sequence[int] | None,
-    steps: int,
-    ranks: DataParallel,
-    first_step: int = 0,
-) -> BatchSampler:
-    """This rank's micro-batches, of a number of rows or of tokens.
-
-    lengths: tokens of each sample, needed with micro_batch_tokens.
-    """
-    common: dict[str, Any] = {
-        "order": order,
-        "global_batch_size": batch.global_batch_size,
-        "rank": ranks.rank,
-        "ranks": ranks.size,
-        "first_step": first_step,
-        "steps": steps,
-    }
-    if batch.micro_batch_tokens is None:
-        assert isinstance(batch.micro_batch_size, int)  # `auto` was resolved before
-        return RankBatchSampler(micro_batch_size=batch.micro_batch_size, **common)
-    assert lengths is not None
-    return TokenBatchSampler(micro_batch_tokens=batch.micro_batch_tokens, lengths=lengths, **common)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
 def expected_padding(

@@ -8,6 +8,7 @@ no target. A cut document has one piece, and the lost tokens are counted.
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,23 +76,20 @@ def best_fit(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
     """
     starts, lengths, counts = _pieces(offsets, length, cut)
     contents: list[list[int]] = []
-    room: dict[int, list[int]] = {}  # free tokens: sequences
-    free: list[int] = []  # keys of `room`, sorted
+    room: defaultdict[int, list[int]] = defaultdict(list)  # free tokens: sequences
+    free: list[int] = []  # sorted, those with a sequence
     for piece in np.argsort(-lengths, kind="stable").tolist():
         size = int(lengths[piece])
         at = bisect.bisect_left(free, size)
         if at == len(free):
             sequence, left = len(contents), length - size
-            contents.append([piece])
+            contents.append([])
         else:
-            space = free[at]
-            sequence, left = room[space].pop(), space - size
-            if not room[space]:
-                del room[space]
+            sequence, left = room[free[at]].pop(), free[at] - size
+            if not room[free[at]]:
                 free.pop(at)
-            contents[sequence].append(piece)
-        if left not in room:
-            room[left] = []
+        contents[sequence].append(piece)
+        if not room[left]:
             bisect.insort(free, left)
         room[left].append(sequence)
     # By the first document of each, so that shuffle: false stays near the order of the files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from launcher.data.batching import (
     Position,
     RankBatchSampler,
     StreamOrder,
+    make_batch_sampler,
     total_steps,
 )
 from launcher.data.custom import CustomDataset, build_custom_data
@@ -22,11 +24,10 @@ from launcher.data.dataset import Collated, MapData, make_order, open_dataset
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import (
     GlobalBatch,
-    Mover,
     StepStatistics,
     TrainingData,
-    make_batch_sampler,
     make_loader,
+    to_device,
 )
 from launcher.data.sources import find_parts
 from launcher.data.streaming import StreamingDataset
@@ -50,8 +51,11 @@ class RunData:
     steps: int
     data: schema.Data
     batch: schema.Batch
-    fingerprint: dict[str, Any]
-    """For checkpoints, to detect changed training data."""
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """For checkpoints, to detect changed training data."""
+        return self.training.fingerprint
 
     def batches(
         self,
@@ -65,23 +69,23 @@ class RunData:
 
         Copies to the device and statistics start without waiting.
         """
-        skipped = position.skipped_batches
+        skipped, dataset = position.skipped_batches, self.training
         sampler = make_batch_sampler(
             self.batch,
             order=self.order,
-            lengths=self.training.lengths,
+            lengths=dataset.lengths,
             steps=self.steps + skipped,
-            ranks=ranks,
             first_step=position.step + skipped,
+            rank=ranks.rank,
+            ranks=ranks.size,
         )
-        dataset = self.training
         if isinstance(dataset, StreamingDataset):
             assert isinstance(sampler, RankBatchSampler)
             dataset = dataset.starting(sampler, position.stream)
         loader = make_loader(
             dataset, sampler, self.data, persistent_workers=False, device=ranks.device
         )
-        mover, loaded = Mover(ranks.device), iter(loader)
+        loaded = iter(loader)
         for step in range(position.step, self.steps):
             started = time.perf_counter()
             count = sampler.micro_batches(step + skipped)
@@ -90,15 +94,14 @@ class RunData:
             seen = (step + 1) * self.batch.global_batch_size
             tokens = [sum(one[name] for one in collated) for name in ("loss_tokens", "tokens")]
             values = [*tokens, int(stop_requested()), int(save_requested())]
+            positions = [one.get("positions", {}) for one in collated]
             yield GlobalBatch(
                 step=step + 1,
-                micro_batches=[mover.move(one["tensors"]) for one in collated],
-                statistics=StepStatistics(values, ranks, mover.stream),
+                micro_batches=[to_device(one["tensors"], ranks.device) for one in collated],
+                statistics=StepStatistics(values, ranks),
                 samples_seen=seen if self.samples is None else min(seen, self.samples),
                 seconds_waited=waited,
-                stream_positions=dict(
-                    item for one in collated for item in one.get("positions", {}).items()
-                ),
+                stream_positions={shard: at for of in positions for shard, at in of.items()},
             )
 
     @property
@@ -146,67 +149,45 @@ def open_run_data(
     skipped_rows: file that lists the rows of a stream that cannot be used.
     """
     data, batch, run = recipe.data, recipe.batch, recipe.run
+    tokenizer = data.tokenizer if data.tokenizer is not None else recipe.model.path
+    train: Any = data.train
+    sets: Any = data.validation
+    open_one: Any = partial(open_dataset, data, tokenizer=tokenizer, model=model, build=build)
+    open_validation: Any = partial(open_one, validation=True)
     if data.builder is not None:
         custom = build_custom_data(data.builder, data.arguments)
-        sets = custom.validation
-        if not isinstance(sets, dict):
-            sets = {"validation": sets}
-        training: MapData = CustomDataset(custom.train, custom, data.builder)
-        validation: dict[str, MapData] = {
-            name: CustomDataset(samples, custom, data.builder)
-            for name, samples in sets.items()
-            if samples is not None
-        }
-    else:
-        tokenizer = data.tokenizer if data.tokenizer is not None else recipe.model.path
-        open_one = partial(open_dataset, data, tokenizer=tokenizer, model=model, build=build)
-        sources = data.validation if data.validation is not None else {}
-        if not isinstance(sources, dict):
-            sources = {"validation": sources}
-        validation = {name: open_one(files, validation=True) for name, files in sources.items()}
-        if data.streaming:
-            return _open_stream(recipe, tokenizer, model, validation, ranks, skipped_rows)
-        assert data.train is not None
-        training = open_one(data.train)
-    order = make_order(training, seed=run.seed, shuffle=data.shuffle, epochs=run.epochs)
+        train, sets = custom.train, custom.validation
+        open_one = open_validation = partial(CustomDataset, data=custom, name=data.builder)
+    sets = sets if isinstance(sets, dict) else {"validation": sets}
+    validation = {name: open_validation(one) for name, one in sets.items() if one is not None}
+    training: Any = None
+    order: Order = StreamOrder()
+    if not data.streaming:
+        training = open_one(train)
+        order = make_order(training, seed=run.seed, shuffle=data.shuffle, epochs=run.epochs)
     steps = total_steps(
         max_steps=run.max_steps,
         epochs=run.epochs,
         samples=order.samples,
         global_batch_size=batch.global_batch_size,
     )
+    lengths = training.lengths if training is not None else None
     sampler = make_batch_sampler(
-        batch, order=order, lengths=training.lengths, steps=steps, ranks=ranks
+        batch, order=order, lengths=lengths, steps=steps, rank=ranks.rank, ranks=ranks.size
     )
-    return RunData(training, validation, order, sampler, steps, data, batch, training.fingerprint)
-
-
-def _open_stream(
-    recipe: schema.Recipe,
-    tokenizer: str | None,
-    model: ModelInputs,
-    validation: dict[str, MapData],
-    ranks: DataParallel,
-    skipped_rows: Path | None,
-) -> RunData:
-    data, batch, steps = recipe.data, recipe.batch, recipe.run.max_steps
-    assert isinstance(data.train, tuple)
-    assert steps is not None
-    sampler = make_batch_sampler(batch, order=StreamOrder(), lengths=None, steps=steps, ranks=ranks)
-    parts = find_parts(data.train, kind=data.kind)
-    encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
-    fingerprint = {"files": {part.name: part.size for part in parts}, **encoder.fingerprint()}
-    assert isinstance(sampler, RankBatchSampler)
-    stream = StreamingDataset(
-        parts,
-        encoder,
-        sampler=sampler,
-        data=data,
-        seed=recipe.run.seed,
-        model=model,
-        skipped_rows=skipped_rows,
-    )
-    return RunData(stream, validation, StreamOrder(), sampler, steps, data, batch, fingerprint)
+    if data.streaming:
+        assert isinstance(data.train, tuple)
+        assert isinstance(sampler, RankBatchSampler)
+        training = StreamingDataset(
+            find_parts(data.train, kind=data.kind),
+            make_encoder(data.kind, data, tokenizer=tokenizer),
+            sampler=sampler,
+            data=data,
+            seed=run.seed,
+            model=model,
+            skipped_rows=skipped_rows,
+        )
+    return RunData(training, validation, order, sampler, steps, data, batch)
 
 
 def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:
@@ -222,5 +203,6 @@ def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:
             raise
         return None  # token rows, and a model without a tokenizer
     if data.chat_template is not None:
+        tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
     return tokenizer

@@ -43,8 +43,6 @@ class Part:
     """Exclusive, in the same unit; None: to the end. hub_stream: the number of shards."""
     size: int = 0
     """Bytes, about; 0 for a hub data set that is not loaded."""
-    named: bool = True
-    """The recipe names this file itself, not a folder or glob."""
     validation: bool = False
     """Which split of a hub data set to use if its id names none."""
 
@@ -96,48 +94,31 @@ def _count_lines(file: str, block: int, size: int) -> int:
 # Finding files
 
 
-def find_files(patterns: tuple[str, ...], *, rows_only: bool = False) -> list[Path]:
-    """The files that match, in the order of the patterns and sorted by path, each once.
-
-    A folder means all files below it, except hidden files, caches and binaries; with rows_only,
-    only files of rows (the folder of a data set often has a README).
-    Raises RecipeError if a pattern matches no file.
-    """
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        files: list[Path] = []
-        for match in sorted(glob.glob(pattern, recursive=True)) or [pattern]:
-            path = Path(match)
-            if path.is_dir():
-                inside = sorted(file for file in path.rglob("*") if file.is_file())
-                files += [file for file in inside if _wanted(file.relative_to(path), rows_only)]
-            elif path.is_file():
-                files.append(path)
-        if not files:
-            raise RecipeError(f"data: {pattern!r} matches no file (in {Path.cwd()})")
-        found |= dict.fromkeys(files)
-    return list(found)
-
-
-def _wanted(relative: Path, rows_only: bool) -> bool:
-    hidden = any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
-    suffix = relative.suffix.lower()
-    return not hidden and (suffix in ROW_FILES if rows_only else suffix not in _NOT_TEXT)
-
-
 def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False) -> list[Part]:
-    """Whole files and hub data sets, in the order of the patterns, each once.
+    """Whole files and hub data sets, in the order of the patterns and sorted by path, each once.
 
+    A folder means all files below it, except hidden files, caches and binaries; for kinds other
+    than text only files of rows (the folder of a data set often has a README).
     kind: data.kind; only kind text reads text files.
     Raises RecipeError if a pattern matches nothing, or a text file where rows are needed.
     """
     parts: dict[str, Part] = {}
     for pattern in patterns:
-        if is_hub_id(pattern) and not glob.glob(pattern, recursive=True):
+        matches = sorted(glob.glob(pattern, recursive=True))
+        if not matches and is_hub_id(pattern):
             parts.setdefault(pattern, Part(pattern, "hub", validation=validation))
             continue
-        for file in find_files((pattern,), rows_only=kind != "text"):
-            part = file_part(file, named=str(file) == str(Path(pattern)))
+        files: list[Path] = []
+        for path in map(Path, matches or [pattern]):
+            if path.is_dir():
+                inside = sorted(file for file in path.rglob("*") if file.is_file())
+                files += [file for file in inside if _wanted(file.relative_to(path), kind)]
+            elif path.is_file():
+                files.append(path)
+        if not files:
+            raise RecipeError(f"data: {pattern!r} matches no file (in {Path.cwd()})")
+        for file in files:
+            part = file_part(file)
             if part.form == "text" and kind != "text":
                 forms = ", ".join(ROW_FILES)
                 raise RecipeError(
@@ -147,7 +128,13 @@ def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False
     return list(parts.values())
 
 
-def file_part(file: Path, *, named: bool = True) -> Part:
+def _wanted(relative: Path, kind: str) -> bool:
+    hidden = any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+    suffix = relative.suffix.lower()
+    return not hidden and (suffix not in _NOT_TEXT if kind == "text" else suffix in ROW_FILES)
+
+
+def file_part(file: Path) -> Part:
     """A whole file. Raises RecipeError if it cannot be read."""
     suffix = file.suffix.lower()
     try:
@@ -155,7 +142,7 @@ def file_part(file: Path, *, named: bool = True) -> Part:
     except OSError as error:
         raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
     form: Any = suffix[1:] if suffix in ROW_FILES else "text"
-    return Part(str(file), form, size=size, named=named)
+    return Part(str(file), form, size=size)
 
 
 # Splitting
@@ -222,8 +209,8 @@ def _row_group_sizes(file: str) -> list[int]:
 def read_rows(part: Part, *, column: str = "text") -> Iterator[Row]:
     """The rows of a part. A text file is one row, its content in `column`.
 
-    A file without rows is a problem, except for an empty text file that a folder or glob matched.
-    Raises RecipeError if the file cannot be opened.
+    A file without rows is a problem, except for an empty text file. Raises RecipeError if the
+    file cannot be opened.
     """
     empty = True
     try:
@@ -232,11 +219,8 @@ def read_rows(part: Part, *, column: str = "text") -> Iterator[Row]:
             yield row
     except OSError as error:
         raise RecipeError(f"{part.name}: cannot be read: {error.strerror or error}") from None
-    if not empty or part.start or part.form == "hub_stream":
-        return
-    if part.named or part.form != "text":
-        what = "it has no rows" if part.size or part.form == "hub" else "the file is empty"
-        problem = f"{what}; remove it, or leave it out of the patterns"
+    if empty and part.form not in ("text", "hub_stream") and not part.start:
+        problem = "it has no rows; remove it, or leave it out of the patterns"
         yield Row(part, 0, None, problem, at=part.name)
 
 
@@ -270,9 +254,9 @@ def _parse_json(content: bytes) -> tuple[Any, str, int]:
         return None, f"not JSON that can be read: {error}", 0
 
 
-def _object(part: Part, number: int, value: Any, problem: str = "") -> Row:
-    if isinstance(value, dict) or problem:
-        return Row(part, number, value, problem)
+def _object(part: Part, number: int, value: Any) -> Row:
+    if isinstance(value, dict):
+        return Row(part, number, value)
     problem = f'must be an object such as {{"text": ...}}; got {type(value).__name__}'
     return Row(part, number, None, problem)
 
@@ -287,7 +271,7 @@ def _jsonl(part: Part) -> Iterator[Row]:
             left -= len(line)
             if line.strip():
                 value, problem, _ = _parse_json(line.rstrip())
-                yield _object(part, number, value, problem)
+                yield Row(part, number, None, problem) if problem else _object(part, number, value)
 
 
 def _json(part: Part) -> Iterator[Row]:
@@ -310,30 +294,27 @@ def _csv(part: Part) -> Iterator[Row]:
         reader = csv.reader(stream, strict=True)
         header: list[str] = []
         while True:
-            line, problem, fields = reader.line_num + 1, "", [""]
+            line, problem = reader.line_num + 1, ""
             try:
                 fields = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                problem = f"not CSV: {error}"
-            if not fields:
-                continue
-            joined = "".join(fields)
-            if not joined.isascii() and re.search("[\udc80-\udcff]", joined):
+                fields, problem = [""], f"not CSV: {error}"
+            if re.search("[\udc80-\udcff]", "".join(fields)):
                 problem = "not UTF-8 text"
-            elif not header and (twice := {name for name in fields if fields.count(name) > 1}):
+            elif not header and len(set(fields)) < len(fields):
+                twice = {name for name in fields if fields.count(name) > 1}
                 problem = f"the header names a column twice: {', '.join(sorted(twice))}"
-            elif header and not problem and len(fields) != len(header):
+            elif header and fields and not problem and len(fields) != len(header):
                 problem = f"{len(fields)} fields, but the header in line 1 has {len(header)}"
             if problem:
                 yield Row(part, line, None, problem)
                 if not header:
                     return
-            elif header:
+            elif header and fields:
                 yield Row(part, line, dict(zip(header, fields, strict=True)))
-            else:
-                header = fields
+            header = header or fields
 
 
 def _parquet(part: Part) -> Iterator[Row]:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from launcher.data.custom import CustomDataset, build_custom_data
-from launcher.data.dataset import collate_sequences
-from launcher.data.loader import GlobalBatch, Mover, StepStatistics, Tensors
+from launcher.data.dataset import collate_sequences, make_row
+from launcher.data.loader import GlobalBatch, StepStatistics, Tensors, to_device
 from launcher.distributed.process_group import DataParallel
 from launcher.models.attention import Masking
 from launcher.recipe import schema
@@ -35,10 +35,9 @@ class SyntheticData:
     ) -> Iterator[GlobalBatch]:
         """The same global batch at every step."""
         values = [self.loss_tokens * micro_batches, self.tokens * micro_batches, 0, 0]
-        mover = Mover(ranks.device)
         for step in range(1, steps + 1):
-            moved = [mover.move(self.tensors) for _ in range(micro_batches)]
-            yield GlobalBatch(step, moved, StepStatistics(values, ranks, mover.stream), step, 0.0)
+            moved = [to_device(self.tensors, ranks.device) for _ in range(micro_batches)]
+            yield GlobalBatch(step, moved, StepStatistics(values, ranks), step, 0.0)
 
 
 def rows_of(batch: schema.Batch, *, sequence_length: int) -> int:
@@ -81,10 +80,8 @@ def synthetic_data(
         }
         return SyntheticData(tensors, loss.summed_classification_loss, rows * length, rows)
     pieces = PACKED_DOCUMENTS if packed and length >= PACKED_DOCUMENTS else 1
-    parts = np.array_split(np.arange(length), pieces)
-    positions = np.concatenate([np.arange(len(part), dtype=np.int64) for part in parts])
     collated = collate_sequences(
-        [{"input_ids": row, "targets": row, "position_ids": positions} for row in ids],
+        [make_row((part, part) for part in np.array_split(row, pieces)) for row in ids],
         length=length,
         packed=packed,
         masking=masking,

@@ -13,14 +13,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, first_line
 from launcher.recipe.hub import model_folder
 
 Ids = npt.NDArray[np.int32]
 
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".tiktoken", ".vocab", ".bpe", ".jinja")
 _BYTES_IDENTITY = "bytes 66c407729331c690d5ec7918bdbd26f273781ae6971d60fe1590e6d778295bde"
-"""Of the ids and the chat template in byte_tokenizer.py; part of the names of stores."""
+"""Of the ids and the chat template of the byte tokenizer; part of the names of stores."""
+END = "<|end|>"
+"""Byte tokenizer: ends a document and a turn: id 256, where generation stops."""
+ROLES = ("system", "user", "assistant")
+"""`<|system|>` 257, `<|user|>` 258, `<|assistant|>` 259 start a turn."""
+
+_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+    {%- if message.role not in ["system", "user", "assistant"] -%}
+        {{- raise_exception("a role must be system, user or assistant; got " ~ message.role) -}}
+    {%- endif -%}
+    {{- "<|" ~ message.role ~ "|>" -}}
+    {%- if message.role == "assistant" -%}
+        {%- generation -%}{{- message.content ~ "<|end|>" -}}{%- endgeneration -%}
+    {%- else -%}
+        {{- message.content ~ "<|end|>" -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|assistant|>" -}}{%- endif -%}
+"""
 
 
 class ByteTokenizer:
@@ -29,10 +48,8 @@ class ByteTokenizer:
     begin: list[int] = []  # noqa: RUF012
     end = 256
 
-    def ids(self, texts: Sequence[str]) -> list[Ids]:
+    def ids(self, texts: Sequence[str], *, special: bool = False) -> list[Ids]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
-
-    as_inference = ids
 
 
 class HuggingFaceTokenizer:
@@ -57,20 +74,11 @@ class HuggingFaceTokenizer:
             )
         return int(self.tokenizer.eos_token_id)
 
-    def ids(self, texts: Sequence[str]) -> list[Ids]:
-        """Each text's ids, without special tokens."""
-        return self._call(texts, add_special_tokens=False)
-
-    def as_inference(self, texts: Sequence[str]) -> list[Ids]:
-        """Each text's ids, with the special tokens that the tokenizer adds by default."""
-        return self._call(texts, add_special_tokens=True)
-
-    def _call(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Ids]:
-        if not texts:
-            return []
+    def ids(self, texts: Sequence[str], *, special: bool = False) -> list[Ids]:
+        """Each text's ids. special: with the tokens that the tokenizer adds at inference."""
         encoded = self.tokenizer(
             list(texts),
-            add_special_tokens=add_special_tokens,
+            add_special_tokens=special,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
@@ -81,11 +89,45 @@ class HuggingFaceTokenizer:
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
-def hugging_face_tokenizer(name: str) -> Any:
-    """The transformers tokenizer of a folder, a hub id or `bytes`. Raises RecipeError if none."""
-    if name == "bytes":
-        from launcher.data.byte_tokenizer import hugging_face_byte_tokenizer
+def hugging_face_byte_tokenizer() -> Any:
+    """Ids 0 to 255 are the bytes of UTF-8, as in ByteTokenizer; 256 to 259 are special tokens.
 
+    The chat template marks the assistant's text and the end of its turn as generated.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # A byte-level vocabulary writes each byte as a character: a printable byte as itself, the
+    # others as U+0100 onwards. There are no merges, so nothing else is in it.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocabulary = {chr(byte): byte for byte in printable}
+    vocabulary |= {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    roles = [f"<|{role}|>" for role in ROLES]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in (END, *roles)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        additional_special_tokens=roles,
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def hugging_face_tokenizer(name: str) -> Any:
+    """The transformers tokenizer of a folder, a hub id or `bytes`, shared by all callers.
+
+    Raises RecipeError if there is none.
+    """
+    if name == "bytes":
         return hugging_face_byte_tokenizer()
     from transformers import AutoTokenizer
 
@@ -93,8 +135,7 @@ def hugging_face_tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # broken files raise many classes
-        known = isinstance(error, (OSError, ValueError))
-        what = (str(error).splitlines() or [""])[0] if known else repr(error)
+        what = first_line(error)
         raise RecipeError(f"data.tokenizer: {name}: no tokenizer could be loaded: {what}") from None
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from launcher.diagnostics.report import (
     rate_as_text,
 )
 from launcher.distributed import process_group
-from launcher.distributed.environment import Environment, read_environment
+from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import DataParallel
 from launcher.distributed.spawn import rank_main
 from launcher.errors import EXIT_DONE, RecipeError
@@ -42,11 +41,15 @@ from launcher.planner.machine import known_machine
 from launcher.reliability.failures import end_process
 
 INIT_SECONDS = 180
-"""Time for all ranks to meet."""
-SLOW = 0.8
-"""A rank that is slower than this share of the median rank makes all others wait."""
-SLOW_LINK = 0.5
-"""The same for the links of a node. Of two nodes it is not known which one is slow."""
+"""Time for all ranks to meet, while the first one of each node examines it."""
+SLOW = {
+    "half_flops": ("computes", 0.8),
+    "memory_bandwidth": ("moves memory", 0.8),
+    "host_bandwidth": ("copies to and from the host", 0.8),
+    "intra_node_bandwidth": ("runs collectives within its node", 0.5),
+    "link": ("exchanges data with other nodes", 0.5),
+}
+"""Share of the median rank's rate below which a rank is slow, and makes all others wait."""
 CLOCKS_WARN, CLOCKS_BAD = 0.5, 5.0
 """Seconds between clocks: logs, and the lock of the run folder, depend on them."""
 SHARED_SECONDS = 10.0
@@ -70,53 +73,49 @@ def gather(value: Any, ranks: DataParallel) -> list[Any]:
     return values
 
 
-def clock_offset(ranks: DataParallel, *, now: Callable[[], float] = time.time) -> float:
+def clock_offset(ranks: DataParallel) -> float:
     """Seconds that this rank's clock is ahead of rank 0's: median of five, each after a barrier."""
     offsets: list[float] = []
     for _ in range(5):
         dist.barrier(group=ranks.group)
-        clocks = gather(now(), ranks)
+        clocks = gather(time.time(), ranks)
         offsets.append(clocks[ranks.rank] - clocks[0])
     return statistics.median(offsets)
 
 
 def check_shared(
-    folder: Path, ranks: DataParallel, *, node: int, first: bool, seconds: float = SHARED_SECONDS
-) -> tuple[str | None, list[int] | None]:
+    folder: Path, ranks: DataParallel, *, first: bool, seconds: float = SHARED_SECONDS
+) -> dict[str, Any] | None:
     """The first rank of each node writes a file, and looks for the files of the other nodes.
 
-    Returns why it could not write (None: it could), and the nodes whose files it sees (None: it
-    did not look). first: whether this is the first rank of its node.
+    Returns `wrote`, its file's name, or None and the `problem`; and `seen`, the names that it sees.
+    None: not the first rank of its node.
     """
-    token: list[Any] = [uuid.uuid4().hex]
-    dist.broadcast_object_list(token, src=0, group=ranks.group)
-    names = [f".launcher-doctor-{token[0]}-{number}" for number in range(ranks.size)]
-    problem = None
+    file, problem = folder / f".launcher-doctor-{uuid.uuid4().hex}", None
     if first:
         try:
-            (folder / names[node]).write_text("seen")
+            file.write_text("seen")
         except OSError as error:
             problem = f"{folder} cannot be written to: {error.strerror or error}"
-    wrote = gather(node if first and problem is None else None, ranks)
-    wanted, seen = {number for number in wrote if number is not None}, set[int]()
+    name = file.name if first and problem is None else None
+    wanted, seen = set(filter(None, gather(name, ranks))), set[str]()
     deadline = time.monotonic() + seconds
     while first and seen != wanted and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             # Lists the folder: network file systems cache that a single name was missing
-            listed = set(os.listdir(folder))
-            seen = {number for number in wanted if names[number] in listed}
+            seen = wanted & set(os.listdir(folder))
         time.sleep(0.0 if seen == wanted else 0.1)
     dist.barrier(group=ranks.group)
     if not first:
-        return None, None
+        return None
     with contextlib.suppress(OSError):
-        (folder / names[node]).unlink(missing_ok=True)
-    return problem, sorted(seen)
+        file.unlink(missing_ok=True)
+    return {"wrote": name, "problem": problem, "seen": sorted(seen)}
 
 
-# Judging what the ranks measured. `results` has a dictionary of each rank: host, node (its number),
-# gpu (its local rank), rates, offset (of its clock), shared and seen (of `check_shared`), and sum
-# (whether it was right). A finding names a host, or all nodes where there is no majority.
+# Judging what the ranks measured. `results` has a dictionary of each rank: host, gpu (its local
+# rank), rates, offset (of its clock), shared (of `check_shared`), and sum (whether it was right).
+# A finding names a host, or all nodes where there is no majority.
 
 
 def judge(results: Sequence[Mapping[str, Any]], *, cpu: bool) -> list[Finding]:
@@ -130,9 +129,8 @@ def judge(results: Sequence[Mapping[str, Any]], *, cpu: bool) -> list[Finding]:
     wrong = {result["host"]: "gives a wrong sum" for result in results if not result["sum"]}
     return [
         *_slow_ranks(results, cpu=cpu),
-        *_slow_nodes(results, cpu=cpu),
         *(_clocks(offsets) if len(offsets) > 1 else ()),
-        *_sharing([result for result in results if result["seen"] is not None]),
+        *_sharing({one["host"]: one["shared"] for one in results if one["shared"] is not None}),
         *_blame("all-reduce", wrong, nodes=len(offsets), all_nodes="gives a wrong sum"),
     ]
 
@@ -145,35 +143,16 @@ def _blame(name: str, faults: Mapping[str, str], *, nodes: int, all_nodes: str) 
 
 
 def _slow_ranks(results: Sequence[Mapping[str, Any]], *, cpu: bool) -> Iterator[Finding]:
-    verbs = {
-        "half_flops": "computes",
-        "memory_bandwidth": "moves memory",
-        "host_bandwidth": "copies to and from the host",
-    }
     state: State = "warning" if cpu else "bad"
-    for key, verb in verbs.items():
-        median = statistics.median(result["rates"][key] for result in results)
-        for rank, result in enumerate(results):
-            share = result["rates"][key] / median
-            if share < SLOW:
+    for key, (what, limit) in SLOW.items():
+        rates = {rank: one["rates"][key] for rank, one in enumerate(results) if key in one["rates"]}
+        median = statistics.median(rates.values()) if rates else 0.0
+        for rank, rate in rates.items():
+            if rate < limit * median:
+                result, share = results[rank], f"{rate / median:.0%} of the median rank"
                 which = f"rank {rank}" if cpu else f"GPU {result['gpu']} (rank {rank})"
-                text = f"{which} {verb} at {share:.0%} of the median rank: all would wait for it"
+                text = f"{which} {what} at {share}: all would wait for it"
                 yield Finding("speed", state, text, host=result["host"])
-
-
-def _slow_nodes(results: Sequence[Mapping[str, Any]], *, cpu: bool) -> Iterator[Finding]:
-    names = {
-        "within_node": "collectives among its ranks run",
-        "link": "its links to other nodes run",
-    }
-    state: State = "warning" if cpu else "bad"
-    for key, what in names.items():
-        rates = slowest_by_host(results, key)
-        median = statistics.median(rates.values()) if len(rates) > 2 else 0.0
-        for host, rate in rates.items():
-            if rate < SLOW_LINK * median:
-                share = f"{rate / median:.0%} of the median node's {median / 1e9:.3g} GB/s"
-                yield Finding("network", state, f"{what} at {share}", host=host)
 
 
 def _clocks(offsets: Mapping[str, float]) -> list[Finding]:
@@ -183,8 +162,7 @@ def _clocks(offsets: Mapping[str, float]) -> list[Finding]:
     first, last = min(offsets, key=offsets.__getitem__), max(offsets, key=offsets.__getitem__)
     spread = offsets[last] - offsets[first]
     if not off:
-        text = f"within {spread:.2g} s of one another"
-        return [Finding("clocks", "good", text, host=ALL_NODES)]
+        return [Finding("clocks", "good", f"within {spread:.2g} s of one another", host=ALL_NODES)]
     faults = {
         host: f"{abs(by):.3g} s {'ahead of' if by > 0 else 'behind'} the other nodes': {_ADVICE} it"
         for host, by in off.items()
@@ -197,28 +175,26 @@ def _clocks(offsets: Mapping[str, float]) -> list[Finding]:
     ]
 
 
-def _sharing(results: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """results: of one rank per node.
+def _sharing(shared: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """shared: `check_shared` by host.
 
     A node is at fault where fewer than half of the others see what it writes, or where it sees
     fewer than half of the others' files.
     """
-    name, within = "shared folder", f"within {SHARED_SECONDS:.0f} s"
-    failed = {one["host"]: one["shared"] for one in results if one["shared"] is not None}
-    wrote = {one["node"]: one for one in results if one["shared"] is None}
-    readers = Counter(n for node, one in wrote.items() for n in one["seen"] if n != node)
-    text = (
-        f"this node and the others do not see {within} what the other writes: is it a local disk?"
-    )
+    within = f"within {SHARED_SECONDS:.0f} s"
+    wrote = {host: one for host, one in shared.items() if one["wrote"] is not None}
+    readers = Counter(name for one in wrote.values() for name in one["seen"])
+    what = f"this node and the others do not see {within} what the other writes"
     faults = {}
-    for node, one in wrote.items():
-        sees = len(wrote.keys() & set(one["seen"]) - {node})
-        if 2 * min(readers[node], sees) < len(wrote) - 1:
-            faults[one["host"]] = text
+    for host, one in wrote.items():
+        mine = one["wrote"] in one["seen"]  # does not count
+        if 2 * (min(readers[one["wrote"]], len(one["seen"])) - mine) < len(wrote) - 1:
+            faults[host] = f"{what}: is it a local disk?"
     text = f"no node sees {within} what another one writes: it is not shared"
+    failed = {host: one["problem"] for host, one in shared.items() if host not in wrote}
     return [
-        *_blame(name, failed, nodes=1, all_nodes=""),
-        *_blame(name, faults, nodes=len(wrote), all_nodes=text),
+        *_blame("shared folder", failed, nodes=1, all_nodes=""),
+        *_blame("shared folder", faults, nodes=len(wrote), all_nodes=text),
     ]
 
 
@@ -249,29 +225,12 @@ def compare_with_plan(
         return []
     findings = []
     for name, (what, unit) in RATES.items() if machine.device == "cuda" else ():
-        measured, assumed = rates.get(name), getattr(machine.rates, name)
+        measured, assumed = rates[name], getattr(machine.rates, name)
         if measured is not None and measured < ASSUMED * assumed:
             share = f"{measured / assumed:.0%} of the {rate_as_text(assumed, unit)}"
             text = f"{what}: {rate_as_text(measured, unit)}, {share} that the plan assumes"
-            finding = Finding("rates", "warning", text, host=ALL_NODES)
-            findings.append(finding)
+            findings.append(Finding("rates", "warning", text, host=ALL_NODES))
     return findings
-
-
-def slowest_by_host(results: Sequence[Mapping[str, Any]], key: str) -> dict[str, float]:
-    """A rate of each host's slowest rank; without hosts where it was not measured."""
-    slowest: dict[str, float] = {}
-    for result in results:
-        if (value := result["rates"].get(key)) is not None:
-            rate = value["all_gather"] if isinstance(value, dict) else value
-            slowest[result["host"]] = min(rate, slowest.get(result["host"], rate))
-    return slowest
-
-
-def slowest_collectives(results: Sequence[Mapping[str, Any]], key: str) -> dict[str, float] | None:
-    """By collective, the rate of the slowest rank; None: not measured."""
-    rates = [result["rates"][key] for result in results if result["rates"][key] is not None]
-    return {kind: min(rate[kind] for rate in rates) for kind in rates[0]} if rates else None
 
 
 def slowest_rates(results: Sequence[Mapping[str, Any]], *, source: str) -> dict[str, Any]:
@@ -280,9 +239,6 @@ def slowest_rates(results: Sequence[Mapping[str, Any]], *, source: str) -> dict[
     for name in RATES:
         values = [result["rates"][name] for result in results if name in result["rates"]]
         rates[name] = min(values, default=None)
-    groups = {"intra_node_bandwidth": "within_node", "inter_node_bandwidth": "across_nodes"}
-    for name, key in groups.items():
-        rates[name] = min((slowest_collectives(results, key) or {}).values(), default=None)
     return rates
 
 
@@ -293,35 +249,37 @@ def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False
     were examined already, only their versions are compared, and less is measured.
     """
     environment = read_environment()
-    first = environment.local_rank == 0
+    first, local = environment.local_rank == 0, environment.local_world_size
     findings: list[Finding] = []
     versions: dict[str, Any] = {}
-    if quick and first:
+    # Before the ranks meet, so that no process of another rank is on the GPUs yet
+    if first and quick:
         versions = gpus.versions(gpus.query_nvml(), gpus.query_torch(compute=False))
-    elif node is not None:
-        findings, versions = _examine_first(node, environment)
+    elif first and node is not None:
+        findings, versions = examine(**node)
     group = process_group.process_group(environment, device="any", init_timeout=INIT_SECONDS)
     with group as (ranks, _):
-        if first:
-            _examined(environment).unlink(missing_ok=True)
-        device, local = ranks.device, environment.local_world_size
-        process_group.set_threads(environment, device=device, cpu_offload=True)
-        number = ranks.rank // local
-        mine: dict[str, Any] = {"host": host_name(), "node": number, "gpu": environment.local_rank}
-        mine |= {"sum": check_sum(ranks), "offset": clock_offset(ranks)}
-        mine |= {"shared": None, "seen": None, "findings": findings, "versions": versions}
-        if shared is not None:
-            mine["shared"], mine["seen"] = check_shared(shared, ranks, node=number, first=first)
-        mine["rates"] = measure(ranks, local=local, quick=quick)
+        process_group.set_threads(environment, device=ranks.device, cpu_offload=True)
+        mine = {
+            "host": host_name(),
+            "gpu": environment.local_rank,
+            "findings": findings,
+            "versions": versions,
+            "sum": check_sum(ranks),
+            "offset": clock_offset(ranks),
+            "shared": None if shared is None else check_shared(shared, ranks, first=first),
+            "rates": measure(ranks, local=local, quick=quick),
+        }
         results = gather(mine, ranks)
-    name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        cpu = ranks.device.type == "cpu"
+        name = "CPU" if cpu else torch.cuda.get_device_name(ranks.device)
     nodes = len(results) // local
     source = f"measured by launcher doctor on {results[0]['host']}, {time.strftime('%Y-%m-%d')}"
     rates = slowest_rates(results, source=source)
     return Report(
         findings=[
             *(finding for result in results for finding in result["findings"]),
-            *judge(results, cpu=device.type == "cpu"),
+            *judge(results, cpu=cpu),
             *compare_versions({one["host"]: one["versions"] for one in results if one["versions"]}),
             *compare_with_plan(rates, device=name, nodes=nodes, ranks_per_node=local),
         ],
@@ -329,32 +287,8 @@ def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False
         nodes=nodes,
         ranks_per_node=local,
         rates=rates,
-        within_node=slowest_collectives(results, "within_node"),
-        across_nodes=slowest_collectives(results, "across_nodes"),
-        links=slowest_by_host(results, "link") or None,
         versions=results[0]["versions"],
     )
-
-
-def _examined(environment: Environment) -> Path:
-    """The file that exists once the node's first rank has examined the node."""
-    name = f"launcher-doctor-{os.getuid()}-{environment.parent}-{environment.restart_count}"
-    return Path(tempfile.gettempdir()) / name
-
-
-def _examine_first(
-    node: dict[str, Any], environment: Environment
-) -> tuple[list[Finding], dict[str, Any]]:
-    """Examines the node on its first rank. The others wait, so that it finds no process of theirs
-    on the GPUs."""
-    if environment.local_rank == 0:
-        found = examine(**node)
-        _examined(environment).touch()
-        return found
-    deadline = time.monotonic() + INIT_SECONDS
-    while not _examined(environment).exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return [], {}
 
 
 def _run(setting: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -12,31 +13,20 @@ import torch.distributed as dist
 
 from launcher.distributed.process_group import DataParallel
 
-SECONDS = 0.25
-"""How long each rate is measured, without the warm-up."""
+REPEATS = 8
+"""Calls of which the median counts, after two that do not."""
 
 
-def median_seconds(
-    body: Callable[[], Any], device: torch.device, group: dist.ProcessGroup | None = None
-) -> float:
-    """Median time of a call, after two calls that do not count.
-
-    group: for a collective; its first rank decides how often all of its ranks call.
-    """
-
-    def once() -> float:
+def median_seconds(body: Callable[[], Any], device: torch.device) -> float:
+    """Median time of a call."""
+    seconds = []
+    for _ in range(2 + REPEATS):
         started = time.perf_counter()
         body()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - started
-
-    once()
-    second = max(once(), 1e-7)
-    count = torch.tensor([min(200, max(3, round(SECONDS / second)))], device=device)
-    if group is not None:
-        dist.broadcast(count, group=group, group_src=0)
-    return statistics.median(once() for _ in range(int(count)))
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[2:])
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -73,8 +63,9 @@ def adamw_rate() -> float:
     return weights.numel() / median_seconds(optimizer.step, torch.device("cpu"))
 
 
-def collective_rates(group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
-    """Bytes/s that a rank sends, by collective, with buffers as large as a block's weights.
+def collective_rate(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Bytes/s that a rank sends in the slower of all-gather and all-reduce, with buffers as large
+    as a block's weights.
 
     A ring of n ranks sends (n - 1) / n of the buffer in an all-gather, twice that in an all-reduce.
     """
@@ -85,9 +76,9 @@ def collective_rates(group: dist.ProcessGroup, device: torch.device) -> dict[str
     sent = 4 * size * (ranks - 1) / ranks
     # Its name since torch 2.13
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather = median_seconds(lambda: all_gather(whole, part, group=group), device, group)
-    reduce = median_seconds(lambda: dist.all_reduce(whole, group=group), device, group)
-    return {"all_gather": sent / gather, "all_reduce": 2 * sent / reduce}
+    gather = median_seconds(lambda: all_gather(whole, part, group=group), device)
+    reduce = median_seconds(lambda: dist.all_reduce(whole, group=group), device)
+    return min(sent / gather, 2 * sent / reduce)
 
 
 def link_rounds(nodes: int) -> list[list[tuple[int, int]]]:
@@ -101,39 +92,33 @@ def link_rounds(nodes: int) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in rounds if pairs]
 
 
-def link_rate(ranks: DataParallel, *, local: int) -> float | None:
+def link_rate(ranks: DataParallel, *, local: int) -> float:
     """Bytes/s that this rank exchanges with its counterpart on a neighbouring node.
 
-    The better of both neighbours: a slow node does not make its neighbours look slow. None: this
-    rank had no neighbour. local: ranks per node.
+    The better of both neighbours: a slow node does not make its neighbours look slow. local: ranks
+    per node.
     """
     node, device = ranks.rank // local, ranks.device
     size = 1 << 24 if device.type == "cuda" else 1 << 20
     mine, other = torch.zeros(size, device=device), torch.empty(size, device=device)
 
-    def seconds(peer: int) -> float:
-        started = time.perf_counter()
+    def exchange(peer: int) -> None:
         send = dist.P2POp(dist.isend, mine, peer, group=ranks.group)
         receive = dist.P2POp(dist.irecv, other, peer, group=ranks.group)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - started
 
     rates = []
     for pairs in link_rounds(ranks.size // local):
         dist.barrier(group=ranks.group)
-        for pair in pairs:
-            if node in pair:
-                peer = ranks.rank + (sum(pair) - 2 * node) * local
-                seconds(peer)  # the first exchange connects
-                rates.append(4 * size / statistics.median(seconds(peer) for _ in range(5)))
-    return max(rates, default=None)
+        for peer in (sum(pair) - node for pair in pairs if node in pair):
+            rank = peer * local + ranks.rank % local
+            rates.append(4 * size / median_seconds(functools.partial(exchange, rank), device))
+    return max(rates)
 
 
-def measure(ranks: DataParallel, *, local: int, quick: bool) -> dict[str, Any]:
-    """This rank's rates by name; `within_node`, `across_nodes` and `link` may be None.
+def measure(ranks: DataParallel, *, local: int, quick: bool) -> dict[str, float]:
+    """This rank's rates a second, by name.
 
     local: ranks per node. quick: only what shows whether a node is healthy.
     """
@@ -147,15 +132,16 @@ def measure(ranks: DataParallel, *, local: int, quick: bool) -> dict[str, Any]:
     if not quick:
         steps["float32_flops"] = lambda: product_rate(device, torch.float32)
         steps["host_adamw"] = adamw_rate
-    rates: dict[str, Any] = dict.fromkeys(("within_node", "across_nodes", "link"))
-    for name, step in steps.items():
-        dist.barrier(group=ranks.group)
-        rates[name] = step()
     if local > 1:
         members = [range(first, first + local) for first in range(0, ranks.size, local)]
         groups = [dist.new_group(list(node)) for node in members]
-        rates["within_node"] = collective_rates(groups[ranks.rank // local], device)
+        own = groups[ranks.rank // local]
+        steps["intra_node_bandwidth"] = lambda: collective_rate(own, device)
     if nodes > 1:
-        rates["across_nodes"] = collective_rates(ranks.group, device)
-        rates["link"] = link_rate(ranks, local=local)
+        steps["inter_node_bandwidth"] = lambda: collective_rate(ranks.group, device)
+        steps["link"] = lambda: link_rate(ranks, local=local)
+    rates = {}
+    for name, step in steps.items():
+        dist.barrier(group=ranks.group)
+        rates[name] = step()
     return rates

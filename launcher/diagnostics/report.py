@@ -1,4 +1,4 @@
-"""What `launcher doctor` finds, and how it is printed. Standard library and rich only."""
+"""What `launcher doctor` finds, and how it is printed."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import typer
+
 ALL_NODES = "all nodes"
 """Host of a finding that belongs to no single node."""
 
 State = Literal["good", "note", "warning", "bad"]
-_STYLES = {
+_MARKS = {
     "good": ("ok  ", "green"),
     "note": ("note", "cyan"),
-    "warning": ("warn", "bold yellow"),
-    "bad": ("BAD ", "bold red"),
+    "warning": ("warn", "yellow"),
+    "bad": ("BAD ", "red"),
 }
 RATES = {
     "half_flops": ("matrix products, bfloat16", "FLOP/s"),
     "float32_flops": ("matrix products, float32", "FLOP/s"),
     "memory_bandwidth": ("memory, read and written", "B/s"),
     "host_bandwidth": ("between host and device", "B/s"),
-    "host_adamw": ("AdamW in host memory", "parameters/s"),
+    "host_adamw": ("AdamW in host memory", " parameters/s"),
     "intra_node_bandwidth": ("collectives within a node", "B/s"),
     "inter_node_bandwidth": ("collectives across nodes", "B/s"),
 }
@@ -60,13 +62,6 @@ class Report:
     versions: dict[str, Any]
     rates: dict[str, Any] | None = None
     """Fields of `planner.machine.Rates`; None for a rate that was not measured."""
-    within_node: dict[str, float] | None = None
-    """Bytes/s that a rank sends, by collective, among the ranks of a node."""
-    across_nodes: dict[str, float] | None = None
-    """The same among all ranks of several nodes."""
-    links: dict[str, float] | None = None
-    """Bytes/s that a rank exchanges with a neighbouring node, by host: the better of its two
-    neighbours, and the slowest of its ranks."""
 
     @property
     def fit(self) -> bool:
@@ -81,20 +76,11 @@ class Report:
 
 
 def rate_as_text(rate: float, unit: str) -> str:
-    """`652 TFLOP/s`, `2.61 TB/s`, `0.38 billion parameters/s`."""
-    if unit == "parameters/s":
-        return f"{rate / 1e9:.3g} billion {unit}"
+    """`652 TFLOP/s`, `2.61 TB/s`, `380 M parameters/s`."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if rate >= size:
             return f"{rate / size:.3g} {prefix}{unit}"
     return f"{rate:.3g} {unit}"
-
-
-def _print(*pieces: tuple[str, str]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(highlight=False, soft_wrap=True).print(Text.assemble(*pieces))
 
 
 def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
@@ -103,9 +89,10 @@ def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
     names = max((len(finding.name) for finding in findings), default=0)
     width = max((len(finding.host) for finding in findings), default=0) + 2 if hosts else 0
     for finding in findings:
-        mark, style = _STYLES[finding.state]
+        mark, color = _MARKS[finding.state]
         host = f"{finding.host:<{width}}" if hosts else ""
-        _print((f"  {mark}", style), (f"  {host}{finding.name:<{names}}  {finding.text}", ""))
+        line = f"  {host}{finding.name:<{names}}  {finding.text}"
+        typer.echo(typer.style(f"  {mark}", fg=color) + line)
 
 
 def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
@@ -115,14 +102,14 @@ def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
     for finding in findings:
         text = "" if finding.state in ("good", "note") else finding.text
         groups.setdefault((finding.name, finding.state, text), []).append(finding)
-    for first, *others in groups.values():
-        if hosts := {finding.host for finding in others} - {first.host}:
-            differ = any(finding.text != first.text for finding in others)
+    for group in groups.values():
+        first, hosts = group[0], {finding.host for finding in group}
+        if len(hosts) > 1:
+            host = ALL_NODES if hosts == everywhere else f"{len(hosts)} nodes"
+            differ = any(finding.text != first.text for finding in group)
             text = f"{first.host}: {first.text}" if differ else first.text
-            host = ALL_NODES if hosts | {first.host} == everywhere else f"{len(hosts) + 1} nodes"
-            yield dataclasses.replace(first, host=host, text=text)
-        else:
-            yield first
+            first = dataclasses.replace(first, host=host, text=text)
+        yield first
 
 
 def print_node(findings: Sequence[Finding], versions: dict[str, Any]) -> bool:
@@ -142,22 +129,11 @@ def print_rates(report: Report) -> None:
         return
     nodes = f"{report.nodes} node{'s' * (report.nodes > 1)}"
     where = f"{nodes} x {report.ranks_per_node} {report.device}"
-    _print((f"\nRates of a rank, while all ranks measure ({where}):", "bold"))
-    rows = {
-        what: rate_as_text(report.rates[key], unit)
-        for key, (what, unit) in RATES.items()
-        if report.rates[key] is not None and not what.startswith("collectives")
-    }
-    groups = {"within a node": report.within_node, "across nodes": report.across_nodes}
-    for place, rates in groups.items():
-        for kind, rate in (rates or {}).items():
-            rows[f"{kind.replace('_', '-')} {place}"] = rate_as_text(rate, "B/s")
-    if report.links:
-        slowest = min(report.links.values())
-        rows["between neighbouring nodes"] = rate_as_text(slowest, "B/s")
-    width = max(map(len, rows))
-    for what, text in rows.items():
-        _print((f"  {what:<{width}}  ", "dim"), (text, ""))
+    print(f"\nRates of a rank, while all ranks measure ({where}):")
+    width = max(len(what) for what, _ in RATES.values())
+    for key, (what, unit) in RATES.items():
+        if (rate := report.rates[key]) is not None:
+            print(f"  {what:<{width}}  {rate_as_text(rate, unit)}")
 
 
 def finish(report: Report, file: Path | None) -> None:
@@ -168,9 +144,9 @@ def finish(report: Report, file: Path | None) -> None:
         print(f"\nwritten: {file}; plan with it: launcher plan recipe=NAME rates={file}")
     count = sum(finding.state == "bad" for finding in report.findings)
     if not count:
-        _print(("\nFit to train.", "bold green"))
+        typer.secho("\nFit to train.", fg="green", bold=True)
         return
-    bad = f": {count} {'thing is' if count == 1 else 'things are'} bad"
-    _print(("\nNot fit to train", "bold red"), (bad, ""))
+    bad = f"{count} {'thing is' if count == 1 else 'things are'} bad"
+    typer.echo(typer.style("\nNot fit to train", fg="red", bold=True) + f": {bad}")
     if report.nodes > 1 and report.bad_nodes:
         print(f"nodes to exclude: {','.join(report.bad_nodes)}")

@@ -36,7 +36,8 @@ from launcher.reliability.failures import end_process
 from launcher.training.setup import assemble
 
 SEQUENCES_PER_RANK = 4
-"""Size of the global batch per rank: one micro-batch of four sequences, or four of one."""
+"""Size of the global batch per rank."""
+MICRO_BATCHES = (SEQUENCES_PER_RANK, 1)
 FLOAT32_TOLERANCES, MIXED_TOLERANCES = (1e-5, 1e-5), (1e-3, 2e-2)
 """Largest relative differences of losses and of gradient norms."""
 SMALL = {
@@ -51,8 +52,8 @@ SMALL = {
     "n_head": 4,
 }
 """Sizes of a shrunk model, where its config has these keys."""
-Results = list[tuple[list[float], list[float]]]
-"""Losses and gradient norms of each variant."""
+Values = tuple[list[float], list[float]]
+"""Losses and gradient norms of a variant."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,16 @@ class Variant:
     ranks: int
     accumulation: int
     recipe: Recipe
-    tolerances: tuple[float, float]
+
+    @property
+    def precision(self) -> str:
+        mixed = self.recipe.strategy.mixed_precision
+        return mixed.param_dtype if mixed is not None else "float32"
+
+    @property
+    def tolerances(self) -> tuple[float, float]:
+        mixed = self.recipe.strategy.mixed_precision
+        return FLOAT32_TOLERANCES if mixed is None else MIXED_TOLERANCES
 
 
 def shrunk(model: Model) -> Model:
@@ -94,27 +104,37 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
     """The first one is the reference: fsdp in float32 on all ranks, one micro-batch a step."""
-    strategies = _strategies(recipe, ranks=ranks)
-    variants = []
-    for name, changed in strategies:
-        sizes = (SEQUENCES_PER_RANK, 1)
-        alone = ranks > 1 and changed.strategy.replicate == 1
-        for count, size in itertools.product((ranks, 1) if alone else (ranks,), sizes):
-            variants.append(_variant(name, changed, None, ranks, count, size))
-    precision = recipe.strategy.mixed_precision
-    if precision is not None and precision.param_dtype != "float32":
-        size = SEQUENCES_PER_RANK
-        variants += [_variant(name, one, precision, ranks, ranks, size) for name, one in strategies]
+    own, variants = recipe.strategy.mixed_precision, []
+    for name, strategy, checkpointing in _strategies(recipe, ranks=ranks):
+        counts = (ranks, 1) if ranks > 1 and strategy.replicate == 1 else (ranks,)
+        cases: list[tuple[MixedPrecision | None, int, int]] = [
+            (None, count, size) for count, size in itertools.product(counts, MICRO_BATCHES)
+        ]
+        if own is not None and own.param_dtype != "float32":
+            # ddp reduces in float32
+            ddp = MixedPrecision(param_dtype=own.param_dtype)
+            cases.append((ddp if strategy.kind == "ddp" else own, ranks, SEQUENCES_PER_RANK))
+        sequences = SEQUENCES_PER_RANK * ranks
+        for precision, count, size in cases:
+            changed = replace(
+                recipe,
+                strategy=replace(strategy, mixed_precision=precision),
+                activation_checkpointing=checkpointing,
+                batch=Batch(global_batch_size=sequences, micro_batch_size=size),
+            )
+            variants.append(Variant(name, count, sequences // (size * count), changed))
     return variants
 
 
-def _strategies(recipe: Recipe, *, ranks: int) -> list[tuple[str, Recipe]]:
-    """The recipe under each strategy that it could name, in float32."""
+def _strategies(
+    recipe: Recipe, *, ranks: int
+) -> list[tuple[str, Strategy, ActivationCheckpointing | None]]:
+    """The strategies that the recipe could name, in float32."""
     own = recipe.strategy
     fsdp = Strategy(
         kind="fsdp",
         mixed_precision=None,
-        reshard_after_forward=own.reshard_after_forward,
+        reshard_after_forward=own.reshard_after_forward is not False,
         reshard_after_backward=own.reshard_after_backward,
     )
     offload = replace(fsdp, cpu_offload=CpuOffload())
@@ -122,39 +142,20 @@ def _strategies(recipe: Recipe, *, ranks: int) -> list[tuple[str, Recipe]]:
     found: list[tuple[str, Strategy, ActivationCheckpointing | None]] = [
         ("fsdp", fsdp, None),
         ("ddp", Strategy(kind="ddp", mixed_precision=None), None),
+        ("ddp, ZeRO-1", Strategy(kind="ddp", mixed_precision=None, shard_optimizer=True), None),
         ("fsdp, offload, checkpointing", offload, checkpointing),
     ]
+    if recipe.optimizer.name in ("adamw", "sgd"):
+        only_state = replace(fsdp, cpu_offload=CpuOffload(what="optimizer"))
+        found.append(("fsdp, optimizer state offloaded", only_state, None))
     copies = own.replicate if own.replicate > 1 else 2
     if ranks > copies and ranks % copies == 0:
         hybrid = replace(fsdp, replicate=copies)
         found.append((f"fsdp, hybrid {copies} x {ranks // copies}", hybrid, None))
-    return [
-        (name, replace(recipe, strategy=strategy, activation_checkpointing=mode))
-        for name, strategy, mode in found
-    ]
+    return found
 
 
-def _variant(
-    name: str,
-    recipe: Recipe,
-    precision: MixedPrecision | None,
-    all_ranks: int,
-    ranks: int,
-    micro_batch_size: int,
-) -> Variant:
-    """The same global batch on `ranks` of all ranks."""
-    sequences = SEQUENCES_PER_RANK * all_ranks
-    batch = Batch(global_batch_size=sequences, micro_batch_size=micro_batch_size)
-    if recipe.strategy.kind == "ddp" and precision is not None:
-        precision = MixedPrecision(param_dtype=precision.param_dtype)  # it reduces in float32
-    strategy = replace(recipe.strategy, mixed_precision=precision)
-    recipe = replace(recipe, batch=batch, strategy=strategy)
-    tolerances = FLOAT32_TOLERANCES if precision is None else MIXED_TOLERANCES
-    return Variant(name, ranks, sequences // (micro_batch_size * ranks), recipe, tolerances)
-
-
-def train_variant(variant: Variant, ranks: DataParallel) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of its steps."""
+def train_variant(variant: Variant, ranks: DataParallel) -> Values:
     training = assemble(variant.recipe, ranks=ranks, build_data=ranks.rank == 0)
     switch_off_dropout(training.wrapped.module)
     losses, norms = [], []
@@ -173,7 +174,7 @@ def largest_difference(values: list[float], reference: list[float]) -> float:
     return max(float("inf") if off != off else off for off in differences)
 
 
-def _table(variants: list[Variant], results: Results) -> tuple[list[str], bool]:
+def _table(variants: list[Variant], results: list[Values]) -> tuple[list[str], bool]:
     width = max(len(variant.name) for variant in variants)
     head = f"{'strategy':<{width}}  precision  ranks  accumulation"
     head += f"  {'loss differs by':>22}  {'grad_norm differs by':>22}"
@@ -184,12 +185,10 @@ def _table(variants: list[Variant], results: Results) -> tuple[list[str], bool]:
         limits = list(zip(found, variant.tolerances, strict=True))
         fine = all(off <= tolerance for off, tolerance in limits)
         good = good and fine
-        mixed = variant.recipe.strategy.mixed_precision
-        precision = mixed.param_dtype if mixed is not None else "float32"
         cells = [f"{off:.1e} of {tolerance:.0e}" for off, tolerance in limits]
         if variant is variants[0]:
             cells = ["reference", "reference"]
-        line = f"{variant.name:<{width}}  {precision:<9}  {variant.ranks:>5}"
+        line = f"{variant.name:<{width}}  {variant.precision:<9}  {variant.ranks:>5}"
         line += f"  {variant.accumulation:>12}  {cells[0]:>22}  {cells[1]:>22}"
         lines.append(line + ("" if fine else "  TOO MUCH"))
     return lines, good
@@ -211,8 +210,8 @@ def selftest_recipe(setting: dict[str, Any]) -> Recipe:
     )
 
 
-def train_all(variants: list[Variant], everyone: DataParallel) -> Results:
-    """Losses and gradient norms of each variant; on rank 0 also of those on one rank."""
+def train_all(variants: list[Variant], everyone: DataParallel) -> list[Values]:
+    """Of each variant; on rank 0 also of those on one rank."""
     group = dist.new_group([0])
     alone = DataParallel(rank=0, size=1, group=group, device=everyone.device)
     results = []

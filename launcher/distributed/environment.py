@@ -147,3 +147,24 @@ def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, determinis
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if deterministic:
         variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def cache_folder(cache: str | None, variables: Mapping[str, str] = os.environ) -> Path:
+    """The launcher's cache: tokenized data, measured configurations, compiled graphs.
+
+    cache: data.cache.
+    """
+    if cache is not None:
+        return Path(cache)
+    home = variables.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "launcher"
+
+
+def set_compile_cache(cache: Path, variables: MutableMapping[str, str] = os.environ) -> None:
+    """Sets the folder of torch.compile's cache, which is in /tmp by default.
+
+    Must be called before torch is imported. A folder that the user has set is not changed. The
+    caches of Inductor and AOT autograd are on by default (torch 2.13). Their files are replaced
+    atomically, so ranks and jobs may share them.
+    """
+    variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute() / "inductor"))

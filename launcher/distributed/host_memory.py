@@ -14,27 +14,26 @@ from pathlib import Path
 def available(root: Path = Path("/")) -> int | None:
     """Bytes that processes can still allocate on this node and in this process's control groups;
     None if unknown."""
-    bounds = list(_meminfo(root, "MemAvailable:"))
+    left = [max(0, limit - used) for limit, used in _limits(root)]
+    return min([*_meminfo(root, "MemAvailable:"), *left], default=None)
+
+
+def allowed(root: Path = Path("/")) -> int | None:
+    """Bytes that all processes may use on this node and in this process's control groups; None if
+    unknown."""
+    limits = [limit for limit, _ in _limits(root)]
+    return min([*_meminfo(root, "MemTotal:"), *limits], default=None)
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use of this process's control groups, in bytes."""
     for folder in _control_groups(root):
         for limit, used in (
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
             with contextlib.suppress(OSError, ValueError):  # memory.max is `max` without a limit
-                left = int((folder / limit).read_text()) - int((folder / used).read_text())
-                bounds.append(max(0, left))
-    return min(bounds, default=None)
-
-
-def allowed(root: Path = Path("/")) -> int | None:
-    """Bytes that all processes may use on this node and in this process's control groups; None if
-    unknown."""
-    bounds = list(_meminfo(root, "MemTotal:"))
-    for folder in _control_groups(root):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with contextlib.suppress(OSError, ValueError):
-                bounds.append(int((folder / name).read_text()))
-    return min(bounds, default=None)
+                yield int((folder / limit).read_text()), int((folder / used).read_text())
 
 
 def _meminfo(root: Path, name: str) -> Iterator[int]:

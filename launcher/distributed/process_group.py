@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import gc
 import json
 import os
 import socket
-import struct
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -22,6 +20,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from launcher.distributed.environment import Environment
+from launcher.distributed.network import interface_to
 from launcher.errors import TrainingError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -139,24 +138,7 @@ def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-_SIOCGIFADDR = 0x8915
-"""netdevice(7): the IPv4 address of an interface."""
-
-
-def interface_to(host: str) -> str | None:
-    """The network interface with the IPv4 address that leads to a host; None if unknown."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: the kernel looks up the route
-        address = socket.inet_aton(probe.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", os.fsencode(name)[:15])
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                if fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24] == address:
-                    return name
-    return None
-
-
-def choose_gloo_interface(environment: Environment) -> None:
+def _choose_gloo_interface(environment: Environment) -> None:
     """Makes gloo listen on the interface that leads to MASTER_ADDR, unless the user chose one.
 
     By default gloo uses the address of this machine's own name, which may not exist or not be
@@ -183,7 +165,7 @@ def process_group(
         store = HashStore()
     else:
         store = _meet(environment, seconds=init_timeout)
-        choose_gloo_interface(environment)
+        _choose_gloo_interface(environment)
     chosen = choose_device(environment, store, device)
     rank, size = environment.rank, environment.world_size
     dist.init_process_group(
@@ -239,54 +221,16 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
         store.set(f"generation/{generation}/{rank}", "")
         return generation
     generation = int(store.add("generation/last", 1))
-    waiting, answered = set(range(1, ranks)), dict.fromkeys(range(1, ranks), b"")
     deadline = time.monotonic() + seconds
-    while waiting:
-        for other in sorted(waiting):
-            if store.check([f"generation/{generation}/{other}"]):
-                waiting.discard(other)
-            elif store.check([f"hello/{other}"]):
-                name = store.get(f"hello/{other}")
-                if name != answered[other]:
-                    answered[other] = name
-                    store.set(f"generation/of/{name.decode()}", str(generation))
-        if waiting and time.monotonic() > deadline:
-            missing = ", ".join(map(str, sorted(waiting)[:8]))
-            raise TimeoutError(f"missing are {missing}{' ...' if len(waiting) > 8 else ''}")
-        time.sleep(0.01 if waiting else 0)
+    for other in range(1, ranks):
+        while not store.check([f"generation/{generation}/{other}"]):
+            if store.check([f"hello/{other}"]):
+                name = store.get(f"hello/{other}").decode()
+                store.set(f"generation/of/{name}", str(generation))
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {other} is missing")
+            time.sleep(0.002)
     return generation
-
-
-KEEPALIVE_SECONDS = 30
-"""How long the store's node may leave data unacknowledged before connections to it fail."""
-
-
-def enable_keepalive(environment: Environment) -> None:
-    """Makes existing connections to the store fail if its node is cut off.
-
-    The store's timeout applies to `get` and `wait`. On a dead connection `check` and `add` wait
-    until the kernel gives up, about 15 minutes (seen with torch 2.13), and with them a rank that
-    checks whether another one failed. tcp(7): TCP_USER_TIMEOUT.
-    """
-    tcp = socket.IPPROTO_TCP
-    options = (
-        (tcp, socket.TCP_USER_TIMEOUT, KEEPALIVE_SECONDS * 1000),
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (tcp, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS // 3),
-        (tcp, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS // 3),
-    )
-    port = int((environment.meeting_point or ":0").rsplit(":", 1)[1])
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        try:
-            connection = socket.socket(fileno=descriptor)
-        except OSError:  # not a socket
-            continue
-        with contextlib.suppress(OSError):  # not connected, or closed meanwhile
-            internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-            if internet and connection.getpeername()[1] == port:
-                for option in options:
-                    connection.setsockopt(*option)
-        connection.detach()
 
 
 CHECKPOINT_GROUP = "checkpoint"

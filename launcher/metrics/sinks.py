@@ -1,4 +1,4 @@
-"""Where records go: metrics.jsonl; wandb and tensorboard if asked for. On rank 0 only."""
+"""The sinks of records: metrics.jsonl, and wandb and tensorboard if enabled. On rank 0 only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from launcher.recipe import schema
 
 logger = logging.getLogger(__name__)
 
+WANDB_START, WANDB_END = 30, 60
+"""Seconds that a run waits for wandb's server: then it is recorded offline, or what is left is not
+uploaded at the end. In between wandb has a process of its own."""
+
 
 class Sink(Protocol):
     """Takes records."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Takes the record of a step or of an evaluation."""
+        """Takes the record of a step or of an evaluation; `samples` are its generated answers."""
 
     def close(self, state: str) -> None:
         """Called at the end of the run with its state."""
@@ -42,13 +46,14 @@ class JsonLines:
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         if len(kept) < len(lines):
-            scratch = self._path.with_name(".metrics.jsonl")
+            scratch = self._path.with_name(f".{self._path.name}")
             scratch.write_text("".join(kept), encoding="utf-8")
             scratch.replace(self._path)
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
         return len(lines) - len(kept)
 
     def write(self, record: dict[str, Any]) -> None:
+        record = {key: value for key, value in record.items() if key != "samples"}
         self._file.write(json.dumps(record) + "\n")
 
     def close(self, state: str) -> None:
@@ -107,26 +112,45 @@ class Wandb:
     ) -> None:
         import wandb as library
 
+        self._table = library.Table
         known = folder / "wandb_id"  # a resumed run continues in the same one
         if not known.exists():
             known.write_text(uuid.uuid4().hex[:8])
-        self._run = library.init(
-            id=known.read_text(),
-            resume="allow",
-            project=wandb.project,
-            entity=wandb.entity,
-            name=name,
-            dir=folder,
-            mode=wandb.mode,
-            config=config,
-            settings=library.Settings(init_timeout=30, console="off"),
-        )
+        settings: dict[str, Any] = {
+            "id": known.read_text(),
+            "resume": "allow",
+            "project": wandb.project,
+            "entity": wandb.entity,
+            "name": name,
+            "dir": folder,
+            "config": config,
+            "tags": wandb.tags,
+            "group": wandb.group,
+            "settings": library.Settings(
+                init_timeout=WANDB_START, finish_timeout=WANDB_END, console="off"
+            ),
+        }
+        try:
+            self._run = library.init(mode=wandb.mode, **settings)
+        except Exception as error:
+            if wandb.mode == "offline":
+                raise
+            library.teardown()
+            self._run = library.init(mode="offline", **settings)
+            logger.warning(
+                f"wandb cannot be reached ({first_line(error)}): this start is recorded offline; "
+                f"upload it with: wandb sync {folder}/wandb/offline-run-*"
+            )
         # wandb's own step can only increase; a resume or a rewind repeats steps
         for prefix in ("training", "evaluation"):
             self._run.define_metric(f"{prefix}/*", step_metric="step")
 
     def write(self, record: dict[str, Any]) -> None:
-        self._run.log({"step": record["step"], **_numbers(record)})
+        more = {}
+        if samples := record.get("samples"):
+            rows = [list(sample.values()) for sample in samples]
+            more["evaluation/samples"] = self._table(columns=list(samples[0]), data=rows)
+        self._run.log({"step": record["step"], **_numbers(record), **more})
 
     def close(self, state: str) -> None:
         self._run.finish(exit_code=0 if state == "finished" else 1)
@@ -151,7 +175,7 @@ class TensorBoard:
 def open_sinks(
     settings: schema.Logging, *, name: str, folder: Path, metrics: Path, config: dict[str, Any]
 ) -> list[Sink]:
-    """metrics.jsonl, then the sinks that the recipe asks for."""
+    """metrics.jsonl, then the sinks that the recipe enables."""
     sinks: list[Sink] = [JsonLines(metrics)]
     if (wandb := settings.wandb) is not None:
         sinks.append(

@@ -11,21 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import varlen
 
 from launcher.errors import RecipeError
-
-try:
-    from torch.nn.attention import varlen
-
-    _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen.varlen_attn).parameters)
-    """They differ between versions of torch. Each layer needs them in each forward pass."""
-except ImportError:
-    _VARLEN_PARAMETERS = frozenset()
 
 Masking = Literal["mask", "varlen"]
 """mask: the model makes a mask from position_ids; varlen: attention receives the bounds."""
@@ -36,6 +30,8 @@ LARGEST_HEAD = 256
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+"""Whether the kernel of this version of torch takes fewer heads of keys and values."""
 
 
 def isolate_documents(
@@ -65,16 +61,24 @@ def isolate_documents(
             "from the start of a sequence and not of a document; use a data.sequence_length of at "
             f"most {chunk}, or packing: false"
         )
-    implementation = config._attn_implementation
+    bounds = torch.zeros(2, dtype=torch.int32, device="meta")
+    positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    inputs = dict(zip(_BOUNDS, (bounds, bounds, 2, 2), strict=True)) | {"position_ids": positions}
+
+    def has_bounds(call: dict[str, Any]) -> bool:
+        return all(call.get(key) is not None for key in _BOUNDS)
+
+    def fits(call: dict[str, Any]) -> bool:
+        too_wide = device.type == "cuda" and call["head_size"] > LARGEST_HEAD
+        return has_bounds(call) and call["plain"] and not too_wide
+
+    implementation, passed = config._attn_implementation, False
     if implementation in _FLASH:
-        return "varlen" if _passes_bounds(model) else "mask"
-    if implementation != "sdpa" or not _has_kernel(model, device, compute_dtype):
-        return "mask"
-    _set_varlen(model)
-    if _passes_bounds(model, largest_head=LARGEST_HEAD if device.type == "cuda" else None):
-        return "varlen"
-    pretrained.set_attn_implementation("sdpa")
-    return "mask"
+        calls = _attention_calls(model, inputs)
+        passed = bool(calls) and all(map(has_bounds, calls))
+    elif implementation == "sdpa" and _has_kernel(model, device, compute_dtype):
+        passed = _use_varlen(model, inputs, fits)
+    return "varlen" if passed else "mask"
 
 
 def _has_kernel(model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -> bool:
@@ -82,8 +86,6 @@ def _has_kernel(model: nn.Module, device: torch.device, compute_dtype: torch.dty
         # One document after the other. In bfloat16 the CPU compiles and keeps kernels for each
         # length: slower than a mask, and 230 MiB more in a small benchmark (torch 2.13)
         return compute_dtype == torch.float32
-    if not _VARLEN_PARAMETERS:
-        return False
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return False  # without a GPU, a plan assumes a recent one
     dropouts = [getattr(model.config, key, 0) for key in ("attention_dropout", "attn_pdrop")]
@@ -111,27 +113,28 @@ def drop_causal_mask(model: nn.Module) -> None:
     ):
         return
     slides = "sliding_attention" in layers or getattr(config, "sliding_window", None) is not None
-    _set_varlen(model)
-    calls = _attention_calls(model)
-    if not calls or not all(
-        call["plain"] and (not slides or "sliding_window" in call) for call in calls
-    ):
-        model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    _use_varlen(model, {}, lambda call: call["plain"] and (not slides or "sliding_window" in call))
 
 
-def _set_varlen(model: Any) -> None:
-    """Registered without a mask function: transformers then makes no mask."""
+def _use_varlen(model: Any, inputs: dict[str, Any], fits: Callable[[dict[str, Any]], bool]) -> bool:
+    """Replaces the model's attention if all its calls fit. Registered without a mask function:
+    transformers then makes no mask."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
     model.set_attn_implementation(VARLEN)
+    calls = _attention_calls(model, inputs)
+    if calls and all(map(fits, calls)):
+        return True
+    model.set_attn_implementation("sdpa")
+    return False
 
 
 class _AllSeen(Exception):  # noqa: N818
     """Ends the trial of `_attention_calls` early."""
 
 
-def _attention_calls(model: Any, **inputs: Any) -> list[dict[str, Any]]:
+def _attention_calls(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs the model on meta until a layer of each kind has called attention.
 
     Returns the arguments of each call, with `head_size`, the largest of q and v, and `plain`:
@@ -145,13 +148,7 @@ def _attention_calls(model: Any, **inputs: Any) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
 
     def trial(
-        module: nn.Module,
-        query: Any,
-        key: Any,
-        value: Any,
-        attention_mask: Any = None,
-        *args: Any,
-        **arguments: Any,
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **arguments: Any
     ) -> Any:
         causal = arguments.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -175,24 +172,6 @@ def _attention_calls(model: Any, **inputs: Any) -> list[dict[str, Any]]:
     return calls
 
 
-def _passes_bounds(model: Any, *, largest_head: int | None = None) -> bool:
-    """Whether attention receives the bounds, and only needs what the kernel computes.
-
-    largest_head: the largest head size that the kernel takes; None: any.
-    """
-    bounds = torch.zeros(2, dtype=torch.int32, device="meta")
-    positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    inputs = dict(zip(_BOUNDS, (bounds, bounds, 2, 2), strict=True))
-    calls = _attention_calls(model, position_ids=positions, **inputs)
-    flash = model.config._attn_implementation in _FLASH
-    return bool(calls) and all(
-        all(call.get(key) is not None for key in _BOUNDS)
-        and (flash or call["plain"])
-        and (largest_head is None or call["head_size"] <= largest_head)
-        for call in calls
-    )
-
-
 def _layer_types(config: Any) -> list[str]:
     return list(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
@@ -214,77 +193,74 @@ def varlen_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within documents. The signature is transformers' attention interface.
+    """Causal attention within documents, called through transformers' attention interface.
 
-    query: (batch, heads, tokens, head size); key and value: the same with key-value heads.
-    cu_seq_lens_q (documents + 1,): where documents start in the flattened rows; None: each row is
-    one document. sliding_window: tokens that a token sees, itself included. Returns (batch, tokens,
-    heads, head size).
+    query: (batch, heads, tokens, head size); key and value: the same with key-value heads. options:
+    transformers'. `cu_seq_lens_q` (documents + 1,): where documents start in the flattened rows;
+    without, each row is one document. `max_length_q`: tokens of the longest. `sliding_window`:
+    tokens that a token sees, itself included. Returns (batch, tokens, heads, head size).
     """
     assert attention_mask is None
-    options = {"dropout": dropout, "scaling": scaling, **kwargs}
-    if cu_seq_lens_q is None:
-        return _dense(module, query, key, value, sliding_window, options), None
+    bounds, inputs = options.get("cu_seq_lens_q"), [query, key, value]
+    if bounds is None:
+        return _dense(module, inputs, options), None
     batch, _, tokens, _ = query.shape
     # (batch x tokens, heads, head size): rows concatenated
-    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    inputs = [tensor.transpose(1, 2).flatten(0, 1) for tensor in inputs]
     if has_varlen_kernel(query):
-        assert max_length_q is not None
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-        out = _kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+            inputs = [tensor.to(dtype) for tensor in inputs]
+        out = _kernel(inputs, options)
     else:
-        # The backward pass of split is one concatenation; that of slices is not
-        sizes = document_lengths(cu_seq_lens_q)
-        parts = []
-        for document in zip(*(torch.split(t, sizes) for t in (query, key, value)), strict=True):
-            q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in document)
-            parts.append(_dense(module, q, k, v, sliding_window, options)[0])
-        out = torch.cat(parts)
+        out = _each_document(module, inputs, options)
     return out.reshape(batch, tokens, *out.shape[1:]), None
 
 
-def _kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
-    scaling: float | None,
-    sliding_window: int | None,
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+    reason="attention of one document after the other, on a CPU"
+)
+def _each_document(
+    module: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any]
 ) -> torch.Tensor:
+    """Not compiled: its graph would depend on the number of documents and on their lengths."""
+    # The backward pass of split is one concatenation; that of slices is not
+    sizes = document_lengths(options["cu_seq_lens_q"])
+    parts = []
+    for document in zip(*(torch.split(tensor, sizes) for tensor in inputs), strict=True):
+        dense = [tensor.transpose(0, 1).unsqueeze(0) for tensor in document]
+        parts.append(_dense(module, dense, options)[0])
+    return torch.cat(parts)
+
+
+def _kernel(inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
     # The kernel takes one head size, a multiple of 8. Multi-head latent attention has two (192 and
     # 128 in DeepSeek). Zeros appended to q and k change no score; those appended to v give columns
     # that are removed.
-    size, value_size = query.shape[-1], value.shape[-1]
+    size, value_size = inputs[0].shape[-1], inputs[2].shape[-1]
     width = -(-max(size, value_size) // 8) * 8
     query, key, value = (
         functional.pad(tensor, (0, width - tensor.shape[-1]))
         if tensor.shape[-1] < width
         else tensor
-        for tensor in (query, key, value)
+        for tensor in inputs
     )
-    options: dict[str, Any] = {"scale": scaling if scaling is not None else size**-0.5}
-    if "window_size" in _VARLEN_PARAMETERS:
-        # 0 to the right: causal
-        options["window_size"] = (sliding_window - 1 if sliding_window is not None else -1, 0)
-    else:
-        options["is_causal"] = True
-        assert sliding_window is None
+    grouped: dict[str, Any] = {}
     if key.shape[1] != query.shape[1]:
-        if "enable_gqa" in _VARLEN_PARAMETERS:
-            options["enable_gqa"] = True
+        if _GROUPS_HEADS:
+            grouped["enable_gqa"] = True
         else:
             key, value = _repeat_heads(query, key, value)
-    out = varlen.varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+    scaling, window = options.get("scaling"), options.get("sliding_window")
+    bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
+    out = varlen.varlen_attn(
+        *(query, key, value, bounds, bounds, longest, longest),
+        scale=size**-0.5 if scaling is None else scaling,
+        window_size=(-1 if window is None else window - 1, 0),  # 0 to the right: causal
+        **grouped,
+    )
     assert isinstance(out, torch.Tensor)
     return out if value_size == width else out[..., :value_size]
 
@@ -295,22 +271,16 @@ def _repeat_heads(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Ten
     return [tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in tensors]
 
 
-def _dense(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sliding_window: int | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
+def _dense(module: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    tokens, mask = query.shape[2], None
+    query, key, value = inputs
+    tokens, mask, window = query.shape[2], None, options.get("sliding_window")
     cuda = has_varlen_kernel(query) and not torch.is_autocast_enabled(query.device.type)
-    if sliding_window is not None and sliding_window < tokens:
+    if window is not None and window < tokens:
         place = torch.arange(tokens, device=query.device)
         distance = place[:, None] - place[None, :]
-        mask = (distance >= 0) & (distance < sliding_window)
+        mask = (distance >= 0) & (distance < window)
     elif cuda and query.dtype == torch.float32 and key.shape[1] < query.shape[1]:
         # CUDA's fused float32 kernel does not take grouped heads. Without it torch computes all
         # scores: (heads, tokens, tokens), four times in the backward pass (torch 2.11 to 2.13)

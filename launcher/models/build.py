@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,13 @@ def build_model(
 ) -> nn.Module:
     """The model on the meta device, with float32 parameters, those of model.freeze frozen.
 
-    model.path or model.config: a model of transformers with the head for model.task.
     model.builder: a function that is called with model.arguments under `torch.device("meta")` and
     returns any torch.nn.Module. Its attribute `_no_split_modules` names the classes of its blocks;
     `_init_weights(module)`, or each module's `reset_parameters()`, initializes its weights.
 
     labels: names of the classes, for sequence_classification; else model.num_labels counts them.
-    Raises RecipeError if transformers refuses the config, if the model has fewer positions than a
-    sequence, if it does not fit the task, or if no parameter is left to train.
+    Raises RecipeError if the model cannot be built, does not fit the task, has fewer positions than
+    a sequence, or no parameter to train.
     """
     if model.builder is not None:
         built = _from_builder(model.builder, model.arguments or {})
@@ -117,7 +116,7 @@ def _make_config(model: Model, folder: Path | None, labels: Sequence[str] | None
 
 
 def _check_task(model: Model, config: Any, key: str, *, known: bool) -> None:
-    """Raises RecipeError if transformers has no such model, or an encoder is to predict tokens."""
+    """Refuses models that transformers does not have, and encoders that are to predict tokens."""
     kind, classifies = config.model_type, model.task == "sequence_classification"
     if not known and not (model.trust_remote_code and hasattr(config, "auto_map")):
         task = model.task.replace("_", " ")
@@ -174,10 +173,8 @@ def _from_builder(name: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freezes the parameters whose clean names match one of the patterns (`*` matches anything).
-
-    Raises RecipeError if a pattern matches nothing, or if no parameter is left to train.
-    """
+    """Freezes the parameters whose clean names match one of the patterns. Raises RecipeError if a
+    pattern matches nothing, or if no parameter is left to train."""
     named = {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     problems = []
     for pattern in patterns:
@@ -200,10 +197,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks by name, outermost only: modules of the classes in the model's
-    `_no_split_modules`.
-
-    Empty if the model names none; such a model is sharded as one group.
-    """
+    `_no_split_modules`. A model without is sharded as one group."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -213,8 +207,40 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
+def embeddings(model: Any) -> tuple[Any, Any]:
+    """The input and the output embedding; None where the model does not name one."""
+    found = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            found.append(getattr(model, name)())
+        except (AttributeError, NotImplementedError):
+            found.append(None)
+    return found[0], found[1]
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether the input and the output embedding have one weight."""
+    first, last = (getattr(module, "weight", None) for module in embeddings(model))
+    return first is not None and first is last
+
+
+def outer_units(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[nn.Module, ...]:
+    """The modules outside of the blocks that can be sharded as units: the input embedding, the
+    last norm if it is found, and the output embedding. Empty if the embeddings share a weight."""
+    first, last = embeddings(model)
+    if not isinstance(first, nn.Embedding) or last is None or is_tied(model) or not blocks:
+        return ()
+    inside = {child for unit in (first, last, *blocks.values()) for child in unit.modules()}
+    order = list(model.modules())
+    own = [m for m in order if m not in inside and list(m.parameters(recurse=False))]
+    end = max(order.index(block) for block in blocks.values())
+    if len(own) == 1 and order.index(own[0]) > end:
+        return first, own[0], last
+    return first, last
+
+
 def is_classifier(model: nn.Module) -> bool:
-    """Whether it is a sequence classifier of transformers."""
+    """Of sequences, in transformers."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
     )
@@ -222,17 +248,9 @@ def is_classifier(model: nn.Module) -> bool:
     return type(model).__name__ in CLASSIFIERS.values()
 
 
-def _input_embedding(model: nn.Module) -> torch.Tensor | None:
-    try:
-        weight = model.get_input_embeddings().weight  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):
-        return None
-    return weight if isinstance(weight, torch.Tensor) else None
-
-
 def vocabulary_size(model: nn.Module) -> int | None:
     """Rows of the input embedding; valid ids are smaller. None if the model has none."""
-    weight = _input_embedding(model)
+    weight = getattr(embeddings(model)[0], "weight", None)
     return None if weight is None else int(weight.shape[0])
 
 
@@ -260,13 +278,35 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
     layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     if not layers or not hidden:
         return 0.0
-    embedding = None if getattr(config, "tie_word_embeddings", False) else _input_embedding(model)
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((n for name in counts if (n := getattr(config, name, None))), 1)
-    share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
-    total = 0.0
+    tied = getattr(config, "tie_word_embeddings", False)
+    embedding = None if tied else getattr(embeddings(model)[0], "weight", None)
+    share, total = _expert_share(config), 0.0
     for name, parameter in model.named_parameters():
         if parameter is not embedding:
             flops = 6.0 if parameter.requires_grad else 4.0
             total += flops * parameter.numel() * (share if ".experts." in name else 1.0)
     return total + 12.0 * layers * hidden * sequence_length
+
+
+def recomputed_flops(model: nn.Module, blocks: Iterable[nn.Module], *, tokens: int) -> float:
+    """Floating-point operations per token of another forward pass of these blocks, counted as by
+    `flops_per_token`: 2 N + 4 h T for each.
+
+    tokens: T; 0 if the results of attention are kept.
+    """
+    config: Any = getattr(model, "config", None)
+    hidden = getattr(config, "hidden_size", 0)
+    total = 0.0
+    for block in blocks:
+        for name, parameter in block.named_parameters():
+            share = _expert_share(config) if ".experts." in name else 1.0
+            total += 2.0 * parameter.numel() * share
+        total += 4.0 * hidden * tokens
+    return total
+
+
+def _expert_share(config: Any) -> float:
+    """Share of the experts that a token uses."""
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((n for name in counts if (n := getattr(config, name, None))), 1)
+    return float((getattr(config, "num_experts_per_tok", None) or experts) / experts)

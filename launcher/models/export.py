@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from launcher.metrics.console import task
 from launcher.models.initialization import clean_name
-from launcher.models.lora import Adapter, adapter_names, peft_config, save_adapter_config
-from launcher.models.safetensors_files import ADAPTER, Shape, Writer, write_files
+from launcher.models.lora import Adapter, adapter_names, peft_config
+from launcher.models.safetensors_files import ADAPTER, WeightFiles
 from launcher.models.tensor_names import ModelShapes, export_conversions
 
 LABELS = "labels.json"
@@ -39,9 +41,8 @@ def export_hugging_face(
     """Writes `folder`, atomically, for transformers' `from_pretrained`, or for peft if the model
     has adapters.
 
-    Every rank must call it. The ranks all-gather one tensor at a time and rank 0 writes it. dtype:
+    Every rank must call it: the ranks all-gather one tensor at a time, and rank 0 writes it. dtype:
     of floating-point weights; None: float32. merged: writes the whole model, adapters added in.
-    tokenizer: of transformers, written too.
     """
     tensors = named_weights(module)
 
@@ -59,20 +60,57 @@ def write_weights(
 ) -> None:
     """Writes a model or its adapters, with its config.
 
-    module: gives names and shapes, and may be on meta. scratch: None on a rank that only takes part
-    in `read`, which all ranks call in the same order.
+    module: gives names, and may be on meta. scratch: None on a rank that only takes part in `read`,
+    which all ranks call in the same order.
     """
-    shapes = {name: Shape.of(tensor) for name, tensor in named_weights(module).items()}
-    if peft_config(module) is not None:
-        names = adapter_names(module)
+    if peft_config(module) is not None and not merged:
+        tensors = {name: tensor for name, tensor, _ in exported_tensors(module, read, merged=False)}
+        _write_adapter(module, scratch, tensors, dtype)
+        return
+    files = WeightFiles(scratch) if scratch is not None else None
+    for name, made, as_float32 in exported_tensors(
+        module, read, merged=merged, convert=scratch is not None
+    ):
+        if files is not None:
+            files.add(name, made, torch.float32 if as_float32 else dtype)
+    if files is not None and scratch is not None:
+        files.close()
+        _write_config(module, scratch, dtype)
+
+
+def exported_tensors(
+    model: Any, read: Read, *, merged: bool, convert: bool = True
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """The tensors of an exported model or of its adapters: the name that the hub (or peft) has,
+    the tensor, and whether the model keeps it in float32.
+
+    convert: false: only calls `read`, for a rank that does not write.
+    """
+    names = list(named_weights(model))
+    if peft_config(model) is not None:
         if not merged:
-            _write_adapter(module, scratch, shapes, read, dtype)
+            yield from ((key, read(name), False) for key, name in adapter_names(model).items())
             return
-        adapter = Adapter(peft_config(module).to_dict(), names)
-        read_base = read
-        read = adapter.reader(module, read_base, lambda stored: read_base(names[stored]))
-        shapes = {name: shape for name, shape in shapes.items() if ".lora_" not in name}
-    _write_model(module, scratch, shapes, read, dtype)
+        read, names = merged_reader(model, read), [name for name in names if ".lora_" not in name]
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    shapes = ModelShapes(model)
+    conversions = export_conversions(model, [name for name in names if name not in ignored])
+    with task("converting weights", len(conversions)) as advance:
+        for conversion in conversions:
+            tensors = {name: read(name) for name in conversion.names()}
+            if convert:
+                for name, made in conversion.convert(tensors, shapes).items():
+                    yield name, made, any(part in name for part in strict)
+            del tensors  # before the next ones are read
+            advance(1)
+
+
+def merged_reader(module: nn.Module, read: Read) -> Read:
+    """Reads the tensors of a model without adapters from one with adapters, which are added in."""
+    stored = adapter_names(module)
+    adapter = Adapter(peft_config(module).to_dict(), stored)
+    return adapter.reader(module, read, lambda key: read(stored[key]))
 
 
 @contextmanager
@@ -93,39 +131,6 @@ def appearing(folder: Path, *, write: bool = True) -> Iterator[Path | None]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write_model(
-    model: Any, scratch: Path | None, shapes: Mapping[str, Shape], read: Read, dtype: torch.dtype
-) -> None:
-    """Writes weights and config with the names and shapes that the hub has for the architecture."""
-    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    model_shapes = ModelShapes(model)
-    exported = {name: shape for name, shape in shapes.items() if name not in ignored}
-    conversions = export_conversions(model, exported, model_shapes)
-
-    def as_written(name: str, shape: Shape) -> Shape:
-        cast = torch.float32 if any(part in name for part in strict) else dtype
-        return Shape(shape.shape, cast) if shape.dtype.is_floating_point else shape
-
-    plan = [
-        (conversion, {name: as_written(name, shape) for name, shape in conversion.targets.items()})
-        for conversion in conversions
-    ]
-    # Wider elements come first, so that each tensor lies at a multiple of its element size
-    plan.sort(key=lambda item: -max((s.dtype.itemsize for s in item[1].values()), default=0))
-    writers = write_files(scratch, [group for _, group in plan])
-    for (conversion, group), writer in zip(plan, writers, strict=True):
-        tensors = {name: read(name) for name in conversion.names()}
-        if writer is not None:
-            made = conversion.convert(tensors, model_shapes)
-            for name in group:
-                writer.write(name, made[name])
-            del made
-        del tensors  # before the next ones are read
-    if scratch is not None:
-        _write_config(model, scratch, dtype)
-
-
 def _write_config(model: Any, scratch: Path, dtype: torch.dtype) -> None:
     config = copy.deepcopy(model.config)
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
@@ -143,25 +148,17 @@ def _write_config(model: Any, scratch: Path, dtype: torch.dtype) -> None:
 
 
 def _write_adapter(
-    module: nn.Module,
-    scratch: Path | None,
-    shapes: Mapping[str, Shape],
-    read: Read,
-    dtype: torch.dtype,
+    module: nn.Module, scratch: Path | None, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
-    names = adapter_names(module)
-    forms = {stored: Shape(shapes[name].shape, dtype) for stored, name in names.items()}
-    writer = Writer(scratch / ADAPTER, forms) if scratch is not None else None
-    for stored, name in names.items():
-        whole = read(name)
-        if writer is not None:
-            writer.write(stored, whole)
-    if scratch is not None and writer is not None:
-        writer.close()
-        save_adapter_config(module, scratch)
-        if peft_config(module).modules_to_save:  # a classifier
-            labels = module.config.id2label  # type: ignore[union-attr]
-            (scratch / LABELS).write_text(json.dumps(labels, indent=2) + "\n")
+    if scratch is None:
+        return
+    as_written = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    save_file(as_written, scratch / ADAPTER, metadata={"format": "pt"})
+    config = peft_config(module)
+    config.save_pretrained(scratch)
+    if config.modules_to_save:  # a classifier
+        labels = module.config.id2label  # type: ignore[union-attr]
+        (scratch / LABELS).write_text(json.dumps(labels, indent=2) + "\n")
 
 
 def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch import nn
 from launcher.errors import RecipeError
 from launcher.models.build import find_blocks, is_classifier
 from launcher.models.initialization import clean_name
-from launcher.models.safetensors_files import ADAPTER_CONFIG
 from launcher.recipe.schema import Lora
 
 logger = logging.getLogger(__name__)
@@ -26,13 +24,12 @@ _PREFIX = "base_model.model."
 def add_adapters(
     model: nn.Module, lora: Lora, *, base_dtype: torch.dtype, base: str | None = None
 ) -> None:
-    """Adds an adapter to each target layer of a meta model. Freezes everything else and stores it
-    in `base_dtype`.
+    """Adds a float32 adapter to each target layer of a meta model. Freezes everything else and
+    stores it in `base_dtype`.
 
     A classifier's head is trained too and saved with the adapters: it has no pretrained weights.
-    base: the checkpoint that the adapters belong to, for peft. Adapters are float32; `initialize`
-    draws them. Raises RecipeError if target_modules names something other than a linear layer of
-    the model.
+    base: the checkpoint that the adapters belong to, for peft. Raises RecipeError if target_modules
+    names something other than a linear layer of the model.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -80,7 +77,7 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def _linear_layers(model: nn.Module, targets: list[str] | None = None) -> list[str]:
-    """Names of the linear layers, or of those whose names end in one of the targets."""
+    """Names of the linear layers, or of those that end in one of the targets."""
     ends = ("",) if targets is None else tuple(f".{target}" for target in targets)
     return [
         name
@@ -136,16 +133,6 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def save_adapter_config(model: nn.Module, folder: Path) -> None:
-    """Writes adapter_config.json."""
-    config = peft_config(model).to_dict() | {"inference_mode": True}
-    as_json = {
-        key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
-    }
-    text = json.dumps(as_json, indent=2, sort_keys=True, default=str)
-    (folder / ADAPTER_CONFIG).write_text(text + "\n")
-
-
 class Adapter:
     """The weights that an adapter changes: W + alpha / rank * B A."""
 
@@ -174,8 +161,7 @@ class Adapter:
         """Returns a function that reads the model's tensors by clean name, with the adapter merged
         in, in float32.
 
-        read_base: reads a tensor of the base model by its clean name. read_adapter: one of the
-        adapter by peft's name.
+        read_base: reads by clean name. read_adapter: reads by peft's name.
         """
         transposed = {
             f"{clean_name(name)}.weight"

@@ -68,6 +68,16 @@ def uniform(key: Key, first: int, count: int, device: torch.device) -> torch.Ten
     return _in_order(numbers.mul_(2.0**-24), first, count)
 
 
+def random_bytes(key: Key, first: int, count: int, step: torch.Tensor) -> torch.Tensor:
+    """uint8 numbers at positions first, first + 1, ... on the device of `step`, a scalar tensor:
+    each of its whole values selects another sequence. A counter gives 16 of them."""
+    counters = torch.arange(first // 16, -(-(first + count) // 16), device=step.device)
+    zero = torch.zeros(1, dtype=torch.int64, device=step.device)
+    w0, w1, w2, w3 = philox((counters & _MASK, counters >> 32, step.long().view(1), zero), key)
+    numbers = torch.stack((w0 | w1 << 32, w2 | w3 << 32), dim=1).view(torch.uint8)
+    return numbers.view(-1)[first % 16 : first % 16 + count]
+
+
 def normal(key: Key, first: int, count: int, device: torch.device) -> torch.Tensor:
     """float32 numbers of mean 0 and standard deviation 1, by the Box-Muller transform."""
     words, numbers = _words(key, first, count, device)

@@ -1,17 +1,20 @@
-"""Reads and writes folders of safetensors, one tensor or some rows at a time."""
+"""Safetensors files: reads some rows of tensors, and writes folders of weights."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from launcher.errors import RecipeError
+from launcher.models.shards import local_rows
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -32,69 +35,64 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """By their names in safetensors."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Tensors = Mapping[str, torch.Tensor]
+"""By name."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Shape and dtype of a tensor."""
+class Part:
+    """Consecutive rows (of dimension 0) of a stored tensor, under its name in a file."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Shape:
-        """Of this tensor."""
-        return Shape(tuple(tensor.shape), tensor.dtype)
-
-    @property
-    def bytes(self) -> int:
-        """Of all elements."""
-        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
-
-    def meta(self) -> torch.Tensor:
-        """A tensor of this shape without storage."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+    file: Path
+    first: int
+    rows: int
+    """1 for a scalar."""
 
 
 class StoredTensors:
     """Tensors of safetensors files, by name. The files are mapped, not read."""
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        """files: the file of each tensor."""
-        self._files = files
-        shapes = {file: _read_shapes(file) for file in dict.fromkeys(files.values())}
-        lost = sorted(name for name, file in files.items() if name not in shapes[file])
-        if lost:
-            raise RecipeError(
-                [f"model.path: {files[name]} lacks {name}, which its index names" for name in lost]
-            )
-        self.tensors = {name: shapes[file][name] for name, file in files.items()}
-        self._open: tuple[Path, Any] | None = None
+    def __init__(self, parts: Mapping[str, Sequence[Part]], tensors: Tensors) -> None:
+        """tensors: shapes and dtypes, on meta."""
+        self._parts, self.tensors = parts, tensors
+        self._open: dict[Path, Any] = {}
 
     def dtype(self) -> torch.dtype:
         """The dtype of most of the bytes; float32 if no tensor is floating-point."""
         sizes: Counter[torch.dtype] = Counter()
         for tensor in self.tensors.values():
             if tensor.dtype.is_floating_point:
-                sizes[tensor.dtype] += tensor.bytes
+                sizes[tensor.dtype] += tensor.nbytes
         return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
-    def rows(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
-        """Rows of a tensor's dimension 0, or the whole tensor; a view of the mapped file."""
-        file = self._files[name]
-        if self._open is None or self._open[0] != file:
-            self._open = (file, _open(file))
-        handle = self._open[1]
-        whole = start is None or not self.tensors[name].shape
-        rows: torch.Tensor = (
-            handle.get_tensor(name) if whole else handle.get_slice(name)[start:stop]
-        )
-        return rows
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor; a view of the mapped file if it has one part."""
+        parts = [self._file(part.file).get_tensor(name) for part in self._parts[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def copy_rows(self, name: str, tensor: torch.Tensor) -> None:
+        """Copies this rank's rows into its part of a tensor of the same shape."""
+        local, first = local_rows(tensor)
+        if not local.ndim:
+            local.copy_(self.read(name))
+            return
+        for part in self._parts[name]:
+            start, stop = max(first, part.first), min(first + len(local), part.first + part.rows)
+            if start < stop:
+                rows = self._file(part.file).get_slice(name)[start - part.first : stop - part.first]
+                local[start - first : stop - first].copy_(rows)
 
     def close(self) -> None:
-        """Unmaps the last file."""
-        self._open = None
+        """Unmaps the files."""
+        self._open.clear()
+
+    def _file(self, file: Path) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise OSError(f"{file.name} cannot be read: {error}") from None
+        return self._open[file]
 
 
 def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
@@ -103,7 +101,7 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
     key: of the recipe, for messages. Raises RecipeError if there is nothing that can be read.
     """
     if (folder / SINGLE).is_file():
-        return open_file(folder / SINGLE)
+        return open_files([folder / SINGLE], key=key)
     index = folder / INDEX
     if index.is_file():
         try:
@@ -116,7 +114,10 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
                 f"{key}: {folder} lacks {', '.join(absent)}, which its index names; the download "
                 "is not complete"
             )
-        return StoredTensors({name: folder / file for name, file in listing.items()})
+        stored = open_files([folder / file for file in dict.fromkeys(listing.values())], key=key)
+        if lost := sorted(listing.keys() - stored.tensors.keys()):
+            raise RecipeError(f"{key}: {folder} lacks {', '.join(lost)}, which its index names")
+        return stored
     if (folder / ADAPTER_CONFIG).is_file():
         raise RecipeError(
             f"{key}: {folder} holds an adapter, not a model; merge it first: launcher export "
@@ -134,107 +135,62 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
     )
 
 
-def open_file(file: Path) -> StoredTensors:
-    """All tensors of one file."""
-    return StoredTensors(dict.fromkeys(_read_shapes(file), file))
+def open_files(files: Iterable[Path], *, key: str = "model.path") -> StoredTensors:
+    """All tensors of these files, whole. Raises RecipeError if one cannot be read."""
+    tensors: dict[str, torch.Tensor] = {}
+    parts: dict[str, list[Part]] = {}
+    for file in files:
+        try:
+            handle: Any = safe_open(file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise RecipeError(
+                f"{key}: {file} is damaged, or no safetensors file: {error}; download it again"
+            ) from None
+        for name in handle.keys():  # noqa: SIM118
+            stored = handle.get_slice(name)
+            shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+            if dtype not in DTYPES:
+                raise RecipeError(f"{key}: {file}: {name} has the unknown dtype {dtype}")
+            tensors[name] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+            parts[name] = [Part(file, 0, shape[0] if shape else 1)]
+    return StoredTensors(parts, tensors)
 
 
-def _open(file: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
+class WeightFiles:
+    """Writes safetensors files and their index with transformers' names. Holds the tensors of one
+    file."""
 
-    try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise RecipeError(
-            f"model.path: {file} is damaged, or no safetensors file: {error}; download it again"
-        ) from None
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[str, torch.Tensor] = {}
+        self._bytes, self._total = 0, 0
+        self._written: list[list[str]] = []
 
+    def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """A copy of a tensor, cast to this dtype if it is floating-point."""
+        dtype = dtype if tensor.is_floating_point() else tensor.dtype
+        copy = tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+        if self._held and self._bytes + copy.nbytes > MAX_FILE_BYTES:
+            self._write()
+        self._held[name] = copy
+        self._bytes += copy.nbytes
 
-def _read_shapes(file: Path) -> dict[str, Shape]:
-    handle, found = _open(file), {}
-    for name in handle.keys():  # noqa: SIM118
-        stored = handle.get_slice(name)
-        if stored.get_dtype() not in DTYPES:
-            dtype = stored.get_dtype()
-            raise RecipeError(f"model.path: {file}: {name} has the unknown dtype {dtype}")
-        found[name] = Shape(tuple(stored.get_shape()), DTYPES[stored.get_dtype()])
-    return found
-
-
-def make_header(
-    tensors: Mapping[str, Shape], *, alignment: int = 8
-) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The first bytes of a safetensors file; and for each tensor its first byte and its number of
-    bytes.
-
-    Tensors lie in the given order without gaps, so those with wider elements must come first.
-    alignment: of the first tensor.
-    """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.bytes
-        entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % alignment)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {
-        name: (len(header) + entries[name]["data_offsets"][0], tensor.bytes)
-        for name, tensor in tensors.items()
-    }
-
-
-class Writer:
-    """Writes one safetensors file, tensor by tensor, in the given order."""
-
-    def __init__(self, file: Path, tensors: Mapping[str, Shape]) -> None:
-        header, _ = make_header(tensors)
-        self._expected = iter(tensors.items())
-        self._stream: BinaryIO = file.open("wb")
-        self._stream.write(header)
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes the next tensor, cast to its announced dtype."""
-        expected, form = next(self._expected)
-        assert (name, tuple(tensor.shape)) == (expected, form.shape)
-        data = tensor.detach().to("cpu", form.dtype).contiguous().reshape(-1)
-        if data.numel():
-            self._stream.write(data.view(torch.uint8).numpy().data)
+    def _write(self) -> None:
+        number = len(self._written) + 1
+        save_file(self._held, self._folder / f"part-{number}", metadata={"format": "pt"})
+        self._written.append(list(self._held))
+        self._total += self._bytes
+        self._held, self._bytes = {}, 0
 
     def close(self) -> None:
-        """Closes the file. All announced tensors must have been written."""
-        assert next(self._expected, None) is None
-        self._stream.close()
-
-
-def write_files(
-    folder: Path | None, groups: Sequence[Mapping[str, Shape]]
-) -> Iterator[Writer | None]:
-    """Yields the writer for each group of tensors. Files and index have transformers' names.
-
-    A file has at most MAX_FILE_BYTES, or one larger group. folder: None yields None: this rank only
-    takes part in reading.
-    """
-    sizes = [sum(tensor.bytes for tensor in group.values()) for group in groups]
-    files: list[list[int]] = [[]]
-    for number, size in enumerate(sizes):
-        if files[-1] and sum(sizes[member] for member in files[-1]) + size > MAX_FILE_BYTES:
-            files.append([])
-        files[-1].append(number)
-    index: dict[str, str] = {}
-    for number, members in enumerate(files, start=1):
-        name = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        tensors = {key: tensor for member in members for key, tensor in groups[member].items()}
-        writer = Writer(folder / name, tensors) if folder is not None else None
-        index |= dict.fromkeys(tensors, name)
-        for _ in members:
-            yield writer
-        if writer is not None:
-            writer.close()
-    if folder is not None and len(files) > 1:
-        about = {"metadata": {"total_size": sum(sizes)}, "weight_map": index}
-        (folder / INDEX).write_text(json.dumps(about, indent=2) + "\n")
+        """Writes the last file and the index."""
+        self._write()
+        count = len(self._written)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._written, start=1):
+            file = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+            (self._folder / f"part-{number}").rename(self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        if count > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

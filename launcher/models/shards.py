@@ -26,6 +26,19 @@ def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return tensor.to_local(), min(mesh.get_local_rank(mesh.ndim - 1) * chunk, tensor.shape[0])
 
 
+def sharded_zeros(like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """float32 zeros of another shape with as many rows, sharded as `like`."""
+    local = local_rows(like.detach())[0]
+    zeros = torch.zeros(len(local), *shape[1:], device=local.device)
+    if not isinstance(like, DTensor):
+        return zeros
+    mesh, stride = like.device_mesh, torch.empty(shape, device="meta").stride()
+    sharded: torch.Tensor = DTensor.from_local(
+        zeros, mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
+    return sharded
+
+
 def compute_device(tensor: torch.Tensor) -> torch.device:
     """The device that computes with a tensor, also if its shard is offloaded to host memory."""
     if isinstance(tensor, DTensor):
@@ -93,7 +106,7 @@ class InitialValues:
                     "computes with them: compute all in one"
                 )
             self.written = True
-            # zeros: a parameter that is not this rank's has no values, and its module's code still runs
+            # zeros: a parameter of another rank has no values, but its module's code still runs
             self.whole = torch.zeros(self.shape, dtype=self.dtype)
             self._apply(self.whole.view(-1), 0, self.whole.device)
             self._whole_list.append(self)

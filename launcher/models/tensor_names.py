@@ -9,41 +9,38 @@ conversion at a time, and first to meta tensors: this finds wrong shapes before 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from launcher.errors import RecipeError
 from launcher.models.initialization import clean_name
-from launcher.models.safetensors_files import Shape
+from launcher.models.safetensors_files import Tensors
 
 
 @dataclass
 class Conversion:
     """Source tensors that together become target tensors."""
 
-    sources: dict[str, list[str]] = field(default_factory=dict)
-    """Names of the sources by pattern, in order."""
+    first: str
+    """The name that the converter is called with; of a renamed tensor, the new one."""
     converter: Any = None
     """A WeightConverter of transformers; None: one tensor whose name changes."""
-    first: str = ""
-    """The name that the converter is called with."""
     renamings: list[Any] = field(default_factory=list)
     """Renamings of the results, in an export."""
-    targets: dict[str, Shape] = field(default_factory=dict)
-    """The results."""
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    """Names of the sources by pattern, in order."""
+    targets: Tensors = field(default_factory=dict)
+    """When loading: the results, on meta."""
 
     def names(self) -> list[str]:
         """Names of all sources."""
         return [name for names in self.sources.values() for name in names]
 
-    def convert(
-        self, tensors: Mapping[str, torch.Tensor], shapes: ModelShapes
-    ) -> dict[str, torch.Tensor]:
-        """Returns the targets. tensors: the sources by name."""
+    def convert(self, tensors: Tensors, shapes: ModelShapes) -> dict[str, torch.Tensor]:
+        """Returns the targets. tensors: the sources."""
         if self.converter is None:
             (name,) = self.names()
             return {self.first: tensors[name]}
@@ -83,7 +80,7 @@ class Conversion:
 
 
 class ModelShapes:
-    """What a conversion needs to know of a sharded model: its config and its parameters' shapes."""
+    """The input of a conversion for a sharded model: its config and its parameters' shapes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.config: Any = model.config
@@ -97,11 +94,8 @@ class ModelShapes:
 
 
 def record_conversions(model: Any) -> None:
-    """Stores transformers' conversion tables on a model that comes from no checkpoint, for
-    `export_conversions`.
-
-    Must be called before wrapping: the tables depend on class names, and sharding changes those.
-    """
+    """Stores transformers' conversion tables on a model, for `export_conversions`: they depend on
+    class names, which sharding changes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -111,12 +105,10 @@ def record_conversions(model: Any) -> None:
 
 
 def load_conversions(
-    model: Any, stored: Mapping[str, Shape], shapes: ModelShapes
+    model: Any, stored: Tensors, shapes: ModelShapes
 ) -> tuple[list[Conversion], list[str], list[str]]:
-    """How a checkpoint's tensors become the model's: conversions, unexpected names, problems.
-
-    Stores the used tables on the model for `export_conversions`, as from_pretrained does.
-    """
+    """How a checkpoint's tensors, on meta, become the model's: conversions, unexpected names,
+    problems. Stores the used tables on the model for `export_conversions`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
@@ -132,34 +124,35 @@ def load_conversions(
         if renamed not in state or (pattern is None and renamed in found):
             unexpected.append(name)
             continue
-        new = Conversion(converter=by_pattern.get(pattern), first=renamed)
+        new = Conversion(renamed, by_pattern.get(pattern))
         found.setdefault(renamed, new).sources.setdefault(pattern or name, []).append(name)
     model._weight_conversions = [entry for entry in table if entry.was_used()]
-    problems = _try_on_meta(found.values(), stored, shapes)
+    problems = []
+    for conversion in found.values():
+        names = conversion.names()
+        try:
+            conversion.targets = conversion.convert({name: stored[name] for name in names}, shapes)
+        except Exception as error:  # operations raise anything on unsuitable tensors
+            some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            problems.append(f"{conversion.first}: cannot be made from {some}: {error}")
     return list(found.values()), unexpected, problems
 
 
-def export_conversions(
-    model: Any, tensors: Mapping[str, Shape], shapes: ModelShapes
-) -> list[Conversion]:
+def export_conversions(model: Any, names: Iterable[str]) -> list[Conversion]:
     """How the model's tensors become those of a checkpoint: the reverse of `load_conversions`."""
     renamings, converters, by_pattern = _by_kind(
         [entry.reverse_transform() for entry in model._weight_conversions[::-1]]
     )
     found: dict[str, Conversion] = {}
-    for name in tensors:
+    for name in names:
         # In an export, at most one conversion applies to a name, before any renaming
         matches = (converter.rename_source_key(name) for converter in converters)
         first, pattern = next(
             (match for match in matches if match[1] is not None), (_renamed(name, renamings), None)
         )
         converter = by_pattern.get(pattern)
-        after = renamings if converter is not None else []
-        new = Conversion(converter=converter, first=first, renamings=after)
+        new = Conversion(first, converter, renamings if converter is not None else [])
         found.setdefault(first, new).sources.setdefault(pattern or name, []).append(name)
-    problems = _try_on_meta(found.values(), tensors, shapes)
-    if problems:
-        raise RecipeError([f"checkpoint.export: {problem}" for problem in problems])
     return list(found.values())
 
 
@@ -171,23 +164,6 @@ def _by_kind(table: list[Any]) -> tuple[list[Any], list[Any], dict[str | None, A
     converters = [entry for entry in table if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     return renamings, converters, by_pattern
-
-
-def _try_on_meta(
-    conversions: Iterable[Conversion], shapes_in: Mapping[str, Shape], shapes: ModelShapes
-) -> list[str]:
-    """Sets the targets of each conversion. Returns the conversions that fail, one line each."""
-    problems = []
-    for conversion in conversions:
-        names = conversion.names()
-        try:
-            made = conversion.convert({name: shapes_in[name].meta() for name in names}, shapes)
-        except Exception as error:  # operations raise anything on unsuitable tensors
-            some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            problems.append(f"{conversion.first}: cannot be made from {some}: {error}")
-            continue
-        conversion.targets = {name: Shape.of(tensor) for name, tensor in made.items()}
-    return problems
 
 
 def _renamed(name: str, renamings: list[Any]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from typing import Any
 
 from launcher.distributed import host_memory
 from launcher.metrics.console import bytes_as_text
+from launcher.planner.formatting import micro_batches, moment_text
 from launcher.planner.machine import Machine
-from launcher.planner.separate_process import ask
+from launcher.planner.plan import make_plan
+from launcher.planner.separate_process import run_in_process
 from launcher.recipe.schema import Recipe
 
 SECONDS = 120
@@ -17,6 +19,13 @@ PATIENCE = 60
 """Seconds that the end of a short run waits for the plan."""
 TOO_FAR = 0.10
 """Difference that is worth a warning."""
+
+
+def predict_peak(recipe: Recipe, machine: Machine) -> tuple[int, str]:
+    """Bytes of tensors at the peak, and where it is."""
+    os.nice(10)  # the run is training meanwhile
+    peak = make_plan(recipe, machine).step.peak
+    return peak.total, moment_text(peak, micro_batches=micro_batches(recipe, machine.ranks))
 
 
 class Forecast:
@@ -28,11 +37,13 @@ class Forecast:
 
     def __init__(self, recipe: Recipe, machine: Machine) -> None:
         self._resident = host_memory.resident() if machine.device == "cpu" else None
-        self._answers: list[Any] = []
-        self._trouble = ""
+        self._answer: tuple[int, str] | Exception | None = None
 
         def plan() -> None:
-            self._answers, self._trouble = ask("predict_peak", recipe, machine, seconds=SECONDS)
+            try:
+                self._answer = run_in_process(SECONDS, predict_peak, recipe, machine)
+            except Exception as error:
+                self._answer = error
 
         self._thread = threading.Thread(target=plan, name="forecast", daemon=True)
         self._thread.start()
@@ -43,14 +54,12 @@ class Forecast:
         measured: peak of a step, `peak_memory_bytes` of a record. seconds: to wait for the plan.
         """
         self._thread.join(timeout=seconds)
-        if self._thread.is_alive():
+        if self._answer is None:
             return None
-        answer = self._answers[0] if self._answers else self._trouble
-        if not isinstance(answer, tuple):
-            why = (str(answer).strip().splitlines() or ["no answer"])[-1]
+        if isinstance(self._answer, Exception):
+            why = str(self._answer).strip().splitlines()[-1]
             return f"memory: the peak cannot be compared with a plan: {why}"
-        planned, where = answer
-        return comparison_text(planned, where, measured, resident=self._resident)
+        return comparison_text(*self._answer, measured, resident=self._resident)
 
 
 def comparison_text(planned: int, where: str, measured: int, *, resident: int | None) -> str:

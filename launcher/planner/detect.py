@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +14,16 @@ from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError, TrainingError
+from launcher.metrics.console import bytes_as_text
+from launcher.planner.formatting import batch_text, strategy_text
 from launcher.planner.machine import Machine, known_machine
-from launcher.planner.separate_process import ask
+from launcher.planner.measured import measured_choice
+from launcher.planner.search import fastest_that_fits, make_ladder
+from launcher.planner.separate_process import run_in_process
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe
-from launcher.recipe.validate import leaves_open
-from launcher.reliability.run_directory import RunFolder, read_lines
+from launcher.recipe.validate import open_keys
+from launcher.reliability.run_directory import RunFolder, read_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +55,8 @@ def detect_machine(ranks: DataParallel, environment: Environment) -> Machine:
         for size, count in zip(hosts, on_nodes, strict=True)
     ]
     name, total = min(zip(names, totals, strict=True))
-    like = partial(
-        known_machine, nodes=ranks.size // per_node, gpus_per_node=per_node, memory=total or None
-    )
-    try:
-        machine = like(name)
-    except RecipeError:  # a GPU that is not in the table
-        machine = dataclasses.replace(like(None), name=name)
+    nodes = ranks.size // per_node
+    machine = known_machine(name, nodes=nodes, gpus_per_node=per_node, memory=total or None)
     return dataclasses.replace(machine, memory=_least(memories), host_memory=_least(shares))
 
 
@@ -75,7 +73,7 @@ def resolve_auto(
     as many of the same devices, is not chosen again, nor a larger one. Raises RecipeError where
     nothing fits, TrainingError where the plan fails.
     """
-    if not leaves_open(recipe):
+    if not open_keys(recipe):
         return recipe
     answer: list[Any] = [None]
     if ranks.rank == 0:
@@ -94,33 +92,65 @@ def resolve_auto(
 
 
 def _choose(recipe: Recipe, machine: Machine, run: RunFolder) -> Any:
-    """What rank 0 sends to the others: an `answers.Choice`, or the exception that all raise."""
+    """What rank 0 sends to the others: as `choose`, or the exception that all raise."""
     failed: list[int] = []
-    if recipe.batch.micro_batch_size == "auto" and run.events.exists():
-        events = read_lines(run.events.read_text(encoding="utf-8"))
-        failed = failed_micro_batches(events, machine=machine, recipe=recipe)
-    limit = min(failed) - 1 if failed else None
-    answers, trouble = ask("choose", recipe, machine, limit, seconds=SECONDS)
-    if not answers:
-        text = f"auto: the plan failed; set strategy.kind and batch.micro_batch_size. {trouble}"
+    if recipe.batch.micro_batch_size == "auto":
+        failed = failed_micro_batches(read_jsonl(run.events), machine=machine, recipe=recipe)
+    try:
+        return run_in_process(SECONDS, choose, recipe, machine, min(failed, default=None))
+    except RecipeError as error:
+        return error
+    except TrainingError as error:
+        text = f"auto: the plan failed; set {' and '.join(open_keys(recipe))}. {error}"
         return TrainingError(text, reason="plan_failed")
-    if isinstance(answers[0], RecipeError):
-        return answers[0]
-    chosen, overrides, why = answers[0]
-    after = f"; micro-batches of {min(failed)} and more ran out of memory before" if failed else ""
-    return chosen, overrides, why + after
+
+
+def choose(
+    recipe: Recipe, machine: Machine, failed: int | None = None
+) -> tuple[Recipe, Sequence[str], str]:
+    """The fastest configuration that was measured, or that fits by plan, in place of `auto`.
+
+    failed: the smallest micro-batch that ran out of memory. Returns the recipe without `auto`, the
+    overrides that make it, and why it was chosen. Raises RecipeError, with suggestions, where
+    nothing fits.
+    """
+    if failed == 1:
+        raise RecipeError(
+            "batch.micro_batch_size: auto: a micro-batch of 1 ran out of memory in an earlier "
+            f"start of this run on {machine.ranks} x {machine.name}; there is no smaller one. "
+            "`launcher plan` shows configurations that need less"
+        )
+    limit = None if failed is None else failed - 1
+    after = f"; micro-batches of {failed} and more ran out of memory before" if failed else ""
+    memory = "" if machine.memory is None else bytes_as_text(machine.memory)
+    kept = measured_choice(recipe, machine, limit_micro_batch=limit)
+    if kept is not None:
+        chosen, overrides, why = kept
+        return chosen, overrides, why + after
+    best = fastest_that_fits(recipe, machine, limit_micro_batch=limit)
+    if best is None:
+        devices = f"{machine.ranks} x {machine.name}" + (f" with {memory} each" if memory else "")
+        problem = f"{open_keys(recipe)[0]}: auto: no configuration fits {devices}"
+        suggestions = make_ladder(recipe, machine).suggestions
+        raise RecipeError([problem, *(f"  {text}" for text in suggestions)])
+    why = (
+        f"{strategy_text(best.recipe)}; {batch_text(best.recipe, machine.ranks)}. The fastest that "
+        f"fits: by plan {bytes_as_text(best.plan.needed)}{f' of {memory}' if memory else ''} a "
+        f"rank, {best.tokens_per_second:,.0f} tokens/s{after}"
+    )
+    return best.recipe, best.overrides, why
 
 
 def recorded_settings(recipe: Recipe, machine: Machine) -> dict[str, Any]:
     """What events.jsonl records of an out-of-memory failure, beside the number of ranks."""
-    checkpointing = recipe.activation_checkpointing
+    checkpointing, offload = recipe.activation_checkpointing, recipe.strategy.cpu_offload
     return {
         "micro_batch_size": recipe.batch.micro_batch_size,
         "device": machine.name,
         "sequence_length": recipe.data.sequence_length,
         "lora": recipe.lora is not None,
         "checkpointing": None if checkpointing is None else checkpointing.mode,
-        "cpu_offload": recipe.strategy.cpu_offload is not None,
+        "cpu_offload": offload is not None and (offload.what == "all" or offload.what),
     }
 
 

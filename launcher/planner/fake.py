@@ -6,30 +6,32 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
 from launcher.data.synthetic import SyntheticData
-from launcher.planner.tracker import Tracker
-from launcher.training.setup import PreparedModel
+from launcher.planner.tracker import HOST, Tracker
+from launcher.strategies.activation_offload import ActivationOffload
 
 
-def keep_blocks(prepared: PreparedModel, indices: Sequence[int]) -> bool:
-    """Deletes all other blocks of a model. Returns False where the blocks are not in one list."""
-    names = list(prepared.blocks)
+def keep_blocks(model: nn.Module, blocks: dict[str, nn.Module], indices: Sequence[int]) -> bool:
+    """Deletes all other blocks of a model, and of `blocks`. Returns False where they are not in one
+    list."""
+    names = list(blocks)
     parents = {name.rpartition(".")[0] for name in names}
     prefix = next(iter(parents), "")
-    parent = prepared.model.get_submodule(prefix) if len(parents) == 1 else None
+    parent = model.get_submodule(prefix) if len(parents) == 1 else None
     if not isinstance(parent, nn.ModuleList) or len(parent) != len(names):
         return False
     for index in reversed(range(len(names))):
         if index not in indices:
             del parent[index]
-    prepared.blocks.clear()
-    prepared.blocks.update({f"{prefix}.{index}": block for index, block in enumerate(parent)})
-    for module in prepared.model.modules():
+    blocks.clear()
+    blocks.update({f"{prefix}.{index}": block for index, block in enumerate(parent)})
+    for module in model.modules():
         config: Any = getattr(module, "config", None)
         for key in ("num_hidden_layers", "n_layer", "num_layers"):
             if config is not None and vars(config).get(key) == len(names):
@@ -60,6 +62,8 @@ def replaced_for_tracing(
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     from launcher.strategies import activation_checkpointing, ddp
+    from launcher.training import low_precision, optimizer_offload
+    from launcher.training.low_precision import parts_of
 
     group, storage = _fsdp_param_group.FSDPParamGroup, torch.UntypedStorage
     post_backward, resize = group.post_backward, storage.resize_
@@ -82,14 +86,25 @@ def replaced_for_tracing(
         tracker.resize(storage, size)
         return result
 
+    def unaligned(size: int) -> torch.Tensor:
+        return torch.empty(size + 4096, dtype=torch.uint8)[:size]
+
+    def largest_part(matrix: torch.Tensor, _: torch.device) -> Any:
+        on = torch.device(device if pinned is None else "cpu")
+        return islice(parts_of(matrix, on), 1)  # the others take as much, one after the other
+
     with computing_as_on(device, data), Replacements() as replaced:
         replaced.set(group, "post_backward", marking)
         replaced.set(ShardingPropagator, "_propagate_tensor_meta_non_cached", unrecorded)
         replaced.set(ddp, "DistributedDataParallel", Reducer)
+        replaced.set(low_precision, "parts_of", largest_part)
+        replaced.set(optimizer_offload, "StateFile", partial(TracedFile, tracker))
+        replaced.set(optimizer_offload, "aligned_buffer", unaligned)
         # FSDP frees unsharded weights by resizing their storage, which no dispatch mode sees
         replaced.set(storage, "resize_", recorded_resize)
         if device == "cuda":
-            replaced.set(activation_checkpointing, "save_on_cpu", partial(_save_on_cpu, tracker))
+            offload = partial(TracedOffload, tracker)
+            replaced.set(activation_checkpointing, "ActivationOffload", offload)
         if pinned is not None:
             replaced.set(torch.Tensor, "to", _copying_to(tracker, pinned=pinned))
         yield
@@ -152,22 +167,41 @@ def _copying_to(tracker: Tracker, *, pinned: bool) -> Any:
     return to
 
 
-@contextmanager
-def _save_on_cpu(tracker: Tracker, pin_memory: bool = False) -> Iterator[None]:
-    """Activation offload: saved tensors go to host memory, and come back as copies."""
+class TracedOffload(ActivationOffload):
+    """Copies tensors of the same device, and labels them."""
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        host = tensor.detach().clone()
-        tracker.mark_host([host], pinned=pin_memory)
-        return host
+    device_type = "cpu"
 
-    def unpack(host: torch.Tensor) -> torch.Tensor:
-        device = host.clone()
-        tracker.mark([device], "activations")
-        return device
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self._tracker = tracker
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+    def _host_memory(self, size: int) -> torch.Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8)
+        self._tracker.mark_host([buffer], pinned=True)
+        return buffer
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if self._tracker.see(target).label != HOST:
+            self._tracker.mark([target], "activations")
+        target.copy_(source)
+
+    def _wait(self, event: None) -> None:
+        """Nothing runs."""
+
+
+class TracedFile:
+    """Stands in for StateFile: takes no memory."""
+
+    def __init__(self, tracker: Tracker, folder: Any, size: int) -> None:
+        self.size, self.tensor = size, torch.empty(size, dtype=torch.uint8)
+        tracker.see(self.tensor)
+        tracker.resize(self.tensor.untyped_storage(), 0)
+
+    def read(self, buffer: torch.Tensor, start: int) -> None:
+        """Moves nothing."""
+
+    write = read
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -32,8 +31,6 @@ NAMES = {
     "margin": "fragmentation margin",
 }
 """Of a moment's components, and of what is added to them."""
-_COLOURS = ("blue", "cyan", "bright_blue", "magenta", "yellow", "bright_red", "green",
-            "bright_magenta", "bright_black", "bright_black")  # fmt: skip
 _HOST_NAMES = {
     "processes": "processes",
     "offload": "offload",
@@ -46,8 +43,6 @@ BAR = 36
 """Columns of a bar."""
 WIDTH = 100
 _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-Line = list[tuple[str, str]]
-"""Pieces of text, each with its style (of rich)."""
 
 
 def moment_text(moment: Moment, *, micro_batches: int | None) -> str:
@@ -69,25 +64,31 @@ def micro_batches(recipe: Recipe, ranks: int) -> int | None:
 
 
 def strategy_text(recipe: Recipe) -> str:
-    """`fsdp, bf16, full checkpointing, CPU offload`: what configurations differ in."""
+    """`fsdp (ZeRO-3), bf16, full checkpointing, CPU offload`: what configurations differ in."""
     strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
-    words: list[str] = [strategy.kind]
+    parts: list[str] = ["ddp (ZeRO-1)" if strategy.shard_optimizer else strategy.kind]
     if strategy.kind == "fsdp":
-        words += [f"{strategy.replicate} copies"] * (strategy.replicate > 1)
-        words += ["kept after forward"] * (not strategy.reshard_after_forward)
-        words += ["kept after backward"] * (not strategy.reshard_after_backward)
-        words += ["one reduction a step"] * (strategy.sync_every_micro_batch is False)
+        parts = [f"fsdp (ZeRO-{3 if strategy.reshard_after_forward else 2})"]
+        parts += [f"{strategy.replicate} copies"] * (strategy.replicate > 1)
+        parts += ["kept after backward"] * (not strategy.reshard_after_backward)
+        parts += ["one reduction a step"] * (strategy.sync_every_micro_batch is False)
     mixed = strategy.mixed_precision
-    words.append("fp32" if mixed is None else _SHORT_DTYPES[mixed.param_dtype])
+    parts.append("fp32" if mixed is None else _SHORT_DTYPES[mixed.param_dtype])
     if recipe.lora is not None:
-        words.append(f"LoRA {recipe.lora.rank}")
+        parts.append(f"LoRA {recipe.lora.rank}")
     if checkpointing is not None:
         n = checkpointing.every_n_blocks
         every = "" if n == 1 else f" of 1 in {n}"
         host = " to host" if checkpointing.offload_to_cpu else ""
-        words.append(f"{checkpointing.mode} checkpointing{every}{host}")
-    words += ["CPU offload"] * (strategy.cpu_offload is not None)
-    return ", ".join(words)
+        budget = "" if checkpointing.budget is None else f" of {checkpointing.budget}"
+        parts.append(f"{checkpointing.mode} checkpointing{budget}{every}{host}")
+    if (offload := strategy.cpu_offload) is not None:
+        parts.append("CPU offload" if offload.what == "all" else "CPU offload of optimizer state")
+        parts += ["in files"] * (offload.optimizer_path is not None)
+    name, dtype = recipe.optimizer.name, recipe.optimizer.state_dtype
+    parts += [name] * (name != "adamw")
+    parts += [f"optimizer state in {dtype}"] * (dtype != "float32")
+    return ", ".join(parts)
 
 
 def batch_text(recipe: Recipe, ranks: int) -> str:
@@ -131,10 +132,11 @@ def as_json(
         "held": asdict(step.held),
         "after_forward": asdict(step.after_forward),
         "timeline": [_moment(moment) for moment in step.timeline],
-        "method": step.method,
+        "method": "traced" if plan.traced else "arithmetic",
         "arithmetic": None if estimate is None else _moment(estimate.peak),
         "host": asdict(plan.host) | {"total": plan.host.total, "spare": plan.host_spare},
         "checkpoint": {"bytes": plan.checkpoint_bytes, "kept": plan.checkpoints},
+        "state_files": step.disk * machine.gpus_per_node,
         "notes": list(plan.notes),
         "verified": None if measured is None else _verified(plan, measured),
         "ladder": None if ladder is None else _ladder(ladder),
@@ -147,9 +149,8 @@ def _moment(moment: Moment) -> dict[str, Any]:
 
 def _verified(plan: Plan, measured: Measured) -> dict[str, Any]:
     *rows, peak = compare(plan.step, measured)
-    if measured.context is not None:
+    if measured.context is not None and measured.reserved is not None:
         rows.append((NAMES["context"], plan.context, measured.context))
-    if measured.reserved is not None:
         rows.append(("with margin", peak[1] + plan.margin, measured.reserved))
     compared = [{"what": what, "planned": p, "measured": m} for what, p, m in (*rows, peak)]
     return {"true": peak_holds(plan.step, measured), "compared": compared}
@@ -162,11 +163,12 @@ def _ladder(ladder: Ladder) -> dict[str, Any]:
         "best": None if best is None else rows.index(best),
         "remedies": list(ladder.suggestions),
         "written_seconds": asdict(seconds) | {"total": seconds.total},
-        "rungs": [_configuration(one, ladder.written.recipe) for one in rows],
+        "steps": ladder.written.recipe.run.max_steps,
+        "rungs": [configuration_as_json(one, ladder.written.recipe) for one in rows],
     }
 
 
-def _configuration(one: Configuration, written: Recipe) -> dict[str, Any]:
+def configuration_as_json(one: Configuration, written: Recipe) -> dict[str, Any]:
     batch, plan = one.recipe.batch, one.plan
     return {
         "overrides": list(one.overrides),
@@ -174,204 +176,204 @@ def _configuration(one: Configuration, written: Recipe) -> dict[str, Any]:
         "micro_batch_size": batch.micro_batch_size,
         "micro_batch_tokens": batch.micro_batch_tokens,
         "fits": plan.fits,
-        "fits_host": plan.host_spare is None or plan.host_spare >= 0,
         "fits_device": plan.spare is None or plan.spare >= 0,
         "as_written": one.recipe == written,
         "needed": plan.needed,
         "host": plan.host.total,
         "seconds": asdict(one.seconds) | {"total": one.seconds.total},
         "tokens_per_second": one.tokens_per_second,
+        "hours": one.hours,
+        "gpu_hours": one.hours * plan.machine.ranks,
     }
 
 
 # Text
 
 
-def as_text(plan: dict[str, Any]) -> list[Line]:
+def as_text(plan: dict[str, Any]) -> Iterator[str]:
     """Lines of at most `WIDTH` columns, except for overrides and names of modules.
 
-    plan: as `as_json` returns it.
+    plan: as `as_json` returns it, with what `measured.measure_fastest` returns as `measured`.
     """
     machine, memory = plan["machine"], plan["machine"]["memory"]
     of = "" if memory is None else f" of {bytes_as_text(memory)}"
     on = f"{_plural(machine['nodes'], 'node')} x {machine['gpus_per_node']} {machine['name']}{of}"
     if machine["host_memory"] is not None:
         on += f", {bytes_as_text(machine['host_memory'])} host memory a node"
-    found: list[Line] = [
-        [(plan["recipe"], "bold"), (" on ", ""), (on, "bold")],
-        [(plan["strategy"], "")],
-        [(plan["batch"], "")],
-        [],
-        *_components(plan),
-        [],
-        *_phases_host_and_disk(plan),
-    ]
-    remarks = [*_disagreement(plan), *(("note", "yellow", note) for note in plan["notes"])]
-    found += [[]] if remarks else []
-    for kind, style, remark in remarks:
-        found += _paragraph(f"{kind}: ", style, remark)
+    yield from (f"{plan['recipe']} on {on}", plan["strategy"], plan["batch"], "")
+    yield from _components(plan)
+    yield ""
+    yield from _phases_host_and_disk(plan)
+    remarks = [f"note: {note}" for note in plan["notes"]]
+    traced, estimated = plan["peak"]["total"], (plan["arithmetic"] or plan["peak"])["total"]
+    if abs(traced / max(estimated, 1) - 1) > DISAGREES:
+        remarks.insert(
+            0,
+            f"warning: the trace finds {bytes_as_text(traced)} of tensors, "
+            f"{abs(traced / estimated - 1):.0%} {'more' if traced > estimated else 'less'} than "
+            f"the estimate of {bytes_as_text(estimated)}. One of them is wrong about this model: "
+            "allow for the larger.",
+        )
+    yield from [""] * bool(remarks)
+    for remark in remarks:
+        yield from _paragraph(remark, indent=remark.index(":") + 2)
     if plan["ladder"] is not None:
-        found += [[], *_configurations(plan)]
+        yield ""
+        yield from _configurations(plan)
     if plan["verified"] is not None:
-        found += [[], *_comparison(plan["verified"])]
-    return found
+        yield ""
+        yield from _comparison(plan["verified"])
+    if plan.get("measured") is not None:
+        yield ""
+        yield from measured_text(plan["measured"])
 
 
-def _paragraph(first: str, style: str, text: str) -> Iterator[Line]:
-    width = WIDTH - len(first)
-    rows = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-    for index, row in enumerate(rows):
-        yield [(first if index == 0 else " " * len(first), style), (row, "")]
+def _paragraph(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
-def _components(plan: dict[str, Any]) -> Iterator[Line]:
+def _components(plan: dict[str, Any]) -> Iterator[str]:
     """The components at the peak. Each bar begins where the one above it ends."""
     needed, memory, spare = plan["needed"], plan["machine"]["memory"], plan["spare"]
     scale = max(needed, memory or 0, 1) / BAR
-    edge = None if memory is None else round(memory / scale)
+    edge = None if memory is None else round(memory / scale)  # the column of the memory's end
     device = "GPU" if plan["machine"]["device"] == "cuda" else "rank"
-    yield [(f"One {device} holds most {plan['peak']['text']}", "bold")]
+    yield f"One {device} holds most {plan['peak']['text']}"
     amounts = plan["peak"]["components"] | {"context": plan["context"], "margin": plan["margin"]}
     end = 0
-    for (name, amount), colour in zip(amounts.items(), _COLOURS, strict=True):
+    for name, amount in amounts.items():
         if amount:
             start, end = end, end + amount
-            bar = _bar(round(start / scale), round(end / scale), edge, colour)
-            yield [(f"  {NAMES[name]:<22}{bytes_as_text(amount):>11}  ", ""), *bar]
-    total: Line = [(f"  {'needed':<22}{bytes_as_text(needed):>11}  ", "bold")]
+            full = "█" * (round(end / scale) - round(start / scale))
+            bar = " " * round(start / scale) + (full or "▏")
+            if edge is not None:
+                bar = bar[:edge].ljust(edge) + "│" + bar[edge:]
+            yield f"  {NAMES[name]:<22}{bytes_as_text(amount):>11}  {bar}"
+    text = f"  {'needed':<22}{bytes_as_text(needed):>11}"
     if memory is not None and spare >= 0:
-        left = f"{bytes_as_text(spare)} of {bytes_as_text(memory)} to spare ({spare / memory:.0%})"
-        total += [("fits", "bold green"), (f": {left}", "")]
+        left = f"{bytes_as_text(spare)} of {bytes_as_text(memory)} to spare"
+        text += f"  fits: {left} ({spare / memory:.0%})"
     elif memory is not None:
         over = f"{bytes_as_text(-spare)} too much for {bytes_as_text(memory)}"
-        total += [("does not fit", "bold red"), (f": {over}", "")]
-    yield total
+        text += f"  does not fit: {over}"
+    yield text
 
 
-def _bar(start: int, end: int, edge: int | None, style: str) -> Line:
-    """edge: the column of the device's memory."""
-    try:
-        "█▏│".encode(sys.stdout.encoding or "ascii")
-        full, thin, limit = "█▏│"
-    except (UnicodeEncodeError, LookupError):
-        full, thin, limit = "##|"
-    drawn = " " * start + (full * (end - start) or thin)
-    if edge is None:
-        return [(drawn, style)]
-    if len(drawn) > edge:
-        return [(drawn[:edge], style), (limit, "bold red"), (drawn[edge:], "red")]
-    return [(drawn.ljust(edge), style), (limit, "dim")]
-
-
-def _phases_host_and_disk(plan: dict[str, Any]) -> Iterator[Line]:
-    def row(label: str, *pieces: tuple[str, str]) -> Line:
-        return [(f"  {label:<22}", "dim"), *pieces]
-
+def _phases_host_and_disk(plan: dict[str, Any]) -> Iterator[str]:
     outside, host, disk = plan["context"] + plan["margin"], plan["host"], plan["checkpoint"]
     totals = {phase: moment["total"] + outside for phase, moment in plan["phases"].items()}
     phases = ", ".join(f"{phase} {bytes_as_text(total)}" for phase, total in totals.items())
-    yield row("peak of each phase", (phases, ""))
-    spare, total = host["spare"], (bytes_as_text(host["total"]), "")
-    if spare is None:
-        yield row("host memory a node", total)
-    elif spare >= 0:
-        left = f", {bytes_as_text(spare)} to spare"
-        yield row("host memory a node", total, (left, "green"))
-    else:
-        over = f", does not fit: {bytes_as_text(-spare)} too much"
-        yield row("host memory a node", total, (over, "bold red"))
+    yield f"  {'peak of each phase':<22}{phases}"
+    spare, text = host["spare"], bytes_as_text(host["total"])
+    if spare is not None and spare >= 0:
+        text += f", {bytes_as_text(spare)} to spare"
+    elif spare is not None:
+        text += f", does not fit: {bytes_as_text(-spare)} too much"
+    yield f"  {'host memory a node':<22}{text}"
     parts = [f"{name} {bytes_as_text(host[key])}" for key, name in _HOST_NAMES.items() if host[key]]
-    yield row("", (", ".join(parts), "dim"))
+    yield f"  {'':<22}{', '.join(parts)}"
     if disk["kept"]:
         each = bytes_as_text(disk["bytes"])
         if disk["kept"] > 1:
             each += f", {disk['kept']} at once: {bytes_as_text(disk['bytes'] * disk['kept'])}"
-        yield row("a checkpoint on disk", (each, ""))
+        yield f"  {'a checkpoint on disk':<22}{each}"
+    if plan["state_files"]:
+        size = bytes_as_text(plan["state_files"])
+        yield f"  {'optimizer state':<22}{size} on the disk of each node"
 
 
-def _disagreement(plan: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """A warning where trace and estimate are far apart."""
-    if plan["arithmetic"] is None:
-        return
-    traced, estimated = plan["peak"]["total"], plan["arithmetic"]["total"]
-    difference = (traced - estimated) / max(estimated, 1)
-    if abs(difference) > DISAGREES:
-        more = "more" if difference > 0 else "less"
-        text = (
-            f"the trace finds {bytes_as_text(traced)} of tensors, {abs(difference):.0%} {more} "
-            f"than the estimate of {bytes_as_text(estimated)}. One of them is wrong about this "
-            "model: allow for the larger."
-        )
-        yield "warning", "bold yellow", text
-
-
-def _configurations(plan: dict[str, Any]) -> Iterator[Line]:
+def _configurations(plan: dict[str, Any]) -> Iterator[str]:
     ladder, source = plan["ladder"], plan["machine"]["rates"]["source"]
     rows, best = ladder["rungs"], ladder["best"]
-    fastest = max(row["tokens_per_second"] for row in rows)
-    fastest = fastest if best is None else rows[best]["tokens_per_second"]
-    head = f": {ladder['considered']:,} evaluated; speed is predicted ({source})"
-    yield [("Configurations", "bold"), (head, "")]
-    width = max(8, *(len(row["strategy"]) for row in rows))
-    titles = f"{'micro-batch':>11}  {'peak':>9}  {'tokens/s':>10}  {'speed':>6}"
-    yield [(f"      {'strategy':<{width}}  {titles}", "dim")]
-    for index, row in enumerate(rows):
-        size, speed = row["micro_batch_size"] or row["micro_batch_tokens"], row["tokens_per_second"]
-        text = (
-            f"{index + 1:>3}  {row['strategy']:<{width}}  {size:>11,}  "
-            f"{bytes_as_text(row['needed']):>9}  {speed:>10,.0f}  {speed / fastest:>6.0%}"
-        )
-        style = "bold" if index == best else "dim" if row["fits"] is False else ""
-        star = "*" if index == best else " "
-        yield [(star, "bold green"), (text, style), *_remarks(row, index == best)]
-    yield from _overrides(rows, best)
-    if best is None and plan["fits"] is False:
-        suggestions = ladder["remedies"]
-        yield []
-        yield [("Nothing fits.", "bold red"), (" What would:" if suggestions else "", "")]
-        for suggestion in suggestions:
-            yield from _paragraph("  - ", "", suggestion)
-
-
-def _remarks(row: dict[str, Any], best: bool) -> Line:
-    remarks: Line = []
-    if best:
-        remarks.append(("  fastest that fits", "bold green"))
-    elif row["fits"] is False:
+    speeds = [row["tokens_per_second"] for row in rows]
+    whole = max(speeds) if best is None else speeds[best]
+    yield f"Configurations: {ladder['considered']:,} evaluated; speed is predicted ({source})"
+    cells = [
+        f"{bytes_as_text(row['needed']):>9}  {speed:>10,.0f}  {speed / whole:>6.0%}"
+        for row, speed in zip(rows, speeds, strict=True)
+    ]
+    remarks = []
+    for n, row in enumerate(rows):
+        notes = ["fastest that fits"] * (n == best) + ["as written"] * row["as_written"]
         host = " the host" if row["fits_device"] else ""
-        remarks.append((f"  does not fit{host}", "red"))
-    if row["as_written"]:
-        remarks.append((", as written" if remarks else "  as written", "bold"))
-    return remarks
-
-
-def _overrides(rows: list[dict[str, Any]], best: int | None) -> Iterator[Line]:
-    """Overrides of the configurations that fit, numbered as in the table."""
-    title = [[], [("To take one, add to the command:", "bold")]]
-    for index, row in enumerate(rows):
+        remarks.append(", ".join([f"does not fit{host}"] * (row["fits"] is False) + notes))
+    yield from _table(rows, best, f"{'peak':>9}  {'tokens/s':>10}  {'speed':>6}", cells, remarks)
+    rank = "GPU" if plan["machine"]["device"] == "cuda" else "rank"
+    what = f"{ladder['steps']:,} steps" if ladder["steps"] else "a billion tokens"
+    yield from ("", f"Training time of {what}, predicted")
+    for n, row in enumerate(rows):
+        if n == best or row["as_written"]:
+            yield f"{n + 1:>4}  {row['hours']:,.2f} hours, {row['gpu_hours']:,.2f} {rank}-hours"
+    title = ["", "To take one, add to the command:"]
+    for n, row in enumerate(rows):
         if row["fits"] is not False and row["overrides"] and not row["as_written"]:
             yield from title
             title = []
-            text = " ".join(shlex.quote(override) for override in row["overrides"])
-            star = "*" if index == best else " "
-            yield [(f"{star}{index + 1:>3}  ", "bold green"), (text, "cyan")]
+            yield f"{'*' if n == best else ' '}{n + 1:>3}  {overrides_text(row['overrides'])}"
+    if best is None and plan["fits"] is False:
+        yield from ("", "Nothing fits." + (" What would:" if ladder["remedies"] else ""))
+        for suggestion in ladder["remedies"]:
+            yield from _paragraph(f"  - {suggestion}", indent=4)
 
 
-def _comparison(verified: dict[str, Any]) -> Iterator[Line]:
+def _table(
+    rows: list[dict[str, Any]], best: int | None, titles: str, cells: list[str], remarks: list[str]
+) -> Iterator[str]:
+    """Configurations, one a line. titles: of the cells."""
+    width = max((len(row["strategy"]) for row in rows), default=8)
+    yield f"      {'strategy':<{width}}  {'micro-batch':>11}  {titles}"
+    for n, row in enumerate(rows):
+        size = row["micro_batch_size"] or row["micro_batch_tokens"]
+        line = f"{'*' if n == best else ' '}{n + 1:>3}  {row['strategy']:<{width}}  {size:>11,}"
+        yield f"{line}  {cells[n]}  {remarks[n]}".rstrip()
+
+
+def overrides_text(overrides: list[str]) -> str:
+    """To be pasted into a shell."""
+    return " ".join(shlex.quote(override) for override in overrides)
+
+
+def _comparison(verified: dict[str, Any]) -> Iterator[str]:
     """The plan beside the measurement."""
-    yield [("Planned and measured", "bold"), (": rank 0, in a step after the first", "")]
-    yield [(f"  {'':<22}{'planned':>11}{'measured':>12}{'plan is':>13}", "dim")]
+    yield "Planned and measured: rank 0, in a step after the first"
+    yield f"  {'':<22}{'planned':>11}{'measured':>12}{'plan is':>13}"
     for row in verified["compared"]:
         planned, measured = row["planned"], row["measured"]
         off = (planned - measured) / measured if measured else float(planned > 0)
         text = f"{abs(off):.1%} {'over' if off > 0 else 'under'}"
         text = "the same" if abs(off) < 0.0005 else text
         line = f"  {row['what']:<22}{bytes_as_text(planned):>11}{bytes_as_text(measured):>12}"
-        bold = "bold" if row["what"] == "peak" else ""
-        yield [(line, bold), (f"{text:>13}", "yellow" if abs(off) > OVER else "")]
-    limits = f": its peak is at most {OVER:.0%} over what was measured, and {UNDER:.0%} under"
+        yield f"{line}{text:>13}"
     if verified["true"]:
-        yield [("The plan holds", "bold green"), (limits, "")]
+        limits = f"its peak is at most {OVER:.0%} above the measured one, and {UNDER:.0%} below"
+        yield f"The plan holds: {limits}"
     else:
-        report = ": please report the recipe and this table"
-        yield [("The plan does not hold", "bold red"), (report, "")]
+        yield "The plan does not hold: please report the recipe and this table"
+
+
+def measured_text(found: dict[str, Any]) -> Iterator[str]:
+    """found: as `measured.measure_fastest` returns it."""
+    rows, best = found["rows"], found["best"]
+    cells, remarks = [], []
+    for n, row in enumerate(rows):
+        peak, speed = "-", "-"
+        if (measured := row["measured"]) is not None:
+            peak, speed = bytes_as_text(measured["peak"]), f"{measured['tokens_per_second']:,.0f}"
+        planned = bytes_as_text(row["planned_peak"])
+        cells.append(f"{peak:>9}  {planned:>9}  {speed:>10}  {row['tokens_per_second']:>10,.0f}")
+        notes = ["fastest"] * (n == best) + ["as written"] * row["as_written"]
+        remarks.append(row["problem"] or ", ".join(notes))
+    yield "Measured on this machine, on random tokens; peak of tensors"
+    titles = f"{'peak':>9}  {'planned':>9}  {'tokens/s':>10}  {'planned':>10}"
+    yield from _table(rows, best, titles, cells, remarks)
+    if best is not None and rows[best]["overrides"]:
+        yield "To take the fastest, add to the command:"
+        yield f"      {overrides_text(rows[best]['overrides'])}"
+    if found["file"] is not None:
+        yield f"auto takes the fastest for this recipe and hardware: {found['file']}"

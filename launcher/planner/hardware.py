@@ -19,17 +19,17 @@ class Gpu:
     """As float32 where the GPU has no TF32."""
     memory_tb_s: float
     nvlink_gb_s: float
-    """One way, to all other GPUs of a node together: half of the sheet's figure; 0: PCIe only."""
+    """To all other GPUs of a node together, per direction (data sheets add both); 0: PCIe only."""
     pcie_gb_s: float
-    """One way to the host: 16 for 16 lanes of PCIe 3, 32 of 4, 64 of 5; more for NVLink-C2C."""
+    """To the host, per direction: PCIe 3 x16 16, PCIe 4 32, PCIe 5 64; more for NVLink-C2C."""
 
     @property
     def memory(self) -> int:
         return int(self.gib * 2**30)
 
 
-# The more specific name first: an H100 PCIe is not an H100 (SXM). NVLink bridges are left out.
-# name, GiB, TFLOPS in half precision and TF32, memory TB/s, NVLink and PCIe GB/s one way
+# The more specific name first: an H100 PCIe is not an H100 (SXM). NVLink bridges are not counted.
+# name, GiB, TFLOPS in half precision and TF32, memory TB/s, NVLink and PCIe GB/s per direction
 GPUS = (
     Gpu("A100 40GB PCIe", 39.3, 312, 156, 1.555, 0, 32),
     Gpu("A100 40GB", 39.3, 312, 156, 1.555, 300, 32),

@@ -40,6 +40,8 @@ SHARED_NETWORK = 12.5e9
 """Bytes a second of the card that a node's GPUs share without NVLink: 100 Gb/s. Assumed."""
 HOST_MEMORY = 300e9
 """Bytes a second of a node's host memory: half of two sockets with eight channels of DDR5-4800."""
+DISK = 3e9
+"""Bytes a second that a node's NVMe drive reads and writes together. Assumed."""
 ADAMW_BYTES = 28
 """Bytes that AdamW moves for a parameter: it reads weight, gradient and two moments, and writes
 the weight and the moments, all float32."""
@@ -102,36 +104,30 @@ def known_machine(
     gpus_per_node: int,
     memory: int | None = None,
     host_memory: int | None = None,
-    overrides: Mapping[str, float | str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Machine:
     """Nodes of a GPU in the table, or of `cpu`.
 
-    gpu: as users or CUDA call it (`h100`, `NVIDIA A100-SXM4-80GB`); None: the one in the table
-    whose memory is nearest. memory, host_memory: bytes. overrides: fields of `Rates`.
-    Raises RecipeError if the GPU is not known, unless memory and rates are given.
+    gpu: as users or CUDA call it (`h100`, `NVIDIA A100-SXM4-80GB`). memory, host_memory: bytes.
+    Without a GPU that is known, the rates are those of the one in the table whose memory is
+    nearest. overrides: as `read_rates` returns them. Raises RecipeError if neither the GPU nor
+    `memory` is known.
     """
     device: Literal["cuda", "cpu"] = "cuda"
     if gpu is not None and gpu.strip().lower() == "cpu":
         name, device, rates = "CPU", "cpu", _cpu_rates(gpus_per_node)
     else:
         found = find_gpu(gpu, memory=memory) if gpu is not None else None
-        name = found.name if found is not None else gpu or ""
-        if found is None and (gpu is None or overrides) and memory is not None:
-            name, found = gpu or f"GPU of {memory / 2**30:.0f} GiB", _nearest(memory)
-        if found is None:
+        if found is None and memory is None:
             known = ", ".join(one.name.lower().replace(" ", "-") for one in GPUS)
             problem = "no GPU given" if gpu is None else f"gpu={gpu}: is not known"
             raise RecipeError(
-                f"command line: {problem}; give one of {known}, cpu, or another with "
-                "gpu_memory=80GiB rates=FILE (launcher doctor)"
+                f"command line: {problem}; give one of {known}, cpu, or gpu_memory=80GiB"
             )
-        memory = found.memory if memory is None else memory
-        rates = _gpu_rates(found, nodes=nodes, gpus_per_node=gpus_per_node)
-    if overrides:
-        if wrong := [key for key in overrides if key not in RATES]:
-            raise RecipeError(f"rates: unknown: {', '.join(wrong)}; there are {', '.join(RATES)}")
-        given: dict[str, Any] = {"source": f"{rates.source}; as given: {', '.join(overrides)}"}
-        rates = dataclasses.replace(rates, **(given | dict(overrides)))
+        name = gpu or f"GPU of {(memory or 0) / 2**30:.0f} GiB"
+        if found is not None:
+            name, memory = found.name, memory or found.memory
+        rates = _gpu_rates(found or _nearest(memory or 0), nodes=nodes, gpus_per_node=gpus_per_node)
     return Machine(
         name=name,
         device=device,
@@ -139,7 +135,7 @@ def known_machine(
         gpus_per_node=gpus_per_node,
         memory=memory,
         host_memory=host_memory,
-        rates=rates,
+        rates=dataclasses.replace(rates, **(overrides or {})),
     )
 
 
@@ -184,23 +180,17 @@ def _cpu_rates(ranks_per_node: int) -> Rates:
     )
 
 
-def read_rates(file: Path) -> dict[str, float | str]:
+def read_rates(file: Path) -> dict[str, Any]:
     """Rates that `launcher doctor --json FILE` measured: fields of `Rates`, without those that are
     null. Raises RecipeError if the file cannot be read or holds something else."""
-    given: dict[str, Any] = {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         content = content.get("rates", content)
         given = {name: content[name] for name in RATES if content.get(name) is not None}
-        wrong = [name for name in given if name != "source" and not given[name] > 0]
-        problem = f"{wrong[0]} must be a number above 0; got {given[wrong[0]]!r}" if wrong else ""
-    except OSError as error:
-        problem = error.strerror or str(error)
-    except (ValueError, AttributeError, TypeError) as error:
-        problem = f"not a file of rates: {error}"
-    if not given and not problem:
-        problem = f"holds no rates ({', '.join(RATES)})"
-    if problem:
+        if not given or not all(size > 0 for name, size in given.items() if name != "source"):
+            raise ValueError(f"it must have numbers above 0 for some of {', '.join(RATES)}")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         hint = "`launcher doctor --json FILE` writes such a file"
-        raise RecipeError(f"command line: rates={file}: {problem}; {hint}")
+        problem = f"command line: rates={file}: cannot be read: {error}; {hint}"
+        raise RecipeError(problem) from None
     return {"source": str(file)} | given

@@ -1,8 +1,8 @@
-"""Memory that training takes: three steps of the recipe's model on full micro-batches.
+"""Memory and time that training takes: a few steps of the recipe's model on full micro-batches.
 
 `launcher plan --verify` judges the plan by this, so this module imports nothing of the plan. On the
-CPU it adds up the allocator's events, on CUDA it reads the allocator's counters. `measure` starts
-this module under torchrun, once for any number of recipes.
+CPU it adds up the allocator's events, on CUDA it reads its counters. Timed steps follow,
+without counting. `measure` starts this module under torchrun, once for any number of recipes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import ctypes
 import dataclasses
 import gc
 import os
+import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -36,11 +37,10 @@ from launcher.errors import TrainingError
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.training.loop import Update, train_steps
-from launcher.training.optimizer import LossScale, make_optimizer
+from launcher.training.optimizer import LossScale
 from launcher.training.setup import prepare_model
 
 PHASES = ("forward", "backward", "optimizer")
-
 STEPS = 3
 """Training steps. The first one has no optimizer state yet. Of the later ones the smallest counts
 on the CPU: gloo's threads may release buffers late, which is not memory of the step."""
@@ -48,6 +48,8 @@ SETTLE_SECONDS = 0.01
 """Pause before each mark on the CPU: gloo's threads release their buffers late."""
 MICRO_BATCHES = 3
 """Most micro-batches of a step: the first, one between, the last."""
+WARM_UP, TIMED = 2, 3
+"""Steps that are timed, and those before them, which allocate memory and compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,8 @@ class Measured:
     """Of all steps."""
     residue: int
     """After the model was deleted: 0 unless the measurement missed something."""
+    seconds: float | None = None
+    """Of an optimizer step with all its micro-batches; None: not timed."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +95,9 @@ class Mark:
 class CpuMeter:
     """Memory of CPU tensors: the profiler records the allocator's total at each of its events.
 
-    The total covers all threads, without what was allocated before the first meter of this process.
-    The peak misses what a thread that Python started allocates and frees between two events of
-    profiled threads (autograd's and gloo's threads are profiled).
+    The total covers all threads, but not tensors that were allocated before the first meter of this
+    process. The profiler covers autograd's and gloo's threads. The peak misses memory that another
+    thread allocates and frees between two events of these threads.
     """
 
     def __init__(self) -> None:
@@ -101,7 +105,6 @@ class CpuMeter:
         library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libc10.*"))))
         ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self._names: list[str] = []
 
     def start(self) -> None:
         """Counts from 0."""
@@ -111,8 +114,7 @@ class CpuMeter:
     def mark(self, name: str) -> None:
         """Allocates a byte, which makes an event."""
         time.sleep(SETTLE_SECONDS)
-        with record_function(f"mark {len(self._names)}"):
-            self._names.append(name)
+        with record_function(f"mark {name}"):
             torch.empty(1, dtype=torch.uint8)
 
     def stop(self) -> list[Mark]:
@@ -130,12 +132,9 @@ class CpuMeter:
                 if node.extra_fields.device.type == "cpu":
                     totals.append((node.start_time_ns, node.extra_fields.total_allocated))
             elif node.name.startswith("mark "):
-                number = int(node.name.removeprefix("mark "))
-                starts.append((node.start_time_ns, self._names[number]))
+                starts.append((node.start_time_ns, node.name.removeprefix("mark ")))
         totals.sort(key=lambda event: event[0])
         starts.sort()
-        if [name for _, name in starts] != self._names:
-            raise TrainingError(f"the profiler recorded {len(starts)} of {len(self._names)} marks")
         times = [when for when, _ in totals]
         # One event further the byte of the mark is freed
         first = [bisect_left(times, when) + 1 for when, _ in starts]
@@ -186,53 +185,88 @@ class CudaMeter:
         return self._marks
 
 
-def storage_bytes(tensors: Iterable[Any], *, device: torch.device) -> int:
-    """Bytes of the storages of the tensors among these values on the device; shared ones count
-    once. A DTensor counts as this rank's shard."""
-    plain = (value._local_tensor if isinstance(value, DTensor) else value for value in tensors)
-    storages = [
-        tensor.untyped_storage()
-        for tensor in plain
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type
-    ]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+def storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
+    """Of the tensors among these values, shared ones once. Of a DTensor this rank's shard."""
+    local = (value._local_tensor if isinstance(value, DTensor) else value for value in values)
+    tensors = [one for one in local if isinstance(one, torch.Tensor) and not one.is_meta]
+    return {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
 
 
-def measure_recipe(recipe: Recipe, ranks: DataParallel) -> Measured:
-    """Trains the recipe three steps from random weights. All ranks must call it."""
+def storage_bytes(values: Iterable[Any], *, device: str) -> int:
+    """Of their storages on a kind of device, without mapped files."""
+    kept = [one for one in storages(values).values() if one.device.type == device]
+    return sum(one.nbytes() for one in kept if one.filename is None)
+
+
+def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) -> Measured:
+    """Trains the recipe three steps from random weights. All ranks must call it.
+
+    timed: train again for some steps, to measure their time.
+    """
     meter = CudaMeter(ranks.device) if ranks.device.type == "cuda" else CpuMeter()
-    sizes: dict[str, Any] = {}
     gc.collect()
     meter.start()
     try:
-        _train(recipe, ranks, meter, sizes)
+        sizes = _train(recipe, ranks, meter.mark, steps=STEPS)
     finally:
         gc.collect()
         marks = meter.stop()
+    times: list[tuple[str, float]] = []
+
+    def clock(phase: str) -> None:
+        if ranks.device.type == "cuda" and phase in ("data", "forward"):
+            torch.cuda.synchronize()
+        times.append((phase, time.perf_counter()))
+
+    if timed:
+        _train(recipe, ranks, clock, steps=WARM_UP + TIMED)
+        sizes["seconds"] = step_seconds(times, _micro_batches(recipe, ranks))
     return evaluate(marks, sizes, device=ranks.device.type)
 
 
-def _train(
-    recipe: Recipe, ranks: DataParallel, meter: CpuMeter | CudaMeter, sizes: dict[str, Any]
-) -> None:
-    """Sets a mark at each phase; counts storages into `sizes`, fields of `Measured`."""
-    device = ranks.device
-    random = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, init="random"))
-    prepared = prepare_model(random, device=device, group=ranks.group)
-    data = prepared.synthetic_data(recipe.data, recipe.batch)
+def step_seconds(times: list[tuple[str, float]], micro_batches: int) -> float:
+    """Seconds of a step of so many micro-batches: the median of the timed steps.
+
+    times: when each phase of steps with at most `MICRO_BATCHES` began. Each further micro-batch
+    counts as long as the second one, which is neither the first nor the last.
+    """
+    starts = [index for index, (name, _) in enumerate(times) if name == "data"]
+    found = []
+    for first, last in list(pairwise(starts))[WARM_UP:]:
+        forwards = [moment for name, moment in times[first:last] if name == "forward"]
+        seconds = times[last][1] - times[first][1]
+        if micro_batches > len(forwards):
+            seconds += (micro_batches - len(forwards)) * (forwards[2] - forwards[1])
+        found.append(seconds)
+    return statistics.median(found)
+
+
+def _micro_batches(recipe: Recipe, ranks: DataParallel) -> int:
+    """Of a rank and step."""
     rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
+    return max(1, recipe.batch.global_batch_size // (rows * ranks.size))
+
+
+def _train(
+    recipe: Recipe, ranks: DataParallel, mark: Callable[[str], None], *, steps: int
+) -> dict[str, Any]:
+    """Sets a mark at each phase. Returns sizes of storages, as fields of `Measured`."""
+    device, sizes = ranks.device, dict[str, Any]()
+    random = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, init="random"))
+    prepared = prepare_model(random, device=device)
+    data = prepared.synthetic_data(recipe.data, recipe.batch)
     wrapped = prepared.wrap(random, ranks)
-    optimizer = make_optimizer(wrapped.module, recipe.optimizer)
-    count = max(1, recipe.batch.global_batch_size // (rows * ranks.size))
-    batches = data.batches(ranks, micro_batches=min(MICRO_BATCHES, count), steps=STEPS)
+    optimizer = prepared.make_optimizer(wrapped, recipe.optimizer)
+    count = min(MICRO_BATCHES, _micro_batches(recipe, ranks))
+    batches = data.batches(ranks, micro_batches=count, steps=steps)
     if device.type == "cpu":
         batches = map(_with_own_tensors, batches)
 
     def heartbeat(phase: str) -> None:
-        meter.mark(phase)
+        mark(phase)
         if phase == "optimizer":
             gradients = (parameter.grad for parameter in wrapped.module.parameters())
-            sizes["gradients"] = storage_bytes(gradients, device=device)
+            sizes["gradients"] = storage_bytes(gradients, device=device.type)
 
     update = Update(
         optimizer,
@@ -245,13 +279,15 @@ def _train(
     ):
         pass
     module: Any = wrapped.module
-    sizes["parameters"] = storage_bytes([*module.parameters(), *module.buffers()], device=device)
+    weights = [*module.parameters(), *module.buffers()]
+    sizes["parameters"] = storage_bytes(weights, device=device.type)
     states = (value for state in optimizer.state.values() for value in state.values())
-    sizes["optimizer"] = storage_bytes(states, device=device)
+    sizes["optimizer"] = storage_bytes(states, device=device.type)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         sizes["reserved"] = torch.cuda.memory_stats(device)["reserved_bytes.all.peak"]
         sizes["context"] = total - free - torch.cuda.memory_reserved(device)
+    return sizes
 
 
 def _with_own_tensors(batch: GlobalBatch) -> GlobalBatch:
@@ -264,7 +300,7 @@ def evaluate(marks: list[Mark], sizes: dict[str, Any], *, device: str) -> Measur
     """Finds peaks and totals from the marks of `STEPS` steps."""
     starts = [index for index, mark in enumerate(marks) if mark.name == "data"]
     assert len(starts) == STEPS + 1
-    steps = [_of_step(marks[first : last + 1]) for first, last in pairwise(starts)]
+    steps = [_of_step(marks[first:last]) for first, last in pairwise(starts)]
     peaks = [max(step[phase] for phase in PHASES) for step in steps]
     least = {key: min(step[key] for step in steps[1:]) for key in steps[0]}
     return Measured(
@@ -279,9 +315,11 @@ def evaluate(marks: list[Mark], sizes: dict[str, Any], *, device: str) -> Measur
 
 
 def _of_step(marks: list[Mark]) -> dict[str, int]:
-    """marks: from `data` of a step to `data` of the next one, both included."""
-    names = {phase: {phase} for phase in PHASES} | {"forward": {"data", "forward"}}
-    peaks = {p: max(mark.peak for mark in marks[:-1] if mark.name in names[p]) for p in PHASES}
+    """marks: from `data` of a step to `data` of the next one."""
+    peaks = dict.fromkeys(PHASES, 0)
+    for mark in marks:
+        phase = mark.name.replace("data", "forward")
+        peaks[phase] = max(peaks[phase], mark.peak)
     backward = next(mark for mark in marks if mark.name == "backward")
     return peaks | {"step_start": marks[0].live, "after_forward": backward.live}
 
@@ -297,17 +335,24 @@ def run(setting: dict[str, Any]) -> list[dict[str, Any]]:
             process_group.set_numerics(
                 deterministic=recipe.run.deterministic, float32_matmul=recipe.run.float32_matmul
             )
-            results.append(dataclasses.asdict(measure_recipe(recipe, ranks)))
+            measured = measure_recipe(recipe, ranks, timed=setting["timed"])
+            results.append(dataclasses.asdict(measured))
         return results
 
 
 def measure(
-    recipes: Sequence[Sequence[str]], *, ranks: int, gpus: bool = True, timeout: float = 600
+    recipes: Sequence[Sequence[str]],
+    *,
+    ranks: int,
+    gpus: bool = True,
+    timeout: float = 600,
+    timed: bool = False,
 ) -> list[Measured]:
     """Measures recipes, each given as on the command line, in one launch of torchrun.
 
     gpus: whether to use GPUs where there are some. timeout: seconds for all recipes together.
-    Raises RecipeError as `load_recipe`, and TrainingError if the processes fail or take too long.
+    timed: measure seconds, too. Raises RecipeError as `load_recipe`, and TrainingError if the
+    processes fail or take too long.
     """
     for arguments in recipes:
         load_recipe(arguments, ranks=ranks, files=False)
@@ -315,7 +360,7 @@ def measure(
     prepare_cuda(variables, deterministic=False)  # as a training run has it
     if not gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ""
-    setting = {"recipes": [list(arguments) for arguments in recipes]}
+    setting = {"recipes": [list(arguments) for arguments in recipes], "timed": timed}
     ended = run_ranks(
         "launcher.planner.measure", setting, ranks=ranks, seconds=timeout, variables=variables
     )

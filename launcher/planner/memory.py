@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 from launcher.planner.machine import Machine
 
 Phase = Literal["forward", "backward", "optimizer"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 CUBLAS_WORKSPACES = 2 * 32 * 2**20
 """Bytes that PyTorch allocates for cuBLAS at the first matrix product: 32 MiB each for the threads
@@ -32,7 +34,7 @@ class Components:
     gradients: int = 0
     """Gradients of this rank: shards, or whole ones before they are reduced; DDP: its buckets."""
     optimizer: int = 0
-    """The two moments of AdamW."""
+    """Its state: the two moments of AdamW. 0 with CPU offload."""
     gathered: int = 0
     """Unsharded weights (FSDP), and copies of weights in the compute dtype (autocast)."""
     activations: int = 0
@@ -72,43 +74,26 @@ class Moment:
 class StepMemory:
     """Memory of one optimizer step on one rank, once the optimizer state exists."""
 
-    method: Literal["traced", "arithmetic"]
     timeline: tuple[Moment, ...]
     """In order: the highest moment of each module's forward and backward, as far as examined."""
-    phases: dict[Phase, Moment]
-    """The peak of each phase."""
-    peak: Moment
     held: Components
     """Between steps. Without cuBLAS workspaces, which moments count as temporary."""
     after_forward: Components
     """After the first micro-batch's forward pass, without cuBLAS workspaces."""
     host: int
     """Host memory of this rank that offload takes: shards, gradients, moments, activations."""
+    disk: int = 0
+    """Bytes of this rank's optimizer state in a file."""
 
+    @cached_property
+    def phases(self) -> dict[Phase, Moment]:
+        """The peak of each phase."""
+        found = {phase: [m for m in self.timeline if m.phase == phase] for phase in PHASES}
+        return {phase: max(m, key=lambda one: one.total) for phase, m in found.items() if m}
 
-def step_memory_of(
-    timeline: list[Moment],
-    *,
-    method: Literal["traced", "arithmetic"],
-    held: Components,
-    after_forward: Components,
-    host: int,
-) -> StepMemory:
-    """With the peaks of the timeline; of equal moments the first."""
-    phases: dict[Phase, Moment] = {}
-    for moment in timeline:
-        if moment.phase not in phases or moment.total > phases[moment.phase].total:
-            phases[moment.phase] = moment
-    peak = max(phases.values(), key=lambda moment: moment.total)
-    return StepMemory(
-        method=method,
-        timeline=tuple(timeline),
-        phases=phases,
-        peak=peak,
-        held=held,
-        after_forward=after_forward,
-        host=host,
-    )
+    @property
+    def peak(self) -> Moment:
+        return max(self.phases.values(), key=lambda moment: moment.total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +133,11 @@ class Plan:
     """Checkpoints that are on disk at once."""
     notes: tuple[str, ...]
     """What the plan leaves out or estimates."""
+
+    @property
+    def traced(self) -> bool:
+        """Whether `step` is traced, not estimated."""
+        return self.arithmetic is not None
 
     @property
     def tensors(self) -> int:

@@ -6,8 +6,9 @@ Nothing here allocates on the device. What the failed step held is still held, s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -23,14 +24,22 @@ from launcher.models.initialization import clean_name
 from launcher.planner.detect import recorded_settings
 from launcher.planner.formatting import micro_batches
 from launcher.planner.machine import Machine
+from launcher.planner.measure import storages
 from launcher.planner.memory import Plan
-from launcher.planner.separate_process import ask
+from launcher.planner.plan import make_plan
+from launcher.planner.search import make_ladder
+from launcher.planner.separate_process import run_in_process
 from launcher.recipe.schema import Recipe
 from launcher.reliability.run_directory import RunFolder
+from launcher.training.setup import Training
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 EXCESS = 0.05
 """Share of the whole plan by which a row must exceed its plan to be marked."""
+SUGGESTIONS = 3
+"""Configurations that are suggested."""
+CLEARLY_LESS = 0.03
+"""Share of its tensors by which a suggestion must need less than the recipe that ran out."""
 STATES = ("parameters", "gradients", "optimizer")
 _NAMES = {
     "parameters": "parameters",
@@ -51,6 +60,11 @@ _NEXT = (
     "batch.micro_batch_size is auto: the next start takes a smaller one, and resumes from the last "
     "checkpoint"
 )
+_UNKNOWN = "try a smaller batch.micro_batch_size first"
+_NOTHING = (
+    "no known configuration needs less on these devices: take more devices, a shorter "
+    "data.sequence_length, or lora"
+)
 
 
 def requested_bytes(error: BaseException) -> int | None:
@@ -58,15 +72,6 @@ def requested_bytes(error: BaseException) -> int | None:
     numpy's `Unable to allocate 1.0 GiB`."""
     found = re.search(r"allocate ([\d.]+) ?(bytes|B|[KMGT]iB)\b", str(error))
     return round(float(found[1]) * _UNITS[found[2]]) if found else None
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What holds the states of a training."""
-
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    device: torch.device
 
 
 class DeviceMemory(NamedTuple):
@@ -81,14 +86,34 @@ class DeviceMemory(NamedTuple):
     total: int
 
 
-def take_inventory(
-    training: Trained, *, buckets: bool, requested: int
-) -> tuple[dict[str, int], DeviceMemory | None]:
-    """Bytes that this rank holds and requested, by the keys of `_NAMES`, and those of its GPU.
+def gpu_memory() -> DeviceMemory:
+    """Of this rank."""
+    free, total = torch.cuda.mem_get_info()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return DeviceMemory(allocated, reserved, total - free, total)
 
-    buckets: DDP keeps memory for all gradients, even where there are none.
+
+def take_inventory(
+    training: Training, gpu: DeviceMemory | None, *, buckets: bool, requested: int
+) -> dict[str, int]:
+    """Bytes that this rank holds and requested, by the keys of `_NAMES`.
+
+    gpu: None on CPUs. buckets: DDP keeps memory for all gradients, even where there are none.
     """
-    module, optimizer, device = training.module, training.optimizer, training.device
+    rows, everywhere = _states(training, "cpu" if gpu is None else "cuda", buckets)
+    if gpu is None:
+        rest = host_memory.resident() - everywhere
+        return rows | {"process": max(0, rest) + requested}
+    return rows | {
+        "others": max(0, gpu.allocated - sum(rows.values())) + requested,
+        "unused": max(0, gpu.reserved - gpu.allocated),
+        "outside": max(0, gpu.used - gpu.reserved),
+    }
+
+
+def _states(training: Training, device: str, buckets: bool) -> tuple[dict[str, int], int]:
+    """Bytes of `STATES` on the device, and of all of them anywhere. Shared storages count once."""
+    module, optimizer = training.wrapped.module, training.optimizer
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = any(isinstance(parameter, DTensor) for parameter in trained)
     # While FSDP's weights are unsharded, plain tensors take the place of the shards
@@ -96,47 +121,15 @@ def take_inventory(
     weights = [p for p in every if isinstance(p, DTensor) or not sharded]
     gradients = [p.grad for p in [*trained, *module.parameters()]]
     values = [value for state in optimizer.state.values() for value in state.values()]
-    seen: set[int] = set()
-    rows, on_host = {}, 0
+    seen: dict[int, torch.UntypedStorage] = {}
+    rows = {}
     for name, tensors in zip(STATES, ([*trained, *weights], gradients, values), strict=True):
-        rows[name], elsewhere = _bytes(tensors, device, seen)
-        on_host += elsewhere
+        new = {key: one for key, one in storages(tensors).items() if key not in seen}
+        seen |= new
+        rows[name] = sum(one.nbytes() for one in new.values() if one.device.type == device)
     if buckets:
         rows["gradients"] = max(rows["gradients"], sum(p.nbytes for p in trained))
-    states = sum(rows.values())
-    if device.type != "cuda":
-        rest = host_memory.resident() - states - on_host
-        return rows | {"process": max(0, rest) + requested}, None
-    free, total = torch.cuda.mem_get_info(device)
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    gpu = DeviceMemory(allocated, reserved, total - free, total)
-    return rows | _gpu_rows(gpu, states, requested), gpu
-
-
-def _gpu_rows(gpu: DeviceMemory, states: int, requested: int) -> dict[str, int]:
-    return {
-        "others": max(0, gpu.allocated - states) + requested,
-        "unused": max(0, gpu.reserved - gpu.allocated),
-        "outside": max(0, gpu.used - gpu.reserved),
-    }
-
-
-def _bytes(values: Iterable[Any], device: torch.device, seen: set[int]) -> tuple[int, int]:
-    """Of storages that were not seen before: on this device, and elsewhere."""
-    here = elsewhere = 0
-    for value in values:
-        tensor = value._local_tensor if isinstance(value, DTensor) else value
-        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
-            continue
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in seen:
-            continue
-        seen.add(storage.data_ptr())
-        if tensor.device.type == device.type:
-            here += storage.nbytes()
-        else:
-            elsewhere += storage.nbytes()
-    return here, elsewhere
+    return rows, sum(storage.nbytes() for storage in seen.values())
 
 
 def failing_module(traceback: TracebackType | None, module: nn.Module) -> tuple[str, str]:
@@ -158,12 +151,12 @@ def failing_module(traceback: TracebackType | None, module: nn.Module) -> tuple[
 class Account:
     """The report."""
 
-    told: str
+    message: str
     """Printed at once."""
     noted: dict[str, Any]
     """For events.jsonl, where a smaller micro-batch would help."""
     restarts_now: bool
-    """torchrun restarts the run at once with a smaller micro-batch: the plan is not asked."""
+    """torchrun restarts the run at once with a smaller micro-batch, so nothing is planned."""
     conclude: Callable[[float], str]
     """What is held beside the plan, what exceeds it, and what fits; takes a time limit."""
 
@@ -182,21 +175,21 @@ class PostMortem:
     ) -> None:
         self._recipe, self._machine, self._run = recipe, machine, run
         self._environment, self._restarts_smaller = environment, restarts_smaller
-        self.training: Trained | None = None
+        self.training: Training | None = None
 
     def examine(self, error: BaseException, *, step: int, phase: str, micro_batch: int) -> Account:
         """Counts what is held, saves a snapshot of the allocator. step: the last finished one."""
         training, requested = self.training, requested_bytes(error)
-        on_gpu, ranks = self._machine.device == "cuda", self._environment.world_size
-        module, shape, gpu = "", "", None
-        rows: dict[str, int] = {}
+        rank, ranks = self._environment.rank, self._environment.world_size
+        on_gpu = self._machine.device == "cuda"
+        module, shape, gpu, rows = "", "", None, dict[str, int]()
         if training is not None:
-            module, shape = failing_module(error.__traceback__, training.module)
+            module, shape = failing_module(error.__traceback__, training.wrapped.module)
+            gpu = gpu_memory() if on_gpu else None
             buckets = self._recipe.strategy.kind == "ddp" and self._machine.ranks > 1
-            rows, gpu = take_inventory(training, buckets=buckets, requested=requested or 0)
+            rows = take_inventory(training, gpu, buckets=buckets, requested=requested or 0)
         on_host = isinstance(error, MemoryError) or "CPUAllocator" in str(error)
-        text = f"rank {self._environment.rank} of {ranks} ran out of "
-        text += "GPU memory" if on_gpu and not on_host else "memory"
+        text = f"rank {rank} of {ranks} ran out of {'GPU ' if on_gpu and not on_host else ''}memory"
         text += f" in step {step + 1}: in {_PHASES.get(phase, phase)}"
         if phase in ("forward", "backward"):
             count = micro_batches(self._recipe, ranks)
@@ -212,7 +205,7 @@ class PostMortem:
                 "allocator in pieces too small"
             )
         if on_gpu:
-            file = self._run.path / f"out_of_memory_rank_{self._environment.rank}.pickle"
+            file = self._run.path / f"out_of_memory_rank_{rank}.pickle"
             with contextlib.suppress(Exception):  # the report matters more
                 self._run.check()
                 torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
@@ -221,17 +214,17 @@ class PostMortem:
         measured = None if gpu is None else gpu.allocated + (requested or 0)
         return self._account(text, helps, phase=phase, rows=rows, measured=measured)
 
-    def killed(self, who: str, step: int) -> Account:
-        """The kernel's out-of-memory killer ended another process. who: `rank 1 of 2`. step: the
+    def killed(self, process: str, step: int) -> Account:
+        """The kernel's out-of-memory killer ended another process, such as `rank 1 of 2`. step: the
         last finished one."""
         left = host_memory.available()
-        text = f"{who} was ended in step {step + 1} by the kernel: host memory ran out"
+        text = f"{process} was ended in step {step + 1} by the kernel: host memory ran out"
         if left is not None:
             text += f"; {bytes_as_text(left)} are left on this node now"
         return self._account(text, self._machine.device == "cpu", phase="", rows={}, measured=None)
 
     def _account(
-        self, told: str, helps: bool, *, phase: str, rows: dict[str, int], measured: int | None
+        self, message: str, helps: bool, *, phase: str, rows: dict[str, int], measured: int | None
     ) -> Account:
         """helps: whether a smaller micro-batch would. measured: bytes of tensors on the GPU."""
         recipe, machine = self._recipe, self._machine
@@ -239,25 +232,58 @@ class PostMortem:
         restarts_now = smaller and self._environment.restarts_left > 0
 
         def conclude(seconds: float) -> str:
-            if restarts_now:
-                return "\n".join([*_table(rows, {}), _NEXT])
-            answers, trouble = ask(
-                "explain", recipe, machine, measured, rows.get("outside"), seconds=seconds
-            )
-            lines = _report(answers, trouble, phase, rows)
+            lines = _table(rows, {})
+            if not restarts_now:
+                try:
+                    lines = run_in_process(seconds, explain, recipe, machine, phase, rows, measured)
+                except Exception as error:
+                    lines += [f"what would fit is not known: {error}", _UNKNOWN]
             return "\n".join([*lines, _NEXT] if smaller else lines)
 
         noted = recorded_settings(recipe, machine) if helps else {}
-        return Account(told, noted, restarts_now, conclude)
+        return Account(message, noted, restarts_now, conclude)
 
 
-def _report(answers: list[Any], trouble: str, phase: str, rows: dict[str, int]) -> list[str]:
-    """answers: of `answers.explain`, as far as there are any."""
-    if not answers or not isinstance(answers[0], Plan):
-        return [*_table(rows, {}), *_suggestions([], trouble or str(answers))]
-    plan, *suggestions = answers
-    table = _table(rows, _planned(plan, phase, rows))
-    return [*table, *_verdict(rows, plan), *_suggestions(suggestions, trouble)]
+def explain(
+    recipe: Recipe, machine: Machine, phase: str, rows: dict[str, int], measured: int | None
+) -> list[str]:
+    """What is held beside the plan, and the fastest configurations that need less.
+
+    rows: as `take_inventory` returns them. measured: bytes of tensors on the device, with the
+    request. Where they, or those outside of the allocator, exceed the plan, the device counts as so
+    much smaller.
+    """
+    plan = make_plan(recipe, machine)
+    lines = _table(rows, _planned(plan, phase, rows))
+    memory, free = machine.memory, machine.host_memory
+    if memory is not None and plan.needed > memory:
+        needed, there = bytes_as_text(plan.needed), bytes_as_text(memory)
+        lines.append(f"the plan is {needed} a rank, and there are {there}: the recipe does not fit")
+    elif not rows:
+        of = "" if free is None else f", and {bytes_as_text(free)} were free at the start"
+        host = bytes_as_text(plan.host.total)
+        lines.append(f"the plan of a node is {host} of host memory{of}")
+    limit = plan.needed - round(CLEARLY_LESS * plan.tensors)
+    if memory is not None:
+        beside = max(plan.context, rows.get("outside", 0))
+        share = min(1.0, plan.tensors / measured) if measured else 1.0
+        limit = min(limit, plan.context + round((memory - beside) * share))
+    smaller = dataclasses.replace(machine, memory=limit)
+    found = [
+        one
+        for one in make_ladder(recipe, smaller, traced=SUGGESTIONS).configurations
+        if one.overrides and one.plan.fits and one.plan.traced == plan.traced
+    ][:SUGGESTIONS]
+    if not found:
+        return [*lines, _NOTHING]
+    width = max(len(" ".join(one.overrides)) for one in found)
+    lines.append("what fits by plan, the fastest first, as overrides:")
+    for n, one in enumerate(found):
+        speed = one.tokens_per_second / found[0].tokens_per_second
+        share_text = f", {speed:.0%} of the first's speed" if n else ""
+        size = bytes_as_text(one.plan.needed)
+        lines.append(f"  {' '.join(one.overrides):{width}}  # {size} a rank{share_text}")
+    return lines
 
 
 def _planned(plan: Plan, phase: str, rows: dict[str, int]) -> dict[str, int]:
@@ -285,36 +311,4 @@ def _table(rows: dict[str, int], planned: dict[str, int]) -> list[str]:
             if excess > EXCESS * sum(planned.values()):
                 line += f"  <- {bytes_as_text(excess)} beyond the plan"
         lines.append(line)
-    return lines
-
-
-def _verdict(rows: dict[str, int], plan: Plan) -> list[str]:
-    """What the table does not show."""
-    memory, free = plan.machine.memory, plan.machine.host_memory
-    if memory is not None and plan.needed > memory:
-        needed, there = bytes_as_text(plan.needed), bytes_as_text(memory)
-        return [f"the plan is {needed} a rank, and there are {there}: the recipe does not fit"]
-    if rows:
-        return []
-    of = "" if free is None else f", and {bytes_as_text(free)} were free at the start"
-    return [f"the plan of a node is {bytes_as_text(plan.host.total)} of host memory{of}"]
-
-
-def _suggestions(answers: list[Any], trouble: str) -> list[str]:
-    """answers: empty, or a list of `answers.Suggestion`."""
-    if not answers:
-        failed = f"what would fit is not known: {trouble}"
-        return [failed, "try a smaller batch.micro_batch_size first"]
-    if not answers[0]:
-        return [
-            "no known configuration needs less on these devices: take more devices, a shorter "
-            "data.sequence_length, or lora"
-        ]
-    texts = [" ".join(overrides) for overrides, _, _ in answers[0]]
-    width, fastest = max(map(len, texts)), answers[0][0][2]
-    lines = ["what fits by plan, the fastest first, as overrides:"]
-    for text, (_, needed, tokens_per_second) in zip(texts, answers[0], strict=True):
-        share = tokens_per_second / fastest
-        speed = f", {share:.0%} of the first's speed" if len(lines) > 1 else ""
-        lines.append(f"  {text:{width}}  # {bytes_as_text(needed)} a rank{speed}")
     return lines

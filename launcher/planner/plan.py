@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
 
 from launcher.data.synthetic import rows_of
-from launcher.planner.estimate import micro_batches_of, step_memory
+from launcher.planner.estimate import micro_batches_of, state_bytes, step_memory
 from launcher.planner.machine import Machine
 from launcher.planner.memory import HostMemory, Plan, StepMemory, pinned
 from launcher.planner.profile import ModelProfile, profile_model
@@ -32,25 +32,27 @@ TOKEN_BYTES = 3 * 8
 """Of a token in a batch: id, target and position."""
 
 
-def make_plan(
-    recipe: Recipe, machine: Machine, *, method: Literal["traced", "arithmetic"] = "traced"
-) -> Plan:
-    """What a recipe needs on a machine. There must be no default process group.
+def make_plan(recipe: Recipe, machine: Machine) -> Plan:
+    """What a recipe needs on a machine, by a trace; that takes some seconds.
 
-    method: traced takes some seconds; arithmetic takes one for the first plan of a model, and is
-    good to 10 %. Raises RecipeError if the model cannot be built.
+    There must be no default process group. Raises RecipeError if the model cannot be built.
     """
     profile = profile_model(recipe, device=machine.device)
-    estimate = step_memory(profile, recipe, ranks=machine.ranks)
-    if method == "arithmetic":
-        return _plan(profile, recipe, machine, estimate)
-    count = micro_batches_of(recipe, ranks=machine.ranks)
+    estimated = estimated_plan(profile, recipe, machine)
+    ranks, device = machine.ranks, machine.device
+    key, count = repr((recipe, ranks, device)), micro_batches_of(recipe, ranks=ranks)
     try:
-        step = trace_step(recipe, ranks=machine.ranks, device=machine.device, micro_batches=count)
+        if key not in _STEPS:
+            _STEPS[key] = trace_step(recipe, ranks=ranks, device=device, micro_batches=count)
     except UntraceableError as error:
         note = f"estimated, good to some 20 %: the model does not run on fake tensors ({error})"
-        return _plan(profile, recipe, machine, estimate, note=note)
-    return _plan(profile, recipe, machine, step, estimate=estimate)
+        return dataclasses.replace(estimated, notes=(note, *estimated.notes))
+    traced = _plan(profile, recipe, machine, _STEPS[key])
+    return dataclasses.replace(traced, arithmetic=estimated.step)
+
+
+_STEPS: dict[str, StepMemory] = {}
+"""Traced steps: the same recipe is traced once."""
 
 
 def estimated_plan(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Plan:
@@ -58,29 +60,22 @@ def estimated_plan(profile: ModelProfile, recipe: Recipe, machine: Machine) -> P
     return _plan(profile, recipe, machine, step_memory(profile, recipe, ranks=machine.ranks))
 
 
-def _plan(
-    profile: ModelProfile,
-    recipe: Recipe,
-    machine: Machine,
-    step: StepMemory,
-    *,
-    estimate: StepMemory | None = None,
-    note: str | None = None,
-) -> Plan:
+def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMemory) -> Plan:
     communicators = 0 if machine.ranks == 1 else 1 if recipe.strategy.replicate == 1 else 3
     on_gpu, saves = machine.device == "cuda", recipe.checkpoint
     kept = saves.keep_last + (saves.keep_best is not None) + 1
-    checkpoint_bytes = 12 * profile.trained  # weights and two moments in float32
+    states = state_bytes(profile, recipe.optimizer, shards=1)
+    checkpoint_bytes = 4 * profile.trained + states  # weights in float32
     return Plan(
         machine=machine,
         step=step,
-        arithmetic=estimate,
+        arithmetic=None,
         context=CUDA_CONTEXT + communicators * COMMUNICATOR if on_gpu else CPU_PROCESS,
         margin=round(MARGIN * step.peak.total) if on_gpu else 0,
         host=_host(recipe, machine, step, checkpoint_bytes),
         checkpoint_bytes=checkpoint_bytes,
         checkpoints=0 if saves.every_steps is None else kept,
-        notes=(*([note] if note else []), *_notes(recipe, machine)),
+        notes=_notes(recipe, machine),
     )
 
 
@@ -101,7 +96,7 @@ def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: 
     )
 
 
-def _notes(recipe: Recipe, machine: Machine) -> list[str]:
+def _notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
     notes = {
         "model.compile is not in the plan: compiled blocks keep fewer activations, and need memory "
         "while they compile": recipe.model.compile,
@@ -115,4 +110,4 @@ def _notes(recipe: Recipe, machine: Machine) -> list[str]:
             recipe.data.builder is not None
         ),
     }
-    return [note for note, applies in notes.items() if applies]
+    return tuple(note for note, applies in notes.items() if applies)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from launcher.data.synthetic import rows_of
-from launcher.planner.candidates import Configuration, complexity, estimated, variants
+from launcher.errors import RecipeError
+from launcher.planner.candidates import (
+    Configuration,
+    complexity,
+    overrides_between,
+    smallest,
+    variants,
+)
 from launcher.planner.machine import Machine
-from launcher.planner.memory import Plan
+from launcher.planner.plan import estimated_plan, make_plan
 from launcher.planner.profile import profile_model
-from launcher.planner.suggestions import suggestions
-from launcher.recipe.schema import Recipe
-
-PlanOf = Callable[[Recipe, Machine], Plan]
+from launcher.planner.speed import step_seconds
+from launcher.recipe.schema import Lora, Recipe
 
 EQUAL_SPEED = 0.02
 """Configurations whose speeds differ by less count as equally fast: the simplest is taken."""
@@ -26,6 +32,10 @@ TRACES = 5
 OPTIMISM = 0.95
 """Traced over estimated memory that is assumed until a similar configuration was traced: one that
 barely does not fit is worth a trace."""
+NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of nodes that are tried where nothing fits."""
+SHORTEST = 256
+"""Tokens of a sequence that is suggested."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +51,21 @@ class Ladder:
     """The fastest that fits, traced; None: nothing fits, or no memory is known."""
     evaluated: int
     suggestions: tuple[str, ...]
-    """What would help where nothing fits, in words and overrides."""
+    """If nothing fits: changes that would help, as text with overrides."""
 
 
-def make_ladder(recipe: Recipe, machine: Machine, *, plan_of: PlanOf, traced: int = 4) -> Ladder:
+def make_ladder(recipe: Recipe, machine: Machine, *, traced: int = 4) -> Ladder:
     """Estimates all configurations, and traces the fastest that fits and the next `traced` - 1.
 
-    plan_of: traces a recipe. Raises RecipeError as `prepare_model`.
+    Raises RecipeError as `prepare_model`.
     """
     recipe = concrete(recipe)
-    search = _Search(recipe, machine, plan_of)
+    search = _Search(recipe, machine)
     written = search.trace(search.estimate(recipe))
     found = [search.estimate(one) for one in variants(recipe, machine)]
     best = search.fastest(found)
-    shown = []
-    if best is not None or machine.memory is None:
-        shown = _shown([one for one in found if search.may_fit(one)], recipe)
+    helps = best is None and machine.memory is not None
+    shown = [] if helps else _shown([one for one in found if search.may_fit(one)], recipe)
     if not shown:
         shown = [min(found, key=lambda one: (one.plan.tensors, one.seconds.total))]
     rows = [search.trace(one) if n < traced else one for n, one in enumerate(shown)]
@@ -65,46 +74,78 @@ def make_ladder(recipe: Recipe, machine: Machine, *, plan_of: PlanOf, traced: in
     rows = [one for one in rows if one is best or not _beaten(one, rows)]
     if all(one.recipe != recipe for one in rows):
         rows.append(written)
-    helps = best is None and machine.memory is not None
     return Ladder(
         written=written,
         configurations=tuple(sorted(rows, key=lambda one: (one.seconds.total, one.plan.needed))),
         best=best,
         evaluated=len(found),
-        suggestions=tuple(suggestions(search.profile, recipe, machine)) if helps else (),
+        suggestions=tuple(suggestions(recipe, machine)) if helps else (),
     )
 
 
 def fastest_that_fits(
-    recipe: Recipe, machine: Machine, *, plan_of: PlanOf, limit_micro_batch: int | None = None
+    recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None = None
 ) -> Configuration | None:
-    """What `auto` stands for: the fastest that fits, traced; None where nothing does.
+    """The configuration that replaces `auto`: the fastest that fits, traced; None if none fits.
 
     Only what is `auto` varies: with strategy.kind the strategy and the checkpointing, with
-    batch.micro_batch_size that. limit_micro_batch: the most sequences of a micro-batch.
+    batch.micro_batch_size and strategy.reshard_after_forward these keys. limit_micro_batch: the
+    most sequences of a micro-batch.
     """
-    search = _Search(recipe, machine, plan_of)
+    search = _Search(recipe, machine)
+    recipes = allowed(recipe, machine, limit_micro_batch=limit_micro_batch)
+    return search.fastest([search.estimate(one) for one in recipes])
+
+
+def allowed(recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None) -> list[Recipe]:
+    """Configurations that may replace `auto`."""
     recipes = variants(
         concrete(recipe),
         machine,
         strategies=recipe.strategy.kind == "auto",
         micro_batches=recipe.batch.micro_batch_size == "auto",
+        reshards=recipe.strategy.reshard_after_forward == "auto",
         precisions=False,
     )
-    length = recipe.data.sequence_length
-    return search.fastest(
-        [
-            search.estimate(one)
-            for one in recipes
-            if limit_micro_batch is None
-            or rows_of(one.batch, sequence_length=length) <= limit_micro_batch
-        ]
-    )
+    length, most = recipe.data.sequence_length, limit_micro_batch
+    return [
+        one for one in recipes if most is None or rows_of(one.batch, sequence_length=length) <= most
+    ]
+
+
+def fastest_of_each_kind(recipe: Recipe, machine: Machine, *, most: int) -> list[Configuration]:
+    """Configurations to measure: the recipe as written, then the fastest that fits of each
+    strategy, resharding and checkpointing, the fastest first; at most `most`.
+
+    All are traced and fit. Precision is as written. CPU offload comes last.
+    """
+    recipe = concrete(recipe)
+    search = _Search(recipe, machine)
+    kinds: dict[Any, list[Configuration]] = {}
+    for one in map(search.estimate, variants(recipe, machine, precisions=False)):
+        strategy, checkpointing = one.recipe.strategy, one.recipe.activation_checkpointing
+        kind = (one.offloads, strategy.kind, strategy.reshard_after_forward, checkpointing)
+        kinds.setdefault(kind, []).append(one)
+    written = search.trace(search.estimate(recipe))
+    found = [] if written.plan.fits is False else [written]
+    for group in sorted(kinds.values(), key=lambda group: min(map(_cost, group))):
+        if len(found) >= most:
+            break
+        fits = search.fastest(group)
+        if fits is not None and all(fits.recipe != one.recipe for one in found):
+            found.append(fits)
+    return found
+
+
+def _cost(one: Configuration) -> tuple[bool, float]:
+    return one.offloads, one.seconds.total
 
 
 def concrete(recipe: Recipe) -> Recipe:
-    """With the default in place of `auto`: fsdp, one sequence."""
+    """With the default in place of `auto`: fsdp, one sequence, resharding."""
     strategy, batch = recipe.strategy, recipe.batch
+    if strategy.reshard_after_forward == "auto":
+        strategy = dataclasses.replace(strategy, reshard_after_forward=True)
     if strategy.kind == "auto":
         strategy = dataclasses.replace(strategy, kind="fsdp")
     if batch.micro_batch_size == "auto":
@@ -115,25 +156,26 @@ def concrete(recipe: Recipe) -> Recipe:
 class _Search:
     """Estimates and traces configurations; traces correct the estimates of similar ones."""
 
-    def __init__(self, written: Recipe, machine: Machine, plan_of: PlanOf) -> None:
-        self._written, self._machine, self._plan_of = written, machine, plan_of
-        self.profile = profile_model(concrete(written), device=machine.device)
-        self._plans: list[tuple[Recipe, Plan]] = []
+    def __init__(self, written: Recipe, machine: Machine) -> None:
+        self._written, self._machine = written, machine
+        self._profile = profile_model(concrete(written), device=machine.device)
         self._scales: dict[tuple[str, str | None], float] = {}
         """Traced over estimated bytes of tensors, by strategy and checkpointing."""
 
     def estimate(self, recipe: Recipe) -> Configuration:
         """The recipe with its estimated plan."""
-        return estimated(self.profile, recipe, self._machine, written=self._written)
+        return Configuration(
+            recipe=recipe,
+            plan=estimated_plan(self._profile, recipe, self._machine),
+            seconds=step_seconds(self._profile, recipe, self._machine),
+            overrides=overrides_between(self._written, recipe),
+        )
 
     def trace(self, one: Configuration) -> Configuration:
-        """An estimated configuration with its traced plan, which is made once for each recipe."""
-        plan = next((plan for recipe, plan in self._plans if recipe == one.recipe), None)
-        if plan is None:
-            plan = self._plan_of(one.recipe, self._machine)
-            self._plans.append((one.recipe, plan))
-            key, scale = _like(one.recipe), plan.tensors / max(1, one.plan.tensors)
-            self._scales[key] = max(self._scales.get(key, 0.0), scale)
+        """An estimated configuration with its traced plan."""
+        plan = make_plan(one.recipe, self._machine)
+        key, scale = _like(one.recipe), plan.tensors / max(1, one.plan.tensors)
+        self._scales[key] = max(self._scales.get(key, 0.0), scale)
         return dataclasses.replace(one, plan=plan)
 
     def may_fit(self, one: Configuration) -> bool:
@@ -191,7 +233,51 @@ def _shown(found: Sequence[Configuration], written: Recipe) -> list[Configuratio
     return chosen
 
 
-def _beaten(one: Configuration, rows: Sequence[Configuration]) -> bool:
+def _beaten(one: Configuration, rows: Iterable[Configuration]) -> bool:
     """Whether another one needs less memory and is faster."""
     needed, seconds = one.plan.needed, one.seconds.total
     return any(row.plan.needed < needed and row.seconds.total < seconds for row in rows)
+
+
+# Where nothing fits
+
+
+def suggestions(written: Recipe, machine: Machine) -> Iterator[str]:
+    """More GPUs, shorter sequences, adapters, by the estimate."""
+    yield _more_gpus(written, machine)
+    length = written.data.sequence_length // 2
+    while length >= SHORTEST:
+        data = dataclasses.replace(written.data, sequence_length=length)
+        if found := _fitting(dataclasses.replace(written, data=data), machine):
+            yield f"shorter sequences: {' '.join(overrides_between(written, found))}"
+            break
+        length //= 2
+    if written.lora is None and written.model.freeze is None:
+        if found := _fitting(dataclasses.replace(written, lora=Lora()), machine):
+            overrides = " ".join(overrides_between(written, found))
+            yield f"adapters instead of all weights: {overrides}"
+
+
+def _fitting(recipe: Recipe, machine: Machine) -> Recipe | None:
+    """The fastest of the smallest configurations that fits; None: none does."""
+    try:
+        profile = profile_model(recipe, device=machine.device)
+    except RecipeError:  # such as sequences too short for the model
+        return None
+    recipes = smallest(recipe, machine)
+    return next((one for one in recipes if estimated_plan(profile, one, machine).fits), None)
+
+
+def _more_gpus(written: Recipe, machine: Machine) -> str:
+    per_node, size = machine.gpus_per_node, written.batch.global_batch_size
+    for nodes in NODES:
+        more = dataclasses.replace(machine, nodes=nodes)
+        found = _fitting(written, more) if nodes > machine.nodes else None
+        if found is not None:
+            batch = f"; batch.global_batch_size must be a multiple of {more.ranks}, not {size}"
+            return (
+                f"more GPUs: {more.ranks} of them (nodes={nodes} gpus_per_node={per_node}), with "
+                + " ".join(overrides_between(written, found))
+                + (batch if size % more.ranks else "")
+            )
+    return f"a GPU with more memory: {NODES[-1] * per_node} of these are not enough"

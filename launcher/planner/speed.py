@@ -4,27 +4,35 @@
   traffic over the memory bandwidth; at least the time to issue its operators. Its backward pass
   takes the products twice where weights are trained, once where they are frozen, and the traffic
   twice. Recomputation is another forward pass; selective checkpointing saves attention and half of
-  the products.
+  the products; with a budget, the operators that it keeps.
 - A collective over n ranks moves (n - 1) / n of its bytes through each of them.
 - Communication overlaps with compute: only what exceeds compute counts. DDP's reduction overlaps
   with the backward pass of the last micro-batch only.
 - CPU offload uploads float32 shards for each all-gather, and downloads gradients for each
   reduction. From a step's second reduction on, the backward pass waits for the copy and for the
   addition on the host. On one rank nothing hides the uploads: FSDP2 then copies on the stream that
-  computes. AdamW runs at the host's rate. Offloaded activations are never hidden.
+  computes. AdamW runs at the host's rate.
+- Optimizer state alone in host memory is copied to the device and back in each step, both at once;
+  in files it is also read and written, by all ranks of a node from one drive.
+- Activation offload copies the inputs of blocks to the host beside the forward pass, and back
+  beside the backward pass. The link is shared with CPU offload.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from launcher.planner.estimate import (
     checkpointed,
     micro_batches_of,
+    state_shards,
+    streamed_state,
     syncs_every_micro_batch,
     tokens_of,
+    weight_shards,
 )
-from launcher.planner.machine import ADAMW_BYTES, Machine
+from launcher.planner.machine import ADAMW_BYTES, DISK, Machine
 from launcher.planner.profile import (
     DTYPE_BYTES,
     OPERATORS,
@@ -33,9 +41,12 @@ from launcher.planner.profile import (
     Weights,
     block_footprint,
     compute_dtype,
+    logits_width,
     root_footprint,
 )
 from launcher.recipe.schema import Recipe
+from launcher.strategies.base import offloads_parameters
+from launcher.training.muon import STEPS
 
 LAUNCH = 5e-6
 """Seconds in which eager PyTorch issues an operator (4 to 5 microseconds). An estimate."""
@@ -50,6 +61,10 @@ FLOAT32_PRODUCTS = 1 / 8
 """Rate of float32 products without TF32 over that with it: A100 and H100, data sheets."""
 ADD_BYTES = 12
 """Bytes of a float32 addition: two are read, one is written."""
+_OTHERS = {"sgd": 20, "adafactor": 100, "muon": 70}
+STEP_BYTES = {"float32": ADAMW_BYTES, "bfloat16": 390, "int8": 680} | _OTHERS
+"""Bytes that a step of the optimizer moves for a parameter: AdamW's by the dtype of its state. The
+inputs and outputs of all operators were counted; rounding takes many."""
 NORM_BYTES = 4
 """Bytes per gradient that clipping reads in addition to AdamW."""
 DDP_BUCKET = 25e6
@@ -65,8 +80,7 @@ class StepTime:
     backward: float
     recomputation: float
     # What compute does not hide
-    gather: float
-    reduce: float
+    communication: float
     offload: float
     """Copies between device and host."""
     optimizer: float
@@ -84,25 +98,22 @@ def tokens_per_step(recipe: Recipe) -> int:
 def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> StepTime:
     count, once = micro_batches_of(recipe, ranks=machine.ranks), _reductions(recipe, machine) == 1
     forward, backward, again = (count * t for t in _compute(profile, recipe, machine))
-    gather_forward, gather_backward, reduce = _collectives(profile, recipe, machine)
+    network_forward, network_backward = _network(profile, recipe, machine)
     copies_forward, copies_backward, waits, optimizer = _transfers(profile, recipe, machine)
     hiding = backward + again
     if recipe.strategy.kind == "ddp" and once:
         hiding /= count
-    exposed_forward = max(0.0, max(gather_forward, copies_forward) - forward)
-    network = gather_backward + reduce
-    exposed_backward = max(0.0, max(network, copies_backward) - hiding)
-    # The longer of network and copies is what compute waits for
-    network_forward = exposed_forward if gather_forward >= copies_forward else 0.0
-    network_backward = exposed_backward if network >= copies_backward else 0.0
-    gathers = gather_backward / network if network else 0.0
+    late_forward = max(0.0, network_forward - forward)
+    late_backward = max(0.0, network_backward - hiding)
+    # Copies overlap with compute and with the network
+    copies = max(0.0, copies_forward - forward - late_forward)
+    copies += max(0.0, copies_backward - backward - again - late_backward)
     return StepTime(
         forward=forward,
         backward=backward,
         recomputation=again,
-        gather=network_forward + network_backward * gathers,
-        reduce=network_backward * (1 - gathers),
-        offload=waits + exposed_forward - network_forward + exposed_backward - network_backward,
+        communication=late_forward + late_backward,
+        offload=waits + copies,
         optimizer=optimizer,
     )
 
@@ -111,9 +122,7 @@ def _compute(profile: ModelProfile, recipe: Recipe, machine: Machine) -> tuple[f
     """Seconds of forward, backward and recomputation of one micro-batch."""
     rates, tokens = machine.rates, tokens_of(recipe)
     size = DTYPE_BYTES[compute_dtype(recipe.strategy)]
-    rate = rates.half_flops if size == 2 else rates.float32_flops
-    if size == 4 and recipe.run.float32_matmul == "highest" and machine.device == "cuda":
-        rate *= FLOAT32_PRODUCTS
+    rate = rates.half_flops if size == 2 else _float32_flops(recipe, machine)
     issued = OPERATORS * LAUNCH
 
     def seconds(part: Footprint, weights: Weights) -> tuple[float, float, float]:
@@ -123,6 +132,8 @@ def _compute(profile: ModelProfile, recipe: Recipe, machine: Machine) -> tuple[f
         forward = max(products + attention + moved, issued)
         backward = (1 + trained) * products + ATTENTION_BACKWARD * attention + 2 * moved
         selective = products / 2 + moved
+        if part.spared is not None:
+            selective = forward * (1 - part.spared)
         return forward, max(backward, 2 * issued), selective
 
     classes = [
@@ -133,14 +144,31 @@ def _compute(profile: ModelProfile, recipe: Recipe, machine: Machine) -> tuple[f
     root = seconds(root_footprint(profile, recipe, tokens), profile.root)
     # The logits are read, copied, normalised and read again
     loss = tokens * profile.vocabulary * (2 * size + 12) / rates.memory_bandwidth
+    again = root[0] if logits_width(profile, tokens) < profile.vocabulary else 0.0
     checkpointing = recipe.activation_checkpointing
     which = 0 if checkpointing is None or checkpointing.mode == "full" else 2
     recomputed = zip(blocks, checkpointed(profile, recipe), strict=True)
     return (
         sum(block[0] for block in blocks) + root[0] + loss,
         sum(block[1] for block in blocks) + root[1] + loss,
-        sum(block[which] for block, twice in recomputed if twice),
+        sum(block[which] for block, twice in recomputed if twice) + again,
     )
+
+
+def _float32_flops(recipe: Recipe, machine: Machine) -> float:
+    slow = recipe.run.float32_matmul == "highest" and machine.device == "cuda"
+    return machine.rates.float32_flops * (FLOAT32_PRODUCTS if slow else 1.0)
+
+
+def _orthogonalization(profile: ModelProfile, recipe: Recipe, machine: Machine) -> float:
+    """Seconds of Muon's products, and of two exchanges of each sharded matrix."""
+    shards, shapes = state_shards(recipe.strategy, machine.ranks), profile.orthogonalized
+    sides = [(math.prod(shape[:-2]), *sorted(shape[-2:])) for shape in shapes]
+    products = sum(n * STEPS * (4 * a**2 * b + 2 * a**3) for n, a, b in sides)
+    moved = 2 * 4 * sum(math.prod(shape) for shape in shapes if len(shape) == 2) / shards
+    calls = 2 * -(-len(shapes) // shards)
+    exchanges = _collective(moved, shards, machine, calls)
+    return products / shards / _float32_flops(recipe, machine) + exchanges
 
 
 def _gathers(recipe: Recipe, machine: Machine) -> tuple[int, int]:
@@ -157,31 +185,23 @@ def _reductions(recipe: Recipe, machine: Machine) -> int:
     return micro_batches_of(recipe, ranks=machine.ranks) if every else 1
 
 
-def _shards(recipe: Recipe, machine: Machine) -> int:
-    strategy = recipe.strategy
-    return 1 if strategy.kind == "ddp" else max(1, machine.ranks // strategy.replicate)
-
-
-def _collectives(
-    profile: ModelProfile, recipe: Recipe, machine: Machine
-) -> tuple[float, float, float]:
-    """Seconds of all-gathers in forward and backward, and of reductions, of a step."""
+def _network(profile: ModelProfile, recipe: Recipe, machine: Machine) -> tuple[float, float]:
+    """Seconds of collectives beside the forward and the backward passes of a step."""
     strategy, reductions = recipe.strategy, _reductions(recipe, machine)
     if strategy.kind == "ddp":
         gradients = 4.0 * profile.trained
         buckets = max(1, round(gradients / DDP_BUCKET))
-        return 0.0, 0.0, 2 * reductions * _collective(gradients, machine.ranks, machine, buckets)
-    shards, groups = _shards(recipe, machine), len(profile.block_classes) + 1
+        return 0.0, 2 * reductions * _collective(gradients, machine.ranks, machine, buckets)
+    shards, groups = weight_shards(strategy, machine.ranks), len(profile.block_classes) + 1
     mixed, size = strategy.mixed_precision, DTYPE_BYTES[compute_dtype(strategy)]
     gradients = profile.trained * (4.0 if mixed is None else DTYPE_BYTES[mixed.reduce_dtype])
     gather = _collective(size * profile.parameters, shards, machine, groups)
     reduce = _collective(gradients, shards, machine, groups)
     if strategy.replicate > 1:
-        across = machine.nodes > 1
-        copies = strategy.replicate
+        across, copies = machine.nodes > 1, strategy.replicate
         reduce += 2 * _collective(gradients / shards, copies, machine, groups, across=across)
     forward, backward = _gathers(recipe, machine)
-    return gather * forward, gather * backward, reduce * reductions
+    return gather * forward, gather * backward + reduce * reductions
 
 
 def _collective(
@@ -205,13 +225,22 @@ def _transfers(
 ) -> tuple[float, float, float, float]:
     """Seconds of copies in forward and backward that overlap, of waiting copies, and of AdamW."""
     strategy, rates, on_gpu = recipe.strategy, machine.rates, machine.device == "cuda"
-    shards, size = _shards(recipe, machine), DTYPE_BYTES[compute_dtype(strategy)]
-    shares = [group.share(shards, size) for group in profile.groups]
-    trained = sum(share.trained for share in shares)
+    shards, size = weight_shards(strategy, machine.ranks), DTYPE_BYTES[compute_dtype(strategy)]
+    trained = profile.trained / shards
     forward = backward = waits = 0.0
-    optimizer = (ADAMW_BYTES + NORM_BYTES) * trained / rates.memory_bandwidth
-    if strategy.cpu_offload is not None and on_gpu:
-        upload = sum(share.masters for share in shares) / rates.host_bandwidth
+    adamw = recipe.optimizer.name == "adamw"
+    updating = STEP_BYTES[recipe.optimizer.state_dtype if adamw else recipe.optimizer.name]
+    moved = updating / state_shards(strategy, machine.ranks) * shards + NORM_BYTES
+    optimizer = moved * trained / rates.memory_bandwidth
+    if strategy.kind == "ddp" and strategy.shard_optimizer:
+        tensors = sum(len(group.parameters) for group in profile.groups)
+        optimizer += _collective(4.0 * trained, machine.ranks, machine, tensors)
+    in_memory, in_file, _ = streamed_state(profile, recipe, ranks=machine.ranks)
+    if on_gpu:
+        optimizer = max(optimizer, (in_memory + in_file) / rates.host_bandwidth)
+    if offloads_parameters(strategy.cpu_offload) and on_gpu:
+        masters = sum(sum(group.sizes(size)) for group in profile.groups) / shards
+        upload = masters / rates.host_bandwidth
         forward, backward = (upload * times for times in _gathers(recipe, machine))
         if shards == 1:
             forward, backward, waits = 0.0, 0.0, forward + backward
@@ -219,10 +248,14 @@ def _transfers(
         addition = ADD_BYTES / ADAMW_BYTES * trained / rates.host_adamw
         backward += download
         waits += (_reductions(recipe, machine) - 1) * (download + addition)
-        optimizer = trained / rates.host_adamw
+        optimizer = trained / rates.host_adamw * updating / ADAMW_BYTES
+    optimizer = max(optimizer, 2 * in_file * machine.gpus_per_node / DISK)
+    if recipe.optimizer.name == "muon":
+        optimizer += _orthogonalization(profile, recipe, machine)
     checkpointing = recipe.activation_checkpointing
     if checkpointing is not None and checkpointing.offload_to_cpu and on_gpu:
         count = micro_batches_of(recipe, ranks=machine.ranks)
         outputs = checkpointed(profile, recipe).count(True) * size * profile.hidden
-        waits += 2 * outputs * tokens_of(recipe) * count / rates.host_bandwidth
+        copied = outputs * tokens_of(recipe) * count / rates.host_bandwidth
+        forward, backward = forward + copied, backward + copied
     return forward, backward, waits, optimizer

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from launcher.data.loader import GlobalBatch
 from launcher.data.synthetic import SyntheticData
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import first_line
+from launcher.models.build import embeddings
+from launcher.models.chunked_loss import chunk_width
 from launcher.models.initialization import clean_name, materialize
 from launcher.planner.fake import keep_blocks, replaced_for_tracing
 from launcher.planner.memory import (
@@ -33,13 +35,14 @@ from launcher.planner.memory import (
     Components,
     Moment,
     StepMemory,
-    step_memory_of,
 )
-from launcher.planner.tracker import HOST, Held, Place, Tracker, on_device
-from launcher.recipe.schema import Recipe
-from launcher.strategies.base import WrappedModel
+from launcher.planner.operators import shapes_of
+from launcher.planner.tracker import HOST, Held, Place, Tracker
+from launcher.recipe.schema import CpuOffload, Recipe
+from launcher.strategies.base import WrappedModel, offloads_parameters
 from launcher.training.loop import Update, train_steps
-from launcher.training.optimizer import LossScale, make_optimizer
+from launcher.training.optimizer import LossScale
+from launcher.training.optimizer_offload import StateFile
 from launcher.training.setup import PreparedModel, prepare_model
 
 DEPTHS = (4, 6)
@@ -69,7 +72,7 @@ def trace_step(
     micro_batches = min(micro_batches, 3 if recipe.strategy.replicate > 1 else 2)
 
     def prepare() -> PreparedModel:
-        return prepare_model(recipe, device=torch.device(device), group=None)
+        return prepare_model(recipe, device=torch.device(device))
 
     with _fake_process_group(ranks) as group:
         run = partial(_run, recipe=recipe, ranks=group, device=device, micro_batches=micro_batches)
@@ -77,31 +80,11 @@ def trace_step(
         names, period = list(prepared.blocks), _period(prepared, recipe)
         depths = (DEPTHS[0] * period, DEPTHS[1] * period)
         deep = period > 0 and len(names) > depths[1]
-        if deep and keep_blocks(prepared, range(depths[0])):
+        if deep and keep_blocks(prepared.model, prepared.blocks, range(depths[0])):
             larger = prepare()
-            keep_blocks(larger, range(depths[1]))
-            traced = _extrapolated((run(prepared), run(larger)), depths, period, names)
-        else:
-            traced = run(prepared)
-    workspaces = CUBLAS_WORKSPACES if device == "cuda" else 0
-    timeline = [
-        Moment(
-            **place._asdict(),
-            components=_components(held | {"temporary": held["temporary"] + workspaces}),
-        )
-        for place, held in traced.moments
-    ]
-    return step_memory_of(
-        timeline,
-        method="traced",
-        held=_components(traced.held),
-        after_forward=_components(traced.after_forward),
-        host=max(held[HOST] for _, held in traced.moments),
-    )
-
-
-def _components(held: Held) -> Components:
-    return Components(**{name: held[name] for name in COMPONENTS})
+            keep_blocks(larger.model, larger.blocks, range(depths[1]))
+            return _extrapolated(run(prepared), run(larger), depths, names)
+        return run(prepared)
 
 
 @contextmanager
@@ -121,7 +104,7 @@ def _period(prepared: PreparedModel, recipe: Recipe) -> int:
     blocks = list(prepared.blocks.values())
     config: Any = getattr(prepared.model, "config", None)
     kinds = getattr(config, "layer_types", None) or [None] * len(blocks)
-    if len({_signature(block) for block in blocks}) != 1 or len(kinds) != len(blocks):
+    if len({shapes_of(block) for block in blocks}) != 1 or len(kinds) != len(blocks):
         return 0
     checkpointing = recipe.activation_checkpointing
     every = checkpointing.every_n_blocks if checkpointing is not None else 1
@@ -131,23 +114,9 @@ def _period(prepared: PreparedModel, recipe: Recipe) -> int:
     return joint if len(blocks) % joint == 0 else 0
 
 
-def _signature(block: nn.Module) -> tuple[Any, ...]:
-    named = block.named_parameters()
-    shapes = ((name, tuple(p.shape), p.requires_grad, p.dtype) for name, p in named)
-    return (type(block), *shapes)
-
-
-class _Traced(NamedTuple):
-    """The second step."""
-
-    moments: list[tuple[Place, Held]]
-    held: Held
-    after_forward: Held
-
-
 def _run(
     prepared: PreparedModel, *, recipe: Recipe, ranks: DataParallel, device: str, micro_batches: int
-) -> _Traced:
+) -> StepMemory:
     """Trains two steps on fake tensors."""
     data = prepared.synthetic_data(recipe.data, recipe.batch)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -156,14 +125,18 @@ def _run(
         with fake:
             materialize(model, parameters=parameters, buffers=buffers)
 
+    widths = set()
+    if vocabulary := prepared.vocabulary:
+        width = chunk_width(data.tokens, vocabulary) if prepared.chunked_loss else vocabulary
+        widths = {width, vocabulary % width or width}
+
     def label_of(tensor: torch.Tensor) -> str | None:
-        vocabulary = prepared.vocabulary or 0
-        shape = (tensor.shape[-1], tensor.numel()) if tensor.ndim > 1 else (0, 0)
-        return "logits" if vocabulary and shape == (vocabulary, data.tokens * vocabulary) else None
+        last = tensor.shape[-1] if tensor.ndim > 1 else 0
+        return "logits" if last in widths and tensor.numel() == data.tokens * last else None
 
     tracker = Tracker(label_of, gloo=device == "cpu")
     offload = recipe.strategy.cpu_offload if device == "cuda" else None
-    pinned = None if offload is None else offload.pin_memory
+    pinned = offload.pin_memory if offload is not None and offload.what == "all" else None
     with replaced_for_tracing(tracker, data, device=device, pinned=pinned):
         wrapped = prepared.wrap(recipe, ranks, init_fn=init_fn)
         with fake, tracker:
@@ -173,8 +146,8 @@ def _run(
                 tracker.mark_host(wrapped.module.parameters(), pinned=pinned)
             tracker.mark(wrapped.module.buffers(), "parameters")
             tracker.mark(getattr(wrapped.model, "buckets", ()), "gradients")
-            optimizer = make_optimizer(wrapped.module, recipe.optimizer)
-            observer = _Observer(tracker, wrapped, optimizer, offloads=offload is not None)
+            optimizer = prepared.make_optimizer(wrapped, recipe.optimizer)
+            observer = _Observer(tracker, wrapped, optimizer, offload=offload)
             observer.watch({**prepared.blocks, **_head(wrapped.module)})
             enabled = prepared.compute_dtype == torch.float16
             update = Update(
@@ -196,14 +169,12 @@ def _run(
                     pass
             except Exception as error:  # models fail in various ways on tensors without values
                 raise UntraceableError(f"{type(error).__name__}: {first_line(error)}") from error
-    return observer.traced()
+    return observer.step_memory(CUBLAS_WORKSPACES if device == "cuda" else 0)
 
 
 def _head(model: Any) -> dict[str, nn.Module]:
     """The output embedding by name, if there is one."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is None:
-        return {}
+    head = embeddings(model)[1]
     return {clean_name(name): module for name, module in model.named_modules() if module is head}
 
 
@@ -230,40 +201,42 @@ class _Observer:
         wrapped: WrappedModel,
         optimizer: torch.optim.Optimizer,
         *,
-        offloads: bool,
+        offload: CpuOffload | None,
     ) -> None:
+        """offload: None on CPUs, where host memory is the device's."""
         self._tracker, self._optimizer = tracker, optimizer
         self._trained = [p for p in wrapped.module.parameters() if p.requires_grad]
-        self._gradients = HOST if offloads else "gradients"
-        self._states = HOST if offloads else "optimizer"
+        self._gradients = HOST if offloads_parameters(offload) else "gradients"
+        self._states = HOST if offload is not None else "optimizer"
+        self._file: StateFile | None = getattr(optimizer, "file", None)
         self._micro_batch = -1
-        self._phase = ""
         self._forward_from = 0
         self._step_from: list[int] = []
         self._after_forward: list[int] = []
 
     def heartbeat(self, phase: str) -> None:
         """The loop calls this as each phase begins."""
-        tracker, self._phase = self._tracker, phase
+        tracker = self._tracker
         if phase == "data":
             self._micro_batch = -1
             values = (value for state in self._optimizer.state.values() for value in state.values())
             states = [value for value in values if isinstance(value, torch.Tensor)]
-            tracker.mark(states, self._states)
+            if self._file is None or self._states == HOST:
+                tracker.mark(getattr(self._optimizer, "host_buffers", states), self._states)
             self._step_from.append(tracker.events)
-            tracker.go("", phase="forward", micro_batch=0)
+            tracker.go(where="", phase="forward", micro_batch=0)
         elif phase == "forward":
             self._micro_batch += 1
             self._forward_from = tracker.events
             self._mark_gradients()
-            tracker.go("", phase="forward", micro_batch=self._micro_batch)
+            tracker.go(where="", phase="forward", micro_batch=self._micro_batch)
         elif phase == "backward":
             tracker.label_live("activations", since=self._forward_from)
             self._after_forward.append(tracker.events)
-            tracker.go(tracker.place.where, phase="backward")
+            tracker.go(phase="backward")
         elif phase == "optimizer":
             self._mark_gradients()
-            tracker.go("", phase="optimizer")
+            tracker.go(where="", phase="optimizer")
 
     def _mark_gradients(self) -> None:
         gradients = [p.grad for p in self._trained if p.grad is not None]
@@ -276,8 +249,8 @@ class _Observer:
 
     def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tracker = self._tracker
-        tracker.go(name)
-        if self._phase == "backward":  # recomputation
+        tracker.go(where=name)
+        if tracker.place.phase == "backward":  # recomputation
             since = tracker.events
             try:
                 return forward(*args, **kwargs)
@@ -291,56 +264,75 @@ class _Observer:
         return out
 
     def _backward(self, name: str, gradient: torch.Tensor) -> None:
-        self._tracker.go(name)
+        self._tracker.go(where=name)
 
-    def traced(self) -> _Traced:
-        """The second step; its first micro-batch is the second of all."""
+    def step_memory(self, workspaces: int) -> StepMemory:
+        """Of the second step; its first micro-batch is the second of all."""
         tracker, (first, last) = self._tracker, self._step_from[1:3]
-        after_forward = tracker.at(self._after_forward[1])
-        return _Traced(tracker.replay(first, last), tracker.at(last), after_forward)
+        moments = tracker.replay(first, last)
+        return StepMemory(
+            timeline=tuple(
+                Moment(**place._asdict(), components=_components(held, workspaces))
+                for place, held in moments
+            ),
+            held=_components(tracker.at(last)),
+            after_forward=_components(tracker.at(self._after_forward[1])),
+            host=max(held[HOST] for _, held in moments),
+            disk=0 if self._file is None else self._file.size,
+        )
+
+
+def _components(held: Held, workspaces: int = 0) -> Components:
+    sizes = {name: held[name] for name in COMPONENTS}
+    return Components(**sizes | {"temporary": sizes["temporary"] + workspaces})
 
 
 def _extrapolated(
-    traces: tuple[_Traced, _Traced], depths: tuple[int, int], period: int, names: list[str]
-) -> _Traced:
+    small: StepMemory, large: StepMemory, depths: tuple[int, int], names: list[str]
+) -> StepMemory:
     """What a model of as many blocks as there are names would give, on a line through two traces.
 
-    Blocks between the first and the last two periods are one moment: the highest of them.
+    The blocks of the smaller one stand for the first and the last ones of the model. No moments are
+    computed for the blocks between them: their memory lies between that of their neighbours.
     """
     further = (len(names) - depths[0]) / (depths[1] - depths[0])
 
-    def line(small: Held, large: Held) -> Held:
-        return {n: max(0, round(small[n] + (large[n] - small[n]) * further)) for n in small}
+    def line(small: int, large: int) -> int:
+        return max(0, round(small + (large - small) * further))
 
-    small, large = (_by_role(t, n, period, names) for t, n in zip(traces, depths, strict=True))
-    moments: list[tuple[Place, Held]] = []
-    for key, (place, held) in small.items():
-        if key in large:
-            role = key[2]
-            if role.startswith("last "):
-                place = place._replace(where=names[-int(role.removeprefix("last "))])
-            moments.append((place, line(held, large[key][1])))
-    first, second = traces
-    return _Traced(
-        moments, line(first.held, second.held), line(first.after_forward, second.after_forward)
+    def components(small: Components, large: Components) -> Components:
+        pairs = {name: (getattr(small, name), getattr(large, name)) for name in COMPONENTS}
+        return Components(**{name: line(*pair) for name, pair in pairs.items()})
+
+    def in_depth(place: Place, depth: int) -> Place:
+        """The same place in a model of other depth."""
+        index = names.index(place.where) if place.where in names else 0
+        later = depth - depths[0] if index >= depths[0] // 2 else 0
+        return place._replace(where=names[index + later]) if later else place
+
+    found, deeper = _highest(small), _highest(large)
+    moments = [
+        Moment(
+            **in_depth(place, len(names))._asdict(),
+            components=components(held, deeper[in_depth(place, depths[1])]),
+        )
+        for place, held in found.items()
+        if in_depth(place, depths[1]) in deeper
+    ]
+    return StepMemory(
+        timeline=tuple(moments),
+        held=components(small.held, large.held),
+        after_forward=components(small.after_forward, large.after_forward),
+        host=line(small.host, large.host),
+        disk=line(small.disk, large.disk),
     )
 
 
-def _by_role(
-    trace: _Traced, count: int, period: int, names: list[str]
-) -> dict[tuple[str, int, str], tuple[Place, Held]]:
-    """The highest moment of each phase, micro-batch and role that a block has at any depth."""
-    found: dict[tuple[str, int, str], tuple[Place, Held]] = {}
-    for place, held in trace.moments:
-        role = place.where
-        if role in names:
-            index = names.index(role)
-            role = "between"
-            if index < 2 * period:
-                role = f"first {index}"
-            elif index >= count - 2 * period:
-                role = f"last {count - index}"
-        key = (place.phase, place.micro_batch, role)
-        if key not in found or on_device(held) > on_device(found[key][1]):
-            found[key] = (place, held)
+def _highest(step: StepMemory) -> dict[Place, Components]:
+    """The highest moment of each place."""
+    found: dict[Place, Components] = {}
+    for moment in step.timeline:
+        place = Place(moment.phase, moment.micro_batch, moment.where)
+        if place not in found or moment.total > found[place].total:
+            found[place] = moment.components
     return found

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,14 +34,14 @@ def on_device(held: Held) -> int:
     return sum(held.values()) - held[HOST]
 
 
+@dataclass(slots=True, eq=False)
 class Record:
     """One storage."""
 
-    __slots__ = ("born", "label", "size", "weak")
-
-    def __init__(self, size: int, label: str | None, born: int) -> None:
-        self.size, self.label, self.born = size, label, born
-        self.weak: Any = None
+    size: int
+    label: str | None
+    born: int
+    weak: Any = None
 
 
 class Place(NamedTuple):
@@ -60,8 +61,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """label_of: a label by a tensor's shape. gloo: it copies what it gathers and scatters."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._gloo, self._label_of = gloo, label_of
-        copied = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
-        self._copied = copied if gloo else {}
+        self._copied = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
+        """The argument that gloo copies."""
         self.place = Place("forward", 0, "")
         self._events: list[tuple[Place, Record, int]] = []
         """Place, storage, and bytes allocated (positive) or released."""
@@ -83,7 +84,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if self._paused:
             return out
-        if func.name() in self._copied:
+        if self._gloo and func.name() in self._copied:
             self._record_transient(args[self._copied[func.name()]].nbytes, "communication")
         casts = func is torch.ops.aten._to_copy.default
         for tensor in tree_leaves(out):
@@ -103,13 +104,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._record(record, size)
         self._record(record, -size)
 
-    def go(self, where: str, *, phase: Phase | None = None, micro_batch: int | None = None) -> None:
-        """Sets the place of the events that follow."""
-        now = self.place
-        number = now.micro_batch if micro_batch is None else micro_batch
-        place = Place(phase or now.phase, number, where)
-        if place != now:
-            self.place = place
+    def go(self, **changes: Any) -> None:
+        """Changes the place of the events that follow."""
+        self.place = self.place._replace(**changes)
 
     def see(self, tensor: torch.Tensor, *, label: str | None = None, source: Any = None) -> Record:
         """Records a tensor's storage, if it is new. source: the tensor it was cast from."""
@@ -131,7 +128,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self, tensors: Iterable[torch.Tensor], label: str) -> None:
         """Labels storages, and records those that are new."""
         for tensor in tensors:
-            self.see(tensor).label = label
+            self.see(tensor, label=label)
 
     def mark_host(self, tensors: Iterable[torch.Tensor], *, pinned: bool) -> None:
         """Labels storages in host memory; pinned ones are larger."""
@@ -147,7 +144,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self._events)
 
     def label_live(self, label: str, *, since: int) -> None:
-        """Labels what was allocated since this event, is still held, and has no label."""
+        """Labels the existing storages without a label that were allocated after this event."""
         for record in self._live.values():
             if record.label is None and record.born >= since and record.size:
                 record.label = label
@@ -188,7 +185,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for place, record, delta in self._events[since:until]:
             now[record.label or "temporary"] += delta
             total = on_device(now)
-            if place is not last:
+            if place != last:
                 moments.append((place, dict(now)))
                 last, most = place, total
             elif total > most:

@@ -1,47 +1,48 @@
 """Plain YAML values to a Recipe, by pydantic, and pydantic's errors as messages.
 
-A wrong value is replaced by a default, so that the rules that join several keys can be checked.
+A wrong value is replaced by its default, so that the rules that join several keys can be checked.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import functools
-import math
+import json
+import re
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from launcher.errors import closest, suggestion
-from launcher.recipe.schema import Recipe
+from launcher.recipe import schema
+from launcher.recipe.schema import Batch, Data, Model, Recipe, Run, Source
 from launcher.recipe.section import Section
 
-KeyPath = tuple[str, ...]
-_Schema = dict[str, Any]
+KeyPath = tuple[str | int, ...]
 
-_REQUIRED: dict[str, dict[str, Any]] = {
-    "run": {"name": "unnamed"},
-    "model": {},
-    "data": {},
-    "batch": {"global_batch_size": 1},
+DEFAULT = Recipe(
+    run=Run(name="unnamed"), model=Model(), data=Data(), batch=Batch(global_batch_size=1)
+)
+"""Every key at its default. The two that must be given have any value."""
+
+_KINDS = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a section",
+    "finite_number": "finite",
 }
-"""The sections that must be there, and any value for the keys that must be there."""
 _BOUNDS = {
-    "greater_than_equal": ("ge", "must be at least"),
-    "greater_than": ("gt", "must be more than"),
-    "less_than_equal": ("le", "must be at most"),
-    "less_than": ("lt", "must be less than"),
-}
-_NAMES = {
-    "boolean": "true or false",
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "more than"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "less than"),
+    "too_long": ("max_length", "a list of"),
 }
 
 
@@ -54,34 +55,33 @@ class Problem:
 
 
 def dotted(path: KeyPath) -> str:
-    """`("data", "train", "0")` as `data.train[0]`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if part.isdigit() and text else f".{part}" if text else part
-    return text
+    """`("data", "train", 0)` as `data.train[0]`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
 
 
-def quoted(value: Any) -> str:
-    """A value as the user would write it in YAML, shortened."""
-    if isinstance(value, dict):
-        text = "{" + ", ".join(f"{key}: {quoted(inner)}" for key, inner in value.items()) + "}"
-    elif isinstance(value, list):
-        text = "[" + ", ".join(map(quoted, value)) + "]"
-    elif value is None or isinstance(value, bool):
-        text = "null" if value is None else str(value).lower()
-    else:
-        text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def keys(section: type = Recipe, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key of a recipe, and of the sections that a key may hold."""
+    for field in _fields(section):
+        yield (*path, field)
+        inner = subsection(section, field)
+        if inner is not None and inner is not Source:  # which is below a name of the user's
+            yield from keys(inner, (*path, field))
 
 
-def subsection(section: Any, name: str) -> Any | None:
-    """The dataclass of the section that key `name` of a section may hold, or None."""
-    hint = _type_hints(section)[name]
-    kinds = (hint, *typing.get_args(hint))
-    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+def subsection(section: type, name: str) -> type | None:
+    """The dataclass that key `name` of a section may hold, or None."""
+    kinds = [_type_hints(section)[name]]
+    for kind in kinds:
+        if dataclasses.is_dataclass(kind):
+            return typing.cast(type, kind)
+        kinds += typing.get_args(kind)
+    return None
 
 
 _type_hints = functools.cache(typing.get_type_hints)
+_fields = functools.cache(lambda section: [field.name for field in dataclasses.fields(section)])
+_adapter = functools.cache(lambda: TypeAdapter(Recipe))
 
 
 def json_schema() -> dict[str, Any]:
@@ -92,209 +92,119 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
 
 
-@functools.cache
-def _adapter() -> TypeAdapter[Recipe]:
-    return TypeAdapter(Recipe)
-
-
-@functools.cache
-def _root() -> _Schema:
-    return _adapter().json_schema()
-
-
-def all_keys() -> list[str]:
-    """Every key of a recipe, dotted."""
-    return [dotted(path) for path in _keys(_root())]
-
-
 def decode(plain: dict[str, Any]) -> tuple[Recipe, list[Problem], set[KeyPath]]:
     """Returns the recipe, all problems, and the keys without a sound value.
 
     Unsound keys hold a default. They include a missing key whose misspelling was found instead.
     """
-    plain = {name: {} for name in _REQUIRED} | plain
+    plain = {"run": {}, "model": {}, "data": {}, "batch": {}} | plain
     try:
         return _adapter().validate_python(plain), [], set()
     except ValidationError as error:
-        errors = _Errors(plain, error)
-    problems = errors.problems()
-    return _repaired(plain, errors), problems, errors.misspelt | {one.path for one in problems}
+        problems, misspelt = _problems(plain, error)
+    defaults = dataclasses.asdict(DEFAULT)
+    unsound = {unit(path) for path in misspelt | {problem.path for problem in problems}}
+    sound = {
+        section: {name: value for name, value in values.items() if (section, name) not in unsound}
+        for section, values in plain.items()
+        if section in defaults and (section,) not in unsound and isinstance(values, dict)
+    }
+    return _adapter().validate_python(merged(defaults, sound)), problems, unsound
 
 
-class _Errors:
-    """The errors of one validation, by the key that they are about."""
-
-    def __init__(self, plain: dict[str, Any], error: ValidationError) -> None:
-        self._plain = plain
-        self.at: dict[KeyPath, list[Any]] = {}
-        for one in error.errors(include_url=False):
-            self.at.setdefault(self._path(one), []).append(one)
-        self.misspelt: set[KeyPath] = set()
-        """Missing keys whose misspelling was found."""
-
-    def _path(self, error: Any) -> KeyPath:
-        """pydantic's location of an error, without the names of the kinds that it tried."""
-        path: list[str] = []
-        value: Any = self._plain
-        for part in error["loc"]:
-            inside = range(len(value)) if isinstance(value, list) else value
-            if isinstance(value, (dict, list)) and part in inside:
-                value = value[part]
-                path.append(str(part))
-        return (*path, error["loc"][-1]) if _is_missing(error) else tuple(path)
-
-    def problems(self) -> list[Problem]:
-        """A message for each key that is wrong, unknown keys first."""
-        unknown = [
-            Problem(path, self._unknown(path))
-            for path, errors in self.at.items()
-            if errors[0]["type"] == "unexpected_keyword_argument"
-        ]
-        seen = {problem.path for problem in unknown} | self.misspelt
-        messages = [
-            Problem(path, self._message(path, errors))
-            for path, errors in self.at.items()
-            if path not in seen and path[:-1] not in self.misspelt
-        ]
-        return unknown + [problem for problem in messages if problem.message]
-
-    def _unknown(self, path: KeyPath) -> str:
-        *parent, key = path
-        section: Any = self._plain
-        for part in parent:
-            section = section[part]
-        known = [name for option in _options(parent) for name in option.get("properties", {})]
-        meant = closest(key, known)
-        if meant is not None and section.get(meant, {}) == {}:
-            self.misspelt.add((*parent, meant))
-        if "." in key:
-            what = "a dot joins keys on the command line only, in a file they are nested"
-            return f"unknown key; {what}"
-        meant = meant or next((dotted(other) for other in _keys(_root()) if other[-1] == key), None)
-        hint = f"did you mean {meant}?" if meant else f"known here: {', '.join(known)}"
-        return f"unknown key; {hint}"
-
-    def _message(self, path: KeyPath, errors: list[Any]) -> str:
-        """Empty if an error of a key inside this one is more precise."""
-        for error in errors:
-            kind, value = error["type"], error["input"]
-            if kind == "finite_number":
-                return f"must be finite; got {value}"
-            if kind == "string_pattern_mismatch" or (kind == "too_short" and not value):
-                return "must not be empty"
-            if kind in _BOUNDS:
-                name, words = _BOUNDS[kind]
-                return f"{words} {_number(error['ctx'][name])}; got {_number(value)}"
-        if any(other[: len(path)] == path for other in self.at if other != path):
-            return ""
-        options = _options(path)
-        kinds = [option for option in options if option.get("type") != "null"]
-        if any("items" in option for option in kinds):  # one text stands for a list of one
-            kinds = [option for option in kinds if option["type"] != "string"]
-        words = " or ".join(map(_words, kinds))
-        if _is_missing(errors[0]):
-            return f"missing; must be given: {words}"
-        value = errors[0]["input"]
-        if value is None:
-            return f"must not be null; must be {words}"
-        null = ", or null" if {"type": "null"} in options else ""
-        return f"must be {words}{null}; got {quoted(value)}{_hint(value, kinds)}"
+def unit(path: KeyPath) -> KeyPath:
+    """The part of a recipe that is unsound with this key: the key of a section, with all that is
+    inside, or a whole section that has no default."""
+    return path[: 1 if getattr(DEFAULT, str(path[0]), None) is None else 2]
 
 
-def _is_missing(error: Any) -> bool:
-    return error["type"] == "missing" and isinstance(error["loc"][-1], str)
+def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The values with the changes, section by section."""
+    both = {
+        key: merged(values[key], change)
+        for key, change in changes.items()
+        if isinstance(change, dict) and isinstance(values.get(key), dict)
+    }
+    return values | changes | both
 
 
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"
+def _problems(plain: dict[str, Any], error: ValidationError) -> tuple[list[Problem], set[KeyPath]]:
+    """A problem for each wrong key, and the missing keys whose misspelling was found."""
+    found: dict[KeyPath, list[Any]] = {}
+    for one in error.errors(include_url=False):
+        found.setdefault(_path(plain, one), []).append(one)
+    problems: list[Problem] = []
+    misspelt: set[KeyPath] = set()
+    for path, errors in found.items():
+        if errors[0]["type"] in ("unexpected_keyword_argument", "invalid_key"):
+            problems.append(Problem(path, _unknown(plain, path, misspelt)))
+    reported = misspelt | {problem.path for problem in problems}
+    for path, errors in found.items():
+        more_precise = any(other != path and other[: len(path)] == path for other in found)
+        if not (more_precise or path in reported or path[:-1] in misspelt):
+            problems.append(Problem(path, _message(errors)))
+    return problems, misspelt
 
 
-def _hint(value: Any, kinds: list[_Schema]) -> str:
-    types = {kind["type"] for kind in kinds if not _choices(kind)}
-    if "string" in types and isinstance(value, (int, float, bool)):
-        return "; put it in quotes"
-    if not isinstance(value, str):
-        return ""
-    if types & {"integer", "number"}:
-        with contextlib.suppress(ValueError):
-            return "; take the quotes away" if math.isfinite(float(value)) else ""
-    return suggestion(value, [choice for kind in kinds for choice in _choices(kind)])
+def _path(plain: dict[str, Any], error: Any) -> KeyPath:
+    """pydantic's location of an error, without the names of the kinds that it tried."""
+    path: list[str | int] = []
+    value: Any = plain
+    for part in error["loc"]:
+        inside = range(len(value)) if isinstance(value, list) else value
+        if isinstance(value, (dict, list)) and part in inside:
+            value = value[part]
+            path.append(part)
+    return (*path, error["loc"][-1]) if error["type"] == "missing" else tuple(path)
 
 
-def _choices(schema: _Schema) -> list[str]:
-    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
+def _unknown(plain: dict[str, Any], path: KeyPath, misspelt: set[KeyPath]) -> str:
+    """The message for an unknown key. Adds the key that was probably meant to `misspelt`."""
+    *parents, key = path
+    section: type = Recipe
+    values: Any = plain
+    for part in parents:
+        values = values[part]
+        if part in _fields(section):  # else a name in a mixture
+            section = subsection(section, str(part)) or section
+    known = _fields(section)
+    near = closest(str(key), known)
+    if near is not None and not values.get(near):
+        misspelt.add((*parents, near))
+    near = near or next((dotted(other) for other in keys() if other[-1] == key), None)
+    hint = f"did you mean {near}?" if near else f"known here: {', '.join(known)}"
+    return f"unknown key; {hint}"
 
 
-def _words(schema: _Schema) -> str:
-    """What a value must be, for a message."""
-    if choices := _choices(schema):
-        return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
-    if "properties" in schema:
-        return "a section with the keys " + ", ".join(schema["properties"])
-    if "prefixItems" in schema:
-        return f"a list of {len(schema['prefixItems'])} numbers"
-    if schema["type"] == "array":
-        return "a list"
-    if schema["type"] == "object":
-        return f"a section of {'keys' if schema['additionalProperties'] is True else 'names'}"
-    return _NAMES[schema["type"]]
+def _message(errors: list[Any]) -> str:
+    """What to say about a key. Several errors: of the kinds of value that it may hold."""
+    kinds, choices, value = [], [], errors[0]["input"]
+    for error in errors:
+        kind, context = error["type"], error.get("ctx", {})
+        if kind == "missing":
+            return "missing; must be given"
+        if kind == "too_short":
+            return "must not be empty"
+        if kind == "value_error":  # of `section.form`
+            return f"{context['error']}; got {_quoted(value)}"
+        if kind in _BOUNDS:
+            name, words = _BOUNDS[kind]
+            limit = str(context[name]).removesuffix(".0")
+            return f"must be {words} {limit}; got {_quoted(value)}"
+        if kind == "literal_error":
+            choices += re.findall("'(.*?)'", context["expected"])
+            kinds.append(context["expected"].replace("'", ""))
+        elif kind == "dataclass_type":
+            known = _fields(getattr(schema, context["class_name"]))
+            kinds.append(f"a section with the keys {', '.join(known)}")
+        else:
+            kinds.append(_KINDS.get(kind, error["msg"]))
+    hint = suggestion(value, choices) if isinstance(value, str) else ""
+    if kinds == ["text"] and isinstance(value, (int, float)):
+        hint = "; put it in quotes"
+    return f"must be {' or '.join(kinds)}; got {_quoted(value)}{hint}"
 
 
-def _options(path: Iterable[str]) -> list[_Schema]:
-    """The JSON Schemas of the kinds of value that a key may hold."""
-    options = [_root()]
-    for part in path:
-        inner = [option for outer in options for option in _inside(outer, part)]
-        options = [option for one in inner for option in _alternatives(one)]
-    return options
-
-
-def _inside(schema: _Schema, part: str) -> Iterator[_Schema]:
-    if part in schema.get("properties", {}):
-        yield schema["properties"][part]
-    elif part.isdigit() and "prefixItems" in schema:
-        yield schema["prefixItems"][int(part)]
-    elif part.isdigit() and "items" in schema:
-        yield schema["items"]
-    elif isinstance(schema.get("additionalProperties"), dict) and not part.isdigit():
-        yield schema["additionalProperties"]
-
-
-def _alternatives(schema: _Schema) -> Iterator[_Schema]:
-    if "$ref" in schema:
-        schema = _root()["$defs"][schema["$ref"].rpartition("/")[2]]
-    for option in schema.get("anyOf", ()):
-        yield from _alternatives(option)
-    if "anyOf" not in schema:
-        yield schema
-
-
-def _keys(section: _Schema, path: KeyPath = ()) -> Iterator[KeyPath]:
-    for name, schema in section.get("properties", {}).items():
-        yield (*path, name)
-        for option in _alternatives(schema):
-            yield from _keys(option, (*path, name))
-
-
-def _repaired(plain: dict[str, Any], errors: _Errors) -> Recipe:
-    """The recipe without its wrong values."""
-    plain = copy.deepcopy(plain)
-    while True:
-        for path, found in errors.at.items():
-            if not _is_missing(found[0]):
-                _remove(plain, path[:2])
-            elif path[0] not in _REQUIRED or len(path) > 2:
-                _remove(plain, path[:-1])
-        for name, given in _REQUIRED.items():
-            plain[name] = given | plain.get(name, {})
-        try:
-            return _adapter().validate_python(plain)
-        except ValidationError as error:  # a key that was removed must be there
-            errors = _Errors(plain, error)
-
-
-def _remove(plain: dict[str, Any], path: KeyPath) -> None:
-    *parents, last = path
-    for parent in parents:
-        plain = plain.get(parent, {})
-    plain.pop(last, None)
+def _quoted(value: Any) -> str:
+    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

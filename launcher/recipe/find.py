@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.errors import RecipeError, closest, suggestion
+from launcher.errors import RecipeError, suggestion
 
 
 def _shipped() -> dict[str, Path]:
@@ -20,26 +21,27 @@ def recipe_names() -> list[str]:
     return sorted(_shipped())
 
 
-def find_recipe(name: str) -> Path:
-    """The file that `recipe=NAME` names. Raises RecipeError with similar and known names."""
-    where, written = f"command line: recipe={name}", Path(name)
-    if written.suffix in (".yaml", ".yml") or "/" in name:
-        if not os.path.exists(name):  # False for a name that is too long, too
-            stems = {path.stem: path for path in sorted(written.parent.glob("*.y*ml"))}
-            near = closest(written.stem, stems)
-            hint = f"; did you mean {stems[near]}?" if near else ""
-            raise RecipeError(f"{where}: no such file{hint}")
-        if written.is_dir():
-            raise RecipeError(f"{where}: is a folder; give a file in it")
-        return written
+def find_recipe(arguments: Sequence[str]) -> Path:
+    """The file that `recipe=NAME` or `recipe=FILE` names. Raises RecipeError with known names."""
+    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("recipe=")]
     known = _shipped()
-    if name not in known:
-        near = suggestion(name, known)
-        if os.path.exists(f"{name}.yaml"):
-            near = f"; did you mean {name}.yaml?"
-        what = f"no recipe of that name{near}; known: {', '.join(sorted(known))}"
-        raise RecipeError(f"{where}: {what}; or give the path of a .yaml file")
-    return known[name]
+    if len(named) != 1 or not named[0]:
+        form = f"give recipe=NAME ({', '.join(sorted(known))}) or recipe=path/to/file.yaml"
+        for argument in arguments:
+            if not any(named) and (argument in known or argument.endswith(".yaml")):
+                form = f"write recipe={argument}"
+        what = f"{len(named)} recipes given" if any(named) else "no recipe given"
+        raise RecipeError(f"command line: {what}; {form}")
+    (name,) = named
+    if name in known:
+        return known[name]
+    if os.path.isfile(name):
+        return Path(name)
+    what = "no such file"
+    if "/" not in name and not name.endswith((".yaml", ".yml")):
+        shipped = f"{suggestion(name, known)}; known: {', '.join(sorted(known))}"
+        what = f"no recipe of that name{shipped}; or give the path of a .yaml file"
+    raise RecipeError(f"command line: recipe={name}: {what}")
 
 
 def shown_path(path: Path) -> str:
@@ -48,14 +50,3 @@ def shown_path(path: Path) -> str:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-
-
-def read_recipe(path: Path, shown: str) -> str:
-    """A recipe's text. Raises RecipeError if it cannot be read or is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        what = f"not UTF-8 text (byte {error.start}); a recipe is a YAML file"
-        raise RecipeError(f"{shown}: {what}") from None
-    except OSError as error:
-        raise RecipeError(f"{shown}: cannot be read: {error.strerror}") from None

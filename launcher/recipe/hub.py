@@ -40,6 +40,11 @@ def is_hub_id(name: str) -> bool:
     return form is not None and not os.path.isdir(form[1])
 
 
+def is_model_id(name: str) -> bool:
+    """Whether this is a hub id of a model, which has no config and no split as data sets have."""
+    return is_hub_id(name) and re.fullmatch(r"[^/:]+/[^/:]+", name) is not None
+
+
 def data_set_id(name: str) -> tuple[str, str | None, str | None]:
     """Repository, config and split of `owner/name`, `owner/name:split` or
     `owner/name/config:split`."""

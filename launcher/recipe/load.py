@@ -1,29 +1,60 @@
 """From `recipe=NAME key=value ...` to a checked Recipe.
 
-`parse.py` reads the YAML, OmegaConf interpolates, `decode.py` makes a Recipe of the plain values,
-and `validate.py` has the rules that join several keys.
+`yaml_text.py` reads the YAML, OmegaConf interpolates, `decode.py` makes a Recipe of the plain
+values, and `validate.py` has the rules that join several keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
+import operator
 import sysconfig
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from launcher.errors import RecipeError, first_line
-from launcher.recipe.decode import KeyPath, Problem, decode, dotted, subsection
-from launcher.recipe.find import find_recipe, read_recipe, recipe_names, shown_path
-from launcher.recipe.parse import COMMAND_LINE, FLOAT, Origins, parse, parse_override
+from launcher.recipe.decode import DEFAULT, KeyPath, Problem, decode, dotted, merged, unit
+from launcher.recipe.find import find_recipe, shown_path
 from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
 from launcher.recipe.validate import check
+from launcher.recipe.yaml_text import NotYamlError, parse_yaml
+from launcher.recipe.yaml_text import to_yaml as to_yaml
+
+
+@dataclass
+class Origins:
+    """Where each value of a recipe came from."""
+
+    file: str
+    places: dict[KeyPath, int | str] = field(default_factory=dict)
+    """The line of the file, or the argument as it was typed."""
+
+    def of(self, path: KeyPath) -> str:
+        """`recipes/ddp.yaml:24`, `command line` or `default`."""
+        place = self.places.get(path)
+        if isinstance(place, str):
+            return "command line"
+        return "default" if place is None else f"{self.file}:{place}"
+
+    def locate(self, path: KeyPath) -> str | int:
+        """The place of a key, or else of the section around it; 0: neither."""
+        above = (path[:length] for length in range(len(path), 0, -1))
+        return next((self.places[key] for key in above if key in self.places), 0)
+
+    def cite(self, problem: Problem) -> str:
+        """One line: where, which key, what is wrong."""
+        where, key = self.locate(problem.path), dotted(problem.path)
+        if isinstance(where, str):
+            set_by = where if where.partition("=")[0] == key else key
+            return f"command line: {set_by}: {problem.message}"
+        place = f"{self.file}:{where}" if where else self.file
+        return f"{place}: {key}: {problem.message}"
 
 
 @dataclass(frozen=True)
@@ -47,53 +78,60 @@ def load_recipe(arguments: Sequence[str], *, ranks: int | None, files: bool = Tr
     Raises RecipeError with all problems, each with the file and line or the argument that it
     comes from: those of the file first, then those of the arguments.
     """
-    path = _named_recipe(arguments)
-    origins = Origins(file=shown_path(path))
-    problems: list[Problem] = []
-    found: list[tuple[bool, int, str]] = []  # on the command line, line or argument, message
-    plain = parse(read_recipe(path, origins.file), origins, problems)
-    for index, argument in enumerate(arguments):
-        if not argument.startswith("recipe="):
-            try:
-                _override(plain, argument, origins, problems)
-            except RecipeError as error:
-                found.append((True, index, str(error)))
-    if isinstance(plain.get("run"), dict):
-        plain["run"].setdefault("dir", DEFAULT_RUN_DIR)
-    plain = _interpolate(plain, _tree(plain), (), origins, problems)
-    recipe, wrong, unsound = decode(plain)
+    plain, origins = _read(find_recipe(arguments))
+    overrides = [argument for argument in arguments if not argument.startswith("recipe=")]
+    problems = [
+        problem for argument in overrides if (problem := _override(plain, argument, origins))
+    ]
+    problems += _interpolate(plain, origins)
     reported = {problem.path for problem in problems}
+    recipe, wrong, unsound = decode(plain)
     problems += [problem for problem in wrong if problem.path not in reported]
-    problems += check(recipe, ranks=ranks, unsound=unsound | reported, files=files)
-    for problem in problems:
+    unsound |= {unit(path) for path in reported}
+    problems += check(recipe, ranks=ranks, unsound=unsound, files=files)
+
+    def order(problem: Problem) -> tuple[bool, int]:
         where = origins.locate(problem.path)
-        order = where if isinstance(where, int) else arguments.index(where)
-        found.append((isinstance(where, str), order, origins.cite(problem)))
-    if found:
-        raise RecipeError([text for _, _, text in sorted(found, key=lambda one: one[:2])])
+        return isinstance(where, str), where if isinstance(where, int) else overrides.index(where)
+
+    if problems:
+        raise RecipeError([origins.cite(problem) for problem in sorted(problems, key=order)])
     return LoadedRecipe(recipe, origins)
 
 
-def _named_recipe(arguments: Sequence[str]) -> Path:
-    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("recipe=")]
-    if len(named) == 1 and named[0]:
-        return find_recipe(named[0])
-    what = f"{len(named)} recipes given" if any(named) else "no recipe given"
-    form = f"give recipe=NAME ({', '.join(recipe_names())}) or recipe=path/to/file.yaml"
-    for argument in arguments:
-        if not any(named) and (argument in recipe_names() or argument.endswith(".yaml")):
-            form = f"write recipe={argument}"
-    raise RecipeError(f"{COMMAND_LINE}: {what}; {form}")
+def _read(path: Path) -> tuple[dict[str, Any], Origins]:
+    """The values of a file, not interpolated, and their lines. Raises RecipeError."""
+    file = shown_path(path)
+    try:
+        values, lines = parse_yaml(path.read_bytes())
+    except OSError as error:
+        raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
+    except NotYamlError as error:
+        place = file if error.line is None else f"{file}:{error.line}"
+        raise RecipeError(f"{place}: not YAML: {error}") from None
+    if not isinstance(values, dict):
+        what = "must be sections (run:, model:, data:, ...), as in recipes/quickstart.yaml"
+        raise RecipeError(f"{file}: {what}")
+    return values, Origins(file, dict(lines))
 
 
-def _override(
-    plain: dict[str, Any], argument: str, origins: Origins, problems: list[Problem]
-) -> None:
-    """Sets what an override sets, and records it as the origin. Raises RecipeError."""
-    path, changes = parse_override(argument, problems)
-    for key in reversed(path):
-        changes = {key: changes}
+def _override(plain: dict[str, Any], argument: str, origins: Origins) -> Problem | None:
+    """Sets what an override sets, and records it as the origin. Returns what is wrong with it."""
+    key, equals, text = argument.partition("=")
+    path = tuple(key.split("."))
+    if not equals or any(not part or part != part.strip() for part in path):
+        origins.places[(argument,)] = argument
+        form = "an override is key=value, such as batch.micro_batch_size=4"
+        return Problem((argument,), form)
+    try:
+        changes, _ = parse_yaml(text)
+    except NotYamlError as error:
+        origins.places[path] = argument
+        return Problem(path, f"not a value: {error}")
+    for part in reversed(path):
+        changes = {part: changes}
     _merge(plain, changes, (), argument, origins)
+    return None
 
 
 def _merge(
@@ -104,118 +142,61 @@ def _merge(
         if isinstance(before, dict) and isinstance(value, dict):
             _merge(before, value, here, argument, origins)
             continue
-        name = dotted(here)
-        into_list = isinstance(before, list) and isinstance(value, dict)
-        if into_list and argument.partition("=")[0] != name:
-            what = f"{name} is a list; give it whole, as {name}=[...]"
-            raise RecipeError(f"{COMMAND_LINE}: {argument}: {what}")
         values[key] = value
-        for leaf in _leaves(value, here):
-            origins.override(leaf, argument)
+        replaced = [place for place in origins.places if place[: len(here)] == here]
+        for place in replaced:
+            del origins.places[place]
+        for place in (here, *(inner for inner, _ in _walk(value, here))):
+            origins.places[place] = argument
 
 
-def _leaves(value: Any, path: KeyPath) -> list[KeyPath]:
-    inside = value.items() if isinstance(value, dict) else ()
-    return [path, *(leaf for key, inner in inside for leaf in _leaves(inner, (*path, key)))]
+def _walk(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """Every key inside a value, with its value; a section before its keys."""
+    if not isinstance(value, (dict, list)):
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*path, key), inner
+        yield from _walk(inner, (*path, key))
 
 
-def _tree(plain: dict[str, Any]) -> Any:
-    """The values in OmegaConf, with all defaults, so that interpolations find them."""
+def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
+    """Replaces each `${...}` by its value. Returns those that have none, and sets them to null."""
+    if isinstance(plain.get("run"), dict):
+        plain["run"].setdefault("dir", DEFAULT_RUN_DIR)
     if not OmegaConf.has_resolver("stdlib"):
         renamed = getattr(OmegaConf, "register_resolver", None)  # since omegaconf 2.4
         (renamed or OmegaConf.register_new_resolver)("stdlib", _standard_library)
-    return OmegaConf.create(_with_defaults(plain, Recipe))
+    texts = [
+        (path, text) for path, text in _walk(plain, ()) if isinstance(text, str) and "${" in text
+    ]
+    problems = []
+    for path, text in texts:
+        try:
+            OmegaConf.create([text])
+        except GrammarParseError:
+            what = "is no interpolation: write ${section.key}, or \\${ for the two characters"
+            problems.append(Problem(path, what))
+            _set(plain, path, None)
+    tree = OmegaConf.create(merged(dataclasses.asdict(DEFAULT), plain))
+    for path, _ in texts:
+        try:
+            value: Any = functools.reduce(operator.getitem, path, tree)
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+        except (OmegaConfBaseException, ValueError, RecursionError) as error:
+            value, what = None, first_line(error)
+            if isinstance(error, RecursionError):
+                what = "it leads back to itself"
+            if path in origins.places:  # else run.dir, which has the name's problem
+                problems.append(Problem(path, f"cannot be interpolated: {what}"))
+        _set(plain, path, value)
+    return problems
+
+
+def _set(values: Any, path: KeyPath, value: Any) -> None:
+    functools.reduce(operator.getitem, path[:-1], values)[path[-1]] = value
 
 
 def _standard_library(folder: str = "") -> str:
     """`${stdlib:}`: the folder of the running Python's standard library."""
     return str(Path(sysconfig.get_path("stdlib")) / folder)
-
-
-def _with_defaults(values: dict[str, Any], section: Any) -> dict[str, Any]:
-    completed = dict(values)
-    for key in dataclasses.fields(section):
-        inner = subsection(section, key.name)
-        if key.name not in values and key.default is not dataclasses.MISSING:
-            completed[key.name] = _plain(key.default)
-        elif inner is not None and isinstance(values.get(key.name), dict):
-            completed[key.name] = _with_defaults(values[key.name], inner)
-    return completed
-
-
-def _interpolate(
-    values: Any, tree: Any, path: KeyPath, origins: Origins, problems: list[Problem]
-) -> Any:
-    """The values of a section or list, interpolated; where that fails: a problem and None.
-
-    tree: the same in OmegaConf.
-    """
-    is_section, resolved = isinstance(values, dict), {}
-    for key, value in values.items() if is_section else enumerate(values):
-        here = (*path, str(key))
-        try:
-            if isinstance(value, (dict, list)):
-                value = _interpolate(value, tree[key], here, origins, problems)
-            elif isinstance(value, str) and "${" in value:
-                value = tree[key]
-                if OmegaConf.is_config(value):
-                    value = OmegaConf.to_container(value, resolve=True)
-        except (OmegaConfBaseException, ValueError, RecursionError) as error:
-            if here == ("run", "dir") and origins.of(here) == "default":
-                continue  # the name that it interpolates is reported itself
-            value = None
-            what = f"cannot be interpolated: {_explain(error)}"
-            problems.append(Problem(here, what))
-        resolved[key] = value
-    return resolved if is_section else list(resolved.values())
-
-
-def _explain(error: Exception) -> str:
-    what = first_line(error)
-    if isinstance(error, RecursionError) or "ecursi" in what or "parent node" in what:
-        return "it leads back to itself"
-    if "is not a container" in what:
-        return "it looks for a key in what is no section"
-    if missing := re.fullmatch(r"Interpolation key '(.*)' not found", what):
-        return f"there is no key {missing[1]}"
-    if unsupported := re.fullmatch(r"Unsupported interpolation type (.*)", what):
-        forms = "${section.key}, ${oc.env:NAME} or ${stdlib:}"
-        return f"there is no resolver {unsupported[1]}; use {forms}"
-    return re.sub(r"^\w+ raised while resolving interpolation: ", "", what).strip('"')
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes text so that it is read as text: 1e-4 in quotes, ${ escaped."""
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_str(re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
-
-
-_Dumper.add_representer(str, _represent_text)
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
-
-
-def to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe with every key; it repeats the run."""
-    return yaml.dump(
-        _plain(recipe),
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        default_flow_style=None,
-        width=100,
-    )
-
-
-def scalar_as_yaml(value: Any) -> str:
-    """A value that is no section, on one line of YAML."""
-    text: str = yaml.dump(
-        value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**6
-    )
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _plain(value: Any) -> Any:
-    section = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return dataclasses.asdict(value) if section else value

@@ -1,14 +1,13 @@
 """Checks the keys of `model.config` against the source of transformers, without importing it.
 
-The import takes three seconds and torch, and transformers accepts unknown keys silently. A source
-without the expected form is not checked.
+The import takes three seconds and torch, and transformers accepts unknown keys silently.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,9 @@ _SET_ELSEWHERE = {
     "_attn_implementation": "model.attention",
     "dtype": "strategy.mixed_precision",
 }
-_HEADS = {
-    "causal_lm": "causal language model; llama, qwen3 and gpt2 are",
-    "sequence_classification": "sequence classifier; bert, roberta and llama are",
-}
+_DECLARED = re.compile(r"^    (\w+): (?!ClassVar)", re.MULTILINE)
+_ALIAS_OR_READ = re.compile(r'"(\w+)":|\bconfig\.(\w+)|getattr\((?:self\.)?config, "(\w+)"')
+"""Other keys: in the attribute_map of the class, or read by the model without being declared."""
 
 
 def config_problems(config: dict[str, Any], *, task: str) -> Iterator[tuple[str, str]]:
@@ -39,70 +37,29 @@ def config_problems(config: dict[str, Any], *, task: str) -> Iterator[tuple[str,
     spec = importlib.util.find_spec("transformers")  # finds the package, does not import it
     if spec is None or spec.origin is None:
         return
-    models = Path(spec.origin).parent / "models"
-    classes = _table(models / "auto/auto_mappings.py", "CONFIG_MAPPING_NAMES")
-    model_type = config.get("model_type")
-    if model_type is None:
-        types = "a model type of transformers, such as llama, qwen3 or gpt2"
-        yield "model_type", f"missing; must be given: {types}"
+    package = Path(spec.origin).parent
+    auto = package / "models" / "auto"
+    tables = runpy.run_path(str(auto / "auto_mappings.py"))
+    classes, model_type = tables["CONFIG_MAPPING_NAMES"], config.get("model_type")
+    if model_type not in classes:
+        near = suggestion(str(model_type), classes) or "; llama, qwen3 and gpt2 are some"
+        yield "model_type", f"must be a model type of transformers; got {model_type}{near}"
         return
-    if not isinstance(model_type, str) or (classes and model_type not in classes):
-        near = suggestion(str(model_type), classes)
-        yield "model_type", f"transformers has no model type {model_type!r}{near}"
+    heads = (auto / "modeling_auto.py").read_text()
+    heads = heads.partition(f"MODEL_FOR_{task.upper()}_MAPPING_NAMES = ")[2].partition("\n)")[0]
+    if f'"{model_type}"' not in heads:
+        yield "model_type", f"{model_type} is not available with model.task: {task}"
         return
-    heads = _table(models / "auto/modeling_auto.py", f"MODEL_FOR_{task.upper()}_MAPPING_NAMES")
-    if heads and model_type not in heads:
-        yield "model_type", f"{model_type} is no {_HEADS[task]}"
-        return
-    special = _table(models / "auto/auto_mappings.py", "SPECIAL_MODEL_TYPE_TO_MODULE_NAME")
-    module = special.get(model_type, model_type.replace("-", "_"))
-    class_name = classes.get(model_type, "")
-    own = _declared(models / f"{module}/configuration_{module}.py", class_name)
-    if not own:
-        return
-    base = _declared(models.parent / "configuration_utils.py", "PreTrainedConfig")
-    known = own | base | _LEGACY
+    special = tables["SPECIAL_MODEL_TYPE_TO_MODULE_NAME"]
+    folder = package / "models" / special.get(model_type, str(model_type).replace("-", "_"))
+    sources = "".join(file.read_text() for file in sorted(folder.glob("configuration_*.py")))
+    own = set(_DECLARED.findall(sources))
+    base = set(_DECLARED.findall((package / "configuration_utils.py").read_text()))
+    sources += "".join(file.read_text() for file in folder.glob("modeling_*.py"))
+    known = {name for groups in _ALIAS_OR_READ.findall(sources) for name in groups}
     for key in config:
         if key in _SET_ELSEWHERE:
             yield key, f"is set by {_SET_ELSEWHERE[key]}"
-        elif key not in known and not _read_by_model(models / module, key):
+        elif key not in own | base | known | _LEGACY:
             near = suggestion(key, own | base)
-            yield key, "unknown key" + (near or f"; {class_name} has {', '.join(sorted(own))}")
-
-
-def _read_by_model(folder: Path, key: str) -> bool:
-    """Whether the model's code reads this key: some classes do not declare all of their keys."""
-    name = re.escape(key)
-    reads = re.compile(rf"""\bconfig\.{name}\b|getattr\((?:self\.)?config, ["']{name}["']""")
-    return any(reads.search(_source(file)) for file in folder.glob("modeling_*.py"))
-
-
-@functools.cache
-def _source(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-@functools.cache
-def _table(file: Path, name: str) -> dict[str, str]:
-    """A module's `NAME = OrderedDict([(key, value), ...])`; empty where there is none."""
-    table = re.search(
-        rf"^{name} = OrderedDict\(\n(.*?)^\)", _source(file), re.MULTILINE | re.DOTALL
-    )
-    return dict(re.findall(r'\("([^"]+)", [("]*([^"]+)"', table[1])) if table else {}
-
-
-def _declared(file: Path, class_name: str) -> set[str]:
-    """Keys that a config class declares, with its bases in the same file; empty: no such class."""
-    pattern = rf"^class {class_name}\((\w*).*?\):\n(.*?)(?=^\S|\Z)"
-    found = re.search(pattern, _source(file), re.MULTILINE | re.DOTALL)
-    if found is None:
-        return set()
-    base, body = found.groups()
-    fields = set(re.findall(r"^    (\w+): (?!ClassVar)", body, re.MULTILINE))
-    aliases = re.search(r"^    attribute_map\b[^{]*\{(.*?)\}", body, re.MULTILINE | re.DOTALL)
-    return (
-        fields | set(re.findall(r'"(\w+)":', aliases[1] if aliases else "")) | _declared(file, base)
-    )
+            yield key, "unknown key" + (near or f"; known here: {', '.join(sorted(own))}")

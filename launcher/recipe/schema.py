@@ -11,14 +11,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 
+from launcher.recipe.schema_evaluation import Evaluation as Evaluation
+from launcher.recipe.schema_evaluation import Generate as Generate
+from launcher.recipe.schema_logging import Logging as Logging
+from launcher.recipe.schema_logging import Profile as Profile
+from launcher.recipe.schema_logging import Wandb as Wandb
 from launcher.recipe.schema_slurm import Slurm as Slurm
 from launcher.recipe.section import (
+    Folder,
+    FolderName,
     Fraction,
+    Function,
+    Name,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
+    Share,
+    Size,
     StrictFloat,
     Text,
     TextList,
@@ -33,9 +44,9 @@ DataKind = Literal["text", "tokens", "chat", "instruct", "classification"]
 class Run(Section):
     """Name, folder, length and safeguards of the run."""
 
-    name: Text
+    name: FolderName
     """Name of the run, and of its folder."""
-    dir: Text = DEFAULT_RUN_DIR
+    dir: Folder = DEFAULT_RUN_DIR
     """Folder of everything that the run writes; relative to the current folder."""
     seed: Annotated[StrictInt, Field(ge=0, le=2**32 - 1)] = 1234
     """Seed of the initial weights, the order of samples and dropout."""
@@ -75,12 +86,12 @@ class Model(Section):
     """Hugging Face checkpoint: a folder or a hub id."""
     config: dict[str, Any] | None = None
     """Or a transformers config: model_type and the fields of its config class."""
-    builder: Text | None = None
+    builder: Function | None = None
     """Or a function of yours, `package.module:function`, that returns a torch.nn.Module."""
     arguments: dict[str, Any] | None = None
     """Keyword arguments of the builder."""
     task: Literal["causal_lm", "sequence_classification"] = "causal_lm"
-    """The Auto class of transformers: AutoModelForCausalLM or AutoModelForSequenceClassification."""
+    """Class in transformers: AutoModelForCausalLM or AutoModelForSequenceClassification."""
     num_labels: Annotated[StrictInt, Field(ge=2)] | None = None
     """Classes, for task sequence_classification; null: those of data.labels, else of the config."""
     trust_remote_code: StrictBool = False
@@ -90,7 +101,10 @@ class Model(Section):
     attention: Text = "sdpa"
     """Any attention name of transformers: sdpa, eager, flash_attention_2, ..."""
     compile: StrictBool = False
-    """torch.compile each block."""
+    """torch.compile each block; what is compiled is kept in data.cache."""
+    chunked_loss: StrictBool = True
+    """Compute the loss for a chunk of the vocabulary at a time, so that full logits never exist. A
+    model whose logits are not a linear layer's output computes full logits anyway."""
     freeze: TextList | None = None
     """Parameters that are not trained: patterns of their names, such as `model.embed_tokens.*`."""
 
@@ -126,19 +140,19 @@ class Data(Section):
     """text: documents, for next-token training. tokens: rows of input_ids (and labels). chat:
     messages, loss on the assistant's turns. instruct: prompt and response, loss on the response.
     classification: text and label."""
-    train: TextList | Annotated[dict[str, Source], Field(min_length=1)] | None = None
+    train: TextList | Annotated[dict[Name, Source], Field(min_length=1)] | None = None
     """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
     `owner/name/config:split`). Or a mixture: {NAME: {files: [...], weight: 1.0}, ...}."""
-    validation: TextList | Annotated[dict[str, TextList], Field(min_length=1)] | None = None
+    validation: TextList | Annotated[dict[Name, TextList], Field(min_length=1)] | None = None
     """The same, for evaluation. Or several sets: a section of names, each a list of files."""
-    builder: Text | None = None
+    builder: Function | None = None
     """Instead of train and validation: a function of yours, `package.module:function` (see
     launcher/data/custom.py)."""
     arguments: dict[str, Any] | None = None
     """Keyword arguments of the builder."""
     tokenizer: Text | None = None
     """`bytes`, a folder with a Hugging Face tokenizer, or a hub id; null: the model's own."""
-    sequence_length: PositiveInt = 2048
+    sequence_length: Annotated[StrictInt, Field(ge=2)] = 2048
     """Tokens of a sequence."""
     packing: StrictBool = True
     """Fill sequences with several documents, attention and positions kept apart."""
@@ -174,8 +188,9 @@ class Data(Section):
     """Tokenize while training, for sets larger than the disk."""
     shuffle_buffer: PositiveInt = 1000
     """Rows held in memory to shuffle a stream, over all shards together."""
-    cache: Text | None = None
-    """Folder of tokenized data; null: $XDG_CACHE_HOME/launcher or ~/.cache/launcher."""
+    cache: Folder | None = None
+    """Folder of tokenized data, measured configurations and compiled graphs; null:
+    $XDG_CACHE_HOME/launcher or ~/.cache/launcher."""
 
 
 class Batch(Section):
@@ -191,7 +206,8 @@ class Batch(Section):
 
 
 class MixedPrecision(Section):
-    """Lower precision of compute and reduction. Master weights and optimizer state stay float32."""
+    """Lower precision of compute and reduction. Master weights stay float32; for the optimizer
+    state see optimizer.state_dtype."""
 
     param_dtype: Dtype = "bfloat16"
     """ddp: the autocast dtype; fsdp: gathered weights and compute."""
@@ -200,10 +216,14 @@ class MixedPrecision(Section):
 
 
 class CpuOffload(Section):
-    """Parameters, gradients and optimizer state live in host memory."""
+    """Parameters, gradients and optimizer state, or only the last, are not in GPU memory."""
 
+    what: Literal["all", "optimizer"] = "all"
+    """all: parameters, gradients, optimizer state. optimizer: its state, streamed by each step."""
     pin_memory: StrictBool = True
     """Page-locked, for copies that overlap with compute; used if the device is a GPU."""
+    optimizer_path: Folder | None = None
+    """Folder on a local disk for the optimizer state, in place of host memory; a file per rank."""
 
 
 class Strategy(Section):
@@ -214,13 +234,18 @@ class Strategy(Section):
     auto: the fastest that fits by the memory plan, together with activation_checkpointing."""
     mixed_precision: MixedPrecision | None = MixedPrecision()
     """null: float32 throughout."""
-    reshard_after_forward: StrictBool = True
-    """fsdp: free a block's unsharded weights after its forward pass; gather again for backward."""
+    shard_optimizer: StrictBool = False
+    """ddp: each rank holds the optimizer state of, and updates, its share of the parameters
+    (ZeRO-1). fsdp does so anyway."""
+    reshard_after_forward: StrictBool | Literal["auto"] = True
+    """fsdp: free a block's unsharded weights after its forward pass; gather again for backward
+    (ZeRO-3). false: keep them unsharded until the backward pass (ZeRO-2). auto: false if that fits
+    by the memory plan."""
     reshard_after_backward: StrictBool = True
     """fsdp; false: weights stay unsharded from the first to the last micro-batch of a step, which
     is faster and needs more memory."""
     cpu_offload: CpuOffload | None = None
-    """fsdp: {pin_memory: true} keeps the shards in host memory."""
+    """fsdp: {what: all} keeps the shards in host memory, {what: optimizer} the optimizer state."""
     replicate: PositiveInt = 1
     """fsdp: copies of the sharded model (hybrid sharding); 1: shard over all ranks."""
     sync_every_micro_batch: StrictBool | Literal["auto"] = "auto"
@@ -234,25 +259,37 @@ class ActivationCheckpointing(Section):
     mode: Literal["full", "selective"] = "full"
     """full: keep only the input of a block. selective: also the outputs of attention and of every
     other matrix product."""
+    budget: Size | Share | None = None
+    """selective: memory that blocks may keep for the backward pass of a micro-batch: a size, such
+    as 40GiB, or a share of what they keep without checkpointing. The most expensive operators that
+    fit are kept. null: attention and every other matrix product."""
     every_n_blocks: PositiveInt = 1
     """Checkpoint every n-th block."""
     offload_to_cpu: StrictBool = False
-    """Keep these activations in host memory."""
+    """Keep the inputs of these blocks in host memory, with copies beside compute."""
 
 
 class Optimizer(Section):
-    """AdamW (Loshchilov and Hutter, 2019), fused; weight decay on matrices only."""
+    """The optimizer; weight decay on matrices only."""
 
-    name: Literal["adamw"] = "adamw"
-    """The optimizer."""
+    name: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
+    """adamw: Loshchilov and Hutter, 2019. sgd: with momentum. adafactor: Shazeer and Stern, 2018;
+    its learning rate is relative to the root mean square of each parameter. muon: Jordan et al.,
+    2024, for the matrices of the blocks, with the learning rate of adamw, which does the rest."""
     learning_rate: NonNegativeFloat = 2.0e-5
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay rates of the two moments."""
+    """adamw, muon: decay rates of adamw's two moments."""
     eps: PositiveFloat = 1.0e-8
-    """Added to the denominator."""
+    """adamw, muon: added to adamw's denominator."""
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """adamw, muon: dtype of adamw's two moments of parameters with two dimensions or more.
+    bfloat16: rounded stochastically. int8: with a scale for each block of 256 numbers."""
+    momentum: Fraction = 0.9
+    """sgd, muon: decay rate of the momentum. sgd, 0: no momentum, and no state."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of parameters with two dimensions or more."""
+    """Weight decay of parameters with two dimensions or more. Decoupled, but with sgd added to the
+    gradient."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global 2-norm; null: never."""
 
@@ -264,21 +301,10 @@ class Schedule(Section):
     """Shape after the warm-up; wsd: constant, then linear decay over decay_steps."""
     warmup_steps: NonNegativeInt = 100
     """Steps of linear warm-up; the first step has learning_rate / warmup_steps."""
-    min_ratio: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.1
+    min_ratio: Share = 0.1
     """Learning rate of the last step, as a part of the peak."""
     decay_steps: PositiveInt | None = None
     """wsd: steps of decay at the end; null: a tenth of the run."""
-
-
-class Evaluation(Section):
-    """Loss on data.validation."""
-
-    every_steps: PositiveInt | None = 200
-    """Optimizer steps between evaluations; the last step is always evaluated. null: only that."""
-    max_batches: PositiveInt | None = None
-    """Micro-batches per rank of one evaluation; null: all."""
-    at_start: StrictBool = False
-    """Evaluate before the first step, too."""
 
 
 class Checkpoint(Section):
@@ -291,8 +317,10 @@ class Checkpoint(Section):
     """Checkpoints to keep."""
     keep_every: PositiveInt | None = None
     """Also keep checkpoints whose step is a multiple of this."""
-    keep_best: Literal["eval_loss"] | None = None
-    """eval_loss: also keep the checkpoint with the lowest evaluation loss."""
+    keep_best: Text | None = None
+    """Also keep the checkpoint with the lowest eval_loss, or with the highest value of another
+    metric of evaluations: eval_accuracy, eval_f1 (kind classification), eval_NAME (a metric of
+    evaluation.generate)."""
     resume: Text = "auto"
     """auto: resume from the newest valid checkpoint of run.dir, if there is one. never: start from
     scratch. Or the path of a checkpoint, to start an empty run.dir from; later starts resume from
@@ -308,44 +336,7 @@ class Checkpoint(Section):
     export_dtype: Dtype | None = None
     """Dtype of the exported weights; null: that of the initial checkpoint, else float32."""
     export_merged: StrictBool = False
-    """lora: true: export the whole model with the adapters merged. false: the adapters, for peft."""
-
-
-class Wandb(Section):
-    """Weights & Biases."""
-
-    project: Text
-    """Project that the run is shown under."""
-    mode: Literal["online", "offline"] = "online"
-    """offline: written to RUN_DIR/wandb, for `wandb sync`."""
-    entity: Text | None = None
-    """User or team; null: wandb's default."""
-
-
-class Logging(Section):
-    """Where metrics are written, besides metrics.jsonl and the console."""
-
-    every_steps: PositiveInt = 1
-    """Optimizer steps between lines. A step is logged after the next one has started, so that 1
-    does not delay a GPU."""
-    wandb: Wandb | None = None
-    """{project: NAME, mode: online | offline}."""
-    tensorboard: StrictBool = False
-    """Write RUN_DIR/tensorboard."""
-    memory_plan: StrictBool = False
-    """Plan the memory when training starts, and log how the measured peak compares. Takes seconds
-    of one core."""
-
-
-class Profile(Section):
-    """torch.profiler over a few steps: one Chrome trace per rank in RUN_DIR/profile."""
-
-    start_step: PositiveInt
-    """First step to profile, counted over the whole run."""
-    steps: PositiveInt
-    """Number of steps."""
-    memory_snapshot: StrictBool = False
-    """CUDA: also RUN_DIR/profile/memory_rank_N.pickle, for pytorch.org/memory_viz."""
+    """lora: true: export the model with the adapters merged. false: the adapters, for peft."""
 
 
 class Recipe(Section):

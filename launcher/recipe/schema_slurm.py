@@ -6,13 +6,43 @@ from typing import Annotated
 
 from pydantic import Field, StrictBool
 
-from launcher.recipe.section import NonNegativeInt, PositiveInt, Section, Text, TextList
+from launcher.recipe.section import (
+    ListOfOne,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    Text,
+    TextList,
+    form,
+)
+
+_Line = Annotated[
+    str, form(r"[^\x00-\x1f\x7f]+", "holds a character that cannot be written in a job script")
+]
+_Option = Annotated[
+    str, form(r"--?[a-zA-Z][\w-]*(=[^\n]*)?", "must be options, --name or --name=value")
+]
+_Options = Annotated[tuple[_Option, ...], Field(min_length=1), ListOfOne]
+_Nodes = Annotated[str, form(r"[1-9]\d*(-[1-9]\d*)?", "must be a number, or a range such as 2-4")]
+_Memory = Annotated[
+    str, form(r"\d+[KMGTkmgt]?", "must be a number with K, M, G or T, such as 500G")
+]
+_Time = Annotated[
+    str,
+    form(
+        r"(?i)\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE",
+        "must be minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS",
+    ),
+]
+_Variable = Annotated[
+    str, form(r"[A-Za-z_][A-Za-z0-9_]*", "must be the name of an environment variable")
+]
 
 
 class Slurm(Section):
     """What `launcher submit` requests from Slurm. Its arguments win: `submit time=1:30:00`."""
 
-    nodes: PositiveInt | Text = 1
+    nodes: PositiveInt | _Nodes = 1
     """Nodes; "2-4": as many of them as are free, another number after each requeue."""
     gpus_per_node: PositiveInt | None = None
     """GPUs per node; null: the ranks compute on the CPU."""
@@ -20,37 +50,37 @@ class Slurm(Section):
     """Ranks per node; null: one per GPU, or one."""
     cpus: PositiveInt | None = None
     """CPUs per node (sbatch --cpus-per-task); null: the partition's default."""
-    host_memory: Text | None = None
+    host_memory: _Memory | None = None
     """Host memory per node (sbatch --mem): 500G; "0": all; null: the partition's default."""
-    time: Text | None = None
+    time: _Time | None = None
     """Time limit of one allocation, in quotes: "12:00:00"; null: the partition's. The job continues
     in another allocation."""
-    partition: Text | None = None
+    partition: _Line | None = None
     """sbatch --partition."""
-    account: Text | None = None
+    account: _Line | None = None
     """sbatch --account."""
-    qos: Text | None = None
+    qos: _Line | None = None
     """sbatch --qos."""
-    constraint: Text | None = None
+    constraint: _Line | None = None
     """sbatch --constraint."""
-    exclude: Text | None = None
+    exclude: _Line | None = None
     """Nodes to exclude (sbatch --exclude)."""
-    reservation: Text | None = None
+    reservation: _Line | None = None
     """sbatch --reservation."""
-    mail: Text | None = None
+    mail: _Line | None = None
     """Address for mail when the job ends, fails or is requeued."""
-    sbatch_extra: TextList | None = None
+    sbatch_extra: _Options | None = None
     """Other options of sbatch, such as --exclusive."""
-    srun_extra: TextList | None = None
+    srun_extra: _Options | None = None
     """Other options of the srun that starts the ranks, such as --container-image=IMAGE."""
     setup: TextList | None = None
     """Lines of bash that prepare the environment of all nodes: module load, source .../activate.
     They run on the first node."""
-    environment: Annotated[dict[str, Text], Field(min_length=1)] | None = None
+    environment: Annotated[dict[_Variable, Text], Field(min_length=1)] | None = None
     """Environment variables, set after setup: {NCCL_IB_HCA: mlx5}."""
-    interface: Text | None = None
+    interface: _Line | None = None
     """Network interface of NCCL, gloo and the rendezvous, such as ib0; null: chosen by them."""
-    python: Text | None = None
+    python: _Line | None = None
     """Python of the ranks; null: the one that runs `launcher submit`."""
     max_restarts: NonNegativeInt = 3
     """Restarts within an allocation (torchrun --max-restarts)."""

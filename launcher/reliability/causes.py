@@ -50,13 +50,13 @@ def first_cause(error: BaseException) -> BaseException:
 
     For example, a loader process that is terminated while a lost connection is handled raises too.
     """
-    cause, earlier = error, error
-    while before := earlier.__cause__ or (
-        None if earlier.__suppress_context__ else earlier.__context__
-    ):
-        earlier = before
+    cause = error
+    earlier: BaseException | None = error
+    while earlier is not None:
         if lost_a_peer(earlier) or ran_out_of_memory(earlier):
             cause = earlier
+        hidden = earlier.__suppress_context__
+        earlier = earlier.__cause__ or (None if hidden else earlier.__context__)
     return cause
 
 
@@ -70,22 +70,22 @@ def describe(error: BaseException) -> str:
 class Account(Protocol):
     """What is known about exhausted memory (`planner/out_of_memory.py`)."""
 
-    told: str
+    message: str
     """Printed at once."""
     noted: dict[str, Any]
     """For events.jsonl."""
     restarts_now: bool
-    """torchrun restarts the run with a smaller micro-batch, so the plan is not asked."""
+    """torchrun restarts the run with a smaller micro-batch, so nothing is planned."""
 
     def conclude(self, seconds: float) -> str:
         """The answer of the memory plan, within this time."""
 
 
 class PostMortem(Protocol):
-    """Examines why memory ran out."""
+    """Examines why memory ran out: in this process, or where the kernel killed another one."""
 
     def examine(self, error: BaseException, *, step: int, phase: str, micro_batch: int) -> Account:
-        """On the rank that ran out of memory. step: the last finished one."""
+        """step: the last finished one."""
 
-    def killed(self, who: str, step: int) -> Account:
-        """On a node where the kernel killed a process."""
+    def killed(self, process: str, step: int) -> Account:
+        """process: the name of the killed one. step: the last finished one."""

@@ -15,11 +15,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn, TextIO
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
@@ -40,13 +40,13 @@ from launcher.reliability.causes import (
     ran_out_of_memory,
     timed_out,
 )
-from launcher.reliability.lock import Ownership
-from launcher.reliability.neighbours import Neighbours
+from launcher.reliability.lock import Ownership, process_start, this_machine
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder
 
 # Keys of the store
 _CLAIMS, _REPORTED, _OWNER = "failed/claims", "failed/reported", "owner"
+_PROCESS = "process/{}".format
 _NOTICED, _ENDED = "failed/noticed_{}".format, "failed/rank_{}".format
 """By rank: it noticed another rank's failure; it failed itself or ended in order."""
 
@@ -55,9 +55,50 @@ _REPORT_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
 """Time for the metrics services to take the last records. torchrun kills a rank after 30."""
 
+Cause = tuple[str, str, Account | None]
+"""Reason and message of a failure, and what is known about memory if it ran out."""
+
+
+class Neighbours:
+    """The other ranks on this node, whose end the kernel shows at once.
+
+    torchrun numbers the ranks of a node consecutively.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self._rank = environment.rank
+        first = max(0, environment.rank - environment.local_rank)
+        last = min(environment.world_size, first + environment.local_world_size)
+        self._others = [rank for rank in range(first, last) if rank != self._rank]
+        self.processes: dict[int, tuple[int, int]] = {}
+        """Process id and start by rank."""
+        self.known = False
+        """Whether `find` has succeeded."""
+
+    def find(self, store: Store) -> None:
+        """Publishes this rank's process, and reads those of the others once all are published."""
+        machine, own = this_machine(), os.getpid()
+        store.set(_PROCESS(self._rank), f"{machine} {own} {process_start(own)}")
+        if store.check([_PROCESS(rank) for rank in self._others]):
+            for rank in self._others:
+                where, pid, start = store.get(_PROCESS(rank)).decode().split()
+                if where == machine:
+                    self.processes[rank] = int(pid), int(start)
+            self.known = True
+
+    def lost(self) -> list[int]:
+        """Ranks whose processes have ended, for any reason. Does not use the store."""
+        processes = self.processes.items()
+        ended = [rank for rank, (pid, start) in processes if process_start(pid) != start]
+        # Without free file descriptors not even this process can be read: then nothing is known
+        return ended if ended and process_start(os.getpid()) is not None else []
+
 
 class FailureWatch:
-    """This rank's part in reporting a failure and ending the run."""
+    """This rank's part in reporting a failure and ending the run.
+
+    An exception inside its context ends this process and all other ranks.
+    """
 
     def __init__(
         self,
@@ -77,68 +118,65 @@ class FailureWatch:
         self.neighbours = Neighbours(environment)
         self.claimed = False
         """A thread of this rank reports the failure; no other one may end the process meanwhile."""
-        self.store_blocked = False
-        """The store neither answers nor fails: it must not be called."""
         self._stopped_status = EXIT_DONE if environment.torchrun else EXIT_STOPPED
         self._found = run.read_status()
-        self._shared = store
-        # A separate connection: that of the process group may wait for a lost rank
-        self.store = self._connect()
+        self._shared, self.store = store, self._connect(store)
         self._killed = host_memory.killed()
         self._claiming, self._ending = threading.Lock(), threading.Lock()
 
-    def _connect(self) -> Store:
+    def _connect(self, shared: Store) -> Store:
+        """A separate connection: that of the process group may wait for a lost rank."""
         if self.ranks == 1:
-            return self._shared
-        store: Store = self._shared.clone()  # type: ignore[attr-defined]
+            return HashStore()
+        store: Store = shared.clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=10))
         return store
 
-    def share_owner(self) -> None:
-        """Shares rank 0's record in RUN_DIR/owner: any rank may have to write a failure there."""
-        ownership = self.run.ownership
+    def __enter__(self) -> FailureWatch:
+        # Shares rank 0's record in RUN_DIR/owner: any rank may have to write a failure there
         if self.ranks > 1 and self.rank == 0:
+            ownership = self.run.ownership
             self._shared.set(_OWNER, ownership.name if ownership is not None else "")
         elif self.ranks > 1 and (name := self._shared.get(_OWNER).decode()):
             self.run.ownership = Ownership.follow(self.run.path, name)
+        return self
 
-    def close(self) -> None:
-        """This rank ends in order, so its neighbours must not report a lost process."""
-        if self.ranks > 1:
-            with contextlib.suppress(Exception):
-                self._announce_end()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and not isinstance(error, SystemExit):
+            self.end(self.report_exception(error))
+        self.announce_end()
 
-    def _announce_end(self) -> None:
-        self.notice()
-        self.store.set(_ENDED(self.rank), "")
+    def announce_end(self) -> None:
+        """This rank ends in order, or has failed: its neighbours must not report a lost process."""
+        with contextlib.suppress(Exception):
+            self.notice()
+            self.store.set(_ENDED(self.rank), "")
 
     # Claims
 
-    def claim(self) -> bool:
+    def claim(self, *, ask_store: bool = True, ends: bool = True) -> bool:
         """True for one thread of one rank, which then must `report`.
 
-        If the store fails or blocks, status.json decides, which changes once a rank has reported.
+        If the store fails, status.json decides, which changes once a rank has reported. ends: this
+        rank ends even if it does not report.
         """
-        if self.store_blocked:
-            return self._claim_by_status()
         with self._claiming:
             if self.claimed:
                 return False
-            try:
-                first = self.store.add(_CLAIMS, 1) == 1
+            first = None
+            if ask_store:
+                with contextlib.suppress(Exception):
+                    first = self.store.add(_CLAIMS, 1) == 1
+            if first is None:
+                time.sleep(min(5.0, 0.2 * self.rank))  # one rank after the other
+                self.claimed = self._state() == "running"
+            else:
                 self.claimed = first and self._state() != "failed"
-                if first and not self.claimed:  # a rank reported while the store was blocked
+                if first and not self.claimed:  # a rank that the store did not answer has reported
                     self._set_reported(EXIT_FAILED)
-            except Exception:
-                self._claim_by_status()
-            with contextlib.suppress(Exception):
-                self._announce_end()
+            if ends or self.claimed:
+                self.announce_end()
             return self.claimed
-
-    def _claim_by_status(self) -> bool:
-        time.sleep(min(5.0, 0.2 * self.rank))  # one rank after the other
-        self.claimed = self._state() == "running"
-        return self.claimed
 
     def _state(self) -> str | None:
         """Of status.json; `running` if it was not written since this process started."""
@@ -154,9 +192,9 @@ class FailureWatch:
         """Announces that this rank runs and has noticed the claim."""
         self.store.set(_NOTICED(self.rank), "")
 
-    def stopped(self) -> bool:
-        """Whether a rank has ended the run on request before the first step."""
-        return self.store.check([_REPORTED]) and self.wait_for_report() == self._stopped_status
+    def ended(self, rank: int) -> bool:
+        """Whether a rank has failed or ended in order."""
+        return bool(self.store.check([_ENDED(rank)]))
 
     def wait_for_report(self) -> int:
         """Waits for the rank that claimed, and returns the exit status for all.
@@ -171,9 +209,8 @@ class FailureWatch:
         return EXIT_FAILED
 
     def _set_reported(self, status: int) -> None:
-        if not self.store_blocked:
-            with contextlib.suppress(Exception):
-                self.store.set(_REPORTED, str(status))
+        with contextlib.suppress(Exception):
+            self.store.set(_REPORTED, str(status))
 
     # Reports
 
@@ -195,22 +232,22 @@ class FailureWatch:
                 self._print(str(error))
         self.environment.tell_agent(text)
         if account is not None:
-            self._add_conclusion(account, text)
+            text = f"{text}\n{self._conclude(account)}"
+            self.environment.tell_agent(text)
+            with contextlib.suppress(OSError, TrainingError):
+                self.run.write_status("failed", step=step, reason=reason, error=text)
         self._set_reported(status)
 
-    def _add_conclusion(self, account: Account, text: str) -> None:
+    def _conclude(self, account: Account) -> str:
+        """Prints and returns what would fit, by the memory plan."""
         if not account.restarts_now:
             self._print("asking the memory plan what would fit ...")
         try:
-            more = account.conclude(_REPORT_SECONDS)
+            text = account.conclude(_REPORT_SECONDS)
         except Exception as error:
-            more = f"what would fit could not be found out: {describe(error)}"
-        self._print(more)
-        text = f"{text}\n{more}"
-        self.environment.tell_agent(text)
-        with contextlib.suppress(OSError, TrainingError):
-            step = self.progress.step
-            self.run.write_status("failed", step=step, reason="out_of_memory", error=text)
+            text = f"what would fit could not be found out: {describe(error)}"
+        self._print(text)
+        return text
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the reader of the console may be gone
@@ -238,17 +275,20 @@ class FailureWatch:
         self.report(reason, text, account, status=status)
         return status
 
-    def _cause(self, error: BaseException) -> tuple[str, str, Account | None]:
-        """Reason and message, and what is known about memory if it ran out."""
+    def _cause(self, error: BaseException) -> Cause:
         name, step = f"rank {self.rank} of {self.ranks}", self.progress.step + 1
         if isinstance(error, TrainingError):
             return error.reason, f"failed after step {step - 1}: {error}", None
         if isinstance(error, RecipeError):
             return "recipe", str(error), None
         if ran_out_of_memory(error):
-            account = self._examine(error)
-            text = f"{name} ran out of memory in step {step}: {describe(error)}"
-            return "out_of_memory", account.told if account else text, account
+            phase, number = self.progress.phase, self.progress.micro_batch
+            return self._out_of_memory(
+                f"{name} ran out of memory in step {step}: {describe(error)}",
+                lambda post_mortem: post_mortem.examine(
+                    error, step=step - 1, phase=phase, micro_batch=number
+                ),
+            )
         if "DataLoader worker" in str(error) and host_memory.killed_since(self._killed):
             return self._killed_by_kernel(f"a loader process of {name}")
         if lost_a_peer(error):
@@ -258,25 +298,19 @@ class FailureWatch:
                 text = f"{name} lost the other ranks and their store in step {step}. Is the "
                 return "rank_lost", f"{text}network down, or the node of rank 0?", None
             if silent and late:
-                text = f"{self._names(silent)} did not answer in step {step} "
-                text += "within the time limit of a collective (run.timeout)"
-                return "timeout", text, None
+                text = f"{self._names(silent)} did not answer in step {step} within the time limit "
+                return "timeout", f"{text}of a collective (run.timeout)", None
             if silent:
                 return self._loss(silent)
         return "error", f"{name} failed in step {step}: {describe(error)}", None
 
-    def _examine(self, error: BaseException) -> Account | None:
-        """None: the memory is not known yet, or the examination fails."""
-        progress = self.progress
+    def _out_of_memory(self, text: str, ask: Callable[[PostMortem], Account]) -> Cause:
+        """text: for where the memory is not known yet, or the examination fails."""
+        account = None
         with contextlib.suppress(Exception):
             if self.post_mortem is not None:
-                return self.post_mortem.examine(
-                    error,
-                    step=progress.step,
-                    phase=progress.phase,
-                    micro_batch=progress.micro_batch,
-                )
-        return None
+                account = ask(self.post_mortem)
+        return "out_of_memory", account.message if account else text, account
 
     # Lost ranks
 
@@ -287,15 +321,14 @@ class FailureWatch:
         if the store fails.
         """
         if ask_store:
-            lost = [rank for rank in lost if not self.store.check([_ENDED(rank)])]
-        if lost and self.claim():
+            lost = [rank for rank in lost if not self.ended(rank)]
+        if lost and self.claim(ask_store=ask_store):
             reason, text, account = self._loss(lost)
             text += f"\nRank {self.rank}, on the same node, found its process gone"
             self.report(reason, text, account)
             self.end(EXIT_FAILED)
 
-    def _loss(self, lost: list[int]) -> tuple[str, str, Account | None]:
-        """As `_cause`, for ranks that were killed."""
+    def _loss(self, lost: list[int]) -> Cause:
         names = self._names(lost)
         if host_memory.killed_since(self._killed):
             return self._killed_by_kernel(names)
@@ -303,13 +336,12 @@ class FailureWatch:
         text += "Exit code -9 means killed, for example by the kernel when host memory ran out"
         return "rank_lost", text, None
 
-    def _killed_by_kernel(self, name: str) -> tuple[str, str, Account | None]:
-        account = None
-        with contextlib.suppress(Exception):
-            if self.post_mortem is not None:
-                account = self.post_mortem.killed(name, self.progress.step)
-        text = f"{name} was killed by the kernel because host memory ran out"
-        return "out_of_memory", account.told if account else text, account
+    def _killed_by_kernel(self, name: str) -> Cause:
+        text, step = (
+            f"{name} was killed by the kernel because host memory ran out",
+            self.progress.step,
+        )
+        return self._out_of_memory(text, lambda post_mortem: post_mortem.killed(name, step))
 
     def _names(self, ranks: list[int]) -> str:
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.ranks}"
@@ -334,6 +366,7 @@ class FailureWatch:
         """Ends this rank, and with it all others, as stopped: there is nothing to save."""
         with contextlib.suppress(Exception):
             # torchrun ends the ranks with the same signal after one of them has failed
+            self.neighbours.find(self.store)
             self.report_lost(self.neighbours.lost())
         if not self.claim():
             self.end(self.wait_for_report())
@@ -355,25 +388,6 @@ class FailureWatch:
             closing.join(_CLOSE_SECONDS)
         self.run.release()
         end_process(status)
-
-
-@contextlib.contextmanager
-def failing_together(
-    store: Store, *, environment: Environment, run: RunFolder, console: TextIO, progress: Progress
-) -> Iterator[FailureWatch]:
-    """An exception inside ends this process and all other ranks."""
-    failures = FailureWatch(
-        store, environment=environment, run=run, console=console, progress=progress
-    )
-    try:
-        failures.share_owner()
-        yield failures
-    except SystemExit:
-        raise
-    except BaseException as error:
-        failures.end(failures.report_exception(error))
-    finally:
-        failures.close()
 
 
 def end_process(status: int) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 import traceback
@@ -42,16 +43,11 @@ def process_state(pid: int) -> list[str]:
         except OSError as error:
             return f"({error.strerror})"
 
-    status = dict(line.split(":\t", 1) for line in read("status").splitlines() if ":\t" in line)
-    if not status:
-        return ["State: ended, there is no such process"]
-    state = f"State: {status.get('State', '?').strip()}"
-    return [
-        state,
-        f"waits in the kernel in: {read('wchan') or '?'}",
-        "kernel stack:",
-        read("stack"),
-    ]
+    state = re.search(r"^State:.*", read("status"), re.MULTILINE)
+    if state is None:
+        return [f"process {pid} has ended"]
+    waits = f"waits in the kernel in: {read('wchan') or '?'}"
+    return [f"process {pid}", state[0].replace("\t", " "), waits, "kernel stack:", read("stack")]
 
 
 def flight_recorder() -> bytes | None:

@@ -2,9 +2,9 @@
 
 RUN_DIR/owner holds numbered records, and the highest number owns the folder. To take the folder is
 to create the next number, which a file system lets only one process do (O_EXCL, on NFS too).
-Nothing is ever replaced, so two processes that find the same dead owner cannot both succeed it. The
-owner touches its record as a heartbeat. An owner that finds a higher number is fenced off: it
-writes nothing more.
+Records are never replaced or removed, so two processes that find the same dead owner cannot both
+succeed it. The owner touches its record as a heartbeat. An owner that finds a higher number is
+fenced off: it writes nothing more.
 
 Clocks of different machines are never compared. On the owner's machine its process is looked up.
 Elsewhere its record is watched, for longer than the interval between heartbeats and the time for
@@ -34,11 +34,14 @@ TOUCH_SECONDS = 15.0
 """Between heartbeats."""
 LEASE_SECONDS = 120.0
 """An owner on another machine without a heartbeat for so long is gone."""
-_ABANDONED_SECONDS = 3600.0
-"""A record this old by this machine's clock is not watched first: no clock is so wrong."""
-_RELEASED = "released"
+_RELEASED = ".released"
+"""Suffix of the file that releases a record."""
 
 logger = logging.getLogger(__name__)
+
+
+class OwnedError(RecipeError):
+    """Another process owns the folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,20 @@ class Owner:
         job = f", Slurm job {self.job}" if self.job else ""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
         return f"process {self.pid} on {self.host}{job}, since {since}"
+
+    @classmethod
+    def new(cls, environment: Environment) -> Owner:
+        return cls(
+            host=socket.gethostname(),
+            machine=this_machine(),
+            pid=os.getpid(),
+            started=process_start(os.getpid()) or 0,
+            job=environment.job,
+            job_restart_count=environment.job_restart_count,
+            run_id=environment.run_id,
+            meeting_point=environment.meeting_point,
+            time=time.time(),
+        )
 
     def alive(self) -> bool | None:
         """Whether the process runs; None: it is on another machine."""
@@ -88,26 +105,11 @@ def this_machine() -> str:
         return socket.gethostname()
 
 
-def _new_owner(environment: Environment) -> Owner:
-    return Owner(
-        host=socket.gethostname(),
-        machine=this_machine(),
-        pid=os.getpid(),
-        started=process_start(os.getpid()) or 0,
-        job=environment.job,
-        job_restart_count=environment.job_restart_count,
-        run_id=environment.run_id,
-        meeting_point=environment.meeting_point,
-        time=time.time(),
-    )
-
-
 def succeeds(new: Owner, old: Owner) -> bool:
     """Whether `new` is a later start of the same job. It takes over even if `old` may still run,
     for example on a node that the scheduler has lost."""
-    if new.job is not None and new.job == old.job:
-        if new.job_restart_count != old.job_restart_count:
-            return new.job_restart_count > old.job_restart_count
+    if new.job == old.job is not None and new.job_restart_count != old.job_restart_count:
+        return new.job_restart_count > old.job_restart_count
     # Ranks with the same run id and meeting point belong to one torchrun, which has one generation
     # of workers at a time. The run id alone may be another torchrun's, and every machine has a
     # localhost: there the old process is looked up
@@ -118,7 +120,7 @@ def succeeds(new: Owner, old: Owner) -> bool:
 
 
 def _records(folder: Path) -> list[tuple[int, Path]]:
-    """Numbers and files, the highest last."""
+    """Numbers and files, the highest last: NUMBER.json, and NUMBER.released once released."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -150,7 +152,7 @@ def current_owner(run_dir: Path) -> tuple[Owner, bool | None] | None:
     """
     records = _records(run_dir / "owner")
     owner = _read(records[-1][1]) if records else None
-    if owner is None or records[-1][1].name.endswith(_RELEASED):
+    if owner is None:  # also after a release
         return None
     alive, touched = owner.alive(), _touched(records[-1][1])
     if alive is None and touched and time.time() - touched / 1e9 < LEASE_SECONDS:
@@ -175,30 +177,22 @@ class Ownership:
         Waits for up to LEASE_SECONDS if the owner was on another machine and did not release it.
         Raises RecipeError if another job owns the folder; nothing was changed then.
         """
-        folder, mine = run_dir / "owner", _new_owner(environment)
+        folder, mine = run_dir / "owner", Owner.new(environment)
         while True:
             records = _records(folder)
             number, last = records[-1] if records else (0, folder)
-            free = not records or last.name.endswith(_RELEASED)
-            owner = None if free else _read_complete(last)
+            owner = None if last.name.endswith(_RELEASED) else _read_complete(last)
             if owner is not None and not succeeds(mine, owner):
                 _refuse_if_alive(run_dir, owner, last)
             record = folder / f"{number + 1:08}.json"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                created = _create(record, mine)
+                if _create(record, mine):
+                    return cls(record, own=True)
             except OSError as error:
                 text = f"run.dir: {run_dir} cannot be written to: {error.strerror}"
                 raise RecipeError(text) from None
-            if not created:
-                continue  # another process was faster: look at its record
-            if _records(folder)[-1][0] != number + 1:
-                # This process was slow: others took and released the folder since it looked
-                record.unlink(missing_ok=True)
-                continue
-            for _, file in records:
-                file.unlink(missing_ok=True)
-            return cls(record, own=True)
+            # Another process was faster: look at its record
 
     @classmethod
     def follow(cls, run_dir: Path, name: str) -> Ownership:
@@ -228,7 +222,7 @@ class Ownership:
         self._released.set()
         with contextlib.suppress(OSError, TrainingError):
             self.check()
-            self._record.rename(self._record.with_suffix(f".{_RELEASED}"))
+            self._record.with_suffix(_RELEASED).touch()
 
     def _touch(self) -> None:
         while not self._released.wait(TOUCH_SECONDS):
@@ -239,7 +233,7 @@ class Ownership:
 def _read_complete(record: Path) -> Owner | None:
     """None: no owner. A process whose record stays unreadable for a second has died."""
     for _ in range(10):
-        if (owner := _read(record)) is not None or not record.exists():
+        if (owner := _read(record)) is not None or not record.is_file():
             return owner
         time.sleep(0.1)
     return None
@@ -262,23 +256,21 @@ def _create(record: Path, owner: Owner) -> bool:
 
 def _refuse_if_alive(run_dir: Path, owner: Owner, record: Path) -> None:
     """Raises RecipeError if the owner is alive; returns if it is gone."""
-    refusal = RecipeError(
+    refusal = OwnedError(
         f"run.dir: {run_dir} is in use: {owner.describe()}; nothing was changed there. "
         f"Wait for that run, stop it (touch {run_dir}/stop), or give another run.dir"
     )
     alive, touched = owner.alive(), _touched(record)
     if alive:
         raise refusal
-    old = touched is None or time.time() - max(touched / 1e9, owner.time) > _ABANDONED_SECONDS
-    if alive is False or old:
+    if alive is False:
         return
     last, lease = f"{run_dir} was last written to by {owner.describe()}", f"{LEASE_SECONDS:.0f} s"
     logger.warning("%s: waiting up to %s for a heartbeat", last, lease)
     deadline = time.monotonic() + LEASE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(min(1.0, LEASE_SECONDS / 10))
-        now = _touched(record)
-        if now is None:
+        if _records(record.parent)[-1][1] != record:
             return  # released or taken, which creating the next number will show
-        if now != touched:
+        if _touched(record) != touched:
             raise refusal

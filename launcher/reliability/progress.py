@@ -23,7 +23,7 @@ class Progress:
         self.preparing = True
         """No step has begun, so a requested stop has nothing to save."""
 
-    def beat(self, phase: str) -> None:
+    def heartbeat(self, phase: str) -> None:
         """A heartbeat: a phase begins."""
         self.phase = phase
         self.beats += 1
@@ -35,15 +35,15 @@ class Progress:
     def slow_until_step(self, phase: str) -> None:
         """Suspends hang detection until the next step is done."""
         self.slow_phase = phase
-        self.beat(phase)
+        self.heartbeat(phase)
 
     @contextlib.contextmanager
     def slow(self, phase: str) -> Iterator[None]:
         """Suspends hang detection, for long work without heartbeats."""
         before, self.slow_phase = self.slow_phase, phase
-        self.beat(phase)
+        self.heartbeat(phase)
         try:
             yield
         finally:
             self.slow_phase = before
-            self.beat(f"after {phase}")
+            self.heartbeat(f"after {phase}")

@@ -17,7 +17,7 @@ from launcher.errors import RecipeError
 from launcher.reliability.lock import Ownership
 
 State = Literal["running", "finished", "stopped", "failed"]
-Event = Literal["started", "resumed", "saved", "failed", "stopped", "finished"]
+Event = Literal["started", "built", "resumed", "saved", "verdict", "failed", "stopped", "finished"]
 
 
 class RunFolder:
@@ -76,6 +76,7 @@ class RunFolder:
             ranks=environment.world_size,
             job_restart_count=environment.job_restart_count,
             restart_count=environment.restart_count,
+            from_scratch=self.resume == "never",
             **_identity(environment),
         )
 
@@ -99,8 +100,8 @@ class RunFolder:
 
     # Files
 
-    def create(self, recipe_yaml: str, *, anew: bool = True) -> None:
-        """Makes the folder and writes the recipe. anew: not a resume, so empties the metrics.
+    def create(self, recipe_yaml: str, *, from_scratch: bool = True) -> None:
+        """Makes the folder and writes the recipe. from_scratch: also empties metrics.jsonl.
 
         Raises RecipeError if that is not possible.
         """
@@ -108,8 +109,9 @@ class RunFolder:
         try:
             self.log.mkdir(parents=True, exist_ok=True)
             (self.path / "recipe.yaml").write_text(recipe_yaml)
-            if anew:
+            if from_scratch:
                 self.metrics.write_text("")
+                (self.path / "samples.jsonl").unlink(missing_ok=True)
         except OSError as error:
             text = f"run.dir: {self.path} cannot be written to: {error.strerror}"
             raise RecipeError(text) from None
@@ -146,9 +148,11 @@ class RunFolder:
         start), `ranks` (the last ones given) and the keywords.
 
         started: `found`, `found_step` and `found_time` are the state in which the last attempt left
-        the folder. resumed: `step`, and `origin`, a path in checkpoint.resume. saved: `step`,
-        `seconds`, `bytes`. failed, stopped: `step`, `reason`; out of memory in training: also
-        `micro_batch_size`, `device`, `sequence_length`. finished: `step`.
+        the folder; `from_scratch`: it does not resume. built: what `describe_start` returns.
+        resumed: `step`, `skipped_batches` (see `Position`), and `origin`, a path in
+        checkpoint.resume. saved: `step`, `seconds`, `bytes`. failed, stopped: `step`, `reason`; out
+        of memory in training: also `micro_batch_size`, `device`, `sequence_length`. finished:
+        `step`. verdict: `step`, `text`, and `shares` of the time of a step.
         """
         self.check()
         self._ranks = ranks if ranks is not None else self._ranks
@@ -192,25 +196,17 @@ def append_line(file: Path, line: dict[str, Any]) -> None:
         stream.write(b"\n" * bool(torn) + json.dumps(line).encode() + b"\n")
 
 
-def read_lines(text: str) -> list[dict[str, Any]]:
-    """Objects of a .jsonl file, without incomplete lines."""
-    found = []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            value = json.loads(line)
-            if isinstance(value, dict):
-                found.append(value)
-    return found
-
-
 def read_jsonl(file: Path, *, size: int | None = None) -> list[dict[str, Any]]:
-    """Objects of a .jsonl file, or of its last `size` bytes; empty if there is no such file."""
-    try:
-        with file.open("rb") as stream:
-            stream.seek(max(0, file.stat().st_size - size) if size is not None else 0)
-            return read_lines(stream.read().decode(errors="replace"))
-    except OSError:
-        return []
+    """Objects of a .jsonl file, or of its last `size` bytes, without incomplete lines; empty if
+    there is no such file."""
+    found: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - size) if size is not None else 0)
+        for line in stream.read().splitlines():
+            with contextlib.suppress(ValueError):
+                value = json.loads(line)
+                found += [value] if isinstance(value, dict) else []
+    return found
 
 
 def last_line(file: Path, *, having: str = "step") -> dict[str, Any]:

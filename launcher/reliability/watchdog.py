@@ -1,15 +1,15 @@
-"""Two threads of each rank that notice what the training loop cannot.
+"""A thread of each rank that notices what the training loop cannot.
 
-`_watch_process`, without the other ranks: torchrun's agent has ended, a file asks to save or to
-stop, a signal arrived, the store does not answer. `_watch_ranks`, over the store: a rank failed, a
-process of this node was killed, a rank hangs. They are two because a call of the store blocks for
-as long as the agent that hosts it is stopped (SIGSTOP, a frozen node).
+Without the other ranks: torchrun's agent has ended, a file asks to save or to stop, a signal
+arrived. Over the store that the ranks share: a rank failed, a process of this node was killed, a
+rank hangs.
 
-The training loop leaves heartbeats (`Progress.beat`, a few attributes), which each rank publishes
-in the store every second. Rank 0 judges them; if rank 0 is silent, the first rank that notices
-does. A rank is silent if it does not publish either: its process is stopped or swapped out, or a
-call keeps the interpreter's lock. Time is counted in rounds of the judging rank, so a process that
-was stopped itself does not judge the others by the clock.
+The training loop leaves heartbeats (`Progress.heartbeat`, a few attributes). The first rank without
+one for run.hang_timeout asks all ranks for their stacks, and reports which rank is behind. A rank
+that does not answer is stopped or swapped out, or a call keeps its interpreter's lock.
+
+A call of the store blocks while the agent that hosts it is stopped (SIGSTOP, a frozen node). It
+then fails after run.hang_timeout (`limit_store_calls`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
+from launcher.distributed.network import KEEPALIVE_SECONDS, limit_store_calls
 from launcher.errors import EXIT_FAILED, TrainingError
 from launcher.reliability import hang_report
 from launcher.reliability.failures import FailureWatch
-from launcher.reliability.lock import this_machine
 from launcher.reliability.signals import StopRequest
 
 _ROUND_SECONDS = 1.0
@@ -39,71 +38,54 @@ _NEIGHBOUR_LOST_SECONDS = 3.0
 """Time that the store may fail before a lost neighbour is reported without it."""
 _STORE_LOST_SECONDS = 10.0
 """Time that the store may fail before it counts as gone."""
-_DUMP_SECONDS = 5.0
+_ANSWER_SECONDS = 5.0
 """Time for the ranks to write their stacks when one hangs."""
 # Keys of the store
-_JUDGES, _VERDICT = "watch/judges", "watch/verdict"
-_STATE, _DUMPED = "watch/{}".format, "watch/dumped/{}".format
+_SLOW, _HANG, _ANSWER = "watch/slow", "watch/hang", "watch/answer_{}".format
 
-State = dict[str, Any]
-"""What a rank publishes."""
-
-
-@contextlib.contextmanager
-def watching(failures: FailureWatch, *, stop: StopRequest, hang_timeout: float) -> Iterator[Watch]:
-    """Watches as long as the context lasts. Every rank must enter it."""
-    watch = Watch(failures, stop=stop, hang_timeout=hang_timeout)
-    watch.start()
-    try:
-        yield watch
-    finally:
-        watch.close()
+Answer = dict[str, Any]
+"""A rank's position in its code, and what it knows of its neighbours."""
 
 
 class Watch:
-    """The watchdog of one rank."""
+    """The watchdog of one rank, as long as its context lasts. Every rank must enter it."""
 
     def __init__(self, failures: FailureWatch, *, stop: StopRequest, hang_timeout: float) -> None:
         self._failures, self._stop, self._hang_timeout = failures, stop, hang_timeout
-        self._environment, self._run = failures.environment, failures.run
-        self._progress, self._store = failures.progress, failures.store
+        self._run, self._progress, self._store = failures.run, failures.progress, failures.store
         self._rank, self._ranks = failures.rank, failures.ranks
         self._period = min(_ROUND_SECONDS, max(0.2, hang_timeout / 10))
-        self._silent_after = min(0.8 * hang_timeout, max(2.0, 5 * self._period))
         self._save_file, self._stop_file = self._run.path / "save", self._run.path / "stop"
         self._save = self._stopped_by_file = False
         self._position = (-1, -1)
         self._idle = 0.0
         """Seconds without a heartbeat of the training loop."""
-        self._published = 0
-        self._dumped = False
-        self._silence: dict[int, tuple[int, float]] = {}
-        """By rank: the last number it published, and the seconds since."""
-        self._answered = time.monotonic()
-        """When the store last answered or failed."""
+        self._slow = False
+        """Whether the store counts this rank as in a phase without a time limit."""
+        self._answered = False
         self._failing_since: float | None = None
         """When the store first failed, without an answer since."""
         self._claimed_at: float | None = None
         """When this rank noticed that another one reports."""
         self._done = threading.Event()
-        self._threads = [
-            threading.Thread(target=target, name="watch", daemon=True)
-            for target in (self._watch_process, self._watch_ranks)
-        ]
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+    def __enter__(self) -> Watch:
+        if (meeting_point := self._failures.environment.meeting_point) is not None:
+            # A node that is cut off should first be noticed as such
+            seconds = max(KEEPALIVE_SECONDS + 5, self._hang_timeout)
+            limit_store_calls(meeting_point, seconds=seconds)
+        with contextlib.suppress(Exception):  # of the store; the first round tries again
+            # Now, because a rank that has not published its process cannot be reported as lost
+            self._failures.neighbours.find(self._store)
+        self._thread.start()
+        return self
 
-    def close(self) -> None:
-        """The training loop has ended, with success or not."""
+    def __exit__(self, *_: object) -> None:
         self._done.set()
-        # A thread that is still in the store when the interpreter ends would abort it
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=11)
-        with contextlib.suppress(Exception):
-            self._store.set(_STATE(self._rank), json.dumps({"left": True}))
+        if self._thread is not threading.current_thread():
+            # A thread that is still in the store when the interpreter ends would abort it
+            self._thread.join(timeout=11)
         faulthandler.cancel_dump_traceback_later()
         if self._stopped_by_file:
             self._stop_file.unlink(missing_ok=True)
@@ -117,40 +99,40 @@ class Watch:
         self._save = False
         self._save_file.unlink(missing_ok=True)
 
-    def _rounds(self) -> Iterator[float]:
-        """Yields the seconds since the last round, until the end: at most two periods, so that time
-        in which this process was stopped does not count."""
+    def _watch(self) -> None:
         before = time.monotonic()
         while not self._done.wait(self._period):
             now = time.monotonic()
-            yield min(now - before, 2 * self._period)
+            # At most two periods: time in which this process was stopped does not count
+            self._look_at_process(min(now - before, 2 * self._period))
             before = now
+            # Before the store: a rank that ends in order announces that there first
+            lost = self._failures.neighbours.lost()
+            try:
+                self._look_at_store(lost)
+                self._failing_since = None
+            except Exception as error:  # of the store; a single one may be transient
+                self._store_failed(error, lost)
 
-    # This process
-
-    def _watch_process(self) -> None:
-        for elapsed in self._rounds():
-            # If no thread of Python can run, because a call keeps the interpreter's lock, a thread
-            # of C writes the stacks to the log
-            seconds = self._hang_timeout + 2 * self._silent_after
-            faulthandler.dump_traceback_later(seconds, file=2)
-            position = (self._progress.step, self._progress.beats)
-            self._idle = self._idle + elapsed if position == self._position else 0.0
-            self._position = position
-            self._stop.look()
-            parent = self._environment.parent
-            if self._environment.torchrun and os.getppid() != parent:
-                host = socket.gethostname()
-                problem = f"torchrun's agent (process {parent} on {host}) has ended, and with it "
-                self._fail("agent_lost", f"{problem}what would restart or end this rank")
-            if self._rank == 0:
-                self._look_for_files()
-            if self._stop.requested() and self._progress.preparing:
-                if self._stopped_by_file:
-                    self._stop_file.unlink(missing_ok=True)
-                self._failures.stop_before_training(self._stop.signal or "signal")
-            if self._idle >= self._hang_timeout and self._progress.slow_phase is None:
-                self._check_store()
+    def _look_at_process(self, elapsed: float) -> None:
+        # If no thread of Python can run, because a call keeps the interpreter's lock, a thread of C
+        # writes the stacks to the log
+        faulthandler.dump_traceback_later(self._hang_timeout + 2 * self._period, file=2)
+        position = (self._progress.step, self._progress.beats)
+        self._idle = self._idle + elapsed if position == self._position else 0.0
+        self._position = position
+        self._stop.look()
+        environment = self._failures.environment
+        if environment.torchrun and os.getppid() != environment.parent:
+            agent = f"torchrun's agent (process {environment.parent} on {socket.gethostname()})"
+            problem = "has ended, and with it what would restart or end this rank"
+            self._fail("agent_lost", f"{agent} {problem}")
+        if self._rank == 0:
+            self._look_for_files()
+        if self._stop.requested() and self._progress.preparing:
+            if self._stopped_by_file:
+                self._stop_file.unlink(missing_ok=True)
+            self._failures.stop_before_training(self._stop.signal or "signal")
 
     def _look_for_files(self) -> None:
         with contextlib.suppress(OSError):
@@ -159,62 +141,47 @@ class Watch:
                 self._stopped_by_file = True
                 self._stop.ask(f"the file {self._stop_file}")
 
-    def _check_store(self) -> None:
-        """Reports a hang without the store, if that blocks."""
-        blocked = time.monotonic() - self._answered > self._silent_after + 2 * self._period
-        if not blocked or self._claimed_at is not None or self._failures.claimed:
+    def _look_at_store(self, lost: list[int]) -> None:
+        if self._failures.other_claimed():
+            self._other_claimed()
             return
-        self._failures.store_blocked = True
-        where, step = self._write_stacks({})["where"], self._progress.step + 1
-        text = f"no sign of life for {self._hang_timeout:g} s (run.hang_timeout), and the "
-        text += "ranks' store does not answer: is torchrun's agent or its node stopped?\n"
-        text += f"rank {self._rank} of {self._ranks} is in step {step}, {self._progress.phase}, "
-        text += f"at {where}\nstacks of the ranks are in {self._run.log / 'hang'}"
-        self._fail("hang", text)
+        if lost:
+            self._failures.report_lost(lost)
+        if not self._failures.neighbours.known:
+            self._failures.neighbours.find(self._store)
+        slow = self._progress.slow_phase is not None
+        if slow != self._slow:
+            self._store.add(_SLOW, 1 if slow else -1)
+            self._slow = slow
+        if self._idle >= self._hang_timeout:
+            if self._store.add(_SLOW, 0) > 0:
+                self._idle = 0.0
+            else:
+                self._report_hang()
 
-    def _fail(self, reason: str, text: str) -> None:
-        """Reports what this rank has noticed, unless another one reports, and ends this process."""
-        if self._failures.claim():
-            self._failures.report(reason, text)
-        elif self._failures.claimed:  # another thread of this rank reports
+    def _other_claimed(self) -> None:
+        """Takes part in the report of a hang, and ends this rank if it does not end by itself."""
+        if self._claimed_at is None:
+            self._claimed_at = time.monotonic()
+            self._failures.notice()
+        if not self._answered and self._store.check([_HANG]):
+            self._answer()
+        late = time.monotonic() - self._claimed_at > _GRACE_SECONDS
+        if self._failures.claimed or not late:
             return
-        self._failures.end(EXIT_FAILED)
-
-    # The other ranks
-
-    def _watch_ranks(self) -> None:
-        for elapsed in self._rounds():
-            # Before the store: a rank that ends in order announces that there first
-            lost = self._failures.neighbours.lost()
-            try:
-                self._look_at_store(lost, elapsed)
-                self._failing_since = None
-            except Exception as error:  # of the store; a single one may be transient
-                self._store_failed(error, lost)
-            self._answered = time.monotonic()
-
-    def _look_at_store(self, lost: list[int], elapsed: float) -> None:
-        if self._ranks > 1:
-            if self._failures.other_claimed():
-                self._other_claimed()
-                return
-            if lost:
-                self._failures.report_lost(lost)
-            if not self._failures.neighbours.known:
-                self._failures.neighbours.find(self._store)
-        self._publish()
-        if self._rank == 0:
-            self._judge(elapsed)
-        elif self._store.check([_STATE(0)]):
-            first = json.loads(self._store.get(_STATE(0)))
-            if "left" in first:
-                return
-            silent = self._silent_seconds(0, first, elapsed)
-            late = silent > self._hang_timeout + 2 * self._period
-            if late and self._store.add(_JUDGES, 1) == 1:
-                self._judge(elapsed)
+        status = self._failures.wait_for_report()
+        if not self._done.is_set():
+            text = f"rank {self._rank} ends because another rank failed or was stopped"
+            print(text, file=sys.stderr, flush=True)
+            self._failures.end(status)
 
     def _store_failed(self, error: Exception, lost: list[int]) -> None:
+        if "Socket Timeout" in str(error):
+            where, step = self._answer()["where"], self._progress.step + 1
+            text = "the ranks' store does not answer: is torchrun's agent or its node stopped?\n"
+            text += f"rank {self._rank} of {self._ranks} is in step {step}, {self._progress.phase}"
+            text += f", at {where}\nstacks of the ranks are in {self._run.log / 'hang'}"
+            self._fail("hang", text, ask_store=False)
         now = time.monotonic()
         self._failing_since = now if self._failing_since is None else self._failing_since
         seconds = now - self._failing_since
@@ -224,128 +191,94 @@ class Watch:
             text = f"the ranks' store and torchrun's agent that hosts it are gone ({error})"
             self._fail("agent_lost", text)
 
-    def _other_claimed(self) -> None:
-        """Takes part in the report of a hang, and ends this rank if it does not end by itself."""
-        if self._claimed_at is None:
-            self._claimed_at = time.monotonic()
-            self._failures.notice()
-        if not self._dumped and self._store.check([_VERDICT]):
-            self._dump(json.loads(self._store.get(_VERDICT)))
-        late = time.monotonic() - self._claimed_at > _GRACE_SECONDS
-        if self._failures.claimed or not (late or self._failures.stopped()):
+    def _fail(self, reason: str, text: str, *, ask_store: bool = True) -> None:
+        """Reports what this rank has noticed, unless another one reports, and ends this process."""
+        if self._failures.claim(ask_store=ask_store):
+            self._failures.report(reason, text)
+        elif self._failures.claimed:  # another thread of this rank reports
             return
-        status = self._failures.wait_for_report()
-        if not self._done.is_set():
-            if late:
-                text = f"rank {self._rank} ends because another rank failed"
-                print(text, file=sys.stderr, flush=True)
-            self._failures.end(status)
-
-    def _publish(self) -> None:
-        self._published += 1
-        process = {"pid": os.getpid(), "machine": this_machine(), "host": socket.gethostname()}
-        mine = {"number": self._published, "idle": self._idle, **process, **vars(self._progress)}
-        self._store.set(_STATE(self._rank), json.dumps(mine))
-
-    def _silent_seconds(self, rank: int, state: State, elapsed: float) -> float:
-        """Seconds since a rank last published."""
-        number, silent = self._silence.get(rank, (-1, 0.0))
-        silent = 0.0 if number != state["number"] else silent + elapsed
-        self._silence[rank] = (state["number"], silent)
-        return silent
+        self._failures.end(EXIT_FAILED)
 
     # Hangs
 
-    def _judge(self, elapsed: float) -> None:
-        """Ends the run if a rank has given no sign of life for too long."""
-        store, timeout = self._store, self._hang_timeout
-        ranks = range(self._ranks)
-        known = [rank for rank in ranks if rank in self._silence or store.check([_STATE(rank)])]
-        texts = store.multi_get([_STATE(rank) for rank in known])
-        states = {rank: json.loads(text) for rank, text in zip(known, texts, strict=True)}
-        states = {rank: state for rank, state in states.items() if "left" not in state}
-        silent = {
-            rank: self._silent_seconds(rank, state, elapsed) for rank, state in states.items()
-        }
-        if self._rank != 0:
-            silent[0] = timeout  # the reason why this rank judges
-        slow = any(state["slow_phase"] and silent[rank] < timeout for rank, state in states.items())
-        idle = any(state["idle"] + silent[rank] >= timeout for rank, state in states.items())
-        if max(silent.values()) < timeout and (slow or not idle):
+    def _report_hang(self) -> None:
+        """Ends the run, unless another rank does."""
+        if not self._failures.claim(ends=False):  # it answers the rank that reports
             return
-        if not self._failures.claim():
-            return
-        silent_ranks = [rank for rank in states if silent[rank] >= self._silent_after]
-        verdict = {
-            str(rank): (states[rank]["machine"], states[rank]["pid"]) for rank in silent_ranks
-        }
-        store.set(_VERDICT, json.dumps(verdict))
-        found = {self._rank: self._dump(verdict)}
-        deadline = time.monotonic() + _DUMP_SECONDS
-        for rank in states.keys() - set(silent_ranks) - {self._rank}:
-            while rank not in found and time.monotonic() < deadline:
-                if store.check([_DUMPED(rank)]):
-                    found[rank] = json.loads(store.get(_DUMPED(rank)))
-                else:
-                    time.sleep(0.1)
-        self._failures.report("hang", self._describe(states, silent_ranks, found))
+        answers, missing = {self._rank: self._answer()}, list[int]()
+        with contextlib.suppress(Exception):  # of the store: this rank has claimed, so must report
+            missing = self._ask_others(answers)
+        self._failures.report("hang", self._describe(answers, missing))
         self._failures.end(EXIT_FAILED)
 
-    def _describe(
-        self, states: dict[int, State], silent: list[int], found: dict[int, dict[str, Any]]
-    ) -> str:
-        """Which rank is behind, where, and where the others wait. found: `_dump` of each rank."""
-        positions = {rank: (state["step"], state["beats"]) for rank, state in states.items()}
-        first = min(positions.values())
-        behind = silent or [rank for rank in states if positions[rank] == first]
+    def _ask_others(self, answers: dict[int, Answer]) -> list[int]:
+        """Adds their answers; returns the ranks that do not answer in time."""
+        self._store.set(_HANG, "")
+        others = [rank for rank in range(self._ranks) if not self._failures.ended(rank)]
+        missing, deadline = others, time.monotonic() + _ANSWER_SECONDS
+        while missing and time.monotonic() < deadline:
+            for rank in missing:
+                if self._store.check([_ANSWER(rank)]):
+                    answers[rank] = json.loads(self._store.get(_ANSWER(rank)))
+            missing = [rank for rank in others if rank not in answers]
+            time.sleep(0.1)
+        return missing
+
+    def _describe(self, answers: dict[int, Answer], missing: list[int]) -> str:
+        """Which rank is behind, where, and where the others wait. missing: without an answer."""
+        first = min(tuple(answer["position"]) for answer in answers.values())
+        slowest = [rank for rank in answers if tuple(answers[rank]["position"]) == first]
+        behind = missing or sorted(slowest)
         lines = [f"no sign of life for {self._hang_timeout:g} s (run.hang_timeout)"]
         if len(behind) == self._ranks > 1:
             lines[0] += "; no rank is behind the others"
-        for rank in sorted(behind)[:8]:
-            state = states[rank]
-            what = "its process does not run" if rank in silent else "it runs without progress"
-            name = f"rank {rank} of {self._ranks} (process {state['pid']} on {state['host']})"
-            where = f"in step {state['step'] + 1}, {state['phase']}"
-            lines.append(f"{name} is behind: {what}; {where}")
-            if rank in found:
-                lines.append(f"  at {found[rank]['where']}")
-            elif rank in silent and state["machine"] == this_machine():
-                lines += [f"  {line}" for line in hang_report.process_state(state["pid"])[:2]]
-        for rank in [rank for rank in states if rank not in behind][:2]:
-            where = f"; at {found[rank]['where']}" if rank in found else ""
-            state = states[rank]
-            lines.append(f"rank {rank} waits in step {state['step'] + 1}, {state['phase']}{where}")
-        waiting = {rank: dump["collectives"] for rank, dump in found.items()}
+        for rank in behind[:8]:
+            name = f"rank {rank} of {self._ranks}"
+            if rank in answers:
+                what = f"it runs without progress; {answers[rank]['phase']}"
+                lines.append(f"{name} ({answers[rank]['process']}) is behind: {what}")
+                lines.append(f"  at {answers[rank]['where']}")
+            else:
+                lines.append(f"{name} is behind: its process does not answer")
+                seen = (answer["neighbours"].get(str(rank), []) for answer in answers.values())
+                lines += [f"  {line}" for line in next(filter(None, seen), [])]
+        for rank in [rank for rank in answers if rank not in behind][:2]:
+            answer = answers[rank]
+            lines.append(f"rank {rank} waits {answer['phase']}; at {answer['where']}")
+        waiting = {rank: answer["collectives"] for rank, answer in answers.items()}
         lines += hang_report.compare_collectives(waiting)
         lines.append(f"stacks and states of the processes are in {self._run.log / 'hang'}")
         return "\n".join(lines)
 
-    def _dump(self, verdict: dict[str, Any]) -> dict[str, Any]:
-        """As `_write_stacks`, and publishes what it returns."""
-        found = self._write_stacks(verdict)
-        self._store.set(_DUMPED(self._rank), json.dumps(found))
-        return found
-
-    def _write_stacks(self, verdict: dict[str, Any]) -> dict[str, Any]:
-        """Writes this rank's stacks and flight recorder, and the state of silent processes here.
-
-        verdict: machine and process id by silent rank. Returns the position of the main thread, and
-        `collectives`.
-        """
-        self._dumped = True
+    def _answer(self) -> Answer:
+        """Writes this rank's stacks, the states of its neighbours' processes, and the flight
+        recorder; publishes what the report needs of them."""
+        self._answered = True
         where, stacks = hang_report.stacks()
         recorded, folder = hang_report.flight_recorder(), self._run.log / "hang"
-        own = f"rank {self._rank}, process {os.getpid()} on {socket.gethostname()}, {time.ctime()}"
-        own += f": step {self._progress.step + 1}, {self._progress.phase}\n"
+        process = f"process {os.getpid()} on {socket.gethostname()}"
+        phase = f"in step {self._progress.step + 1}, {self._progress.phase}"
+        neighbours = {
+            str(rank): hang_report.process_state(pid)
+            for rank, (pid, _) in self._failures.neighbours.processes.items()
+        }
+        lines = [f"rank {self._rank}, {process}, {time.ctime()}: {phase}\n{stacks}"]
+        for rank, state in neighbours.items():
+            lines += [f"rank {rank}, as seen by rank {self._rank}", *state, ""]
         with contextlib.suppress(OSError, TrainingError):
             self._run.check()
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"rank_{self._rank}.txt").write_text(own + stacks)
+            (folder / f"rank_{self._rank}.txt").write_text("\n".join(lines))
             if recorded is not None:
                 (folder / f"rank_{self._rank}.flight_recorder.json").write_bytes(recorded)
-            for rank, (machine, pid) in verdict.items():
-                if machine == this_machine():
-                    seen = f"rank {rank}, process {pid}, as seen by rank {self._rank}"
-                    lines = [seen, *hang_report.process_state(pid)]
-                    (folder / f"rank_{rank}.txt").write_text("\n".join(lines) + "\n")
-        return {"where": where, "collectives": hang_report.collectives(recorded)}
+        answer = {
+            "position": (self._progress.step, self._progress.beats),
+            "process": process,
+            "phase": phase,
+            "where": where,
+            "collectives": hang_report.collectives(recorded),
+            "neighbours": {rank: state[:3] for rank, state in neighbours.items()},
+        }
+        with contextlib.suppress(Exception):
+            self._store.set(_ANSWER(self._rank), json.dumps(answer))
+        return answer

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher.distributed.network import interface_address
+
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGCHLD)
-_SIOCGIFADDR = 0x8915
-"""netdevice(7): the IPv4 address of an interface."""
 
 
 def address(interface: str | None) -> str:
@@ -38,17 +36,14 @@ def address(interface: str | None) -> str:
     """
     if interface is None:
         return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        request = struct.pack("256s", os.fsencode(interface)[:15])
-        try:
-            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
-        except OSError as error:
-            known = ", ".join(name for _, name in socket.if_nameindex())
-            raise SystemExit(
-                f"slurm.interface: {interface} has no IPv4 address on {socket.gethostname()} "
-                f"({error.strerror}); there are {known}"
-            ) from None
-    return socket.inet_ntoa(answer[20:24])
+    try:
+        return interface_address(interface)
+    except OSError as error:
+        known = ", ".join(name for _, name in socket.if_nameindex())
+        raise SystemExit(
+            f"slurm.interface: {interface} has no IPv4 address on {socket.gethostname()} "
+            f"({error.strerror}); there are {known}"
+        ) from None
 
 
 def block_signals() -> None:
@@ -88,13 +83,13 @@ def run(command: Sequence[str]) -> int:
     """Runs torchrun; returns its exit status."""
     block_signals()
     child = subprocess.Popen(command, preexec_fn=in_child)
-    asked, signaled = False, set[int]()
+    stopping, signaled = False, set[int]()
     while child.poll() is None:
-        arrived = next_signal(0.25 if asked else 5.0)
-        if arrived in ("SIGUSR1", "SIGTERM") and not asked:
-            asked = True
+        arrived = next_signal(0.25 if stopping else 5.0)
+        if arrived in ("SIGUSR1", "SIGTERM") and not stopping:
+            stopping = True
             print(f"{arrived}: the ranks on {address(None)} save and stop", flush=True)
-        for rank in set(listeners(child.pid)) - signaled if asked else ():
+        for rank in set(listeners(child.pid)) - signaled if stopping else ():
             signaled.add(rank)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGUSR1)

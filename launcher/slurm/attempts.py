@@ -1,7 +1,11 @@
-"""The attempts of a job: how each one ended, and whether the job is requeued.
+"""The attempts of a job: how each one ended, whether the job is requeued, and its successor.
 
 RUN_DIR/slurm/attempts.json counts failures since the last new checkpoint. An attempt that began and
 never ended (its node was lost, for example) is counted by the next one.
+
+A job that was killed, or ended at its time limit, cannot requeue itself. Each job therefore has a
+successor in the queue: the same script, with --dependency=afternotok. It is removed when the run is
+over. If it starts nevertheless, it does nothing.
 """
 
 from __future__ import annotations
@@ -9,14 +13,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from launcher.checkpoint.files import list_checkpoints, step_of
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, RecipeError
 from launcher.reliability.lock import current_owner
-from launcher.reliability.run_directory import RunFolder, read_jsonl, replace_text
+from launcher.reliability.run_directory import RunFolder, append_line, read_jsonl, replace_text
+from launcher.slurm.scheduler import JobInfo, log, sbatch, slurm_command
 
 DEFAULT_LEAD = 300
 """Seconds between Slurm's warning and a limit, before a step and a save were measured."""
@@ -39,8 +45,6 @@ class Record:
     """status.json when the attempt began."""
     open: bool
     """The attempt has not ended, as far as is known."""
-    left: bool = False
-    """The job could not be requeued: its successor resumes the run."""
     successor: str | None = None
     """The job that Slurm starts if this one ends without success."""
 
@@ -138,16 +142,6 @@ def measured_lead(run_dir: Path) -> int | None:
     return max(SHORTEST_LEAD, math.ceil(2 * (max(steps[-100:]) + max(saves[-10:]))))
 
 
-def earlier_warning(run_dir: Path, *, lead: int, seconds_left: float) -> int | None:
-    """The lead that the run needs, if Slurm's warning is too late; None: it is early enough.
-
-    seconds_left: of the allocation.
-    """
-    # At most half of what is left, which leaves time to train if saving is slow
-    needed = min(measured_lead(run_dir) or 0, math.floor(seconds_left / 2))
-    return needed if needed > lead else None
-
-
 def newest_checkpoint(run_dir: Path) -> int:
     return max(map(step_of, list_checkpoints(run_dir / "checkpoints")), default=0)
 
@@ -197,3 +191,56 @@ def foreign_owner(run_dir: Path, job: str) -> bool:
     if found is None or found[1] is False:
         return False
     return found[0].job not in (None, job, os.environ.get("SLURM_JOB_ID"))
+
+
+# Submissions
+
+
+def note_submission(run_dir: Path, job: str, **more: str) -> None:
+    """Adds a line to RUN_DIR/slurm/submissions.jsonl."""
+    line = {"job": job, "time": time.time(), **more}
+    append_line(run_dir / "slurm" / "submissions.jsonl", line)
+
+
+def submitted_jobs(run_dir: Path) -> list[str]:
+    """Ids of all jobs of this folder."""
+    return [line["job"] for line in read_jsonl(run_dir / "slurm" / "submissions.jsonl")]
+
+
+def submit_successor(run_dir: Path, job: str, this: str, script: str, excluded: str) -> None:
+    """Queues a successor, unless it is queued already.
+
+    job: the first job of the chain. this: the job that runs. script: its own, for sbatch.
+    excluded: nodes that the successor must not get.
+    """
+    record = Record.read(run_dir, job)
+    if record.successor is not None and JobInfo.read(record.successor).state == "PENDING":
+        return
+    options = [f"--dependency=afternotok:{this}", "--kill-on-invalid-dep=yes"]
+    _, underscore, task = this.partition("_")
+    options += [f"--array={task}"] if task else []
+    options += [f"--exclude={excluded}"] if excluded else []
+    try:
+        successor = sbatch(script, *options, arguments=(job, this))
+    except RecipeError as error:
+        log(f"no successor is queued, should Slurm end this job: {error}")
+        return
+    replace(record, successor=successor).write(run_dir)
+    note_submission(run_dir, successor + underscore + task, after=this)
+
+
+def remove_successor(run_dir: Path, job: str) -> None:
+    """Cancels the successor: the run is finished, given up or cancelled."""
+    successor = Record.read(run_dir, job).successor
+    if successor is not None:
+        try:
+            slurm_command("scancel", successor)
+        except RecipeError as error:
+            log(f"the successor, job {successor}, was not removed; it will do nothing: {error}")
+
+
+def nothing_left(run_dir: Path, job: str, before: str) -> str | None:
+    """Why the successor of the job `before` has nothing to do; None: it resumes the run."""
+    if JobInfo.read(before).state == "CANCELLED":
+        return f"job {before} was cancelled"
+    return None if Record.read(run_dir, job).open else f"job {before} has ended by itself"

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -24,10 +23,17 @@ from launcher.recipe.schema import Slurm
 from launcher.reliability.run_directory import RunFolder
 from launcher.slurm import attempts, preflight
 from launcher.slurm.agent import address, block_signals, in_child, next_signal
-from launcher.slurm.attempts import Ended, Record, newest_checkpoint
+from launcher.slurm.attempts import (
+    Ended,
+    Record,
+    measured_lead,
+    newest_checkpoint,
+    nothing_left,
+    remove_successor,
+    submit_successor,
+)
 from launcher.slurm.render import ranks_per_node
 from launcher.slurm.scheduler import JobInfo, hostnames, log, scontrol
-from launcher.slurm.successors import nothing_left, remove_successor, submit_successor
 
 _SIGNAL_AGAIN_SECONDS = 5
 """Until the agent of a node listens, signals are lost there."""
@@ -35,7 +41,7 @@ _PREFLIGHT_NODES_SECONDS, _PREFLIGHT_ALL_SECONDS = 300, 180
 
 
 class Requests:
-    """What Slurm has asked of this job. Its signals are blocked, and read by `wait`."""
+    """The stop that Slurm has requested of this job. Signals are blocked, and read by `wait`."""
 
     def __init__(self, *, warned: bool = False, terminated: bool = False) -> None:
         self.warned = warned
@@ -114,39 +120,37 @@ class Job:
         return first, 20000 + number % 12000  # the preflight uses the port 10000 below
 
     def begin(self) -> int | None:
-        """Counts the attempt and queues a successor. Returns the exit status if the job must end."""
+        """Counts the attempt, queues a successor. Returns the exit status if the job must end."""
         log(f"job {self.job}, restart {self.restart}, on {self.nodelist}: {self.run_dir}")
         if self.after and not self.requeued:  # a requeued successor has work to do
-            why = nothing_left(self.run_dir, self.job, self.after)
-            if why is not None:
+            if why := nothing_left(self.run_dir, self.job, self.after):
                 log(f"nothing to resume: {why}")
                 return EXIT_DONE
         known = JobInfo.read(self.this)
-        why = attempts.begin(self.run_dir, self.job, max_failures=self.slurm.max_failures)
-        if why is not None:
+        if why := attempts.begin(self.run_dir, self.job, max_failures=self.slurm.max_failures):
             log(why)
             remove_successor(self.run_dir, self.job)
             return EXIT_FAILED
-        excluded = known.excluded if known is not None else ""
-        submit_successor(self.run_dir, self.job, self.this, self.options.script, excluded)
-        if known is not None:
-            self._read_limits(known)
+        submit_successor(self.run_dir, self.job, self.this, self.options.script, known.excluded)
+        self._read_limits(known)
         return None
 
     def _read_limits(self, known: JobInfo) -> None:
         """Finds signals that arrived before this program listened. Lets the job warn itself, if
-        the run needs more time to save than Slurm was told."""
+        the run needs more time to save than the lead that Slurm has."""
         self.requests.terminated = self.requests.terminated or known.ending
         self.requests.warned = self.requests.warned or known.preempted
         if known.end_time is None:
             return
         left = known.end_time - time.time()
         self.requests.warned = self.requests.warned or left < self.lead
-        needed = attempts.earlier_warning(self.run_dir, lead=self.lead, seconds_left=left)
-        if needed is not None:
+        # At most half of what is left, which leaves time to train if saving is slow
+        needed = min(measured_lead(self.run_dir) or 0, int(left / 2))
+        if needed > self.lead:
             seconds = max(1, int(left - needed))
             self.lead, self.requests.warn_at = needed, time.monotonic() + seconds
-            log(f"saving may take {needed} s, more than Slurm was told: it begins in {seconds} s")
+            late = "more than the lead that Slurm has"
+            log(f"saving may take {needed} s, {late}: it starts in {seconds} s")
 
     # Commands on every node
 
@@ -170,24 +174,15 @@ class Job:
             "--rdzv-conf": "is_host={is_host}",
             "--local-addr": "{address}",
         }
-        torchrun = [self.python, "-m", "torch.distributed.run"]
-        return [
-            *agent,
-            *torchrun,
-            *(word for pair in options.items() for word in pair),
-            "-m",
-            *words,
-        ]
+        torchrun = [*agent, self.python, "-m", "torch.distributed.run"]
+        return [*torchrun, *(word for pair in options.items() for word in pair), "-m", *words]
 
     def preflight(self) -> list[str]:
         """Checks each node alone, then all together. Returns the nodes that are not fit."""
         folder, log_file = str(self.run_dir), self.logs / "preflight_nodes.log"
         doctor = ["launcher.cli.main", "doctor"]
-        # Each line and the exit status with the name of its node
-        name = '"$@" 2>&1 | sed "s/^/$SLURMD_NODENAME: /"; '
-        name += 'echo "$SLURMD_NODENAME: status ${PIPESTATUS[0]}"'
         words = [self.python, "-m", *doctor, "--node", f"runs={folder}", f"shared={folder}"]
-        status = self._look(_PREFLIGHT_NODES_SECONDS, log_file, "bash", "-c", name, "bash", *words)
+        status = self._look(_PREFLIGHT_NODES_SECONDS, log_file, *words)
         if self.requests.any():
             return []
         nodes = hostnames(self.nodelist)
@@ -245,8 +240,8 @@ class Job:
                 next_signal = now + _SIGNAL_AGAIN_SECONDS
             if self.requests.terminated and not checked:
                 # At once: this program may be killed before the ranks have saved
-                checked, known = True, JobInfo.read(self.this)
-                if known is not None and known.cancelled:
+                checked = True
+                if JobInfo.read(self.this).cancelled:
                     remove_successor(self.run_dir, self.job)
             # Ends a save that takes too long, to requeue the job before the time limit ends it
             if self.requests.warned and now - asked_at > self.lead - 15 and self.lead > 30:
@@ -258,14 +253,15 @@ class Job:
     def end(self, status: int, bad_nodes: Sequence[str]) -> int:
         """Requeues the job if it should be; returns its exit status. status: that of srun."""
         known = JobInfo.read(self.this)
-        if known is not None and known.restarts != self.requeued:
+        if known.restarts not in (None, self.requeued):
             log("Slurm has requeued the job itself: this start of it ends")
             return EXIT_FAILED
         if attempts.foreign_owner(self.run_dir, self.job):
             log("the run folder belongs to another job now: this one ends")
             remove_successor(self.run_dir, self.job)
             return EXIT_FAILED
-        ended = self._ended(known, bad_nodes)
+        before = Record.read(self.run_dir, self.job)
+        ended = self._ended(before, known, bad_nodes)
         limit = self.slurm.max_failures
         decision = attempts.end(self.run_dir, self.job, ended, max_failures=limit)
         log(f"{decision.why} (srun's exit status: {status})")
@@ -274,10 +270,12 @@ class Job:
         if decision.action == "end":
             remove_successor(self.run_dir, self.job)
             return decision.status
-        return self.requeue(bad_nodes)
+        if not self.requeue(bad_nodes):
+            before.write(self.run_dir)  # still open, so the job's successor resumes the run
+            return EXIT_FAILED
+        return EXIT_DONE
 
-    def _ended(self, known: JobInfo | None, bad_nodes: Sequence[str]) -> Ended:
-        record = Record.read(self.run_dir, self.job)
+    def _ended(self, record: Record, known: JobInfo, bad_nodes: Sequence[str]) -> Ended:
         status = RunFolder(self.run_dir).read_status()
         fresh = status if status != record.found else {}
         return Ended(
@@ -285,33 +283,31 @@ class Job:
             reason=fresh.get("reason"),
             warned=self.requests.warned,
             terminated=self.requests.terminated,
-            preempted=known is not None and known.preempted,
-            timed_out=known is not None and known.timed_out,
+            preempted=known.preempted,
+            timed_out=known.timed_out,
             refused=self.refused.exists(),
             bad_nodes=tuple(bad_nodes),
             new_checkpoint=newest_checkpoint(self.run_dir) > record.checkpoint,
             failures=record.failures,
         )
 
-    def requeue(self, bad_nodes: Sequence[str]) -> int:
-        """Requeues the job, without bad nodes. If that fails, its successor resumes the run."""
+    def requeue(self, bad_nodes: Sequence[str]) -> bool:
+        """Requeues the job, without bad nodes. False: that is not possible."""
         known = JobInfo.read(self.this)
         # A job that was cancelled, or was started again elsewhere, would come back
-        running = known is not None and known.state == "RUNNING" and known.restarts == self.requeued
-        if known is None or not running:
-            state = known.state if known else "unknown"
-            log(f"Slurm has ended this start of the job ({state}): its successor resumes the run")
-        elif scontrol("requeue", self.this) is None:
+        if known.state != "RUNNING" or known.restarts != self.requeued:
+            ended = f"Slurm has ended this start of the job ({known.state or 'unknown'})"
+            log(f"{ended}: its successor resumes the run")
+            return False
+        if scontrol("requeue", self.this) is None:
             log("could not be requeued: the job's successor resumes the run")
-        else:
-            # If all of several nodes are bad, the fault is elsewhere. The job does not start again
-            # before this program has ended
-            if bad_nodes and (len(bad_nodes) < int(self.nodes) or self.nodes == "1"):
-                excluded = ",".join(filter(None, [known.excluded, *bad_nodes]))
-                scontrol("update", f"JobId={self.this}", f"ExcNodeList={excluded}")
-            return EXIT_DONE
-        replace(Record.read(self.run_dir, self.job), left=True).write(self.run_dir)
-        return EXIT_FAILED
+            return False
+        # If all of several nodes are bad, the fault is elsewhere. The job does not start again
+        # before this program has ended
+        if bad_nodes and (len(bad_nodes) < int(self.nodes) or self.nodes == "1"):
+            excluded = ",".join(filter(None, [known.excluded, *bad_nodes]))
+            scontrol("update", f"JobId={self.this}", f"ExcNodeList={excluded}")
+        return True
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher.errors import EXIT_DONE, EXIT_USAGE
 from launcher.slurm.scheduler import log
 
 LATE = 124
 """Exit status of a check that was ended because it took too long, as of timeout(1)."""
-LINES = 20
-"""Of a bad node's output in the job's log."""
 Found = tuple[dict[str, list[str]], list[str]]
 """Bad nodes with lines that say why; and problems that no node is blamed for."""
 
 
 def each(file: Path, nodes: Sequence[str], *, status: int) -> Found:
-    """Of the nodes alone. file: lines `NODE: ...`, the last of a node `NODE: status N`.
+    """Of the nodes alone. file: lines `NODE fit: ...` or `NODE unfit: ...` (`launcher doctor
+    --node`). status: of the srun.
 
-    Bad are nodes where the check failed with another status than 2 (arguments), or did not end in
-    time. status: of the srun.
+    Nodes without a result are bad, unless there is none at all.
     """
-    printed: dict[str, list[str]] = {node: [] for node in nodes}
-    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
-        node, _, text = line.partition(": ")
-        if node in printed:
-            printed[node].append(text)
-    bad, other = {}, []
-    for node, lines in printed.items():
-        last = re.fullmatch(r"status (\d+)", lines[-1]) if lines else None
-        if last is None and status == LATE:
-            late = "did not end in time: a GPU, its driver or a file system hangs"
-            bad[node] = [*lines[-LINES:], late]
-        elif last is None:
-            other.append(f"{node}: no result; the srun ended with status {status}")
-        elif int(last[1]) == EXIT_USAGE:
-            other.append(f"{node}: {' '.join(lines[:-1])}")
-        elif int(last[1]) != EXIT_DONE:
-            bad[node] = lines[:-1][-LINES:] or [f"ended with status {last[1]}"]
-    return bad, other
+    lines = file.read_text(errors="replace").splitlines()
+    bad = {node: [line for line in lines if line.startswith(f"{node} unfit: ")] for node in nodes}
+    fit = [node for node in nodes if any(line.startswith(f"{node} fit: ") for line in lines)]
+    if status != LATE and not fit and not any(bad.values()):
+        return {}, [f"no node has a result; the srun ended with status {status}", *lines[-20:]]
+    hangs = "did not end in time: a GPU, its driver or a file system hangs"
+    why = hangs if status == LATE else f"no result; the srun ended with status {status}"
+    return {node: bad[node] or [why] for node in nodes if node not in fit}, []
 
 
 def together(file: Path, nodes: Sequence[str], *, status: int) -> Found:
@@ -55,7 +41,7 @@ def together(file: Path, nodes: Sequence[str], *, status: int) -> Found:
     other = []
     for finding in report["findings"]:
         host, line = finding["host"], f"{finding['name']}: {finding['text']}"
-        if finding["state"] == "bad" and host in report["bad_nodes"] and host in nodes:
+        if finding["state"] == "bad" and host in nodes:
             bad.setdefault(host, []).append(line)
         elif finding["state"] == "bad":
             other.append(f"{host}: {line}")
@@ -63,7 +49,7 @@ def together(file: Path, nodes: Sequence[str], *, status: int) -> Found:
 
 
 def report(bad: Mapping[str, Sequence[str]], other: Sequence[str], file: Path) -> list[str]:
-    """Writes to the job's log what was found; returns the bad nodes. file: the whole output."""
+    """Writes the findings to the job's log and returns the bad nodes. file: with all output."""
     for line in other:
         log(f"preflight: {line}")
     if other and not bad:

@@ -46,6 +46,10 @@ def node_counts(slurm: Slurm) -> range:
     return range(int(first), int(last or first) + 1)
 
 
+_SAME_NAMES = ("time", "partition", "account", "qos", "constraint", "exclude", "reservation")
+"""Keys of the section slurm that are options of sbatch."""
+
+
 def _options(job: JobScript) -> list[str]:
     slurm, array = job.slurm, None
     if len(job.runs) > 1:
@@ -57,13 +61,7 @@ def _options(job: JobScript) -> list[str]:
         "gpus-per-node": slurm.gpus_per_node,
         "cpus-per-task": slurm.cpus,
         "mem": slurm.host_memory,
-        "time": slurm.time,
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "exclude": slurm.exclude,
-        "reservation": slurm.reservation,
+        **{name: getattr(slurm, name) for name in _SAME_NAMES},
         "mail-user": slurm.mail,
         "mail-type": "END,FAIL,REQUEUE" if slurm.mail is not None else None,
         "array": array,
@@ -83,7 +81,8 @@ def quote_for_sbatch(option: str) -> str:
     not keep words together (seen with Slurm 22.05).
     """
     if not option.isprintable():
-        raise RecipeError(f"{option!r} holds a character that cannot stand in a line of a script")
+        what = "holds a character that cannot be written in a line of a script"
+        raise RecipeError(f"{option!r} {what}")
     name, equals, value = option.partition("=")
     if re.fullmatch(r"[\w@%+=:,./\[\]-]*", option, flags=re.ASCII):
         return option
@@ -92,7 +91,7 @@ def quote_for_sbatch(option: str) -> str:
 
 
 def render(job: JobScript) -> str:
-    """The script. Raises RecipeError if a value cannot stand in it."""
+    """The script. Raises RecipeError if a value cannot be written in it."""
     import jinja2
 
     package = Path(__file__).resolve().parent.parent

@@ -79,10 +79,10 @@ def hostnames(nodes: str) -> list[str]:
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What Slurm knows of a job."""
+    """Slurm's record of a job; default values if Slurm does not answer or has no record."""
 
-    state: str
-    restarts: int = 0
+    state: str = ""
+    restarts: int | None = None
     preempted: bool = False
     """In its current start."""
     end_time: float | None = None
@@ -101,11 +101,10 @@ class JobInfo:
         return self.ending and not (self.timed_out or self.preempted)
 
     @classmethod
-    def read(cls, job: str) -> JobInfo | None:
-        """None: Slurm does not answer, or has forgotten the job."""
+    def read(cls, job: str) -> JobInfo:
         values = dict(re.findall(r"(\w+)=(\S*)", scontrol("show", "job", "--oneliner", job) or ""))
         if "JobState" not in values:
-            return None
+            return cls()
 
         def seconds(key: str) -> float | None:
             try:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     checkpoint_wrapper,
 )
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from launcher.recipe import schema
+from launcher.strategies.activation_offload import ActivationOffload
+
+
+class Kept(NamedTuple):
+    """Operators of a block whose results are kept."""
+
+    attention: bool
+    calls: frozenset[tuple[Any, int]]
+    """Function, and the number of the call among the block's calls of it (0-based)."""
 
 
 def recomputation_changes_state(block: nn.Module) -> bool:
@@ -32,35 +42,29 @@ def is_checkpointed(block: nn.Module) -> bool:
 def checkpoint_blocks(
     model: nn.Module,
     blocks: dict[str, nn.Module],
-    *,
-    mode: str,
-    every_n_blocks: int,
-    offload_to_cpu: bool,
-    pin_memory: bool,
+    checkpointing: schema.ActivationCheckpointing,
+    kept: dict[str, Kept] | None = None,
 ) -> dict[str, nn.Module]:
     """Wraps every n-th block (the first, the n+1-th, ...) and returns all blocks as they are now.
 
+    kept: what mode selective keeps of each block; None: attention and every other matrix product.
     Blocks with BatchNorm are not wrapped: recomputation would update its statistics twice.
     """
     result: dict[str, nn.Module] = {}
+    offload = ActivationOffload()
     for index, (name, block) in enumerate(blocks.items()):
-        if index % every_n_blocks or recomputation_changes_state(block):
+        if index % checkpointing.every_n_blocks or recomputation_changes_state(block):
             result[name] = block
             continue
-        extra: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+        extra: dict[str, Any] = {}
+        if checkpointing.mode == "selective":
+            extra = {"context_fn": partial(_contexts, kept[name] if kept else None)}
         wrapped: nn.Module = checkpoint_wrapper(block, **extra)
-        if offload_to_cpu:
-            wrapped.forward = partial(_forward_saving_on_cpu, wrapped.forward, pin_memory)
+        if checkpointing.offload_to_cpu:
+            wrapped.forward = partial(offload.forward, wrapped.forward)
         model.set_submodule(name, wrapped)
         result[name] = wrapped
     return result
-
-
-def _forward_saving_on_cpu(
-    forward: Callable[..., Any], pin_memory: bool, *args: Any, **kwargs: Any
-) -> Any:
-    with save_on_cpu(pin_memory=pin_memory):
-        return forward(*args, **kwargs)
 
 
 def kept_operations() -> set[Any]:
@@ -81,22 +85,37 @@ def kept_operations() -> set[Any]:
     return kept
 
 
-def _selective_contexts() -> Any:
-    """Keep attention and every other matrix product, recompute the rest.
+def is_random(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call draws random numbers. Its result must not be kept: recomputation would not
+    draw them, and what is drawn later would differ."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":  # attention
+            given = kwargs.get("dropout_p", argument.default_value)
+            return bool(args[position] if position < len(args) else given)
+    return True
 
-    Forward pass and recomputation count matrix products separately, so both make the same choice.
+
+def _contexts(chosen: Kept | None) -> Any:
+    """Keep the chosen operators, or attention and every other matrix product; recompute the rest.
+
+    Forward pass and recomputation count calls separately, so both make the same choice.
     """
+    attention = kept_operations()
     products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-    kept = kept_operations()
-    seen = {False: 0, True: 0}
+    seen: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation in kept:
-            return CheckpointPolicy.MUST_SAVE
-        if operation in products:
-            seen[context.is_recompute] += 1
-            if seen[context.is_recompute] % 2:
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+        calls = seen[context.is_recompute]
+        if operation in attention:
+            keep = chosen is None or chosen.attention
+            keep = keep and not is_random(operation, args, kwargs)
+        elif chosen is None:
+            keep = operation in products and sum(calls[each] for each in products) % 2 == 0
+        else:
+            keep = (operation, calls[operation]) in chosen.calls
+        calls[operation] += 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from launcher.recipe import schema
 
@@ -21,8 +22,16 @@ class WrappedModel(ABC):
     model: to call. module: the model inside, with its parameters, names and config.
     """
 
+    optimizer_mesh: DeviceMesh | None = None
+    """Ranks over which the optimizer shards its state although parameters are whole (ZeRO-1)."""
+
+    cpu_offload: schema.CpuOffload | None = None
+    """Of the strategy."""
+
     def __init__(self, model: nn.Module, *, module: nn.Module) -> None:
         self.model, self.module = model, module
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered where compute waits for communication between ranks; a run sets its timer."""
         self._parameters = [
             parameter for parameter in module.parameters() if parameter.requires_grad
         ]
@@ -59,6 +68,11 @@ def compute_dtype(strategy: schema.Strategy) -> torch.dtype:
     precision = strategy.mixed_precision
     dtype: torch.dtype = getattr(torch, "float32" if precision is None else precision.param_dtype)
     return dtype
+
+
+def offloads_parameters(offload: schema.CpuOffload | None) -> bool:
+    """Whether parameters and gradients are in host memory, where the optimizer's step runs."""
+    return offload is not None and offload.what == "all"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from launcher.distributed.process_group import DataParallel
@@ -41,11 +43,30 @@ class Ddp(WrappedModel):
         # in every 100th
         self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
         super().__init__(self._ddp, module=model)
+        if strategy.shard_optimizer:
+            self.optimizer_mesh = DeviceMesh.from_group(
+                ranks.group, ranks.device.type, mesh_dim_names=("shard",)
+            )
         self._device_type, self._group = ranks.device.type, ranks.group
         self._param_dtype = compute_dtype(strategy)
         # auto: only after the last one
         self._sync_every_micro_batch = strategy.sync_every_micro_batch is True
         self._reductions = 0
+        self._reduction, self._reducing = ExitStack(), False
+        # Its gradient is one of the last: what follows is the wait for the last buckets
+        if ranks.size > 1:
+            this = weakref.ref(self)  # the garbage collector does not find cycles through hooks
+
+            def wait_begins(parameter: torch.Tensor) -> None:
+                if (wrapped := this()) is not None:
+                    wrapped._wait_begins()
+
+            first: Any = self._parameters[0]
+            first.register_post_accumulate_grad_hook(wait_begins)
+
+    def _wait_begins(self) -> None:
+        if self._reducing:
+            self._reduction.enter_context(self.waiting())
 
     def description(self) -> str:
         """Read off the first parameter and DDP itself."""
@@ -54,6 +75,7 @@ class Ddp(WrappedModel):
         return (
             f"ddp: whole model on each rank, {master} masters, compute in {compute}, "
             f"gradients all-reduced in {master} after {when}"
+            + (", optimizer state sharded" if self.optimizer_mesh is not None else "")
         )
 
     def forward_context(self) -> AbstractContextManager[object]:
@@ -71,10 +93,10 @@ class Ddp(WrappedModel):
         """
         if self._reductions == 1 and self._device_type == "cuda":
             self._group._wait_for_pending_works()
-        reduces = last or self._sync_every_micro_batch
-        with nullcontext() if reduces else self._ddp.no_sync():
+        self._reducing = last or self._sync_every_micro_batch
+        with self._reduction, nullcontext() if self._reducing else self._ddp.no_sync():
             yield
-        self._reductions += reduces
+        self._reductions += self._reducing
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:

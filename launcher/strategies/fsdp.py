@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,58 +35,84 @@ class Fsdp(WrappedModel):
         strategy: schema.Strategy,
         *,
         blocks: Sequence[nn.Module],
+        outer_units: tuple[nn.Module, ...],
         ranks: DataParallel,
         init_fn: InitFn,
     ) -> None:
         mesh = _make_mesh(ranks, strategy.replicate)
         precision, offload = strategy.mixed_precision, strategy.cpu_offload
         reduce_dtype = "float32" if precision is None else precision.reduce_dtype
-        policies: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=compute_dtype(strategy), reduce_dtype=getattr(torch, reduce_dtype)
-            ),
-        }
-        if offload is not None:
+        self._dtypes = compute_dtype(strategy), getattr(torch, reduce_dtype)
+        policies: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(*self._dtypes)}
+        on_host = offload is not None and offload.what == "all"
+        if offload is not None and on_host:
             pin_memory = offload.pin_memory and ranks.device.type == "cuda"
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
-        reshard: bool | None = strategy.reshard_after_forward
-        for block in blocks:
-            fully_shard(block, reshard_after_forward=reshard, **policies)
-        # The root's own weights (embedding, head) are used at the end of the forward pass and the
-        # start of the backward pass. None tells fully_shard to keep them unsharded in between.
+        reshard = strategy.reshard_after_forward
+        assert reshard != "auto"  # resolved before
+        # Embedding and head would need one reduction buffer for both as parts of the root
+        embedding, last = outer_units[:1], outer_units[1:]
+        for unit in (*embedding, *blocks):
+            fully_shard(unit, reshard_after_forward=reshard, **policies)
+        for unit in embedding:
+            assert isinstance(unit, FSDPModule)
+            unit.set_unshard_in_backward(False)  # its gradient does not depend on its weight
+            # In place of the unit before it: the head, if there was a micro-batch before
+            unit.set_modules_to_backward_prefetch([unit])
+        # The last norm and the head are used at the end of the forward pass and the start of the
+        # backward pass, and stay unsharded in between
+        if last:
+            fully_shard(list(last), reshard_after_forward=False, **policies)
+        # So does the root, which otherwise has their weights: None
         fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
-        init_fn(model, torch.device("cpu") if offload is not None else ranks.device, ranks.device)
+        init_fn(model, torch.device("cpu") if on_host else ranks.device, ranks.device)
         assert isinstance(model, FSDPModule)
         super().__init__(model, module=model)
         self._root: FSDPModule = model
-        self._shards: dist.ProcessGroup = mesh.get_group("shard")
-        self._strategy = strategy
+        if ranks.size > 1:
+            self._time_communication(ranks.device)
+        self._mesh = mesh
+        self._strategy, self.cpu_offload = strategy, offload
         # auto: after each one
         self._sync_every_micro_batch = strategy.sync_every_micro_batch is not False
         self._last: bool | None = None
 
+    def _groups(self) -> list[Any]:
+        """The groups that fully_shard made."""
+        modules = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+        states = {module._get_fsdp_state(): None for module in modules}
+        return [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+
+    def _time_communication(self, device: torch.device) -> None:
+        """Marks where compute waits for all-gathers and reductions, with the copies from and to
+        their buffers. On CPUs collectives block where they start, in `unshard` too."""
+        waits = ["wait_for_unshard", "post_backward", "finalize_backward"]
+        for group in self._groups():
+            for name in waits if device.type == "cuda" else ["unshard", *waits]:
+                setattr(group, name, self._timed(getattr(group, name)))
+
+    def _timed(self, wait: Callable[..., None]) -> Callable[..., None]:
+        def timed(*arguments: Any, **options: Any) -> None:
+            with self.waiting():
+                wait(*arguments, **options)
+
+        return timed
+
     def description(self) -> str:
-        """Read off a sharded parameter and the groups that fully_shard made."""
-        groups = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
-        parameters = list(self.module.parameters())
-        shard = max((p for p in parameters if isinstance(p, DTensor)), key=lambda p: p.numel())
-        local, mesh = shard.to_local(), shard.device_mesh
-        policy = groups[0]._get_fsdp_state()._mp_policy
-        masters, gathered, reduced = (
-            dtype_name(dtype or shard.dtype)
-            for dtype in (self._parameters[0].dtype, policy.param_dtype, policy.reduce_dtype)
-        )
-        frozen = sorted({dtype_name(p.dtype) for p in parameters if not p.requires_grad})
+        """Read off the groups that fully_shard made."""
+        groups = self._groups()
+        mesh, master = self._mesh, self._parameters[0]
         sizes = [f"{mesh.size(i)} {name}" for i, name in enumerate(mesh.mesh_dim_names or ())]
-        offloaded = " (offloaded)" if self._strategy.cpu_offload is not None else ""
+        offload, offloaded = self.cpu_offload, ""
+        if offload is not None:
+            offloaded = " (offloaded)" * (offload.what == "all") + ", optimizer state in "
+            offloaded += offload.optimizer_path or "host memory"
         when = "each micro-batch" if self._sync_every_micro_batch else "the last micro-batch"
         return (
-            f"fsdp: {len(groups)} groups over a mesh of {' x '.join(sizes)}, {masters} masters on "
-            f"{local.device}{offloaded}, "
-            + (f"frozen weights in {', '.join(frozen)}, " if frozen else "")
-            + f"largest tensor {tuple(shard.shape)} sharded to {tuple(local.shape)}, "
-            f"gathered in {gathered}, gradients reduced in {reduced} after {when}"
+            f"fsdp: {len(groups)} groups over a mesh of {' x '.join(sizes)}, "
+            f"{dtype_name(master.dtype)} masters on {master.device}{offloaded}, gathered in "
+            f"{dtype_name(self._dtypes[0])}, gradients reduced in {dtype_name(self._dtypes[1])} "
+            f"after {when}"
         )
 
     @contextmanager
@@ -121,5 +147,6 @@ class Fsdp(WrappedModel):
                 assert isinstance(parameter.grad, DTensor)
                 gradients.append(parameter.grad.to_local())
         squared = norm_of(gradients).square()
-        dist.all_reduce(squared, group=self._shards)
+        with self.waiting():
+            dist.all_reduce(squared, group=self._mesh.get_group("shard"))
         return squared.sqrt()

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch import nn
 
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
+from launcher.strategies.activation_checkpointing import Kept, checkpoint_blocks
 from launcher.strategies.base import InitFn, WrappedModel
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules of a model that are wrapped on their own."""
+
+    blocks: dict[str, nn.Module]
+    """By name (`find_blocks`), not yet wrapped."""
+    outer_units: tuple[nn.Module, ...] = ()
+    """The input embedding, and what runs after the blocks, if they are units of FSDP."""
+    kept: dict[str, Kept] | None = None
+    """What the budget of activation checkpointing keeps of each block."""
 
 
 def wrap(
     model: nn.Module,
+    parts: Parts,
     *,
     strategy: schema.Strategy,
     checkpointing: schema.ActivationCheckpointing | None,
-    compile: bool,
-    blocks: dict[str, nn.Module],
+    compile: bool = False,
     ranks: DataParallel,
     init_fn: InitFn,
 ) -> WrappedModel:
-    """Wraps a meta model and initialises its weights.
-
-    blocks: the model's blocks by name (`find_blocks`), not yet wrapped.
-    """
-    assert strategy.kind != "auto"
+    """Wraps a meta model and initializes its weights."""
+    blocks = parts.blocks
     if checkpointing is not None:
-        from launcher.strategies.activation_checkpointing import checkpoint_blocks
-
-        blocks = checkpoint_blocks(
-            model,
-            blocks,
-            mode=checkpointing.mode,
-            every_n_blocks=checkpointing.every_n_blocks,
-            offload_to_cpu=checkpointing.offload_to_cpu,
-            pin_memory=ranks.device.type == "cuda",
-        )
+        blocks = checkpoint_blocks(model, blocks, checkpointing, parts.kept)
     if compile:
+        model.register_forward_pre_hook(_mark_documents, with_kwargs=True)
         for block in blocks.values():
             block.compile()
     if strategy.kind == "ddp":
@@ -44,4 +50,30 @@ def wrap(
         return Ddp(model, strategy, ranks=ranks, init_fn=init_fn)
     from launcher.strategies.fsdp import Fsdp
 
-    return Fsdp(model, strategy, blocks=list(blocks.values()), ranks=ranks, init_fn=init_fn)
+    return Fsdp(
+        model,
+        strategy,
+        blocks=list(blocks.values()),
+        outer_units=parts.outer_units,
+        ranks=ranks,
+        init_fn=init_fn,
+    )
+
+
+def _mark_documents(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """The number of packed documents varies: without this, blocks are compiled for the first one,
+    and again for any number."""
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if name in kwargs:
+            torch._dynamo.maybe_mark_dynamic(kwargs[name], 0)
+
+
+def graph_breaks() -> list[str]:
+    """Why compiled blocks were split into several graphs so far, each reason once.
+
+    By dynamo's own counters, which name the kind of break and explain it.
+    """
+    from torch._dynamo.utils import counters
+
+    texts = [[line.strip() for line in reason.splitlines()] for reason in counters["graph_break"]]
+    return list(dict.fromkeys(". ".join(lines[:2]) for lines in texts))

@@ -1,21 +1,25 @@
-"""Loss on the validation data: weighted by tokens, each sample once."""
+"""Loss and scores on the validation data: weighted by tokens, each sample once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from launcher.data.batching import RankBatchSampler, SampleOrder
-from launcher.data.dataset import MapData
+from launcher.data.dataset import ClassificationDataset, MapData
 from launcher.data.loader import StepStatistics, make_loader, to_device
 from launcher.distributed.process_group import DataParallel
+from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
+from launcher.training.generation import Generator
+from launcher.training.loss import class_losses, classification_logits
+from launcher.training.scores import ratio
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,12 @@ class Evaluated:
     """Mean over the tokens with a target."""
     tokens: int
     """Tokens with a target."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Other metrics by name: means over the samples, but for a classifier's F1."""
+    scored: int = 0
+    """How many samples they are over."""
+    samples: Sequence[Mapping[str, Any]] = ()
+    """Generated answers, on rank 0."""
 
 
 class Evaluator:
@@ -39,12 +49,15 @@ class Evaluator:
         micro_batch_size: int,
         max_batches: int | None,
         ranks: DataParallel,
+        generator: Generator | None = None,
     ) -> None:
+        """generator: evaluation.generate."""
+        self._generator = generator
         self._loaders: dict[str, tuple[MapData, Iterable[dict[str, Any]]]] = {}
         global_batch_size = micro_batch_size * ranks.size
         for name, dataset in datasets.items():
             batches = -(-len(dataset) // global_batch_size)
-            # Positions beyond the last sample are empty rows: with sharding, all ranks need the same
+            # Positions after the last sample are empty rows: with sharding, all ranks need the same
             # number of forward passes
             sampler = RankBatchSampler(
                 order=SampleOrder(samples=len(dataset), seed=0, shuffle=False, epochs=1),
@@ -73,37 +86,86 @@ class Evaluator:
         stop_requested: Callable[[], bool] = lambda: False,
         heartbeat: Callable[[str], None] = lambda phase: None,
     ) -> dict[str, Evaluated]:
-        """The loss of each set over all ranks, in the order of the recipe; empty if a rank was
-        asked to stop.
+        """The loss of each set over all ranks, in the order of the recipe; empty if a
+        stop was requested on a rank.
 
         The ranks agree on a stop at each micro-batch. heartbeat: called at each micro-batch.
         """
         device, ranks = self._ranks.device, self._ranks
-        stream = None
-        if device.type == "cuda":
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        asked: StepStatistics | None = None
+        stop_requests: StepStatistics | None = None
         totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
+        more: dict[str, dict[str, Any]] = {name: {} for name in self._loaders}
+
+        def proceed() -> bool:
+            heartbeat("evaluation")
+            return not stop_requested()
+
         with _evaluating(wrapped):
-            for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
+            for total, (name, (dataset, loader)) in zip(totals, self._loaders.items(), strict=True):
+                counts: Any = None
                 for collated in loader:
                     heartbeat("evaluation")
                     # The answer at the previous micro-batch, so that nothing waits. All ranks get
                     # it at the same one
-                    if asked is not None and asked.read()[0] > 0:
+                    if stop_requests is not None and stop_requests.read()[0] > 0:
                         return {}
-                    asked = StepStatistics([int(stop_requested())], ranks, stream)
+                    stop_requests = StepStatistics([int(stop_requested())], ranks)
                     micro_batch = to_device(collated["tensors"], device)
-                    with wrapped.forward_context():
-                        total[0] += dataset.loss(wrapped.model, micro_batch)
+                    loss, found = _measure(dataset, wrapped, micro_batch)
+                    total[0] += loss
+                    counts = found if counts is None else counts + found
                     total[1] += collated["loss_tokens"]
-        if asked is not None:
-            asked.read()
+                if stop_requests is not None:
+                    stop_requests.read()
+                if (scored := self._scores(dataset, wrapped, counts, proceed)) is None:
+                    return {}
+                more[name] = scored
         dist.all_reduce(totals, group=ranks.group)
         return {
-            name: Evaluated(loss / max(tokens, 1.0), int(tokens))
+            name: Evaluated(loss / max(tokens, 1.0), int(tokens), **more[name])
             for name, (loss, tokens) in zip(self._loaders, totals.tolist(), strict=True)
         }
+
+    def _scores(
+        self, dataset: Any, wrapped: WrappedModel, counts: Any, proceed: Callable[[], bool]
+    ) -> dict[str, Any] | None:
+        """The further fields of `Evaluated` for a set; None if a stop was requested."""
+        if counts is not None:
+            dist.all_reduce(counts, group=self._ranks.group)
+            return _classification_scores(counts)
+        if self._generator is None:
+            return {}
+        return self._generator.answer(wrapped, dataset.store, self._ranks, proceed)
+
+
+def _measure(
+    dataset: Any, wrapped: WrappedModel, micro_batch: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The summed loss of a micro-batch, and for a classifier `_class_counts`."""
+    with wrapped.forward_context():
+        if not isinstance(dataset, ClassificationDataset):
+            return dataset.loss(wrapped.model, micro_batch), None
+        logits = classification_logits(wrapped.model, micro_batch)
+    targets = micro_batch["targets"]
+    return class_losses(logits, targets), _class_counts(logits, targets)
+
+
+def _class_counts(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """For each class, the samples that are predicted correctly, predicted, and of the class: (3,
+    classes), float64."""
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    actual = targets[:, None] == classes
+    predicted = (logits.argmax(-1)[:, None] == classes) & (targets != IGNORED)[:, None]
+    return torch.stack([actual & predicted, predicted, actual]).sum(1).double()
+
+
+def _classification_scores(counts: torch.Tensor) -> dict[str, Any]:
+    """Accuracy, and the mean F1 of the classes that occur (macro). counts: of `_class_counts`."""
+    by_class = [ratio(right, one + other) for right, one, other in counts.T.tolist() if one + other]
+    scored = int(counts[2].sum())
+    accuracy = float(counts[0].sum()) / max(1, scored)
+    scores = {"accuracy": accuracy, "f1": sum(by_class) / max(1, len(by_class))}
+    return {"scores": scores, "scored": scored}
 
 
 @contextmanager
@@ -115,7 +177,47 @@ def _evaluating(wrapped: WrappedModel) -> Iterator[None]:
 
 
 def over_all(results: Mapping[str, Evaluated]) -> Evaluated:
-    """The loss over the tokens of all sets."""
-    tokens = sum(result.tokens for result in results.values())
-    loss = sum(result.loss * result.tokens for result in results.values())
-    return Evaluated(loss / max(tokens, 1), tokens)
+    """The loss over the tokens of all sets, and the means of the scores over their samples."""
+    sets = results.values()
+    tokens, scored = sum(one.tokens for one in sets), sum(one.scored for one in sets)
+    scores = {
+        name: sum(one.scores[name] * one.scored for one in sets) / max(scored, 1)
+        for name in next(iter(sets)).scores
+    }
+    loss = sum(result.loss * result.tokens for result in sets)
+    return Evaluated(loss / max(tokens, 1), tokens, scores, scored)
+
+
+def is_better(metric: str, value: float, than: float | None) -> bool:
+    """eval_loss: smaller is better; all other metrics: larger."""
+    return than is None or (value < than if metric == "eval_loss" else value > than)
+
+
+class EarlyStopping:
+    """Counts the evaluations since the best one (evaluation.stop_after)."""
+
+    def __init__(self, metric: str, stop_after: int | None) -> None:
+        self._metric, self._stop_after = metric, stop_after
+        self._best: float | None = None
+        self._since = 0
+
+    def add(self, scores: Mapping[str, float]) -> None:
+        """An evaluation. scores: the finite ones."""
+        value = scores.get(self._metric)
+        self._since += 1
+        if value is not None and is_better(self._metric, value, self._best):
+            self._best, self._since = value, 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the run ends now."""
+        return self._stop_after is not None and self._since >= self._stop_after
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"early_stopping": [self._metric, self._best, self._since]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """state: of a checkpoint, perhaps of an older version or for another metric."""
+        metric, best, since = state.get("early_stopping", (None, None, 0))
+        self._best, self._since = (best, since) if metric == self._metric else (None, 0)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-IGNORED = -100
-"""A target without loss."""
+from launcher.models.chunked_loss import IGNORED, computes_loss
+
+_TARGETS = ("targets", "target_positions")
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 """loss(model, micro-batch): the sum over the micro-batch's targets, a float32 scalar."""
@@ -23,17 +24,23 @@ def summed_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tenso
 
     micro_batch: `input_ids` and `targets` (batch, tokens). Targets are shifted: targets[b, t]
     follows input_ids[b, t], and is IGNORED where there is no loss. `position_ids` (batch, tokens)
-    for packed documents, and further arguments of the model's forward.
+    for packed documents, `target_positions` (see `collate_sequences`), and further arguments of the
+    model's forward.
     """
     targets = micro_batch["targets"]
-    inputs = {name: value for name, value in micro_batch.items() if name != "targets"}
-    outputs = model(**inputs, use_cache=False)
-    summed = nn.functional.cross_entropy(
-        outputs.logits.float().flatten(0, 1),
-        targets.flatten(),
-        ignore_index=IGNORED,
-        reduction="sum",
-    )
+    inputs = {name: value for name, value in micro_batch.items() if name not in _TARGETS}
+    if computes_loss(model):
+        positions = micro_batch.get("target_positions")
+        outputs = model(**inputs, targets=targets, target_positions=positions, use_cache=False)
+        summed: torch.Tensor = outputs.loss
+    else:
+        outputs = model(**inputs, use_cache=False)
+        summed = nn.functional.cross_entropy(
+            outputs.logits.float().flatten(0, 1),
+            targets.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
     if torch.is_grad_enabled() and getattr(outputs, "aux_loss", None) is not None:
         router_loss = _router_loss(model, outputs, targets)
         summed = summed + (router_loss - router_loss.detach())  # adds its gradient only
@@ -44,9 +51,9 @@ def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch
     """Load-balancing loss of a mixture of experts, times its coefficient and the number of targets.
 
     Summed over micro-batches m and ranks, and divided by the targets T of the global batch, it is
-    coefficient * sum_m(targets_m / T * auxiliary_m): with one micro-batch, what transformers adds to
-    its loss. Padding (everything more than one token after the last target of its row) does not
-    count, but in models without `num_experts` and `num_experts_per_tok`.
+    coefficient * sum_m(targets_m / T * auxiliary_m): with one micro-batch, what transformers adds
+    to its loss. Padding (everything more than one token after the last target of its row) counts
+    only in models without `num_experts` and `num_experts_per_tok`.
     """
     model = getattr(model, "module", model)  # unwrap DistributedDataParallel
     config: Any = model.config
@@ -75,13 +82,21 @@ def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch
     return result
 
 
+def classification_logits(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    """(batch, classes), float32. micro_batch: as in `summed_classification_loss`."""
+    inputs = {name: value for name, value in micro_batch.items() if name != "targets"}
+    logits: torch.Tensor = model(**inputs).logits
+    return logits.float()
+
+
 def summed_classification_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
     """Sum of the cross-entropies of a micro-batch's classes, a float32 scalar.
 
     micro_batch: `input_ids` and `attention_mask` (batch, tokens), `targets` (batch,), or IGNORED.
     """
-    inputs = {name: value for name, value in micro_batch.items() if name != "targets"}
-    logits = model(**inputs).logits
-    return nn.functional.cross_entropy(
-        logits.float(), micro_batch["targets"], ignore_index=IGNORED, reduction="sum"
-    )
+    return class_losses(classification_logits(model, micro_batch), micro_batch["targets"])
+
+
+def class_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropies, a scalar."""
+    return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")

@@ -1,40 +1,144 @@
-"""AdamW, the learning-rate schedule, and the loss scale of float16."""
+"""The optimizer, the learning-rate schedule, and the loss scale of float16."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from launcher.errors import RecipeError
+from launcher.models.initialization import clean_name
+from launcher.models.shards import local_rows
 from launcher.recipe import schema
+from launcher.strategies.zero import shard_rows, shard_update
+from launcher.training.adafactor import Adafactor
+from launcher.training.low_precision import LowPrecisionAdamW
+from launcher.training.muon import Muon, is_matrix
+from launcher.training.optimizer_offload import OffloadedOptimizer
 
 LearningRate = Callable[[int], float]
 """Learning rate of a step; steps count from 1."""
 
 
-def make_optimizer(model: nn.Module, optimizer: schema.Optimizer) -> torch.optim.AdamW:
-    """Fused AdamW, with weight decay on parameters of two or more dimensions (matrices).
+def make_optimizer(
+    model: nn.Module,
+    optimizer: schema.Optimizer,
+    *,
+    seed: int = 0,
+    optimizer_mesh: DeviceMesh | None = None,
+    offload: schema.CpuOffload | None = None,
+    blocks: Iterable[nn.Module] = (),
+) -> torch.optim.Optimizer:
+    """The optimizer of the trained parameters, with its state. Weight decay applies to parameters
+    of two or more dimensions (matrices).
 
-    The fused step reads two scalars on the device: `grad_scale`, which divides the gradients, and
+    Its step reads two scalars on the device: `grad_scale`, which divides the gradients, and
     `found_inf`, which skips the step. The loop clips and skips through them, without waiting and
-    without another pass over the gradients.
+    without another pass over the gradients. seed: of stochastic rounding. optimizer_mesh: of the
+    strategy (`WrappedModel.optimizer_mesh`). offload: of the strategy. blocks: whose matrices Muon
+    orthogonalizes. Raises RecipeError if it finds none.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    others = [parameter for parameter in trained if parameter.ndim < 2]
-    groups = (
-        {"params": matrices, "weight_decay": optimizer.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    )
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=optimizer.learning_rate,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        fused=True,
-    )
+    trained = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    muon, inside = optimizer.name == "muon", {id(p) for block in blocks for p in block.parameters()}
+    inner = {name for name, p in trained.items() if muon and id(p) in inside and is_matrix(p.shape)}
+    if muon and not inner:
+        raise RecipeError("optimizer.name: muon: the model has no matrix in a block; use adamw")
+    pairs = []
+    if optimizer_mesh is not None:
+        pairs = [(p, nn.Parameter(shard_rows(p, optimizer_mesh))) for p in trained.values()]
+        trained = dict(zip(trained, (shard for _, shard in pairs), strict=True))
+    directed = [named for named in trained.items() if named[0] in inner]
+    others = [named for named in trained.items() if named[0] not in inner]
+    matrices = [named for named in others if named[1].ndim >= 2]
+    vectors = [named for named in others if named[1].ndim < 2]
+    decay = optimizer.weight_decay
+    groups = [
+        {"params": named, "weight_decay": decay, "orthogonalize": named is directed}
+        for named, decay in ((directed, decay), (matrices, decay), (vectors, 0.0))
+        if named
+    ]
+    made = _make(groups, optimizer, seed)
+    if offload is not None and (offload.what == "optimizer" or offload.optimizer_path):
+        return OffloadedOptimizer(made, partial(_initial_state, made), offload)
+    shard_update(made, pairs)
+    create_state(made)
+    return made
+
+
+def _make(
+    groups: list[dict[str, Any]], optimizer: schema.Optimizer, seed: int
+) -> torch.optim.Optimizer:
+    rates: dict[str, Any] = {
+        "lr": optimizer.learning_rate,
+        "betas": optimizer.betas,
+        "eps": optimizer.eps,
+    }
+    low: dict[str, Any] = {"state_dtype": optimizer.state_dtype, "seed": seed}
+    if optimizer.name == "muon":
+        return Muon(groups, momentum=optimizer.momentum, **low, **rates)
+    if optimizer.state_dtype != "float32":
+        return LowPrecisionAdamW(groups, **low, **rates)
+    if optimizer.name == "sgd":
+        return Sgd(groups, lr=optimizer.learning_rate, momentum=optimizer.momentum)
+    if optimizer.name == "adafactor":
+        return Adafactor(groups, {"lr": optimizer.learning_rate})
+    return torch.optim.AdamW(groups, **rates, fused=True)
+
+
+class Sgd(torch.optim.SGD):
+    """Fused, on each rank's shards: torch's does not take DTensors."""
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates all parameters with a gradient."""
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            if not trained:
+                continue
+            buffers = [self.state[p]["momentum_buffer"] for p in trained if group["momentum"]]
+            torch._fused_sgd_(
+                [local_rows(p)[0] for p in trained],
+                [local_rows(p.grad)[0] for p in trained],
+                [local_rows(buffer)[0] for buffer in buffers],
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+            )
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Creates missing state, of zeros, as the first step would."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] |= _initial_state(optimizer, group, parameter)
+
+
+def _initial_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    if group["orthogonalize"]:
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    if isinstance(optimizer, LowPrecisionAdamW | Adafactor):
+        return optimizer.initial_state(parameter)
+    if isinstance(optimizer, Sgd):
+        return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
+    moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> LearningRate:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import socket
 import statistics
 import time
 from collections import deque
@@ -15,16 +16,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from launcher.checkpoint.resume import Resumed
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
-from launcher.metrics.console import ProgressLine, seconds_as_text
-from launcher.metrics.recorder import PendingRecord, StepRecorder
+from launcher.metrics.console import ProgressLine, bytes_as_text, seconds_as_text
+from launcher.metrics.recorder import Flops, PendingRecord, StepRecorder
 from launcher.metrics.sinks import JsonLines, Sink, open_sinks
-from launcher.planner.hardware import peak_flops
+from launcher.metrics.slow_ranks import SlowRanks
+from launcher.metrics.verdict import measure, verdict
 from launcher.recipe.schema import Recipe
-from launcher.reliability.run_directory import RunFolder, State
+from launcher.reliability.run_directory import RunFolder, State, append_line
 from launcher.training.evaluation import Evaluated, over_all
 from launcher.training.loop import Step
 
@@ -32,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 _LOSSES, _FEWEST_LOSSES = 50, 10
 """Number of recent losses that a new one is compared with."""
+VERDICT_STEPS = 100
+"""After so many steps the first verdict is logged; the last one at the end."""
+_LAST_RECORD_SECONDS = 1.0
+"""Time for the numbers of the last step to arrive after a failure."""
 
 
 class Reporter:
@@ -45,11 +52,11 @@ class Reporter:
         recipe: Recipe,
         steps: int,
         first_step: int,
-        flops_per_token: float,
+        flops: Flops,
     ) -> None:
-        device = ranks.device
-        self._main, self._run = ranks.rank == 0, recipe.run
-        self._folder, self._steps = folder, steps
+        self._device = ranks.device
+        self._main, self._run, self._recipe = ranks.rank == 0, recipe.run, recipe
+        self._folder, self._steps, self._samples = folder, steps, folder.path / "samples.jsonl"
         self._every_steps = recipe.logging.every_steps
         self._progress = ProgressLine(steps)
         self._started = time.monotonic()
@@ -69,9 +76,15 @@ class Reporter:
                 config=dataclasses.asdict(recipe),
             )
             folder.write_status("running", step=first_step, steps=steps)
-        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        hosts = [socket.gethostname()] * ranks.size
+        if ranks.size > 1:
+            dist.all_gather_object(hosts, hosts[0], group=ranks.group)
+        self._slow = SlowRanks(hosts)
+        self._hosts, self._flops, self._micro_batches = hosts, flops, 1
+        self._judged = False
         # Last, because it starts the first step's clock
-        self._recorder = StepRecorder(ranks, flops_per_token=flops_per_token, peak_flops=peak)
+        self._recorder = StepRecorder(ranks, flops)
+        self.phase, self.waiting = self._recorder.phase, self._recorder.waiting
 
     def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
         """Writes the rows of the data that could not be used, one JSON object per line."""
@@ -87,6 +100,7 @@ class Reporter:
         """
         self._last_step = step.number
         self._recorder.add(step)
+        self._micro_batches = len(step.batch.micro_batches)
         due = step.number % self._every_steps == 0 or step.number in (1, self._steps)
         previous, self._pending = self._pending, self._recorder.launch(step) if due else None
         if previous is not None:
@@ -101,10 +115,10 @@ class Reporter:
             self._log(pending)
 
     @contextmanager
-    def excluded(self) -> Iterator[None]:
+    def excluded(self, what: str = "evaluation") -> Iterator[None]:
         """Around an evaluation or a checkpoint: the time inside belongs to no step."""
         self.flush()
-        with self._recorder.excluded():
+        with self._recorder.excluded(what):
             yield
 
     def _log(self, pending: PendingRecord) -> None:
@@ -114,13 +128,42 @@ class Reporter:
             self._losses = [*self._losses[:1], record["loss"]]
         if self._main:
             self._write(record)
-            self._progress.step(record)
+            if own := self._recorder.own_seconds:
+                for message in self._slow.update(step.number, own):
+                    logger.warning(message)
+            self._progress.step(record, note=self._slow.note())
+            if step.number >= self._first_step + VERDICT_STEPS and not self._judged:
+                self._judge(step.number)
             self._folder.note_step(step.number, steps=self._steps, **self._warning)
         try:
             self._check(record)
         except DivergedError:
             self._pending = None  # the following step is not logged
             raise
+
+    def _judge(self, step: int) -> None:
+        """Logs what limits the speed, and records it in events.jsonl."""
+        self._judged = True
+        totals, free = self._recorder.totals, None
+        if self._device.type == "cuda" and self._peak is not None:
+            free = 1 - self._peak[1] / torch.cuda.get_device_properties(self._device).total_memory
+        found = measure(
+            totals,
+            recomputed_share=self._flops.recomputed_share,
+            ranks=len(self._hosts),
+            nodes=len(set(self._hosts)),
+            micro_batches=self._micro_batches,
+            free_memory=free,
+            slow_rank=self._slow.note(),
+        )
+        if found is None:
+            return
+        text, rate = verdict(found, self._recipe), totals["tokens"] / totals["step"]
+        peak = f", {bytes_as_text(self._peak[1])} at the peak" if self._peak is not None else ""
+        shares = {name: round(share, 4) for name, share in found.shares.items()}
+        parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        logger.info(f"{text}\n  {rate:,.0f} tokens/s{peak}; {parts}")
+        self._folder.note("verdict", step=step, text=text, shares=shares)
 
     def peak_memory(self, *, after: int) -> int | None:
         """Largest peak of a rank in the last record; None if no step after `after` was logged."""
@@ -132,9 +175,9 @@ class Reporter:
         most, ratio = self._run.max_skipped_steps, self._run.max_loss_ratio
         if in_a_row >= most:
             raise DivergedError(
-                f"gradients not finite in {in_a_row} steps in a row (run.max_skipped_steps={most}); "
-                "try a lower optimizer.learning_rate, a longer schedule.warmup_steps, or bfloat16 "
-                "instead of float16",
+                f"gradients not finite in {in_a_row} steps in a row "
+                f"(run.max_skipped_steps={most}); try a lower optimizer.learning_rate, a longer "
+                "schedule.warmup_steps, or bfloat16 instead of float16",
                 reason="not_finite",
                 first_step=step - in_a_row + 1,
                 last_step=step,
@@ -156,7 +199,7 @@ class Reporter:
         self._recent.append(loss)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: what is needed to notice that a run diverges."""
+        """For a checkpoint: the values that detect divergence."""
         return {
             "skipped": self._recorder.skipped,
             "skipped_in_a_row": self._recorder.skipped_in_a_row,
@@ -173,23 +216,36 @@ class Reporter:
 
     def evaluation(
         self, step: int, results: Mapping[str, Evaluated], seconds: float
-    ) -> float | None:
-        """Logs an evaluation, over all sets and for each. Returns the loss over all, if finite."""
+    ) -> dict[str, float]:
+        """Logs an evaluation, over all sets and for each. Returns the finite metrics over all."""
         whole = over_all(results)
         loss = _finite(whole.loss)
+        scores = {f"eval_{name}": _finite(score) for name, score in whole.scores.items()}
+        metrics = {"eval_loss": loss} | scores
+        known = {name: value for name, value in metrics.items() if value is not None}
         if not self._main:
-            return loss
-        record: dict[str, Any] = {"step": step, "eval_loss": loss, "eval_tokens": whole.tokens}
+            return known
+        record: dict[str, Any] = {"step": step, **metrics, "eval_tokens": whole.tokens}
         text = (
             f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} tokens "
             f"({seconds_as_text(seconds)})"
         )
+        text += "".join(f", {name} {score:.4f}" for name, score in whole.scores.items())
+        samples = [
+            {"step": step, "set": name, **sample}
+            for name, result in results.items()
+            for sample in result.samples
+        ]
+        for sample in samples:
+            append_line(self._samples, sample)
         if len(results) > 1:
+            if whole.scores:
+                record["eval_scores"] = {name: dict(one.scores) for name, one in results.items()}
             record["eval_losses"] = {name: _finite(result.loss) for name, result in results.items()}
             text += "; " + ", ".join(f"{name} {one.loss:.4f}" for name, one in results.items())
-        self._write(record | {"time": time.time()})
+        self._write(record | {"time": time.time(), "samples": samples})
         logger.info(text)
-        return loss
+        return known
 
     def warn(self, text: str | None) -> None:
         """Sets the warning in status.json. None removes it."""
@@ -212,11 +268,13 @@ class Reporter:
         )
         for change in resumed.changes:
             logger.info(f"  changed since: {change}")
-        origin = {} if resumed.origin is None else {"origin": str(resumed.origin)}
-        self._folder.note("resumed", ranks=ranks, step=step, **origin)
+        more: dict[str, Any] = {"skipped_batches": resumed.position.skipped_batches}
+        if resumed.origin is not None:
+            more["origin"] = str(resumed.origin)
+        self._folder.note("resumed", ranks=ranks, step=step, **more)
 
-    def rewound(self, resumed: Resumed, error: DivergedError) -> None:
-        """The run went back to a step before it diverged."""
+    def rewound(self, resumed: Resumed, error: DivergedError, *, skipped_batches: int) -> None:
+        """The run went back to a step before it diverged. skipped_batches: from now on."""
         self._restore(resumed)
         if self._main:
             step = resumed.position.step
@@ -225,12 +283,19 @@ class Reporter:
                 f"diverged: {error}\nback to the checkpoint of step {step}; the samples of steps "
                 f"{step + 1} to {error.last_step} are skipped (run.on_divergence: rewind)"
             )
-            self._folder.note("resumed", step=step, reason=error.reason)
+            self._folder.note(
+                "resumed", step=step, reason=error.reason, skipped_batches=skipped_batches
+            )
 
     def _remove_later_steps(self, step: int) -> int:
         self._folder.check()
         files = (sink for sink in self._sinks if isinstance(sink, JsonLines))
-        return sum(file.remove_later_steps(step) for file in files)
+        removed = sum(file.remove_later_steps(step) for file in files)
+        if self._samples.exists():
+            samples = JsonLines(self._samples)
+            samples.remove_later_steps(step)
+            samples.close("running")
+        return removed
 
     def _write(self, record: dict[str, Any]) -> None:
         self._folder.check()
@@ -243,12 +308,16 @@ class Reporter:
             sink.close(state)
 
     def abort(self) -> None:
-        """The run fails: logs the last step if its numbers are on the host, and closes the sinks.
+        """The run fails: logs the last step if its numbers arrive, and closes the sinks.
 
-        Waits for no other rank. May be called from any thread, since the main thread may be stuck.
+        A rank that fails first waits too, so that its numbers reach the others before it ends. May
+        be called from any thread, since the main thread may be stuck.
         """
         pending, self._pending = self._pending, None
+        deadline = time.monotonic() + _LAST_RECORD_SECONDS
         with suppress(Exception):  # the device may have failed, or another run may own the folder
+            while pending is not None and not pending.ready() and time.monotonic() < deadline:
+                time.sleep(0.02)
             if self._main and pending is not None and pending.ready():
                 self._write(self._recorder.collect(pending))
         self._close("failed")
@@ -263,10 +332,11 @@ class Reporter:
     ) -> None:
         """Writes the final status and logs where everything is.
 
-        exported: a description of what was exported. kept: step of the newest checkpoint.
+        exported: a description of the export. kept: step of the newest checkpoint.
         """
         if not self._main:
             return
+        self._judge(self._last_step)
         self._close(state)
         folder, step, skipped = self._folder, self._last_step, self._recorder.skipped
         folder.write_status(state, step=step, reason=reason, steps=self._steps, **self._warning)
@@ -277,21 +347,27 @@ class Reporter:
             f"{state} after {step} of {self._steps} steps in {seconds}{losses}"
             + (f", {skipped} steps skipped" if skipped else "")
         )
+        if reason == "early_stopping":
+            logger.info(
+                "  the last evaluations were not better than before (evaluation.stop_after)"
+            )
         if state == "stopped":
             nothing = "nothing was saved (checkpoint.every_steps: null)"
             saved = "start it again to resume" if kept == step else nothing
             logger.info(f"  stopped by {reason}; {saved}")
-        path = folder.path
-        recipe = f"{path}/recipe.yaml"
-        if kept is not None:
-            text = "to resume with more run.max_steps, or on another number of GPUs"
-            logger.info(f"  {path}/checkpoints/  {text}")
-        logger.info(f"  {folder.metrics}  metrics of every step, one JSON object per line")
-        again = f"recipe={recipe} run.dir=ANOTHER"
-        logger.info(f"  {recipe}  resolved recipe; to repeat the run: {again}")
-        logger.info(f"  {path}/status.json, {folder.log}/  outcome, output of each rank")
-        if exported is not None:
-            logger.info(f"  {folder.export}/  {exported}")
+        path, recipe = folder.path, f"{folder.path}/recipe.yaml"
+        more = "to resume with more run.max_steps, or on another number of GPUs"
+        repeat = f"resolved recipe; to repeat the run: recipe={recipe} run.dir=ANOTHER"
+        files = {
+            f"{path}/checkpoints/": more if kept is not None else None,
+            folder.metrics: "metrics of every step, one JSON object per line",
+            recipe: repeat,
+            f"{path}/status.json, {folder.log}/": "outcome, output of each rank",
+            f"{folder.export}/": exported,
+        }
+        for file, text in files.items():
+            if text is not None:
+                logger.info(f"  {file}  {text}")
         if state == "finished":
             test = f"launcher selftest recipe={recipe}"
             logger.info(f"next: check that every strategy gives the same losses: {test}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
-from launcher.checkpoint.manager import CheckpointManager, Identity, Saved
+from launcher.checkpoint.manager import CheckpointManager
 from launcher.checkpoint.resume import Resumed
 from launcher.data.batching import Position
 from launcher.data.loader import GlobalBatch
@@ -17,22 +18,24 @@ from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
-from launcher.metrics.console import configure_logging
+from launcher.metrics.console import configure_logging, task
 from launcher.planner.comparison import PATIENCE, Forecast
 from launcher.planner.detect import detect_machine, resolve_auto
-from launcher.planner.out_of_memory import PostMortem, Trained
-from launcher.recipe.load import LoadedRecipe, to_yaml
-from launcher.reliability.failures import FailureWatch, failing_together
+from launcher.planner.out_of_memory import PostMortem
+from launcher.recipe.load import LoadedRecipe
+from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
-from launcher.reliability.watchdog import Watch, watching
-from launcher.strategies.base import compute_dtype
+from launcher.reliability.watchdog import Watch
+from launcher.strategies.base import compute_dtype, offloads_parameters
+from launcher.strategies.wrap import graph_breaks
+from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
-from launcher.training.profiling import profiled
+from launcher.training.profiling import Profiler, profiled
 from launcher.training.reporting import Reporter
 from launcher.training.setup import Hooks, assemble
-from launcher.training.summary import summarize
+from launcher.training.summary import describe_start, summarize
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class Rank:
 def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int:
     """Joins the other ranks and trains with them. Returns the exit status.
 
-    A failure of any rank ends this process (`failing_together`). Raises TrainingError if the ranks
+    A failure of any rank ends this process (`FailureWatch`). Raises TrainingError if the ranks
     do not meet or lack a GPU.
     """
     settings, progress = loaded.recipe.run, Progress()
@@ -70,14 +73,12 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
         StopRequest() as stop,
         group as (ranks, store),
         rank_log(run.log, ranks.rank) as console,
-        failing_together(
+        FailureWatch(
             store, environment=environment, run=run, console=console, progress=progress
         ) as failures,
-        watching(failures, stop=stop, hang_timeout=settings.hang_timeout) as watch,
+        Watch(failures, stop=stop, hang_timeout=settings.hang_timeout) as watch,
     ):
         configure_logging()
-        if environment.world_size > 1:
-            process_group.enable_keepalive(environment)
         rank = Rank(environment, ranks, run, stop, failures, watch, progress)
         finished = Run(loaded, rank).execute()
     # torchrun's agent restarts on any other status than 0; status.json has the outcome
@@ -111,13 +112,13 @@ class Run:
             ranks=rank.ranks,
             build_data=environment.local_rank == 0,
             skipped_rows=skipped_rows,
-            hooks=Hooks(rank.stop.requested, rank.watch.save_requested, rank.progress.beat),
+            hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
         )
         process_group.set_timeout(recipe.run.init_timeout)
-        post_mortem.training = Trained(
-            training.wrapped.module, training.optimizer, rank.ranks.device
-        )
-        self._steps = training.data.steps
+        post_mortem.training = training
+        self._steps, self._graph_breaks = training.data.steps, 0
+        keep_best = recipe.checkpoint.keep_best or "eval_loss"
+        self._early_stopping = EarlyStopping(keep_best, recipe.evaluation.stop_after)
         self._checkpoints, self._resumed = self._open_checkpoints()
         self._position = Position() if self._resumed is None else self._resumed.position
         self._saved_after = self._progress.step = self._position.step
@@ -127,20 +128,24 @@ class Run:
             recipe=recipe,
             steps=self._steps,
             first_step=self._position.step,
-            flops_per_token=training.flops_per_token,
+            flops=training.flops,
         )
+        training.wrapped.waiting = self._reporter.waiting
         rank.failures.on_end = self._reporter.abort
         self._reporter.list_skipped(training.data.training.skipped, skipped_rows)
         for line in summarize(recipe, training, rank.ranks):
             logger.info(line)
+        if environment.main:
+            on_node = environment.local_world_size
+            directory.note("built", **describe_start(training, rank.ranks.device, on_node))
         if self._resumed is not None:
             self._reporter.resumed(self._resumed, ranks=rank.ranks.size)
+            self._early_stopping.restore(self._resumed.observed)
 
     def _check_device(self, loaded: LoadedRecipe) -> None:
         strategy, device = self._recipe.strategy, self._ranks.device
-        process_group.set_threads(
-            self._rank.environment, device=device, cpu_offload=strategy.cpu_offload is not None
-        )
+        on_host = offloads_parameters(strategy.cpu_offload)
+        process_group.set_threads(self._rank.environment, device=device, cpu_offload=on_host)
         try:
             process_group.check_dtype(device, compute_dtype(strategy))
         except ValueError as error:
@@ -149,45 +154,36 @@ class Run:
 
     def _open_checkpoints(self) -> tuple[CheckpointManager | None, Resumed | None]:
         """The manager of the run's checkpoints, and the checkpoint that it loaded."""
-        recipe, directory, training = self._recipe, self._rank.directory, self._training
+        recipe, directory = self._recipe, self._rank.directory
         # Rank 0 decides: another node may see the folder a little later
         decided: list[Any] = [directory.resume]
         dist.broadcast_object_list(decided, group=self._ranks.group, group_src=0)
         resume: str = decided[0]
         if recipe.checkpoint.every_steps is None and resume == "never":
             return None, None
-        data = training.data
-        manager = CheckpointManager(
-            directory.path / "checkpoints",
-            recipe.checkpoint,
-            Saved(training.wrapped.module, training.optimizer, training.loss_scale),
-            Identity(to_yaml(recipe), recipe.run.seed, data.fingerprint, data.stream_order),
-            ranks=self._ranks,
-            before_write=directory.check,
-            saved=self._note_saved,
-        )
+        manager = CheckpointManager(directory, self._training)
         return manager, manager.restore(resume)
 
-    def _note_saved(self, step: int, size: int, seconds: float) -> None:
-        """Adds a line to events.jsonl."""
-        if self._ranks.rank == 0:
-            self._rank.directory.note(
-                "saved", ranks=self._ranks.size, step=step, bytes=size, seconds=seconds
-            )
-
     def execute(self) -> bool:
-        """Evaluates, trains, saves, exports. Returns False if the run was stopped before its end."""
+        """Evaluates, trains, saves, exports. Returns False if stopped before the end."""
         at_start = self._recipe.evaluation.at_start and self._position.step == 0
         if at_start or (self._resumed is not None and self._resumed.evaluation_due):
             self._evaluate(self._position.step)
         finished = self._train()
+        early = self._early_stopping.over and self._progress.step < self._steps
         self._finish_checkpoints(finished)
+        if finished:
+            with self._progress.slow("plan"):
+                self._compare_memory(seconds=PATIENCE)
         exported = self._export() if finished else None
         kept = None if self._checkpoints is None else self._checkpoints.saved_step
+        reason = "early_stopping" if early else None
+        if not finished:
+            reason = self._rank.stop.signal or "signal"
         with self._progress.slow("end"):
             self._reporter.end(
                 "finished" if finished else "stopped",
-                reason=None if finished else self._rank.stop.signal or "signal",
+                reason=reason,
                 exported=exported,
                 kept=kept,
             )
@@ -202,7 +198,7 @@ class Run:
             rank=self._ranks.rank,
             device=self._ranks.device,
             first_step=self._position.step,
-        ) as self._profile_step:
+        ) as self._profiler:
             while True:
                 try:
                     return self._train_from_position()
@@ -212,27 +208,52 @@ class Run:
 
     def _train_from_position(self) -> bool:
         self._progress.preparing = False
+        if self._early_stopping.over:  # in the start before
+            return True
         for step in self._training.steps_from(self._position):
             self._record(step)
             evaluation = self._evaluate_if_due(step)
             *_, stop_requested, save_requested = step.batch.statistics.read()
-            stopping = bool(stop_requested) or not evaluation.complete
+            early = self._early_stopping.over
+            stopping = bool(stop_requested) or not evaluation.complete or early
             self._save_if_due(step, evaluation, stopping=stopping, requested=bool(save_requested))
             if stopping and step.number < self._steps:
                 self._reporter.flush()
-                return False
+                return early
         self._reporter.flush()
         return True
+
+    def _heartbeat(self, phase: str) -> None:
+        """The training loop begins a phase."""
+        self._reporter.phase(phase)
+        if self._profiler is not None:
+            if phase == "data" and self._progress.phase == "optimizer":
+                self._profile_finished_step(self._profiler)
+            self._profiler.phase(phase)
+        self._progress.heartbeat(phase)
+
+    def _profile_finished_step(self, profiler: Profiler) -> None:
+        """Between the optimizer and the next batch, where no collective of gloo is running: its
+        threads would write to memory that a profiler frees when it stops (torch 2.13). `excluded`
+        waits for the gathered numbers of the step before."""
+        with self._progress.slow("profile"), self._reporter.excluded("profile"):
+            profiler.step_done(self._progress.step + 1)
 
     def _record(self, step: Step) -> None:
         self._progress.step_done(step.number)
         self._reporter.step(step)
         self._compare_memory()
-        if self._recipe.profile is not None:
-            with self._progress.slow("profile"):  # it may write a trace
-                self._profile_step(step.number)
+        if self._recipe.model.compile and self._ranks.rank == 0:
+            self._log_graph_breaks()
         if step.number == self._position.step + 1:
             process_group.set_timeout(self._recipe.run.timeout)
+
+    def _log_graph_breaks(self) -> None:
+        """Logs new reasons. Most are known after the first step, but a micro-batch of another kind,
+        such as the first one with a packed row, is compiled when it comes."""
+        for reason in graph_breaks()[self._graph_breaks :]:
+            self._graph_breaks += 1
+            logger.info(f"compile: the graph of a block is split. {reason}")
 
     def _evaluate_if_due(self, step: Step) -> Evaluation:
         every_steps = self._recipe.evaluation.every_steps
@@ -244,17 +265,23 @@ class Run:
         evaluator = self._training.evaluator
         if evaluator is None:
             return Evaluation()
-        with self._reporter.excluded():
+        with self._reporter.excluded(), task("evaluating", 0) as advance:
             started = time.perf_counter()
+
+            def heartbeat(phase: str) -> None:
+                self._progress.heartbeat(phase)
+                advance(1)
+
             results = evaluator.evaluate(
                 self._training.wrapped,
                 stop_requested=self._rank.stop.requested,
-                heartbeat=self._progress.beat,
+                heartbeat=heartbeat,
             )
-            if not results:
-                return Evaluation(complete=False)
-            seconds = time.perf_counter() - started
-            return Evaluation(self._reporter.evaluation(step, results, seconds))
+        if not results:
+            return Evaluation(complete=False)
+        scores = self._reporter.evaluation(step, results, time.perf_counter() - started)
+        self._early_stopping.add(scores)
+        return Evaluation(scores)
 
     def _save_if_due(
         self, step: Step, evaluation: Evaluation, *, stopping: bool, requested: bool
@@ -277,11 +304,11 @@ class Run:
         self._saved_after = batch.step
         skipped_batches = self._position.skipped_batches
         stream = self._training.data.stream_state(batch, skipped_batches, self._ranks)
-        with self._reporter.excluded(), self._progress.slow("checkpoint"):
+        with self._reporter.excluded("checkpoint"), self._progress.slow("checkpoint"):
             checkpoints.save(
                 Position(batch.step, skipped_batches, stream),
-                observed=self._reporter.state(),
-                eval_loss=evaluation.loss,
+                observed=self._reporter.state() | self._early_stopping.state(),
+                scores=evaluation.scores,
                 evaluated=evaluation.complete,
             )
         self._reporter.warn(checkpoints.trouble)
@@ -300,22 +327,19 @@ class Run:
         resumed = checkpoints.restore("auto", at_most=error.first_step - 1)
         if resumed is None:
             raise error
-        self._reporter.rewound(resumed, error)
         found = resumed.position
         skipped_batches = self._position.skipped_batches + error.last_step - found.step
+        self._early_stopping.restore(resumed.observed)
+        self._reporter.rewound(resumed, error, skipped_batches=skipped_batches)
         self._position = Position(found.step, skipped_batches, found.stream)
         self._saved_after = found.step
 
     def _finish_checkpoints(self, finished: bool) -> None:
         checkpoints = self._checkpoints
-        if checkpoints is not None:
-            with self._progress.slow("checkpoint"):
-                checkpoints.finish()
-        if finished:
-            with self._progress.slow("plan"):
-                self._compare_memory(seconds=PATIENCE)
         if checkpoints is None:
             return
+        with self._progress.slow("checkpoint"):
+            checkpoints.finish()
         if not finished and checkpoints.saved_step != self._progress.step:
             what = "the run was asked to stop, and the final checkpoint could not be saved"
             raise TrainingError(f"{what}: {checkpoints.trouble}", reason="checkpoint_failed")
@@ -349,6 +373,7 @@ class Run:
 class Evaluation:
     """Outcome of an evaluation that was due, or of none."""
 
-    loss: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Finite metrics by name, as in metrics.jsonl."""
     complete: bool = True
     """False if it was interrupted because the run was stopped."""

@@ -10,31 +10,38 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from launcher.data.batching import Position
 from launcher.data.setup import RunData, open_run_data, tokenizer_to_keep
-from launcher.data.synthetic import SyntheticData, synthetic_data
+from launcher.data.synthetic import SyntheticData, rows_of, synthetic_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
+from launcher.metrics.recorder import Flops
 from launcher.models.attention import Masking, check_isolation, drop_causal_mask, isolate_documents
 from launcher.models.build import (
     build_model,
     class_count,
+    embeddings,
     find_blocks,
     flops_per_token,
+    outer_units,
     padding_id,
+    recomputed_flops,
     vocabulary_size,
 )
+from launcher.models.chunked_loss import ChunkedHead, computes_loss, find_head
 from launcher.models.export import export_hugging_face
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
+from launcher.planner.hardware import peak_flops
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
+from launcher.strategies.activation_checkpointing import is_checkpointed
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
-from launcher.strategies.wrap import wrap
+from launcher.strategies.wrap import Parts, wrap
 from launcher.training.evaluation import Evaluator
+from launcher.training.generation import Generator
 from launcher.training.loop import Step, Update, train_steps
 from launcher.training.optimizer import LossScale, learning_rate, make_optimizer
 
@@ -59,8 +66,8 @@ class Training:
     blocks: dict[str, nn.Module]
     data: RunData
     evaluator: Evaluator | None
-    flops_per_token: float
-    optimizer: torch.optim.AdamW
+    flops: Flops
+    optimizer: torch.optim.Optimizer
     loss_scale: LossScale
     hooks: Hooks
     export: Callable[[Path], None]
@@ -106,19 +113,55 @@ class PreparedModel:
     """Whether several documents share a row."""
     masking: Masking
     vocabulary: int | None
+    chunked_loss: bool
+    """Whether the model computes the loss without full logits."""
+    outer_units: tuple[nn.Module, ...]
+    """Embedding, norm and head that FSDP shards as units; empty: as parts of the root."""
+    depth: int
+    """Number of blocks, also where a trace deletes some."""
 
     def wrap(
         self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None
     ) -> WrappedModel:
-        """Distributes it over the ranks. init_fn: instead of its own."""
+        """Distributes it over the ranks. init_fn: instead of its own.
+
+        Raises RecipeError if the budget of activation checkpointing cannot be met.
+        """
+        checkpointing, kept = recipe.activation_checkpointing, None
+        if checkpointing is not None and checkpointing.budget is not None:
+            # Other runs do not need the plan's code
+            from launcher.planner.operators import operators_to_keep
+
+            kept = operators_to_keep(
+                self.model,
+                self.blocks,
+                self.synthetic_data(recipe.data, recipe.batch),
+                budget=checkpointing.budget,
+                strategy=recipe.strategy,
+                device=ranks.device.type,
+                depth=self.depth,
+            )
         return wrap(
             self.model,
+            Parts(self.blocks, self.outer_units, kept),
             strategy=recipe.strategy,
-            checkpointing=recipe.activation_checkpointing,
+            checkpointing=checkpointing,
             compile=recipe.model.compile,
-            blocks=self.blocks,
             ranks=ranks,
             init_fn=init_fn or self.init_fn,
+        )
+
+    def make_optimizer(
+        self, wrapped: WrappedModel, optimizer: schema.Optimizer, *, seed: int = 0
+    ) -> torch.optim.Optimizer:
+        """Of the wrapped model. Raises RecipeError as `launcher.training.optimizer`."""
+        return make_optimizer(
+            wrapped.module,
+            optimizer,
+            seed=seed,
+            optimizer_mesh=wrapped.optimizer_mesh,
+            offload=wrapped.cpu_offload,
+            blocks=self.blocks.values(),
         )
 
     def synthetic_data(self, data: schema.Data, batch: schema.Batch) -> SyntheticData:
@@ -147,17 +190,15 @@ class PreparedModel:
         wrapped.reshard()
 
 
-def prepare_model(
-    recipe: Recipe, *, device: torch.device, group: dist.ProcessGroup | None
-) -> PreparedModel:
+def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     """Builds the recipe's model, with adapters and document masking.
 
-    device: of the run; this decides the attention. group: ranks that read the weights together.
+    device: of the run; this decides the attention.
     """
     data, dtype = recipe.data, compute_dtype(recipe.strategy)
     model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
     blocks = find_blocks(model)
-    init_fn, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed, group=group)
+    init_fn, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed)
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, base_dtype=dtype, base=recipe.model.path)
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
@@ -172,6 +213,9 @@ def prepare_model(
         masking = isolate_documents(
             model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
         )
+    head = find_head(model) if sequences else None
+    if head is not None and recipe.model.chunked_loss:
+        ChunkedHead(model, head)
     return PreparedModel(
         model,
         blocks,
@@ -181,6 +225,9 @@ def prepare_model(
         packed=packed,
         masking=masking,
         vocabulary=vocabulary_size(model),
+        chunked_loss=computes_loss(model),
+        outer_units=() if head is None else outer_units(model, blocks),
+        depth=len(blocks),
     )
 
 
@@ -197,9 +244,8 @@ def assemble(
     build_data: whether this process tokenizes what is not cached (one process of a node).
     skipped_rows: file for the rows of a stream that cannot be used.
     """
-    prepared = prepare_model(recipe, device=ranks.device, group=ranks.group)
+    prepared = prepare_model(recipe, device=ranks.device)
     model = prepared.model
-    flops = flops_per_token(model, sequence_length=recipe.data.sequence_length)
     data = open_run_data(
         recipe,
         model=ModelInputs(
@@ -238,11 +284,32 @@ def assemble(
         prepared.blocks,
         data,
         _make_evaluator(recipe, data, ranks),
-        flops,
-        make_optimizer(wrapped.module, recipe.optimizer),
+        _count_flops(prepared, wrapped, recipe, ranks.device),
+        prepared.make_optimizer(wrapped, recipe.optimizer, seed=recipe.run.seed),
         LossScale(ranks.device, enabled=prepared.compute_dtype == torch.float16),
         hooks or Hooks(),
         export,
+    )
+
+
+def _count_flops(
+    prepared: PreparedModel, wrapped: WrappedModel, recipe: Recipe, device: torch.device
+) -> Flops:
+    """Recomputation: of checkpointed blocks, and of the logits with a chunked loss."""
+    model, tokens = prepared.model, recipe.data.sequence_length
+    blocks = [module for module in wrapped.module.modules() if is_checkpointed(module)]
+    checkpointing, again = recipe.activation_checkpointing, 0.0
+    if checkpointing is not None and checkpointing.mode == "selective":  # half of the products
+        again = recomputed_flops(model, blocks, tokens=0) / 2
+    elif checkpointing is not None:
+        again = recomputed_flops(model, blocks, tokens=tokens)
+    if prepared.chunked_loss:
+        again += 2.0 * embeddings(model)[1].weight.numel()
+    known = checkpointing is None or checkpointing.budget is None
+    return Flops(
+        flops_per_token(model, sequence_length=tokens),
+        again if known else None,
+        peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
     )
 
 
@@ -250,13 +317,16 @@ def _make_evaluator(recipe: Recipe, data: RunData, ranks: DataParallel) -> Evalu
     """None if there is no validation data."""
     if not data.validation:
         return None
-    batch, length = recipe.batch, recipe.data.sequence_length
-    micro_batch_size = batch.micro_batch_size or max(1, (batch.micro_batch_tokens or 0) // length)
-    assert micro_batch_size != "auto"
+    length, generate = recipe.data.sequence_length, recipe.evaluation.generate
+    rows = rows_of(recipe.batch, sequence_length=length)
+    generator, tokenizer = None, recipe.data.tokenizer or recipe.model.path
+    if generate is not None and tokenizer is not None:
+        generator = Generator(generate, tokenizer=tokenizer, rows=rows, longest=length)
     return Evaluator(
         data.validation,
         data=recipe.data,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=rows,
         max_batches=recipe.evaluation.max_batches,
         ranks=ranks,
+        generator=generator,
     )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+import transformers
 
+from launcher import __version__
 from launcher.data.loader import expected_padding
 from launcher.data.setup import RunData
 from launcher.distributed.process_group import DataParallel
 from launcher.metrics.console import bytes_as_text
-from launcher.recipe.schema import ActivationCheckpointing, Recipe
+from launcher.models.chunked_loss import computes_loss
+from launcher.models.shards import local_rows
+from launcher.recipe.schema import Recipe
 from launcher.strategies.activation_checkpointing import (
     is_checkpointed,
     recomputation_changes_state,
@@ -24,56 +27,88 @@ from launcher.training.setup import Training
 def summarize(recipe: Recipe, training: Training, ranks: DataParallel) -> list[str]:
     """Model, data and batch of a run, for the console."""
     return [
-        "\n".join(_model(training, recipe.activation_checkpointing, ranks.device)),
+        "\n".join(_model(recipe, training, ranks.device)),
         "\n".join(_data(training.data, shuffled=recipe.data.shuffle)),
         "\n".join(_batch(recipe, training.data, ranks=ranks.size)),
     ]
 
 
-def _bytes(tensors: list[nn.Parameter]) -> int:
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+def describe_start(training: Training, device: torch.device, ranks_per_node: int) -> dict[str, Any]:
+    """What events.jsonl records of a start: the device, versions, and `held`, the bytes of
+    parameters, gradients and optimizer state that this rank holds on it."""
+    on_gpu = device.type == "cuda"
+    nccl: Any = torch.cuda.nccl
+    held = {
+        name: _bytes(tensor for tensor in tensors if tensor.device.type == device.type)
+        for name, tensors in _held(training).items()
+    }
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "device_memory": torch.cuda.mem_get_info(device)[1] if on_gpu else None,
+        "ranks_per_node": ranks_per_node,
+        "versions": {
+            "launcher": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, nccl.version())) if on_gpu else None,
+        },
+        "held": held,
+    }
 
 
-def _model(
-    training: Training, checkpointing: ActivationCheckpointing | None, device: torch.device
-) -> Iterator[str]:
-    """Model, strategy and memory: read off the wrapped model, not off the recipe."""
-    module, blocks = training.wrapped.module, training.blocks
-    parameters = list(module.parameters())
+def _held(training: Training) -> dict[str, list[torch.Tensor]]:
+    """What a rank holds between steps. Of the gradients, the parameters that they have the size
+    of."""
+    parameters = list(training.wrapped.module.parameters())
+    state = [tensor for each in training.optimizer.state.values() for tensor in each.values()]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    config: Any = getattr(module, "config", None)
-    name = getattr(config, "model_type", type(module).__name__)
+    return {"parameters": parameters, "gradients": trained, "optimizer": state}
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """On this rank."""
+    return sum(local_rows(tensor.detach())[0].nbytes for tensor in tensors)
+
+
+def _model(recipe: Recipe, training: Training, device: torch.device) -> Iterator[str]:
+    """Model, strategy and memory: read off the wrapped model, not off the recipe."""
+    module, blocks, data = training.wrapped.module, training.blocks, recipe.data
+    held = _held(training)
+    parameters, trained = held["parameters"], held["gradients"]
+    name = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
     kind = next((type(block).__name__.removeprefix("FSDP") for block in blocks.values()), "none")
-    total = sum(parameter.numel() for parameter in parameters)
-    updates = sum(parameter.numel() for parameter in trained)
+    total, updates = (sum(p.numel() for p in each) for each in (parameters, trained))
     share = f", {_count(updates)} of them trained ({updates / total:.2%})"
-    processor = f"CPU with {torch.get_num_threads()} thread(s)"
-    if device.type == "cuda":
-        processor = torch.cuda.get_device_name(device)
+    on_gpu = device.type == "cuda"
+    cpu = f"CPU with {torch.get_num_threads()} thread(s)"
     yield (
         f"model: {name}, {_count(total)} parameters{share if updates < total else ''}, "
-        f"{len(blocks)} blocks ({kind}); a rank is a {processor}"
+        f"{len(blocks)} blocks ({kind}); a rank is a "
+        f"{torch.cuda.get_device_name(device) if on_gpu else cpu}"
     )
     yield training.wrapped.description()
+    sequences = data.builder is None and data.kind != "classification"
+    if recipe.model.chunked_loss and sequences and not computes_loss(module):
+        yield "note: full logits are computed: they are not the output of a single linear layer"
     if not blocks:
         yield (
             "note: the model's class names no blocks (_no_split_modules): it is sharded as one "
             "group, and nothing is checkpointed"
         )
-    if checkpointing is not None:
+    if (checkpointing := recipe.activation_checkpointing) is not None:
         wrapped = sum(is_checkpointed(module) for module in module.modules())
-        yield (f"activation checkpointing: {checkpointing.mode}, {wrapped} of {len(blocks)} blocks")
-        unwrapped = sum(recomputation_changes_state(block) for block in blocks.values())
-        if unwrapped:
+        yield f"activation checkpointing: {checkpointing.mode}, {wrapped} of {len(blocks)} blocks"
+        if unwrapped := sum(map(recomputation_changes_state, blocks.values())):
             yield (
                 f"note: {unwrapped} blocks are not checkpointed, recomputation would update their "
                 "BatchNorm twice"
             )
-    held, gradients = _bytes(parameters), _bytes(trained)
+    sizes = {name: _bytes(tensors) for name, tensors in held.items()}
     yield (
-        f"a rank holds {bytes_as_text(held + 3 * gradients)}: parameters {bytes_as_text(held)}, "
-        f"gradients {bytes_as_text(gradients)}, optimizer {bytes_as_text(2 * gradients)}; "
+        f"a rank holds {bytes_as_text(sum(sizes.values()))}: "
+        f"{', '.join(f'{name} {bytes_as_text(size)}' for name, size in sizes.items())}; "
         "plus activations and unsharded blocks"
     )
 
@@ -111,6 +146,13 @@ def _batch(recipe: Recipe, data: RunData, *, ranks: int) -> Iterator[str]:
         numbers = (f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in passes)
         text += f" are {' and '.join(numbers)} passes over the data"
     yield text
+    every = {
+        "evaluation": recipe.evaluation.every_steps if data.validation else None,
+        "checkpoint": recipe.checkpoint.every_steps,
+    }
+    plans = [f"{what} every {number} steps" for what, number in every.items() if number]
+    exported = ["export at the end"] if recipe.checkpoint.export else []
+    yield f"plan: {', '.join([*plans, *exported]) or 'no evaluation and no checkpoints'}"
     warmup = recipe.schedule.warmup_steps
     if warmup >= steps:
         yield f"note: the warm-up of {warmup} steps does not end within the run's {steps}"

@@ -29,7 +29,7 @@ import transformers
 
 from launcher.distributed.process_group import DataParallel
 from launcher.models import safetensors_files
-from launcher.models.build import build_model, find_blocks
+from launcher.models.build import build_model, find_blocks, outer_units
 from launcher.models.export import export_hugging_face
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
@@ -42,7 +42,7 @@ from launcher.recipe.schema import (
     Model,
     Strategy,
 )
-from launcher.strategies.wrap import wrap
+from launcher.strategies.wrap import Parts, wrap
 from tests.distributed.messages import logged
 
 transformers.logging.set_verbosity_error()
@@ -184,13 +184,12 @@ class Worker:
             precision = strategy.mixed_precision
             dtype = torch.float32 if precision is None else getattr(torch, precision.param_dtype)
             add_adapters(model, lora, base_dtype=dtype, base=str(path))
-        init_fn = partial(pretrained_weights, checkpoint=checkpoint, seed=5, group=self.ranks.group)
+        init_fn = partial(pretrained_weights, checkpoint=checkpoint, seed=5)
         return wrap(
             model,
+            Parts(blocks, outer_units(model, blocks)),
             strategy=strategy,
             checkpointing=checkpointing,
-            compile=False,
-            blocks=blocks,
             ranks=self.ranks,
             init_fn=init_fn,
         )
@@ -293,10 +292,9 @@ class Worker:
             init_fn = partial(random_weights, seed=5)
             wrapped = wrap(
                 model,
+                Parts(blocks, outer_units(model, blocks)),
                 strategy=strategy,
                 checkpointing=FULL,
-                compile=False,
-                blocks=blocks,
                 ranks=self.ranks,
                 init_fn=init_fn,
             )
@@ -355,9 +353,7 @@ class Worker:
             model = build_model(Model(path=str(path)), sequence_length=16)
             blocks = find_blocks(model)
             checkpoint = open_checkpoint(path, model)
-            init_fn = partial(
-                pretrained_weights, checkpoint=checkpoint, seed=5, group=self.ranks.group
-            )
+            init_fn = partial(pretrained_weights, checkpoint=checkpoint, seed=5)
             figures = {"whole": sum(p.numel() for p in model.parameters()) * 4}
             figures["block"] = sum(p.numel() for p in blocks["model.layers.0"].parameters()) * 4
 
@@ -370,15 +366,15 @@ class Worker:
 
             wrapped = wrap(
                 model,
+                Parts(blocks),
                 strategy=strategy,
                 checkpointing=None,
-                compile=False,
-                blocks=blocks,
                 ranks=self.ranks,
                 init_fn=measured,
             )
             figures["largest"] = max(p.numel() for p in wrapped.module.parameters()) * 4
-            with Peak() as peak:
+            limit = mock.patch.object(safetensors_files, "MAX_FILE_BYTES", 15_000_000)
+            with limit, Peak() as peak:
                 self.export(wrapped, f"large-{name}")
             figures["exporting"] = peak.grown
             del wrapped, model

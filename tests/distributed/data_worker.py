@@ -119,6 +119,7 @@ class Worker:
             note = {
                 "loss": whole.loss,
                 "tokens": whole.tokens,
+                "scores": whole.scores,
                 "sets": {key: [one.loss, one.tokens] for key, one in results.items()},
             }
             note["described"] = training.data.training.describe()
@@ -207,6 +208,7 @@ def main(folder):
         ]
         train(f"classes, {model}, 2 ranks, by tokens, fsdp", [*labelled, *budget], model=model)
     evaluate("classes", labelled)
+    evaluate("classes, 1 rank", [*labelled, "batch.micro_batch_size=8"], ranks=1)
 
     own = [
         "model.config=null",

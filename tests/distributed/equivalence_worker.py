@@ -23,11 +23,12 @@ import plain_loop
 
 from launcher.data.loader import StepStatistics
 from launcher.distributed.process_group import DataParallel
+from launcher.models import chunked_loss
 from launcher.models.initialization import clean_name, random_weights
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import CpuOffload, Strategy
-from launcher.strategies.wrap import wrap
-from launcher.training import loss
+from launcher.strategies.wrap import Parts, wrap
+from launcher.training import loss, optimizer_offload
 from launcher.training.evaluation import over_all
 from launcher.training.setup import assemble
 from tests.unit.odd_model import Odd
@@ -35,7 +36,7 @@ from tests.unit.odd_model import Odd
 STEPS, BATCH = 10, 16
 LLAMA = (
     "{model_type: llama, vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, \
-num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}"
+num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: false}"
 )
 GPT2 = (
     "{model_type: gpt2, vocab_size: 64, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 64, resid_pdrop: 0.1, embd_pdrop: 0.1, \
@@ -52,11 +53,39 @@ strategy: {mixed_precision: null}
 optimizer: {learning_rate: 2.0e-3}
 schedule: {warmup_steps: 3}
 """
+CHECKPOINTING = ("{mode: full}", "{mode: selective}", "{mode: selective, budget: 0.6}")
 OFFLOAD = ["strategy.cpu_offload={pin_memory: true}", "activation_checkpointing={mode: full}"]
 STRATEGIES = {
     "ddp": ["strategy.kind=ddp"],
     "fsdp": ["strategy.kind=fsdp"],
     "offload": ["strategy.kind=fsdp", *OFFLOAD],
+}
+ZERO = ["strategy.kind=ddp", "strategy.shard_optimizer=true"]
+OPTIMIZERS = {
+    "bfloat16": ["optimizer.state_dtype=bfloat16"],
+    "int8": ["optimizer.state_dtype=int8"],
+    "sgd": ["optimizer.name=sgd", "optimizer.learning_rate=0.03"],
+    "adafactor": ["optimizer.name=adafactor"],
+    "muon": ["optimizer.name=muon", "optimizer.momentum=0.95"],
+}
+STATE = "strategy.cpu_offload={what: optimizer}"
+IN_FILES = "strategy.cpu_offload={what: optimizer, optimizer_path: FOLDER/state}"
+OFFLOADED = {
+    "state ranks=1": ([STATE], 1),
+    "state ranks=4": ([STATE], 4),
+    "state, hybrid": ([STATE, "strategy.replicate=2"], 4),
+    "state, int8": ([STATE, OPTIMIZERS["int8"][0]], 2),
+    "state, sgd": ([STATE, *OPTIMIZERS["sgd"]], 2),
+    "in files ranks=2": ([IN_FILES], 2),
+    "in files, int8": ([IN_FILES, OPTIMIZERS["int8"][0]], 2),
+    "all, in files": (["strategy.cpu_offload={optimizer_path: FOLDER/state}"], 2),
+}
+"""Two micro-batches a step."""
+SHARDINGS = {
+    "ddp ranks=1": (STRATEGIES["ddp"], 1),
+    "ZeRO-1 ranks=4": (ZERO, 4),
+    "fsdp ranks=4": (STRATEGIES["fsdp"], 4),
+    "offload ranks=2": (STRATEGIES["offload"], 2),
 }
 
 
@@ -155,10 +184,7 @@ class Worker:
 
         assert issubclass(model, LlamaForCausalLM)
         plain = LlamaForCausalLM(config)
-        missing, unexpected = plain.load_state_dict(self.initial, strict=False)
-        assert missing == ["lm_head.weight"], missing
-        assert not unexpected, unexpected
-        plain.tie_weights()
+        plain.load_state_dict(self.initial)
         rows = plain_loop.read_rows(self.folder / "train.jsonl")
         losses, norms = plain_loop.train(
             plain,
@@ -217,6 +243,8 @@ def held_back_once_too_often(training):
 
 
 def main(folder):
+    # Losses in parts of 16 words, which the plain loop computes from full logits
+    chunked_loss.WIDTH_MULTIPLE = chunked_loss.CHUNK_ELEMENTS = 16
     worker = Worker(folder)
     train = worker.train
     for strategy, overrides in STRATEGIES.items():
@@ -235,6 +263,7 @@ def main(folder):
         ],
         "not resharded after forward": ["strategy.reshard_after_forward=false"],
         "selective": ["activation_checkpointing={mode: selective}"],
+        "budget": ["activation_checkpointing={mode: selective, budget: 0.4}"],
         "every second block": ["activation_checkpointing={mode: full, every_n_blocks: 2}"],
         "activations offloaded": ["activation_checkpointing={mode: full, offload_to_cpu: true}"],
         "loader processes": ["data.workers=2"],
@@ -242,11 +271,31 @@ def main(folder):
         train(name, [*fsdp, *overrides], ranks=2, accumulation=4)
     selective = ["activation_checkpointing={mode: selective, offload_to_cpu: true}"]
     train("ddp selective", ["strategy.kind=ddp", *selective], ranks=2, accumulation=2)
+    budget = ["activation_checkpointing={mode: selective, budget: 0.4}"]
+    train("ddp budget", ["strategy.kind=ddp", *budget], ranks=2, accumulation=2)
     hybrid = [*fsdp, "strategy.replicate=2"]
     train("hybrid 2x2", hybrid, accumulation=2)
     train(
         "hybrid 2x2 held back", [*hybrid, "strategy.sync_every_micro_batch=false"], accumulation=2
     )
+
+    for name, (overrides, ranks) in OFFLOADED.items():
+        before = [override for override in overrides if "cpu_offload" not in override]
+        for bucket, chosen, suffix in ((2**13, overrides, ""), (0, before, " before")):
+            optimizer_offload.BUCKET = bucket
+            chosen = [override.replace("FOLDER", str(folder)) for override in chosen]
+            train(f"{name}{suffix}", chosen, ranks=ranks, accumulation=2)
+
+    for ranks in (1, 2, 4):
+        train(f"ZeRO-1 ranks={ranks}", ZERO, ranks=ranks, accumulation=2)
+    first = {}
+    for optimizer, chosen in OPTIMIZERS.items():
+        for name, (overrides, ranks) in SHARDINGS.items():
+            train(f"{optimizer} {name}", [*overrides, *chosen], ranks=ranks)
+            if worker.rank == 0:
+                first = worker.last if name == "ddp ranks=1" else first
+                off = max((worker.last[k] - first[k]).abs().max().item() for k in first)
+                worker.results[f"{optimizer} {name}"]["from_one_rank"] = off
 
     bf16 = ["strategy.mixed_precision={param_dtype: bfloat16, reduce_dtype: float32}"]
     for strategy, overrides in STRATEGIES.items():
@@ -266,7 +315,8 @@ def main(folder):
         elif step == 5 and worker.rank == 1:
             undo.pop().remove()
 
-    for strategy, overrides in STRATEGIES.items():
+    rounded = {"ZeRO-1": [*ZERO, *OPTIMIZERS["int8"]]}
+    for strategy, overrides in (STRATEGIES | rounded).items():
         object_setting = {"ranks": 2, "compare": False}
         train(f"float16 {strategy}", [*overrides, *fp16, "run.max_steps=6"], **object_setting)
         train(
@@ -289,7 +339,7 @@ def main(folder):
     initial_weights(worker)
     finals = {}
     for strategy in ("ddp", "fsdp"):
-        for mode in ("null", "{mode: full}", "{mode: selective}"):
+        for mode in ("null", *CHECKPOINTING):
             train(
                 f"dropout {strategy} {mode}",
                 [*STRATEGIES[strategy], f"activation_checkpointing={mode}"],
@@ -358,10 +408,9 @@ def initial_weights(worker):
             strategy = Strategy(**({"kind": "fsdp", "mixed_precision": None} | options))
             wrapped = wrap(
                 model,
+                Parts(blocks),
                 strategy=strategy,
                 checkpointing=None,
-                compile=False,
-                blocks=blocks,
                 ranks=data_parallel,
                 init_fn=init_fn,
             )
@@ -406,10 +455,9 @@ def evaluations(worker):
                         ) if worker.plain is None else parameter.copy_(
                             worker.plain["weights"][clean_name(key)]
                         )
+                whole = over_all(training.evaluator.evaluate(training.wrapped))
                 note = {
-                    "evaluation": list(
-                        dataclasses.astuple(over_all(training.evaluator.evaluate(training.wrapped)))
-                    ),
+                    "evaluation": [whole.loss, whole.tokens],
                     "sequences": len(training.data.training),
                 }
             dist.barrier()

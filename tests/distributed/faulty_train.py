@@ -72,7 +72,7 @@ def install():
         note_timeouts(calls[0])
         if kind in ("block", "ignore") and calls[0] == int(at):
             if os.environ["RANK"] == rank:
-                time.sleep(0.5)  # the others are blocked by then
+                time.sleep(1)  # the others are blocked by then
                 kill_this_rank()
             (block_in_c if kind == "block" else ignore_everything)()
         if os.environ.get("RANK", "0") == rank and calls[0] == int(at):
@@ -83,7 +83,7 @@ def install():
                     "CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of ..."
                 )
             if kind == "kill":
-                time.sleep(0.5)  # the numbers of the step before have arrived by then
+                time.sleep(2)  # the numbers of the step before have arrived by then
                 kill_this_rank()
             if kind == "hang":
                 time.sleep(10**6)

@@ -3,9 +3,12 @@
 SAMPLES=FOLDER: each rank appends a line (step, digest of its input ids) to FOLDER/rank_N.jsonl. SLOW_SAVE=SECONDS: each file
 of a checkpoint takes so much longer. SLOW_STEP=SECONDS: each step does. FULL_DISK=STEP,STEP: saves of these steps find no
 space. NAN=CALL: the loss of this forward pass is not finite. PHASES=FILE: a line for each time a checkpoint is loaded and for each
-forward pass, with what may take long then without being taken for a hang.
+forward pass, with what may take long then without being taken for a hang. SLOW_RANK=RANK,FIRST,LAST,SECONDS: in the forward passes of
+these steps this rank sleeps three times as long as the others. Each rank has one core, and precedence there: on a busy machine
+others would be slow, too.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -120,6 +123,24 @@ def note_phases(file):
     )
 
 
+def slow_forward(rank, first, last, seconds):
+    from launcher.training import loss
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    with contextlib.suppress(PermissionError):
+        os.nice(-20)
+    original, calls = loss.summed_loss, [0]
+
+    def summed_loss(model, micro_batch):
+        calls[0] += model.training
+        slow = first <= calls[0] <= last and os.environ["RANK"] == str(rank)
+        time.sleep(seconds * (1 + 2 * slow))
+        return original(model, micro_batch)
+
+    loss.summed_loss = summed_loss
+
+
 def start():
     """Installs what is asked for once torch may be imported, then trains."""
     from launcher import train
@@ -136,6 +157,9 @@ def start():
             slow_steps(float(os.environ["SLOW_STEP"]))
         if "PHASES" in os.environ:
             note_phases(os.environ["PHASES"])
+        if "SLOW_RANK" in os.environ:
+            *numbers, seconds = os.environ["SLOW_RANK"].split(",")
+            slow_forward(*map(int, numbers), float(seconds))
         if "NAN" in os.environ:
             spoil_a_loss(int(os.environ["NAN"]))
         if "FULL_DISK" in os.environ:

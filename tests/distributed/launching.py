@@ -1,9 +1,12 @@
 """Starts real processes, with a hard time limit, and leaves none behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +17,23 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 DEVICE = "cpu" if torch.version.cuda or torch.version.hip else "auto"
 """Of trainings in tests: the CPU, whatever the machine has."""
+MARK = "LAUNCHER_TEST_RUN"
+"""A variable that all processes of a run inherit: torchrun's workers have process groups of their own."""
+PATIENCE = 3
+"""Time limits are given for a machine that does nothing else; this factor is for three test processes on slow cores."""
+
+
+def wait_until(condition, *, seconds=60, process=None):
+    """Whether the condition became true in time, and before the process ended.
+
+    seconds: times PATIENCE.
+    """
+    deadline = time.monotonic() + PATIENCE * seconds
+    while time.monotonic() < deadline and (process is None or process.poll() is None):
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
 
 
 @dataclass
@@ -30,8 +50,10 @@ class Result:
 
 
 def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **variables):
-    """Runs a command; `during(process)` is called while it runs. Its whole process group is killed at the time limit.
+    """Runs a command; `during(process)` is called while it runs. All its processes are killed at the time limit, and
+    if `during` raises.
 
+    timeout: seconds, times PATIENCE.
     device: run.device of a training that does not give it.
     """
     command = [str(part) for part in command]
@@ -43,7 +65,13 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **v
     environment = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
+    mark = uuid.uuid4().hex
+    environment |= {
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        MARK: mark,
+        **variables,
+    }
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -56,18 +84,20 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **v
     try:
         if during is not None:
             during(process)
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate(timeout=PATIENCE * timeout)
+    except BaseException as error:
+        _kill(mark)
         output, _ = process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         raise AssertionError(
-            f"not done after {timeout} s: {' '.join(command)}\n{output[-8000:]}"
+            f"not done after {PATIENCE * timeout} s: {' '.join(command)}\n{output[-8000:]}"
         ) from None
-    finally:
-        left = _still_there(process.pid)
-        if left:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert not left, f"processes were left behind: {left}\n{output[-4000:]}"
+    deadline = time.monotonic() + 5  # those that end with their parent need a moment
+    while (left := _processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    _kill(mark)
+    assert not left, f"processes were left behind: {list(left.values())}\n{output[-4000:]}"
     return Result(process.returncode, output)
 
 
@@ -89,14 +119,21 @@ def torchrun(*arguments, ranks, **options):
     )
 
 
-def _still_there(group):
-    """Command lines of the processes of a group."""
-    found = []
+def _processes(mark):
+    """Command lines of the living processes of a run, by process id."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
-            if int(fields[2]) == group and fields[0] != "Z":
-                found.append((folder / "cmdline").read_text().replace("\0", " "))
-        except (OSError, IndexError):
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:
             continue
     return found
+
+
+def _kill(mark):
+    while left := _processes(mark):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)

@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.distributed.launching import REPOSITORY
+from tests.distributed.launching import PATIENCE, REPOSITORY
 
 DEVICE = "eth0"
 _NETWORK = "10.213.77"
@@ -107,10 +107,10 @@ class Node:
     def wait(self, seconds):
         """Exit status of the command. Raises AssertionError, with what was printed, where it does not end in time."""
         try:
-            return self.process.wait(timeout=seconds)
+            return self.process.wait(timeout=PATIENCE * seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(
-                f"{self.name} has not ended within {seconds} s:\n{self.output()[-8000:]}"
+                f"{self.name} has not ended within {PATIENCE * seconds} s:\n{self.output()[-8000:]}"
             ) from None
 
     def output(self):

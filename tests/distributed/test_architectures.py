@@ -85,8 +85,8 @@ def test_a_model_from_a_config_is_exported_in_the_names_of_the_hub(results, arch
 def test_classes_on_a_base_model(results, architecture):
     result = of(results, f"classes on {architecture}")
     first = next(iter(result.values()))
-    assert any("initialized anew" in note for note in first["notes"])
-    assert any("left out" in note for note in first["notes"])
+    assert any("not in the checkpoint, initialized" in note for note in first["notes"])
+    assert any("not in this model, skipped" in note for note in first["notes"])
     for strategy, note in result.items():
         assert note["start"] == first["start"], f"{strategy}: the new head is drawn otherwise"
         assert note["reloaded"] == 0.0
@@ -147,8 +147,8 @@ def test_memory_while_loading(results):
 
 
 def test_memory_while_exporting(results):
-    """A tensor at a time, in a few copies (gathered, joined, cast): never the model, nor a file of it."""
+    """The tensors of one file, and a few copies of one (gathered, joined, cast): never the model."""
     for strategy, figures in of(results, "memory").items():
         for rank, figure in enumerate(figures["ranks"]):
             assert figure["largest"] < figure["whole"] / 30
-            assert figure["exporting"] <= figure["whole"] / 3, f"{strategy}, rank {rank}: {figure}"
+            assert figure["exporting"] <= figure["whole"] / 2, f"{strategy}, rank {rank}: {figure}"

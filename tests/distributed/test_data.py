@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-from tests.distributed.launching import REPOSITORY, run, torchrun
+from tests.distributed.launching import PATIENCE, REPOSITORY, run, torchrun, wait_until
 from tests.distributed.test_train import SMALL, TRAIN, status
 
 ROWS = 12_000
@@ -34,14 +35,14 @@ def test_a_bad_row_ends_all_ranks_and_their_processes(tmp_path):
     ]
     result = torchrun(TRAIN, *SMALL, *overrides, ranks=2)
     assert result.status == 1, "torchrun's own status for any failure"
-    told = f"{file}:{ROWS - 4}: not JSON: "
-    assert told in result.output.split("Traceback")[0]
+    shown = f"{file}:{ROWS - 4}: not JSON: "
+    assert shown in result.output.split("Traceback")[0]
     assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["reason"]) == (
         "failed",
         "recipe",
     )
-    assert status(tmp_path / "run")["error"].startswith(told)
-    assert list((tmp_path / "cache").iterdir()) == [], "half a store is left behind"
+    assert status(tmp_path / "run")["error"].startswith(shown)
+    assert list((tmp_path / "cache").rglob("*.bin")) == [], "half a store is left behind"
 
 
 def test_a_killed_process_ends_its_worker_processes(tmp_path):
@@ -57,10 +58,9 @@ def test_a_killed_process_ends_its_worker_processes(tmp_path):
     cache = tmp_path / "cache"
 
     def kill(process):
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not any(cache.glob(".making-*/blocks/*")):
-            time.sleep(0.1)
-        assert any(cache.glob(".making-*/blocks/*")), "no process writes"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        tokenizes = wait_until(lambda: len(children.read_text().split()) >= 2)
+        assert tokenizes, "no process tokenizes"
         os.kill(process.pid, signal.SIGKILL)
         time.sleep(1)
 
@@ -98,14 +98,11 @@ def test_another_process_takes_over_when_the_one_that_tokenizes_is_killed(tmp_pa
         started += [start(0.001), start(0.001)]
         time.sleep(2)  # whether the others wait by now or come later, one of them tokenizes
         started[0].kill()
-        outputs = [process.communicate(timeout=100)[0] for process in started[1:]]
+        outputs = [process.communicate(timeout=100 * PATIENCE)[0] for process in started[1:]]
     finally:
         for process in started:
             process.kill()
             process.wait()
     assert all("documents: 300" in output for output in outputs), outputs
     assert sum("tokenizing 1 files" in output for output in outputs) == 1, outputs
-    assert "has not finished tokenizing: taking over" in "".join(outputs)
-    assert [path.name.startswith(".") for path in cache.iterdir()] == [False], (
-        "a store, and nothing beside it"
-    )
+    assert [path.name for path in cache.iterdir() if path.name.startswith(".")] == []

@@ -87,6 +87,10 @@ def test_sequence_classification(results, model):
     same(results[f"classes, {model}, 2 ranks, by tokens, fsdp"], alone)
     assert all(targets == 8 for targets, _ in alone["counts"]), "one target a text"
     assert results["classes"]["tokens"] == 40
+    scores = results["classes"]["scores"]
+    assert scores == results["classes, 1 rank"]["scores"]
+    assert 0 < scores["accuracy"] <= 1
+    assert 0 < scores["f1"] <= 1
 
 
 def test_a_model_and_data_of_ones_own(results):

@@ -33,22 +33,21 @@ def test_doctor_on_two_ranks(tmp_path):
         ],
         timeout=90,
     )
-    told = json.loads(file.read_text())
-    assert done.status == (0 if told["fit"] else 3), done.output
+    shown = json.loads(file.read_text())
+    assert done.status == (0 if shown["fit"] else 3), done.output
     assert [
         finding
-        for finding in told["findings"]
+        for finding in shown["findings"]
         if finding["name"] in ("torch", "measuring", "all-reduce") and finding["state"] == "bad"
     ] == []
-    rates = Rates(**told["rates"] | {"inter_node_bandwidth": 1.0})
+    rates = Rates(**shown["rates"] | {"inter_node_bandwidth": 1.0})
     # Whatever this machine is: more than a pocket calculator, less than ten of the fastest GPUs
     assert 1e8 < rates.half_flops < 1e17
     assert 1e8 < rates.float32_flops < 1e17
     for bandwidth in (rates.memory_bandwidth, rates.host_bandwidth, rates.intra_node_bandwidth):
         assert 1e7 < bandwidth < 1e14
     assert 1e6 < rates.host_adamw < 1e12
-    assert set(told["within_node"]) == {"all_gather", "all_reduce"}
-    assert told["across_nodes"] is None
+    assert shown["rates"]["inter_node_bandwidth"] is None
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -56,13 +55,12 @@ def test_of_three_nodes_the_unusual_one_is_reported(tmp_path):
     script, file = tmp_path / "node.py", tmp_path / "doctor.json"
     script.write_text(NODE)
     done = torchrun(script, f"json={file}", f"shared={tmp_path}", ranks=3, timeout=90).check()
-    told = json.loads(file.read_text())
-    assert told["bad_nodes"] == ["n2"], told
-    assert told["fit"] is False
-    (bad,) = (finding["text"] for finding in told["findings"] if finding["state"] == "bad")
+    shown = json.loads(file.read_text())
+    assert shown["bad_nodes"] == ["n2"], shown
+    assert shown["fit"] is False
+    (bad,) = (finding["text"] for finding in shown["findings"] if finding["state"] == "bad")
     assert bad == "40 s ahead of the other nodes': let chrony or ntpd keep it"
-    assert set(told["links"]) == {"n1", "n2", "n3"}
-    assert all(1e6 < rate < 1e14 for rate in told["links"].values())
+    assert 1e6 < shown["rates"]["inter_node_bandwidth"] < 1e14
     said = [line for line in done.output.splitlines() if "nodes to exclude" in line]
     assert said == ["[default2]:nodes to exclude: n2"], done.output
     assert sorted(tmp_path.iterdir()) == [file, script]

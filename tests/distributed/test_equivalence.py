@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.equivalence_worker import OFFLOADED, OPTIMIZERS, SHARDINGS
 from tests.distributed.launching import torchrun
 
 WORKER = Path(__file__).with_name("equivalence_worker.py")
@@ -30,7 +31,7 @@ def write_rows(file, count=53):
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("equivalence")
     write_rows(folder / "train.jsonl")
-    torchrun(WORKER, folder, ranks=4, timeout=240).check()
+    torchrun(WORKER, folder, ranks=4, timeout=300).check()
     return json.loads((folder / "results.json").read_text())
 
 
@@ -71,16 +72,44 @@ FLOAT32 = [
     "kept gathered, held back",
     "not resharded after forward",
     "selective",
+    "budget",
     "every second block",
     "activations offloaded",
     "loader processes",
     "ddp selective",
+    "ddp budget",
+    "ZeRO-1 ranks=1",
+    "ZeRO-1 ranks=2",
+    "ZeRO-1 ranks=4",
 ]
 
 
 @pytest.mark.parametrize("name", FLOAT32)
 def test_same_as_the_plain_loop_in_float32(results, name):
     assert_same(results[name], results["plain"], loss=1e-5, norm=1e-5, final=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_an_optimizer_does_the_same_however_its_state_is_sharded(results, optimizer, sharding):
+    """Rounding draws the same numbers, and no block of int8 is divided."""
+    reference = results[f"{optimizer} ddp ranks=1"]
+    assert_same(results[f"{optimizer} {sharding}"], reference, loss=2e-6, norm=1e-5)
+    assert reference["losses"][-1] < reference["losses"][0]
+    if optimizer == "muon":
+        assert results[f"{optimizer} {sharding}"]["from_one_rank"] <= 1e-6
+    assert reference["final"] > 1e-5, "it is AdamW in float32 after all"
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_offloaded_optimizer_state_changes_no_bit(results, name):
+    """Several buckets, which leave and enter buffers in turn."""
+    offloaded, before = results[name], results[f"{name} before"]
+    assert offloaded["losses"] == before["losses"]
+    assert offloaded["norms"] == before["norms"]
+    assert offloaded["final"] == before["final"]
+    if "int8" not in name and "sgd" not in name:
+        assert_same(offloaded, results["plain"], loss=1e-5, norm=1e-5, final=1e-5)
 
 
 def test_first_values_are_the_same_bits_on_any_number_of_ranks(results):
@@ -98,7 +127,7 @@ def test_same_as_the_plain_loop_in_bfloat16(results, strategy):
     ), "computed in float32 after all"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload", "ZeRO-1"])
 def test_float16_overflow_on_one_rank_skips_the_step_on_all(results, strategy):
     smooth, overflow = results[f"float16 {strategy}"], results[f"overflow {strategy}"]
     assert smooth["skipped"] == [0, 0, 0, 0, 0, 0]
@@ -126,7 +155,9 @@ def test_experts_train_with_the_auxiliary_loss_alike(results, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("mode", ["{mode: full}", "{mode: selective}"])
+@pytest.mark.parametrize(
+    "mode", ["{mode: full}", "{mode: selective}", "{mode: selective, budget: 0.6}"]
+)
 def test_dropout_is_bit_identical_under_checkpointing(results, strategy, mode):
     assert (
         results[f"dropout {strategy} {mode}"]["losses"]

@@ -1,13 +1,19 @@
-"""`make train` and `make finetune`, as a user types them."""
+"""Fine-tuning on chats: `make finetune` as a user types it, generated answers, early stopping, rows of a step, exports."""
 
 import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 
 import pytest
 
-from tests.distributed.launching import REPOSITORY, run
+from launcher.cli.main import main
+from launcher.cli.rows import _losses, _open, _recipe
+from launcher.data.origins import trained_rows
+from launcher.models.chunked_loss import IGNORED
+from tests.distributed.launching import REPOSITORY, run, torchrun
 
 
 @pytest.mark.long
@@ -37,3 +43,152 @@ def test_make_finetune_learns_to_add(tmp_path):
     assert before < 5
     assert after > 80
     assert (copy / "runs/finetune/hf/tokenizer.json").exists()
+
+
+RECIPE = """
+run: {name: chat, max_steps: 20}
+model: {path: base}
+lora: {rank: 4}
+data: {kind: chat, train: [train.jsonl], validation: {near: [train.jsonl], far: [far.jsonl]}, tokenizer: bytes, sequence_length: 48,
+  workers: 0, cache: cache}
+batch: {global_batch_size: 8, micro_batch_size: 2}
+strategy: {mixed_precision: null}
+optimizer: {learning_rate: 2.0e-2}
+schedule: {warmup_steps: 1}
+evaluation: {every_steps: 2, stop_after: 2, generate: {prompts: 5, max_new_tokens: 4, metrics: [exact_match, f1, rouge_l, "mine:never"]}}
+checkpoint: {every_steps: 2, keep_last: 1, keep_best: eval_never, export: at_end}
+"""
+TRAIN = REPOSITORY / "launcher/train.py"
+
+
+def lines_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def sum_of(first, second):
+    turns = [("user", f"{first} + {second}"), ("assistant", str(first + second))]
+    return {"messages": [{"role": role, "content": text} for role, text in turns]}
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A folder with two runs of the recipe: two ranks with FSDP, and one with DDP that resumes from the first one's step 2."""
+    import torch
+    import transformers
+
+    folder = tmp_path_factory.mktemp("tuned")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    tokens = {"vocab_size": 260, "bos_token_id": None, "eos_token_id": 256}
+    config = transformers.LlamaConfig(**sizes, **heads, **tokens)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "base")
+    sums = [sum_of(first, second) for first in range(8) for second in range(8)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    far = [sum_of(9, second) for second in range(3)]
+    (folder / "far.jsonl").write_text("".join(json.dumps(row) + "\n" for row in far))
+    (folder / "chat.yaml").write_text(RECIPE)
+    (folder / "mine.py").write_text("def never(answer, reference):\n    return 0.25\n")
+    torchrun(TRAIN, "recipe=chat.yaml", "strategy.kind=fsdp", ranks=2, cwd=folder).check()
+    shutil.copytree(folder / "runs/chat", folder / "runs/alone")
+    shutil.rmtree(folder / "runs/alone/checkpoints/step_00000006")
+    run(
+        [sys.executable, TRAIN, "recipe=chat.yaml", "strategy.kind=ddp", "run.dir=runs/alone"],
+        cwd=folder,
+    ).check()
+    return folder
+
+
+def test_generated_answers_are_the_same_on_any_number_of_ranks(tuned):
+    samples = lines_of(tuned / "runs/chat/samples.jsonl")
+    assert samples == lines_of(tuned / "runs/alone/samples.jsonl")
+    assert [(line["step"], line["set"]) for line in samples] == [
+        (step, name) for step in (2, 4, 6) for name in ["near"] * 5 + ["far"] * 3
+    ]
+    assert samples[0]["prompt"] == "<|user|>0 + 0<|end|><|assistant|>"
+    assert [line["reference"] for line in samples[5:8]] == ["9", "10", "11"]
+    assert any(line["answer"] for line in samples)
+    evaluations = [
+        line for line in lines_of(tuned / "runs/chat/metrics.jsonl") if "eval_loss" in line
+    ]
+    for number, line in enumerate(evaluations):
+        mine = samples[8 * number : 8 * number + 8]
+        for name in ("exact_match", "f1", "rouge_l", "never"):
+            mean = sum(sample[name] for sample in mine) / 8
+            assert line[f"eval_{name}"] == pytest.approx(mean)
+    assert evaluations[0]["eval_scores"]["far"]["never"] == 0.25
+
+
+@pytest.mark.parametrize("name", ["chat", "alone"])
+def test_a_run_without_a_better_evaluation_ends(tuned, name):
+    """By a metric that never changes, the first evaluation stays the best one."""
+    status = json.loads((tuned / "runs" / name / "status.json").read_text())
+    assert (status["state"], status["step"], status["reason"]) == ("finished", 6, "early_stopping")
+    kept = sorted(path.name for path in (tuned / "runs" / name / "checkpoints").iterdir())
+    assert kept == ["step_00000002", "step_00000006"]
+    assert (tuned / "runs" / name / "hf/adapter_model.safetensors").is_file()
+
+
+def test_rows_of_a_step_and_their_losses(tuned, monkeypatch, capsys):
+    """The mean over their tokens is the loss of the step: step 3 began with the weights of step 2."""
+    monkeypatch.chdir(tuned)
+    assert main(["rows", "runs/chat", "step=3", "--loss"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "losses with the weights of runs/chat/checkpoints/step_00000002" in printed[1]
+    cells = [
+        re.fullmatch(
+            r" *(\d+) +([\d.]+) +(\d+) +train.jsonl:(\d+) +<\|user\|>(\d) \+ (\d)<.*", line
+        )
+        for line in printed[3:]
+    ]
+    shown = [float(cell[2]) for cell in cells]
+    assert shown == sorted(shown, reverse=True)
+    assert {int(cell[1]) for cell in cells} == set(range(1, 9))
+    assert all(int(cell[4]) == 8 * int(cell[5]) + int(cell[6]) + 1 for cell in cells)
+    run_dir = tuned / "runs/chat"
+    recipe = _recipe(run_dir, 3)
+    rows = trained_rows(_open(run_dir, recipe), batch=2, tokenizer="bytes")
+    assert len(rows) == len(shown)
+    targets = [int((row.sample["targets"] != IGNORED).sum()) for row in rows]
+    losses = _losses(run_dir, recipe, 3, rows)
+    mean = sum(loss * count for loss, count in zip(losses, targets, strict=True)) / sum(targets)
+    logged = lines_of(run_dir / "metrics.jsonl")[3]
+    assert logged["step"] == 3
+    assert mean == pytest.approx(logged["loss"], rel=1e-5)
+
+
+def test_an_export_is_verified_and_each_planted_fault_is_named(tuned, monkeypatch, capsys):
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.chdir(tuned)
+    assert main(["export", "runs/chat", "runs/chat/hf", "--verify"]) == 0
+    assert capsys.readouterr().out == "runs/chat/hf matches runs/chat/checkpoints/step_00000006\n"
+    assert main(["export", "runs/chat", "merged", "merged=true", "dtype=bfloat16"]) == 0
+    shutil.copytree("merged", "faulty")
+    weights = load_file("faulty/model.safetensors")
+    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
+    weights[names[0]], weights[names[1]] = weights[names[1]], weights[names[0]]
+    save_file(weights, "faulty/model.safetensors", metadata={"format": "pt"})
+    (tuned / "faulty/chat_template.jinja").write_text("{{ messages }}")
+    settings = json.loads((tuned / "faulty/tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (tuned / "faulty/tokenizer_config.json").write_text(json.dumps(settings))
+    generation = json.loads((tuned / "faulty/generation_config.json").read_text())
+    (tuned / "faulty/generation_config.json").write_text(
+        json.dumps(generation | {"eos_token_id": 5})
+    )
+    capsys.readouterr()
+    assert main(["export", "runs/chat", "faulty", "--verify"]) == 3
+    printed = capsys.readouterr().out.splitlines()
+    named = [line.removeprefix("differs: ").rpartition(": ")[0] for line in printed[:-1]]
+    named = [line.partition(": their")[0] for line in named]
+    assert sorted(named) == sorted(
+        [
+            *names,
+            "logits",
+            "generation_config.json: eos_token_id",
+            "tokenizer: eos_token",
+            "chat template",
+        ]
+    )
+    assert printed[-1] == "faulty does not match runs/chat/checkpoints/step_00000006"

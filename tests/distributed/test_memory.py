@@ -25,6 +25,17 @@ MODELS = {
 }
 DEEP = {"llama": ["model.config.num_hidden_layers=12"], "gpt2": ["model.config.n_layer=12"]}
 STRATEGIES = {"ddp": ["kind=ddp"], "fsdp": [], "fsdp, offload": ["cpu_offload={}"]}
+ZERO = {"other": "ZeRO-1", "more": ["strategy.shard_optimizer=true"]}
+INT8 = {"other": "int8 moments", "more": ["optimizer.state_dtype=int8"]}
+STATE = {
+    "other": "optimizer state on the host",
+    "more": ["strategy.cpu_offload={what: optimizer}"],
+}
+IN_FILES = {
+    "other": "optimizer state in files",
+    "more": ["strategy.cpu_offload={what: optimizer, optimizer_path: FOLDER}"],
+}
+BFLOAT16 = {"other": "bfloat16 moments", "more": ["optimizer.state_dtype=bfloat16"]}
 PRECISIONS = {"fp32": ["mixed_precision=null"], "bf16": ["mixed_precision={param_dtype: bfloat16}"]}
 CHECKPOINTING = {
     "none": [],
@@ -76,18 +87,28 @@ def sync(when):
 
 PACKED = {"other": "packing", "more": ["data.packing=true"]}
 LORA = {"other": "LoRA", "more": ["lora.rank=8"]}
+BUDGET = {
+    "other": "budget of 0.5",
+    "more": ["activation_checkpointing={mode: selective, budget: 0.5}"],
+}
 KEPT = {"other": "kept after forward", "more": ["strategy.reshard_after_forward=false"]}
 
 FEW = [
-    Case("llama", "ddp", "fp32", rows=2),
     Case("llama", "ddp", "bf16", "selective", rows=1, accumulated=2, **sync("false")),
     Case("llama", "fsdp", "bf16", "selective", rows=2, **PACKED),
     Case("llama", "fsdp, offload", "bf16", "full", rows=4),
-    Case("gpt2", "fsdp", "fp32", rows=1, accumulated=2, **sync("false")),
     Case("llama", "fsdp", "bf16", rows=2, **LORA),
+    Case("llama", "fsdp", "bf16", rows=4, **BUDGET),
+    Case("llama", "ddp", "fp32", rows=2),
+    Case("llama", "fsdp", "fp32", rows=1, **INT8),
+    Case("gpt2", "ddp", "fp32", rows=1, **BFLOAT16),
+    Case("llama", "fsdp", "fp32", rows=1, **STATE),
+    Case("llama", "fsdp", "bf16", rows=1, **IN_FILES),
 ]
 
 GRID = [
+    # Not in FEW: on a loaded machine gloo gathers more tensors at once, 7 % more in the optimizer step
+    Case("llama", "ddp", "fp32", rows=2, **ZERO),
     *(
         Case(
             "llama",
@@ -128,6 +149,8 @@ GRID = [
     ),
     Case("gpt2", "fsdp", "bf16", "selective", **LORA),
     *(Case("llama", "fsdp", precision, **KEPT) for precision in PRECISIONS),
+    *(Case("llama", "ddp", precision, rows=8, **BUDGET) for precision in PRECISIONS),
+    Case("gpt2", "fsdp", "bf16", **BUDGET),
     Case(
         "llama",
         "fsdp",
@@ -164,7 +187,13 @@ def folder(tmp_path):
 
 def compared(folder, cases, *, timeout):
     """(case, rows of planned and measured bytes, measurement), all measured in one launch."""
-    arguments = [[f"recipe={folder / case.architecture}.yaml", *case.overrides] for case in cases]
+    arguments = [
+        [
+            f"recipe={folder / case.architecture}.yaml",
+            *(override.replace("FOLDER", str(folder)) for override in case.overrides),
+        ]
+        for case in cases
+    ]
     for case, own, measured in zip(
         cases, arguments, measure(arguments, ranks=RANKS, timeout=timeout), strict=True
     ):
@@ -221,12 +250,12 @@ def check(results):
 
 
 def test_the_plan_is_what_the_allocator_sees(folder):
-    check(list(compared(folder, FEW, timeout=120)))
+    check(list(compared(folder, FEW, timeout=400)))
 
 
 @pytest.mark.long
 def test_the_plan_is_what_the_allocator_sees_in_all_combinations(folder):
-    results = list(compared(folder, GRID, timeout=900))
+    results = list(compared(folder, GRID, timeout=1800))
     if file := os.environ.get("LAUNCHER_MEMORY_TABLE"):
         Path(file).write_text(markdown(results))
     check(results)

@@ -2,12 +2,13 @@
 
 import json
 import random
+import re
 import sys
-import time
+from statistics import median
 
 import pytest
 
-from tests.distributed.launching import run
+from tests.distributed.launching import run, wait_until
 from tests.distributed.namespaces import two_nodes, unavailable
 from tests.distributed.test_resume import KILL_TRAIN, RECIPE, events, records, status
 
@@ -47,7 +48,7 @@ def alone(folder):
     return records(folder / "alone")
 
 
-def start(nodes, host, folder, run_dir):
+def start(nodes, host, folder, run_dir, *overrides, **variables):
     """torchrun on both nodes; the rendezvous is hosted by one of them."""
     for node in nodes:
         timeouts = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=6,join_timeout=60,close_timeout=5"
@@ -84,23 +85,60 @@ def start(nodes, host, folder, run_dir):
                 f"run.max_steps={STEPS}",
             ),
             *("run.timeout=10", "run.hang_timeout=20", "run.init_timeout=60"),
+            *overrides,
         ]
-        node.start(command, log=folder / f"{run_dir.name}-{node.name}.log", SLOW_STEP="0.25")
+        log, variables = (
+            folder / f"{run_dir.name}-{node.name}.log",
+            variables or {"SLOW_STEP": "0.25"},
+        )
+        node.start(command, log=log, **variables)
 
 
 def wait_until_both_train(nodes, run_dir, *, step):
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and all(node.process.poll() is None for node in nodes):
-        if (
+    def both_train():
+        return (
             (run_dir / "metrics.jsonl").exists()
             and len(records(run_dir)) >= step
             and events(run_dir, "started")[-1]["ranks"] == 2
-        ):
-            return
-        time.sleep(0.1)
-    raise AssertionError(
+        )
+
+    assert wait_until(both_train, process=nodes[0].process), (
         "the nodes do not train:\n" + "\n".join(node.output()[-6000:] for node in nodes)
     )
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.long)])
+def test_a_slow_rank_is_named(folder, strategy):
+    """Rank 1 takes longer in steps 25 to 49: its node is named while it is slow, once, and before and after none."""
+    run_dir = folder / f"slow-{strategy}"
+    overrides = (
+        f"strategy.kind={strategy}",
+        "batch.micro_batch_size=4",
+        "checkpoint.every_steps=null",
+    )
+    overrides += ("run.timeout=60", "run.hang_timeout=60", "run.max_steps=75")
+    with two_nodes() as nodes:
+        start(nodes, nodes[0], folder, run_dir, *overrides, SLOW_RANK="1,25,49,0.06")
+        assert [node.wait(240) for node in nodes] == [0, 0], nodes[0].output()[-8000:]
+        printed = nodes[0].output()
+    named = [line for line in printed.splitlines() if "rank 1 on " in line]
+    first, second = (line.partition("warning: ")[2] for line in named)
+    assert first.startswith(f"slow: rank 1 on {nodes[1].name} takes ")
+    assert 20 < int(re.search(r"since step (\d+) \(", first)[1]) < 40
+    assert second.startswith(f"rank 1 on {nodes[1].name} is no longer slow, after ")
+    assert "rank 0 on" not in printed
+    assert printed.count("bottleneck: ") == 1, "at the end"
+    lines = {line["step"]: line for line in records(run_dir)}
+    slow, usual = ([lines[step] for step in steps] for steps in (range(30, 50), range(5, 25)))
+    assert {line["slowest_rank"] for line in slow} == {1}
+    for line in slow:
+        assert line["slowest_rank_seconds"] > 0.18
+        assert line["communication_seconds"] > 0.06, "rank 0 waits for it"
+    waits = [median(line["communication_seconds"] for line in part) for part in (slow, usual)]
+    assert waits[0] > waits[1] + 0.05
+    parts = ("forward", "backward", "optimizer", "logging")
+    for line in [*slow, *usual]:
+        assert sum(line[f"{part}_seconds"] for part in parts) <= line["step_seconds"] * 1.001
 
 
 def check_it_went_on_alone(run_dir, survivor, alone, output):
@@ -108,7 +146,8 @@ def check_it_went_on_alone(run_dir, survivor, alone, output):
     lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     last = max(index for index, line in enumerate(lines) if line["event"] == "started")
     assert [line["ranks"] for line in lines if line["event"] == "started"][-2:] == [2, 1], lines
-    assert lines[last + 1]["event"] == "resumed", lines
+    assert lines[last + 1]["event"] == "built", lines
+    assert lines[last + 2]["event"] == "resumed", lines
     assert {line["host"] for line in lines[last:]} == {survivor.name}, (
         "the other node wrote nothing more"
     )

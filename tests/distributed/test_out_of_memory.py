@@ -107,14 +107,14 @@ def test_with_auto_the_next_start_takes_a_smaller_micro_batch(restarted, undistu
     assert recipe["batch"]["global_batch_size"] == 16
     assert recipe["strategy"]["kind"] in ("ddp", "fsdp")
     assert losses(run_dir) == pytest.approx(undisturbed[:6], rel=1e-5)
-    for told in (
+    for shown in (
         "The fastest that fits: by plan",
         "rank 1 of 2 ran out of memory in step 3: in the forward pass of micro-batch 1 of 1 (input_ids 8 x 32)",
         "it asked for 64.0 MiB",
         "batch.micro_batch_size is auto: the next start takes a smaller one, and resumes from the last checkpoint",
         "micro-batches of 8 and more ran out of memory before",
     ):
-        assert told in output
+        assert shown in output
 
 
 @pytest.mark.long
@@ -131,12 +131,12 @@ def test_on_other_hardware_auto_chooses_again(restarted, folder, undisturbed):
 def test_without_auto_it_ends_with_a_report_and_suggestions(fixed):
     outcome = status(fixed)
     assert (outcome["state"], outcome["reason"], outcome["step"]) == ("failed", "out_of_memory", 8)
-    told = outcome["error"]
-    assert told.startswith(
+    shown = outcome["error"]
+    assert shown.startswith(
         "rank 1 of 2 ran out of memory in step 9: in the forward pass of micro-batch 1 of 1 (input_ids 8 x 32)\n"
     )
-    assert re.search(r"\noptimizer state +\d+\.\d KiB +\d+\.\d KiB\n", told), "now, and by plan"
-    remedies = told.partition("what fits by plan, the fastest first, as overrides:\n")[
+    assert re.search(r"\noptimizer state +\d+\.\d KiB +\d+\.\d KiB\n", shown), "now, and by plan"
+    remedies = shown.partition("what fits by plan, the fastest first, as overrides:\n")[
         2
     ].splitlines()
     overrides = [line.split("#")[0].split() for line in remedies if line.startswith("  ")]
@@ -144,4 +144,4 @@ def test_without_auto_it_ends_with_a_report_and_suggestions(fixed):
     for remedy in overrides:
         load_recipe([f"recipe={fixed.parent}/recipe.yaml", *FIXED, *remedy], ranks=2)
     assert "Traceback" in (fixed / "log/rank_1.log").read_text()
-    assert "Traceback" not in told
+    assert "Traceback" not in shown

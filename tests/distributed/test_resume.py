@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.launching import REPOSITORY, run, torchrun
+from launcher.cli.main import main
+from tests.distributed.launching import REPOSITORY, run, torchrun, wait_until
 
 KILL_TRAIN = REPOSITORY / "tests/distributed/kill_train.py"
 RECIPE = """
@@ -106,13 +107,8 @@ def killer(run_dir, times, seed):
     """Kills a random rank at random moments, every third time while a checkpoint is being written."""
     generator, killed = random.Random(seed), []
 
-    def wait_for(condition, process, seconds=60):
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and process.poll() is None:
-            if condition():
-                return True
-            time.sleep(0.01)
-        return False
+    def wait_for_event(event, count, process):
+        wait_until(lambda: len(events(run_dir, event)) >= count, seconds=40, process=process)
 
     def during(process):
         for number in range(times):
@@ -130,18 +126,20 @@ def killer(run_dir, times, seed):
                 ):  # the last line was cut off by a kill, and is not removed yet
                     return False
 
-            if not wait_for(trains, process):
+            if not wait_until(trains, process=process):
                 return
             if number % 3 == 2:
-                writing = wait_for(
-                    lambda: list((run_dir / "checkpoints").glob("*.writing-*")), process, 20
+                writing = wait_until(
+                    lambda: list((run_dir / "checkpoints").glob("*.writing-*")),
+                    seconds=20,
+                    process=process,
                 )
                 time.sleep(generator.random() * 0.4)
                 where = "in a save" if writing else "no save came"
             else:
                 if number % 3 == 1:  # some starts write a checkpoint of their own
                     saved = len(events(run_dir, "saved"))
-                    wait_for(lambda: len(events(run_dir, "saved")) > saved, process, 40)  # noqa: B023
+                    wait_for_event("saved", saved + 1, process)
                 time.sleep(generator.random() * 1.5)
                 where = "anywhere"
             ranks = workers(process.pid)
@@ -149,8 +147,8 @@ def killer(run_dir, times, seed):
                 return
             os.kill(generator.choice(ranks), signal.SIGKILL)
             killed.append(where)
-            # The agent ends the others and starts all anew; the next one must not be killed before it has said so
-            wait_for(lambda: len(events(run_dir, "started")) > number + 1, process, 40)  # noqa: B023
+            # The agent ends the others and starts all ranks again; wait for their message before the next one is killed
+            wait_for_event("started", number + 2, process)
 
     during.killed = killed
     return during
@@ -179,7 +177,8 @@ def undisturbed(folder):
     ],
 )
 def test_killed_at_random_the_run_ends_bit_identical(folder, undisturbed, times, asynchronous):
-    """Dropout, order of samples, optimizer, metrics: as if nothing had happened."""
+    """Dropout, order of samples, optimizer, metrics: as if nothing had happened. Of the killed runs the optimizer state is in
+    files, which are gone."""
     steps, whole, whole_samples = 40, undisturbed, folder / "undisturbed-samples"
     if times > 5:
         steps, whole, whole_samples = (
@@ -200,6 +199,7 @@ def test_killed_at_random_the_run_ends_bit_identical(folder, undisturbed, times,
         run_dir,
         f"run.max_steps={steps}",
         f"checkpoint.asynchronous={asynchronous}",
+        f"strategy.cpu_offload={{what: optimizer, optimizer_path: {folder}/state}}",
         recipe="dropout",
         options=["--max-restarts", str(times + 1)],
         during=during,
@@ -217,6 +217,7 @@ def test_killed_at_random_the_run_ends_bit_identical(folder, undisturbed, times,
         "it went on from more than one checkpoint"
     )
     assert status(run_dir)["state"] == "finished"
+    assert list((folder / "state").iterdir()) == []
     mine, other = records(run_dir), records(whole)
     assert [line["step"] for line in mine if "loss" in line] == list(range(1, steps + 1)), (
         "each step once"
@@ -244,9 +245,10 @@ def test_a_run_resumes_with_other_ranks_and_strategies(folder):
     whole, elastic = folder / "whole", folder / "elastic"
     train(folder, whole, "strategy.kind=ddp", ranks=1).check()
     offload = ["strategy.cpu_offload={pin_memory: false}", "activation_checkpointing={mode: full}"]
+    in_files = f"strategy.cpu_offload={{what: optimizer, optimizer_path: {folder}/state}}"
     for ranks, steps, changes in (
         (4, 3, ["strategy.kind=ddp"]),
-        (2, 6, []),
+        (2, 6, [in_files]),
         (1, 9, offload),
         (3, 12, ["strategy.kind=ddp", "batch.micro_batch_size=1"]),
     ):
@@ -365,12 +367,8 @@ def test_a_run_survives_a_full_disk_but_not_repeated_failures(folder):
 
 def when(condition, action):
     def during(process):
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and process.poll() is None:
-            if condition():
-                action(process)
-                return
-            time.sleep(0.05)
+        if wait_until(condition, process=process):
+            action(process)
 
     return during
 
@@ -398,9 +396,7 @@ def test_files_ask_to_save_and_to_stop(folder):
 
     def ask(process):
         (run_dir / "save").touch()
-        deadline = time.monotonic() + 30
-        while not events(run_dir, "saved") and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: events(run_dir, "saved"), seconds=30)
         (run_dir / "stop").touch()
 
     train(
@@ -445,7 +441,7 @@ def test_changed_recipes_and_data_are_refused_with_a_diff(folder, undisturbed):
     assert (undisturbed / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_that_diverges_rewinds_and_skips_the_batches(folder):
+def test_a_run_that_diverges_rewinds_and_skips_the_batches(folder, capsys):
     run_dir, seen, plain = folder / "rewound", folder / "rewound-samples", folder / "plain-samples"
     seen.mkdir()
     plain.mkdir()
@@ -463,6 +459,12 @@ def test_a_run_that_diverges_rewinds_and_skips_the_batches(folder):
     trained, expected = samples(seen, 0), samples(plain, 0)
     assert [trained[step] for step in (3, 4)] == [expected[step] for step in (3, 4)]
     assert [trained[step] for step in (5, 6, 10)] == [expected[step] for step in (7, 8, 12)]
+    for step, without in ((4, 4), (5, 7), (10, 12)):
+        listed = []
+        for path, number in ((run_dir, step), (folder / "plain", without)):
+            assert main(["rows", str(path), f"step={number}"]) == 0
+            listed.append(capsys.readouterr().out.splitlines()[1:])
+        assert listed[0] == listed[1]
     # No hang: the load, and what comes before the next step is done, such as samples of a stream that are skipped
     noted = phases.read_text().splitlines()
     at = noted.index("load rewind")
@@ -501,8 +503,8 @@ def test_a_stream_resumes_exactly_and_skips_batches_after_a_rewind(folder):
         "stream"
     ]
     assert (state["samples"], state["order"]) == (48, whole["order"])
-    assert len(state["places"]) == 4
-    assert min(map(max, state["places"])) > 0, (
+    assert len(state["positions"]) == 4
+    assert min(map(max, state["positions"])) > 0, (
         "every shard has been read, by the one rank or the other"
     )
     rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", "batch.micro_batch_size=8"]

@@ -2,7 +2,9 @@
 
 import json
 import os
+import platform
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +15,8 @@ import time
 import pytest
 import yaml
 
-from tests.distributed.launching import REPOSITORY, run, torchrun
+from launcher.cli import main
+from tests.distributed.launching import REPOSITORY, run, torchrun, wait_until
 from tests.wandb_files import history, read_records
 
 TRAIN = REPOSITORY / "launcher/train.py"
@@ -91,6 +94,22 @@ def ddp(tmp_path_factory):
     return folder / "runs/ddp", result
 
 
+def test_the_report_has_what_the_run_recorded(ddp, tmp_path):
+    run_dir, _ = ddp
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    (built,) = [event for event in events if event["event"] == "built"]
+    assert (built["device"], built["ranks_per_node"]) == ("cpu", 2)
+    assert built["versions"]["python"] == platform.python_version()
+    held = built["held"]
+    assert held["parameters"] == held["gradients"]
+    assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=0.01)
+    out = tmp_path / "report.html"
+    assert main.main(["report", str(run_dir), "--out", str(out)]) == 0
+    page = out.read_text()
+    for shown in ("ddp, planned", "recipes/ddp.yaml", "batch.micro_batch_size", "not planned"):
+        assert (shown in page) == (shown != "not planned")
+
+
 def test_metrics_have_what_the_design_says(ddp):
     run_dir, _ = ddp
     steps = training(run_dir)
@@ -126,7 +145,11 @@ def test_run_folder(ddp):
     assert list((run_dir / "tensorboard").glob("events*"))
     assert list((run_dir / "wandb").glob("offline-run-*"))
     traces = sorted(path.name for path in (run_dir / "profile").iterdir())
-    assert traces == ["rank_0.json", "rank_1.json"]
+    assert traces == [
+        f"rank_{rank}{end}"
+        for rank in (0, 1)
+        for end in (".pt.trace.json", "_memory.txt", "_time.txt")
+    ]
     assert "runs/ddp/metrics.jsonl" in result.output
 
 
@@ -203,7 +226,7 @@ def test_the_other_recipes_train_to_the_same_losses(ddp, recipe, tmp_path):
     for mine, other in zip(measured, expected, strict=False):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
-    assert "fsdp: 3 groups over a mesh of 2 shard, float32 masters" in result.output
+    assert "fsdp: 4 groups over a mesh of 2 shard, float32 masters" in result.output
     assert "gathered in bfloat16, gradients reduced in float32" in result.output
     if recipe == "fsdp_offload":
         assert "(offloaded)" in result.output
@@ -280,7 +303,7 @@ FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "shown"),
     [
         (
             "raise:1:3",
@@ -293,23 +316,27 @@ FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
         ),
     ],
 )
-def test_when_one_rank_fails_all_end_and_one_says_why(fault, told, tmp_path):
+def test_when_one_rank_fails_all_end_and_one_says_why(fault, shown, tmp_path):
     started = time.monotonic()
     overrides = [
         "run.max_steps=10000",
-        "run.timeout=5",
+        "run.timeout=15",  # one step takes seconds on a busy machine
         f"run.dir={tmp_path}/run",
         "logging.tensorboard=true",
     ]
     result = torchrun(FAULTY, *SMALL, *overrides, ranks=2, timeout=90, FAULT=fault)
     assert result.status == 1
-    assert time.monotonic() - started < 60, "seconds, where the limit of a collective is 10 minutes"
-    ours = [line for line in result.output.splitlines() if told in line]
-    assert 1 <= len(ours) <= 3, "on the console once, and once or twice in torchrun's summary"
+    assert time.monotonic() - started < 120, (
+        "seconds, where the limit of a collective is 10 minutes"
+    )
+    ours = [line for line in result.output.splitlines() if shown in line]
+    assert 1 <= len(ours) <= 3, (
+        f"on the console once, and once or twice in torchrun's summary:\n{result.output[-8000:]}"
+    )
     outcome = status(tmp_path / "run")
     assert outcome["state"] == "failed"
     assert outcome["step"] == 2
-    assert outcome["error"].startswith(told)
+    assert outcome["error"].startswith(shown)
     assert (
         outcome["reason"]
         == {"raise": "error", "kill": "rank_lost", "hang": "timeout"}[fault.split(":")[0]]
@@ -480,13 +507,10 @@ def when_training(run_dir, action):
     """Calls the action once the run has logged its second step."""
 
     def during(process):
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and process.poll() is None:
-            metrics = run_dir / "metrics.jsonl"
-            if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
-                action(process)
-                return
-            time.sleep(0.05)
+        metrics = run_dir / "metrics.jsonl"
+        trains = lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2  # noqa: E731
+        if wait_until(trains, process=process):
+            action(process)
 
     return during
 
@@ -591,8 +615,8 @@ def test_selftest_and_show(tmp_path):
         timeout=150,
     ).check()
     assert "All configurations give the same losses." in result.output
-    assert result.output.count(" of 1e-05") == 2 * 11
-    assert result.output.count("bfloat16") == 3
+    assert result.output.count(" of 1e-05") == 2 * 19
+    assert result.output.count("bfloat16") == 5
 
 
 @pytest.mark.long
@@ -634,3 +658,32 @@ def test_selftest_says_no_where_losses_differ(tmp_path):
     ]
     result = run(command, PYTHONPATH=f"{tmp_path}:{REPOSITORY}", timeout=150).check(3)
     assert "TOO MUCH" in result.output
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    shutil.which("g++") is None and "CI" not in os.environ,
+    reason="torch.compile needs g++ on a CPU (Debian: apt-get install g++)",
+)
+def test_compiled_blocks_are_found_again_at_the_next_start(tmp_path):
+    """Two ranks compile at once; the second start compiles nothing, and trains alike."""
+    (tmp_path / "short.jsonl").write_text('{"text": "packed with others"}\n' * 500)
+    losses, kept, variables = [], [], {"XDG_CACHE_HOME": tmp_path}
+    for start in ("cold", "warm"):
+        words = [*SMALL, "model.compile=true", "model.config.num_hidden_layers=1"]
+        words += [
+            f"data.train=[{tmp_path}/short.jsonl]",
+            "run.max_steps=2",
+            f"run.dir={tmp_path / start}",
+            "checkpoint.every_steps=null",
+        ]
+        printed = torchrun(TRAIN, *words, ranks=2, timeout=400, **variables).check().output
+        assert printed.count("compile: the graph of a block is split") == 1, "by rank 0, once"
+        losses.append([line["loss"] for line in training(tmp_path / start)])
+        folder = tmp_path / "launcher/inductor"
+        kept.append(
+            {file for kind in ("fxgraph", "aotautograd") for file in (folder / kind).rglob("*")}
+        )
+    assert kept[0]
+    assert kept[0] == kept[1]
+    assert losses[0] == losses[1]

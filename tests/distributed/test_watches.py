@@ -14,7 +14,7 @@ import pytest
 
 from launcher.distributed.environment import Environment
 from launcher.reliability.lock import Ownership
-from tests.distributed.launching import REPOSITORY, run
+from tests.distributed.launching import REPOSITORY, run, wait_until
 
 WATCHED = REPOSITORY / "tests/distributed/watched.py"
 
@@ -45,10 +45,7 @@ def events(run_dir):
 
 
 def until(condition, seconds=100):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+    assert wait_until(condition, seconds=seconds), "waited in vain"
 
 
 def stepping(run_dir):
@@ -73,8 +70,7 @@ def workers(agent):
 
 
 def test_ranks_that_hang_are_reported_and_restarted(tmp_path):
-    """First attempt: rank 1 in an endless loop. Second: rank 0, which judges otherwise, is stopped; rank 1 judges then. Third:
-    asked by files to save, and to stop."""
+    """First attempt: rank 1 in an endless loop. Second: rank 0 is stopped. Third: asked by files to save, and to stop."""
     run_dir = tmp_path / "run"
 
     def attempts():
@@ -91,6 +87,7 @@ def test_ranks_that_hang_are_reported_and_restarted(tmp_path):
             lambda: attempts() == 2 and status(run_dir)["state"] == "running" and stepping(run_dir)
         )
         stopped = workers(process.pid)[0]
+        time.sleep(2)  # the ranks learn each other's process ids at most every second
         os.kill(stopped, signal.SIGSTOP)
         until(lambda: status(run_dir)["state"] == "failed")
         not_running(status(run_dir), run_dir, stopped)
@@ -100,8 +97,10 @@ def test_ranks_that_hang_are_reported_and_restarted(tmp_path):
         until(lambda: not (run_dir / "save").exists())
         (run_dir / "stop").touch()
 
-    result = start(run_dir, "loop", during=during, restarts=2, TORCH_FR_BUFFER_SIZE="100").check(0)
-    assert result.output.count("no sign of life for 2 s (run.hang_timeout)") == 2, "each once"
+    # On a loaded machine a rank that only waits for a core may be late by seconds
+    options = {"hang_timeout": 6, "restarts": 2, "TORCH_FR_BUFFER_SIZE": "100"}
+    result = start(run_dir, "loop", during=during, **options).check(0)
+    assert result.output.count("no sign of life for 6 s (run.hang_timeout)") == 2, "each once"
     assert (status(run_dir)["state"], status(run_dir)["reason"]) == (
         "stopped",
         f"the file {run_dir}/stop",
@@ -135,12 +134,11 @@ def looped(outcome, run_dir):
 
 def not_running(outcome, run_dir, pid):
     assert outcome["reason"] == "hang"
-    assert f"rank 0 of 2 (process {pid} on " in outcome["error"]
-    assert "is behind: its process does not run; in step" in outcome["error"]
-    assert "State: T (stopped)" in outcome["error"]
+    assert "rank 0 of 2 is behind: its process does not answer" in outcome["error"]
+    assert f"  process {pid}\n  State: T (stopped)" in outcome["error"]
     assert "rank 1 waits in step" in outcome["error"]
-    seen = (run_dir / "log/hang/rank_0.txt").read_text()
-    assert "as seen by rank 1" in seen
+    seen = (run_dir / "log/hang/rank_1.txt").read_text()
+    assert "rank 0, as seen by rank 1" in seen
     assert "State: T (stopped)" in seen
 
 
@@ -201,22 +199,20 @@ def test_one_rank_is_asked_to_stop_before_anything_is_trained(tmp_path):
         0,
     )
     assert [e["event"] for e in events(run_dir)] == ["started", "stopped"]
-    assert not list((run_dir / "owner").glob("*.json")), "released"
+    assert list((run_dir / "owner").glob("*.released"))
+
+
+def test_a_rank_that_is_killed_at_once_is_reported(tmp_path):
+    """Before the watchdogs have looked for the first time."""
+    result = start(tmp_path / "run", "early", during=lambda process: None, hang_timeout=60)
+    outcome = status(tmp_path / "run")
+    assert (outcome["state"], outcome["reason"]) == ("failed", "rank_lost"), result.output
 
 
 def test_an_owner_that_is_superseded_ends_and_writes_nothing(tmp_path):
     """The same Slurm job, started again elsewhere, while this process of its first start is alive."""
     run_dir = tmp_path / "run"
-    again = Environment(
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        torchrun=False,
-        restart_count=0,
-        job="9",
-        job_restart_count=1,
-    )
+    again = Environment(job="9", job_restart_count=1)
 
     def during(process):
         until(lambda: stepping(run_dir))

@@ -50,6 +50,7 @@ CASES = [
     ("ddp", "{mode: full}", False),
     *(("fsdp", mode, False) for mode in CHECKPOINTING),
     ("offload", "{mode: selective}", False),
+    ("fsdp", "null", True),
 ]
 """Strategy, checkpointing, compiled."""
 ALL = [

@@ -4,9 +4,12 @@ FAULT: none
 evaluate  an evaluation without end comes first; when asked to stop it, the run goes on all the same
 loop      rank 1 never leaves its fifth step, at the first attempt
 prepare   nothing is trained; rank 1 is in a collective
+early     nothing is trained; rank 1 kills itself at once
 """
 
 import contextlib
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,11 +23,11 @@ import torch.distributed as dist
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
 from launcher.recipe.schema import Data
-from launcher.reliability.failures import end_process, failing_together
+from launcher.reliability.failures import FailureWatch, end_process
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
-from launcher.reliability.watchdog import watching
+from launcher.reliability.watchdog import Watch
 from launcher.training.evaluation import Evaluator
 
 
@@ -74,11 +77,15 @@ def main():
         StopRequest() as stop,
         group as (ranks, store),
         rank_log(run.log, ranks.rank) as console,
-        failing_together(
+        FailureWatch(
             store, environment=environment, run=run, console=console, progress=progress
         ) as failures,
-        watching(failures, stop=stop, hang_timeout=float(hang_timeout)) as watch,
+        Watch(failures, stop=stop, hang_timeout=float(hang_timeout)) as watch,
     ):
+        if fault == "early":
+            if ranks.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            spin()
         if fault == "prepare" and ranks.rank == 1:
             dist.barrier()
         if fault == "prepare":
@@ -92,10 +99,10 @@ def main():
         asked = torch.zeros(1)
         while not asked:
             step += 1
-            progress.beat("forward")
+            progress.heartbeat("forward")
             if fault == "loop" and environment.restart_count == 0 and ranks.rank == 1 and step == 5:
                 spin()
-            progress.beat("backward")
+            progress.heartbeat("backward")
             asked = torch.tensor([float(stop.requested())])
             dist.all_reduce(asked)
             progress.step_done(step)

@@ -128,7 +128,7 @@ def test_compiled_blocks_train_alike(kind, tmp_path):
 def test_memory_snapshot(tmp_path):
     train("fsdp", tmp_path / "run", "profile={start_step: 3, steps: 2, memory_snapshot: true}")
     assert (tmp_path / "run/profile/memory_rank_0.pickle").stat().st_size > 0
-    assert (tmp_path / "run/profile/rank_0.json").stat().st_size > 0
+    assert (tmp_path / "run/profile/rank_0.pt.trace.json").stat().st_size > 0
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])

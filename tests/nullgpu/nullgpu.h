@@ -4,7 +4,7 @@
 #include <stdint.h>
 
 // Copies and collectives of at most this many bytes carry values: counts, bounds, flags. Larger
-// ones are left out, so that device memory stays untouched address space.
+// ones are skipped, so that device memory stays untouched address space.
 #define SMALL_COPY 65536  // DDP compares the shapes of all parameters in one copy
 #define SMALL_COLLECTIVE (1u << 20)
 

@@ -66,12 +66,20 @@ def test_evaluated_saved_resumed_on_other_ranks_and_exported(folder, null_gpus):
     assert status(folder)["state"] == "finished"
     assert [record["step"] for record in records(folder) if "eval_loss" in record] == [2, 4]
     train(folder, gpus, "run.max_steps=6", ranks=2).check()
+    lines = {line["step"]: line for line in records(folder) if "loss" in line}
+    timed = [step for step, line in lines.items() if line["communication_seconds"] is not None]
+    assert timed == [2], "of each ten steps, one"
     output = train(folder, gpus, "run.max_steps=8", "checkpoint.export=at_end").check().output
     assert "step_00000006, step 6" in output
     assert steps(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [
         record["ranks"] for record in records(folder, "events") if record["event"] == "saved"
     ] == [2, 2, 2, 1]
+    built = [record for record in records(folder, "events") if record["event"] == "built"]
+    assert [record["ranks_per_node"] for record in built] == [2, 2, 1]
+    assert built[0]["device_memory"] == int(79.6 * 2**30)
+    assert built[0]["versions"]["nccl"]
+    assert 1.9 < built[2]["held"]["parameters"] / built[0]["held"]["parameters"] < 2.1, "shards"
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "run/hf")

@@ -36,7 +36,12 @@ RECIPE = {
 }
 PADDED = ["data.packing=false", "data.train=[padded.jsonl]"]
 DDP = ["strategy.kind=ddp", "run.max_steps=14"]
+STATE = "strategy.cpu_offload={what: optimizer}"
 OFFLOAD = ["strategy.cpu_offload={pin_memory: true}"]
+TO_HOST = [
+    "activation_checkpointing={mode: full, offload_to_cpu: true}",
+    "model.config.num_hidden_layers=4",
+]
 HELD = ["strategy.sync_every_micro_batch=false"]
 STEADY = 7
 """From here on steps are like one another: the first ones allocate, reorder DDP's buckets, and pin memory for their records."""
@@ -130,8 +135,10 @@ def test_two_ranks(null_gpus, tmp_path):
             "fsdp_padded": [*PADDED, "logging.every_steps=1"],
             "ddp_padded": [*DDP, *PADDED],
             "everything": [*everything, "run.max_steps=4"],
-            "everything-resumed": [*everything, "run.max_steps=7"],
+            "everything-resumed": [*everything, STATE, "run.max_steps=7"],
             "offload_packed": [*OFFLOAD, *HELD, "logging.every_steps=1"],
+            "activations_on_the_host": [*TO_HOST, "logging.every_steps=1"],
+            "state_on_the_host": [STATE, "logging.every_steps=1"],
         },
         ranks=2,
     )
@@ -144,6 +151,8 @@ def test_two_ranks(null_gpus, tmp_path):
             "fsdp_padded": {"every_steps": 1},
             "ddp_padded": {"first": TIMED + 1},
             "offload_packed": {"each_step": COPIED, "pageable": True, "every_steps": 1},
+            "activations_on_the_host": {"every_steps": 1},
+            "state_on_the_host": {"every_steps": 1},
         },
     )
     for parts in found:

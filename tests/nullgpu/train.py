@@ -36,6 +36,9 @@ def fault(kind: str) -> None:
         case "lose_device":
             LIBRARY.nullgpu_lose_device()
         case "out_of_memory":
+            import torch
+
+            torch.cuda.empty_cache()  # or the next steps may allocate nothing
             LIBRARY.nullgpu_fail_allocations(1000)
         case _:
             raise ValueError(f"FAULT: unknown kind {kind}")

@@ -14,6 +14,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.distributed.launching import PATIENCE
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare")
 FREEZER = Path("/sys/fs/cgroup/freezer")
 _PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/sbin:/sbin"
@@ -276,10 +278,10 @@ class Cluster:
         return self.job(job).get("JobState")
 
     def wait_for(self, condition, seconds, what):
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE * seconds
         while not (result := condition()):
             assert time.monotonic() < deadline, (
-                f"{what}: not within {seconds} s\n{self.diagnosis()}"
+                f"{what}: not within {PATIENCE * seconds} s\n{self.diagnosis()}"
             )
             time.sleep(0.2)
         return result

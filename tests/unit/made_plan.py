@@ -74,66 +74,29 @@ def components(scale=1.0, **changes):
     return Components(**{name: int(gib * scale * GIB) for name, gib in (sizes | changes).items()})
 
 
-def made_plan(
-    scale=1.0, *, memory=80 * GIB, host_memory=None, host=12, arithmetic=1.02, notes=(), **changes
-):
-    held = components(
-        scale, gathered=0, activations=0, logits=0, communication=0, temporary=0, **changes
+def moment(phase, where, held):
+    return Moment(phase=phase, micro_batch=1, where=where, components=held)
+
+
+def made_plan(scale=1.0, *, memory=80 * GIB, host_memory=None, host=12, arithmetic=1.02, notes=()):
+    held = components(scale, gathered=0, activations=0, logits=0, communication=0, temporary=0)
+    moments = (
+        moment("forward", "lm_head", components(scale, logits=5.0)),
+        moment("backward", "model.layers.31", components(scale)),
+        moment("backward", "model.layers.0", components(scale, activations=0.6, logits=0)),
+        moment("optimizer", "", components(scale, activations=0, logits=0, gathered=0)),
     )
-    timeline = []
-    for number in range(2):
-        for layer in range(32):
-            activations = 18.0 * (layer + 1) / 32
-            timeline.append(
-                (
-                    "forward",
-                    number,
-                    f"model.layers.{layer}",
-                    components(scale, activations=activations, logits=0, gradients=3.74 * number),
-                )
-            )
-        timeline.append(("forward", number, "lm_head", components(scale, logits=5.0)))
-        for layer in reversed(range(32)):
-            activations = 18.0 * (layer + 1) / 32
-            logits = 7.8 if layer == 31 else 0
-            timeline.append(
-                (
-                    "backward",
-                    number,
-                    f"model.layers.{layer}",
-                    components(scale, activations=activations, logits=logits),
-                )
-            )
-    timeline.append(
-        ("optimizer", 1, "", components(scale, activations=0, logits=0, gathered=0, temporary=1.9))
-    )
-    moments = tuple(
-        Moment(phase=p, micro_batch=m, where=w, components=dataclasses.replace(c))
-        for p, m, w, c in timeline
-    )
-    phases = {
-        name: max((m for m in moments if m.phase == name), key=lambda m: m.components.total)
-        for name in ("forward", "backward", "optimizer")
-    }
-    peak = dataclasses.replace(
-        phases["backward"], micro_batch=1, components=components(scale, **changes)
-    )
+    estimated = dataclasses.replace(moments[-1], components=components(scale * arithmetic))
     step = StepMemory(
-        method="traced",
-        peak=peak,
-        phases=phases,
         held=held,
         after_forward=components(scale, gradients=0),
         timeline=moments,
         host=0,
     )
-    formula = components(scale * arithmetic, **changes)
     return Plan(
         machine=machine(memory=memory, host_memory=host_memory),
         step=step,
-        arithmetic=dataclasses.replace(
-            step, method="arithmetic", peak=dataclasses.replace(peak, components=formula)
-        ),
+        arithmetic=dataclasses.replace(step, timeline=(estimated,)),
         context=int(1.2 * GIB),
         margin=int(2.1 * GIB),
         host=HostMemory(processes=host * GIB, offload=0, workers=2 * GIB, staging=90 * GIB),
@@ -152,8 +115,7 @@ def configuration(overrides, plan, tokens_per_second, *, micro=4, **changes):
         forward=total * 0.3,
         backward=total * 0.6,
         recomputation=0.0,
-        gather=total * 0.1,
-        reduce=0.0,
+        communication=total * 0.1,
         offload=0.0,
         optimizer=0.0,
     )

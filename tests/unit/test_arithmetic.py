@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from launcher.data.byte_tokenizer import hugging_face_byte_tokenizer
+from launcher.data.tokenizer import hugging_face_byte_tokenizer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "recipes/arithmetic.py"
 

@@ -23,18 +23,13 @@ def permutation(size, *, seed=0, epoch=0):
 
 
 @pytest.mark.parametrize("seed", [0, 1234, 2**32 - 1])
-def test_every_small_size_is_permuted(seed):
-    for size in range(1, 71):
+def test_every_size_is_permuted(seed):
+    for size in [*range(1, 71), 4097, 2**14]:
         for epoch in (0, 1):
             assert sorted(permutation(size, seed=seed, epoch=epoch)) == list(range(size)), (
                 size,
                 epoch,
             )
-
-
-@pytest.mark.parametrize("size", [4097, 10_007, 2**14, 2**14 + 1])
-def test_larger_sizes_are_permuted(size):
-    assert sorted(permutation(size, seed=3)) == list(range(size))
 
 
 @pytest.mark.parametrize("size", [2**31 - 1, 2**40 + 1, 10**15])
@@ -90,11 +85,6 @@ def test_it_looks_random(size):
         even = sum(result % 2 == 0 for result in order[: size // 2])
         assert even == pytest.approx(size / 4, rel=0.15)
     assert statistics.mean(order[0] for order in orders) == pytest.approx(size / 2, rel=0.7)
-
-
-def test_every_place_is_reached_from_the_first_position():
-    firsts = {permuted(0, size=8, seed=5, epoch=epoch) for epoch in range(200)}
-    assert firsts == set(range(8))
 
 
 def test_sample_order():

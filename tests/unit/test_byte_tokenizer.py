@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
-from launcher.data.byte_tokenizer import hugging_face_byte_tokenizer
-from launcher.data.tokenizer import ByteTokenizer, tokenizer_identity
+from launcher.data.tokenizer import ByteTokenizer, hugging_face_byte_tokenizer, tokenizer_identity
 
 # fmt: off
 TEXTS = [

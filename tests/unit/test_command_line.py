@@ -10,10 +10,10 @@ from typer.core import TyperOption
 
 from launcher.cli import train
 from launcher.cli.main import app, main, run
-from launcher.cli.options import with_dashes
 from launcher.errors import RecipeError
 
-COMMANDS = typer.main.get_command(app).commands
+GROUP = typer.main.get_command(app)
+COMMANDS = GROUP.commands
 LAUNCHER = [sys.executable, "-m", "launcher.cli.main"]
 
 
@@ -26,7 +26,7 @@ def test_help_describes_every_option_and_has_an_example(name, capsys):
     for option in COMMANDS[name].params:
         if isinstance(option, TyperOption):
             assert option.help, option.name
-            assert f"--{option.name.replace('_', '-')}" in printed
+            assert option.opts[0] in printed
             if option.default is None and option.type_descriptor.annotation is not str:
                 assert "Default: " in option.help or not option.show_default or option.metavar, (
                     option.name
@@ -52,45 +52,56 @@ def test_the_command_itself(capsys):
     assert "No such command 'plam'. Did you mean 'plan'?" in capsys.readouterr().err
 
 
-OPTIONS = {"ranks": None, "gpu_memory": None, "json": False, "ladder": True}
+@pytest.fixture
+def requested(monkeypatch):
+    """The options that `launcher plan` got."""
+    got = {}
+    monkeypatch.setattr(COMMANDS["plan"], "callback", lambda **options: got.update(options) or 0)
+    return got
 
 
 @pytest.mark.parametrize(
-    ("word", "spelled"),
+    ("word", "option", "value"),
     [
-        ("ranks=2", ["--ranks=2"]),
-        ("--ranks", ["--ranks"]),
-        ("--gpu_memory=1GiB", ["--gpu-memory=1GiB"]),
-        ("gpu_memory=--x", ["--gpu-memory=--x"]),
-        ("json=true", ["--json"]),
-        ("json=false", []),
-        ("ladder=true", []),
-        ("ladder=false", ["--no-ladder"]),
-        ("--json", ["--json"]),
-        ("run.name=a=b", ["run.name=a=b"]),
-        ("runn.name=a", ["runn.name=a"]),
-        ("data={kind: chat}", ["data={kind: chat}"]),
-        ("recipe=x", ["recipe=x"]),
-        ("runs/a=b", ["runs/a=b"]),
-        ("oops", ["oops"]),
+        ("nodes=2", "nodes", 2),
+        ("--nodes=2", "nodes", 2),
+        ("--gpus_per_node=4", "gpus_per_node", 4),
+        ("gpu_memory=1GiB", "gpu_memory", 2**30),
+        ("gpu=--x", "gpu", "--x"),
+        ("json=true", "print_json", True),
+        ("json=false", "print_json", False),
+        ("--json", "print_json", True),
+        ("ladder=true", "ladder", True),
+        ("ladder=false", "ladder", False),
+        ("run.name=a=b", "overrides", ["run.name=a=b"]),
+        ("data={kind: chat}", "overrides", ["data={kind: chat}"]),
+        ("recipe=x", "overrides", ["recipe=x"]),
+        ("oops", "overrides", ["oops"]),
     ],
 )
-def test_options_of_both_styles(word, spelled):
-    assert with_dashes("plan", [word], OPTIONS, overrides=True) == spelled
+def test_options_of_both_styles(requested, word, option, value):
+    GROUP.main(["plan", word], standalone_mode=False)
+    assert requested[option] == value
 
 
-def test_all_wrong_options_are_reported_at_once():
-    words = ["gpu_memry=80GiB", "--jsn", "json=yes", "recipe=x"]
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        (
+            "gpu_memry=80GiB",
+            "command line: gpu_memry=80GiB: not an option of launcher plan; did you mean gpu_memory?; there are "
+            "--nodes, --gpus-per-node, --gpu, ",
+        ),
+        ("--jsn", "No such option: --jsn"),
+        ("json=yes", "json=yes: must be true or false"),
+        ("nodes=0", "Invalid value for '--nodes': "),
+    ],
+)
+def test_wrong_options(word, problem):
     with pytest.raises(RecipeError) as refused:
-        with_dashes("plan", words, OPTIONS, overrides=True)
-    there = "there are --ranks, --gpu-memory, --json, --ladder, and keys of the recipe"
-    assert refused.value.problems == [
-        f"command line: gpu_memry=80GiB: not an option of launcher plan; did you mean gpu_memory?; {there}",
-        f"command line: --jsn: not an option of launcher plan; did you mean json?; {there}",
-        "command line: json=yes: must be true or false",
-    ]
-    with pytest.raises(RecipeError, match="Invalid value for '--ranks'"):
-        run(["selftest", "recipe=fsdp", "ranks=0"])
+        run(["plan", "recipe=fsdp", word])
+    assert problem in str(refused.value)
+    assert str(refused.value).startswith("command line: ")
 
 
 def test_the_shell_completes_commands_options_and_keys():

@@ -8,14 +8,14 @@ from launcher.data.chat import ChatTemplate, RowError, read_messages, read_tools
 from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.sources import file_part, read_rows
 from launcher.errors import RecipeError
+from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
-from launcher.training.loss import IGNORED
 
 SPECIAL = ["<bos>", "<eos>", "<|begin|>", "<|end|>", "<|head|>", "<|neck|>", "<turn>", "</turn>"]
 
 
 def trained(*, trim=False):
-    """A byte-level BPE tokenizer with some merges. trim: white space is left out of the offsets, as Llama 3 has it."""
+    """A byte-level BPE tokenizer with some merges. trim: white space is excluded from the offsets, as Llama 3 has it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -561,14 +561,16 @@ def test_classification_rows(tmp_path, folder):
     found = results(tmp_path, rows, "classification", folder, labels=("bad", "good"))
     assert [one.category for one in found] == [1, 0, 1, None, None, None, None]
     assert found[0].ids.tolist() == tokenizer("yes")["input_ids"]
-    assert found[3].problem == "column 'label': label 2 is out of range; it must be 0 to 1"
+    assert found[3].problem == (
+        "column 'label': 2 is no class; it must be a whole number from 0 to 1, or a name: bad, good"
+    )
     assert (
         found[4].problem
         == "column 'label' must hold the label; no such column; columns: text (data.label_column names it)"
     )
     assert found[5].problem == "column 'text' is empty"
     assert found[6].problem.startswith(
-        "column 'label': True is no class; it must be a whole number from 0, or one of the names (bad, good)"
+        "column 'label': True is no class; it must be a whole number from 0 to 1, or a name: bad, good"
     )
     unnamed = results(tmp_path, rows, "classification", folder)
     assert [one.category for one in unnamed] == [1, 0, None, 2, None, None, None]

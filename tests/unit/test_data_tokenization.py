@@ -3,19 +3,22 @@
 import itertools
 import json
 import os
+import shutil
+import threading
 import time
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launcher.data import store_lock, tokenization
+from launcher.data import token_store, tokenization
 from launcher.data.sources import Part, file_part, find_parts, read_all, read_rows, split
 from launcher.data.token_store import ModelInputs, open_store
+from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
+from launcher.metrics import console
 from launcher.recipe import hub, schema
-from tests.unit.small_recipe import says
+from launcher.reliability import lock
 
 END = 256
 
@@ -23,10 +26,8 @@ END = 256
 @pytest.fixture
 def many_tasks(monkeypatch):
     """Small inputs are taken for large ones: processes are started, and a task is some lines."""
-    monkeypatch.setattr(tokenization, "_IN_PROCESS_BYTES", 0)
     monkeypatch.setattr(tokenization, "_TASK_BYTES", 64)
-    monkeypatch.setattr(tokenization, "_TASKS_PER_PROCESS", 10**6)
-    monkeypatch.setattr(tokenization, "_BLOCK_ROWS", 7)
+    monkeypatch.setattr(tokenization, "_STORE_ROWS", 7)
 
 
 def jsonl(file, texts):
@@ -42,7 +43,6 @@ def opened(
     tokenizer="bytes",
     build=True,
     validation=False,
-    refresh=False,
     num_labels=None,
     **data,
 ):
@@ -52,7 +52,6 @@ def opened(
         tokenizer=tokenizer,
         build=build,
         validation=validation,
-        refresh=refresh,
         model=ModelInputs(classes=num_labels),
     )
 
@@ -65,7 +64,8 @@ def texts_of(found):
 
 
 def stores(tmp_path):
-    return sorted(path.name for path in (tmp_path / "cache").iterdir())
+    """What is in the cache, apart from the locks."""
+    return sorted({path.name for path in (tmp_path / "cache").iterdir()} - {"locks"})
 
 
 # Parts
@@ -128,13 +128,14 @@ def test_the_order_is_that_of_files_and_lines_however_many_processes(
     (tmp_path / "data/d.txt").write_text("d")
     alone = opened(tmp_path, tmp_path / "data", processes=1)
     (tmp_path / "cache").rename(tmp_path / "first")
-    together = opened(tmp_path, tmp_path / "data", processes=3)
+    together = opened(tmp_path, tmp_path / "data", processes=2)
     assert texts_of(alone) == texts_of(together) == [*texts[0], *texts[1], *texts[2], "d"]
     assert alone.ids.tobytes() == together.ids.tobytes()
     assert alone.offsets.tobytes() == together.offsets.tobytes()
     assert alone.largest_id == together.largest_id == END
-    (folder,) = (tmp_path / "cache").iterdir()
-    assert sorted(file.name for file in folder.iterdir()) == ["ids.bin", "meta.json", "offsets.npy"]
+    (name,) = stores(tmp_path)
+    files = (tmp_path / "cache" / name).iterdir()
+    assert sorted(file.name for file in files) == ["ids.bin", "meta.json", "offsets.npy"]
     assert [line for line in messages() if line.startswith("tokenized 181 documents")]
     printed = capfd.readouterr()
     assert "Generating" not in printed.out + printed.err
@@ -169,11 +170,11 @@ def test_labels_and_classes_with_several_processes(tmp_path, many_tasks):
 
 
 def test_progress_is_logged(tmp_path, many_tasks, monkeypatch, messages):
-    monkeypatch.setattr(tokenization, "_PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     opened(tmp_path, jsonl(tmp_path / "a.jsonl", ["x" * 100] * 40), processes=1)
     lines = [line for line in messages() if line.startswith("tokenizing: ")]
     assert len(lines) > 5
-    assert says("tokenizing: 100% of 0 MiB, ... tokens/s, 0 s left", lines[-1]), lines[-1]
+    assert lines[-1] == "tokenizing: 100%, 0 s left"
 
 
 def broken_rows(tmp_path, bad):
@@ -208,7 +209,7 @@ def test_a_tokenizer_problem_in_a_process_is_reported(tmp_path, many_tasks):
 
 
 def test_a_killed_process_is_an_error(tmp_path, many_tasks, monkeypatch):
-    monkeypatch.setattr(tokenization, "_blocks", lambda *arguments, **options: os._exit(9))
+    monkeypatch.setattr(tokenization, "store_rows", lambda *arguments: os._exit(9))
     with pytest.raises(
         TrainingError, match=r"a tokenization process was killed, .*; lower data.processes"
     ):
@@ -257,82 +258,65 @@ def test_several_bad_rows_are_reported_together(tmp_path):
 # Locks, and stores that exist
 
 
-def record(**more):
-    mine = json.loads(store_lock.Owner(Path("lock")).text)
-    return json.dumps(mine | more)
+def lock_of_another_process(tmp_path, file, **owner):
+    """The name of a store that is missing, a file for its lock, and what another process writes there."""
+    opened(tmp_path, file)
+    (name,) = stores(tmp_path)
+    shutil.rmtree(tmp_path / "cache" / name)
+    folder = tmp_path / "cache/locks" / name
+    taken = lock.Ownership.take(folder, Environment())
+    values = json.loads((folder / "owner" / taken.name).read_text())
+    taken.release()
+    return name, folder / "owner/00000009.json", json.dumps(values | owner)
 
 
-def test_leftovers_of_killed_processes_are_removed(tmp_path):
-    cache = tmp_path / "cache"
-    texts = {
-        "dead": record(started=1, scratch=".making-dead"),
-        "alive": record(scratch=".making-alive"),
-        "elsewhere": record(machine="another", scratch=".making-elsewhere"),
-    }
-    for name, text in texts.items():
-        (cache / f".making-{name}").mkdir(parents=True)
-        (cache / f".making-{name}/ids.bin").write_bytes(b"half")
-        (cache / f".{name}.lock").write_text(text)
-    assert texts_of(opened(tmp_path, jsonl(tmp_path / "a.jsonl", ["x"]))) == ["x"]
-    left = [path.name for path in cache.iterdir() if path.name.startswith(".")]
-    expected = [".alive.lock", ".elsewhere.lock", ".making-alive", ".making-elsewhere"]
-    assert sorted(left) == sorted(expected)
+def test_a_killed_process_is_taken_over_and_its_files_are_removed(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", ["x"])
+    name, record, dead = lock_of_another_process(tmp_path, file, started=1)
+    record.write_text(dead)
+    half = tmp_path / f"cache/.{name}-00000009.json"
+    half.mkdir()
+    (half / "ids.bin").write_bytes(b"half")
+    assert texts_of(opened(tmp_path, file)) == ["x"]
+    assert stores(tmp_path) == [name]
 
 
-def test_a_lock_of_another_machine_is_abandoned_when_it_is_not_touched(tmp_path, monkeypatch):
-    """By this machine's clock alone; what the file server's says does not matter."""
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lock = tmp_path / "lock"
-    lock.write_text(record(machine="another", host="node7", pid=12))
-    watched = store_lock.Lock(lock)
-    for touched in range(10):
-        os.utime(lock, (touched, touched))  # a clock of 1970
-        watched.read()
-        now[0] += store_lock.STALE_SECONDS - 1
-        assert not watched.abandoned()
-    now[0] += 2
-    watched.read()
-    assert watched.abandoned()
-    assert watched.describe() == "process 12 on node7"
-    lock.unlink()
-    watched.read()
-    assert not watched.abandoned(), "released"
+def test_a_process_that_tokenizes_is_waited_for(tmp_path, monkeypatch, messages):
+    """It is on another machine: its heartbeat is what shows that it runs."""
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 4.0)
+    monkeypatch.setattr(token_store, "_LOGGED_SECONDS", 0.3)
+    file = jsonl(tmp_path / "a.jsonl", ["x"])
+    _, record, remote = lock_of_another_process(tmp_path, file, machine="other", host="node7")
+    record.write_text(remote)
+    before, found = len(messages()), []
+    waiting = threading.Thread(target=lambda: found.append(texts_of(opened(tmp_path, file))))
+    waiting.start()
+    for _ in range(15):
+        record.touch()
+        time.sleep(0.1)
+    assert not found
+    assert messages()[before].startswith("waiting for process ")
+    assert " on node7, since " in messages()[before]
+    waiting.join(30)
+    assert found == [["x"]], "no heartbeat any more: taken over"
 
 
-def test_waiting_processes_poll_less_and_less(monkeypatch, messages):
+def test_waiting_processes_look_less_and_less_often(tmp_path, monkeypatch):
     """A thousand ranks may wait for hours on one file system."""
-    now, slept = [0.0], []
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        time, "sleep", lambda seconds: (slept.append(seconds), now.__setitem__(0, now[0] + seconds))
-    )
-    for _ in store_lock.poll(lambda: "process 1 on node7"):
+    now, slept, file = [0.0], [], jsonl(tmp_path / "a.jsonl", ["x"])
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
         if now[0] > 3600:
-            break
+            raise TimeoutError
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(TimeoutError):
+        opened(tmp_path, file, build=False)
     assert len(slept) < 800
-    assert slept[0] < 0.1
-    assert slept[-1] == store_lock.POLL_SECONDS
-    assert messages()[0].startswith("waiting for process 1 on node7 to tokenize (6")
-
-
-def test_a_lock_is_touched_while_it_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_lock, "TOUCH_SECONDS", 0.01)
-    lock = tmp_path / "lock"
-    owner = store_lock.Owner(lock)
-    assert owner.create()
-    assert not store_lock.Owner(lock).create()
-    assert owner.holds()
-    os.utime(lock, (1, 1))
-    deadline = time.monotonic() + 30
-    while lock.stat().st_mtime == 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert lock.stat().st_mtime > 1
-    lock.unlink()
-    lock.write_text("another's")
-    assert not owner.holds()
-    owner.release()
-    assert lock.exists()
+    assert (slept[0] < 0.1, slept[-1]) == (True, token_store._POLL_SECONDS)
 
 
 def test_an_existing_store_needs_neither_tokenizer_nor_datasets(tmp_path, many_tasks, monkeypatch):
@@ -453,11 +437,6 @@ def test_a_hub_data_set_stays_the_one_that_was_read(tmp_path, hub_sets):
     opened(tmp_path, "me/set")
     sets["me/set", None]["train"] = ["new", "rows"]
     hub.load_data_set.cache_clear()
-    assert (
-        texts_of(opened(tmp_path, "me/set"))
-        == texts_of(opened(tmp_path, "me/set", build=False))
-        == ["a", "b"]
-    )
+    for build in (True, False):
+        assert texts_of(opened(tmp_path, "me/set", build=build)) == ["a", "b"]
     assert len(asked) == 1
-    assert texts_of(opened(tmp_path, "me/set", refresh=True)) == ["new", "rows"]
-    assert texts_of(opened(tmp_path, "me/set", build=False)) == ["new", "rows"]

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import typer.main
+import yaml
 
-from launcher.cli.main import app
+from launcher.cli.main import app, main
 from launcher.errors import RecipeError
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
@@ -27,7 +28,23 @@ from tests.unit.test_recipe import MADE, sections
 
 COMMANDS = typer.main.get_command(app).commands
 REPOSITORY = Path(__file__).resolve().parents[2]
-DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PROGRAMS = r"(torchrun|launcher|python|make|docker|enroot|srun) "
+RUN_HERE = r"launcher (schema|show|inspect recipe=quickstart|submit .*--dry-run|.*--help)\b"
+"""Commands that `test_commands_of_the_documents` runs as they are."""
+NOT_RUN_HERE = {
+    r"make ": "what CI and test_finetune.py call, or needs a GPU. The target exists",
+    r"torchrun |python launcher/train.py|launcher train": "needs GPUs, the user's data or minutes: "
+    "the recipe is checked for its ranks. test_tutorials.py trains those that need none of these",
+    r"launcher plan": "needs the hub, or takes long: test_tutorials.py, test_plan_command.py",
+    r"launcher (prepare|inspect)": "needs the hub or data of the user's: test_prepare.py, test_inspect.py",
+    r"launcher (selftest|doctor)": "takes long: test_doctor.py, test_tutorials.py",
+    r"launcher submit": "needs Slurm: tests/slurm. The recipe is checked",
+    r"launcher (status|export|report|rows)": "needs a run: test_status.py, test_export.py, test_tutorials.py",
+    r"python (recipes/arithmetic|docs/memory_chart).py": "test_tutorials.py",
+    r"docker |enroot |srun ": "needs a registry or pyxis. What runs inside is checked as above",
+}
+"""Every other command, by pattern: why it is not run by that test, and what is checked instead."""
 
 
 def code_blocks(document):
@@ -39,11 +56,7 @@ def commands(text):
     """The commands in a text, with continuation lines, without comment signs and prompts."""
     lines = [re.sub(r"^\s*(#|\$)?\s*", "", line) for line in text.splitlines()]
     joined = "\n".join(lines).replace("\\\n", " ")
-    return [
-        line
-        for line in joined.splitlines()
-        if re.match(r"(torchrun|launcher|python launcher|make) ", line)
-    ]
+    return [line for line in joined.splitlines() if re.match(PROGRAMS, line)]
 
 
 def arguments(command):
@@ -176,7 +189,7 @@ def test_memory_in_the_headers_of_recipes(name, tmp_path):
         overrides=None,
     )
     plan = make_plan(recipe, machine)
-    said = re.search(r"with driver and margin (\d+) GiB", header)
+    said = re.search(r"with driver and margin ([\d.]+) GiB", header)
     assert float(said[1]) == pytest.approx(plan.needed / 2**30, rel=0.02)
     assert plan.arithmetic.peak.components.total == pytest.approx(
         plan.step.peak.components.total, rel=0.1
@@ -205,22 +218,38 @@ def document_commands():
 
 
 @pytest.mark.parametrize("command", list(document_commands()))
-def test_commands_of_the_documents(command):
+def test_commands_of_the_documents(command, tmp_path, monkeypatch, capsys):
     words = shlex.split(command, comments=True)
+    words = words[: words.index(">")] if ">" in words else words
+    if re.match(RUN_HERE, command):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert main(words[1:]) == 0
+        assert capsys.readouterr().out
+        return
+    assert any(re.match(pattern, command) for pattern in NOT_RUN_HERE), "say how this is tested"
     if words[0] == "make":
         assert f"\n{words[1]}:" in (REPOSITORY / "Makefile").read_text()
-    elif words[0] == "launcher":
-        subcommand = COMMANDS[words[1]]
-        words = words[2 : words.index(">")] if ">" in words else words[2:]
-        context = subcommand.make_context(subcommand.name, words)
-        overrides = context.params.get("overrides")
-        if overrides and "optimizer.learning_rate=fast" not in overrides:
-            own = (*Slurm.__dataclass_fields__, "sweep.")
-            recipe = [word for word in overrides if not word.startswith(own)]
-            load_recipe(recipe, ranks=None, files=False)
-    else:
+    elif words[0] == "launcher" or words[:2] == ["docker", "run"]:
+        check_arguments(words[words.index("launcher") + 1 :])
+    elif any(word.startswith("recipe=") for word in words):
         words, ranks = arguments(command)
         load_recipe(words, ranks=ranks)
+    elif words[0] == "python":
+        assert (REPOSITORY / words[1]).is_file()
+
+
+def check_arguments(words):
+    """The options of `launcher SUBCOMMAND ...`, and its recipe if the repository has it."""
+    subcommand = COMMANDS[words[0]]
+    context = subcommand.make_context(subcommand.name, words[1:])
+    overrides = context.params.get("overrides")
+    if overrides and "optimizer.learning_rate=fast" not in overrides:
+        own = (*Slurm.__dataclass_fields__, "sweep.")
+        recipe = [word for word in overrides if not word.startswith(own)]
+        made = MADE if recipe[0] == "recipe=finetune" else []
+        if recipe[0] != "recipe=waves.yaml":  # test_tutorials.py trains it
+            load_recipe(recipe + made, ranks=None, files=False)
 
 
 def test_the_documents_have_commands():
@@ -237,7 +266,13 @@ def document_recipes():
 @pytest.mark.parametrize("text", list(document_recipes()))
 def test_recipes_of_the_documents(text, tmp_path):
     (tmp_path / "recipe.yaml").write_text(text)
-    load_recipe([f"recipe={tmp_path}/recipe.yaml"], ranks=8, files=False)
+    trained_here = "runs/" in text or "waves" in text  # by a tutorial, on two ranks
+    made = MADE if "path: runs/" in text else []
+    ranks = 2 if trained_here else 8
+    load_recipe([f"recipe={tmp_path}/recipe.yaml", *made], ranks=ranks, files=False)
+    if made:  # the tutorial says that it is this file
+        shipped = (REPOSITORY / "recipes/finetune.yaml").read_text()
+        assert yaml.safe_load(text) == yaml.safe_load(shipped)
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/recipes.md"])
@@ -262,7 +297,7 @@ def test_links_between_the_documents(document):
 
 
 def test_keys_in_the_documents_exist():
-    keys = {
+    known = {
         ".".join((*path, field.name))
         for path, kind in sections()
         for field in dataclasses.fields(kind)
@@ -273,7 +308,7 @@ def test_keys_in_the_documents_exist():
     for document in DOCUMENTS:
         named |= set(re.findall(rf"`((?:{first})\.\w+(?:\.\w+)*)(?=[`:=])", document.read_text()))
     assert len(named - modules) > 20
-    assert named - modules - keys == set()
+    assert named - modules - known == set()
 
 
 @pytest.mark.long
@@ -287,6 +322,7 @@ def test_a_wheel_trains_in_an_empty_environment(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert any(name.endswith("/LICENSE") for name in archive.namelist())
+        assert "launcher/metrics/page.html.j2" in archive.namelist()
     environment, work = tmp_path / "environment", tmp_path / "work"
     work.mkdir()
     subprocess.run(

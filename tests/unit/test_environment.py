@@ -1,6 +1,7 @@
 """Where a process stands among the others, read from variables that are handed in: the test's own are not touched."""
 
 import ast
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -28,28 +29,50 @@ TORCHRUN = {
 }
 
 
-def test_torchrun():
-    read = read_environment(TORCHRUN)
-    met = {"run_id": "none", "meeting_point": "node1:29500", "parent": os.getppid()}
-    assert read == Environment(
-        rank=5,
-        world_size=8,
-        local_rank=1,
-        local_world_size=4,
-        torchrun=True,
-        restart_count=2,
-        **met,
-    )
-    assert not read.main
-    assert read_environment(TORCHRUN | {"RANK": "0"}).main
+@pytest.mark.parametrize(
+    ("variables", "environment"),
+    [
+        (
+            TORCHRUN,
+            Environment(
+                rank=5,
+                world_size=8,
+                local_rank=1,
+                local_world_size=4,
+                torchrun=True,
+                restart_count=2,
+                run_id="none",
+                meeting_point="node1:29500",
+            ),
+        ),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"},
+            Environment(job="7", job_restart_count=3),
+        ),
+        (  # a successor has the id of the first job
+            {"SLURM_JOB_ID": "9", "LAUNCHER_JOB": "7", "LAUNCHER_START": "2"},
+            Environment(job="7", job_restart_count=2),
+        ),
+        (  # another launcher with torchrun's variables
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **RENDEZVOUS},
+            Environment(
+                rank=1, world_size=2, local_rank=1, local_world_size=2, meeting_point="node1:29500"
+            ),
+        ),
+    ],
+    ids=["torchrun", "Slurm", "successor", "another launcher"],
+)
+def test_read_environment(variables, environment):
+    read = read_environment(variables)
+    assert read == dataclasses.replace(environment, parent=os.getppid())
+    assert read.main == (environment.rank == 0)
+    assert read.restarted == (environment.restart_count + environment.job_restart_count > 0)
 
 
 def test_objects_on_a_gpu_travel_over_the_cpu(monkeypatch):
     """Without a GPU an object that went to the device would fail."""
     assert process_group.BACKENDS["cuda"] == "cpu:gloo,cuda:nccl"
-    alone = Environment(
-        rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0
-    )
+    alone = Environment()
 
     def exchange(backends):
         monkeypatch.setitem(process_group.BACKENDS, "cpu", backends)
@@ -70,40 +93,6 @@ def test_objects_on_a_gpu_travel_over_the_cpu(monkeypatch):
         with pytest.raises((AssertionError, RuntimeError)):
             exchange("cuda:gloo")
         dist.destroy_process_group()
-
-
-def test_one_process_alone():
-    read = read_environment({"HOME": "/root", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"})
-    job = {"job": "7", "job_restart_count": 3, "parent": os.getppid()}
-    assert read == Environment(
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        torchrun=False,
-        restart_count=0,
-        **job,
-    )
-    assert read.main
-
-
-def test_a_successor_job_has_the_id_of_the_first():
-    read = read_environment({"SLURM_JOB_ID": "9", "LAUNCHER_JOB": "7", "LAUNCHER_START": "2"})
-    assert (read.job, read.job_restart_count, read.restarted) == ("7", 2, True)
-
-
-def test_another_launcher_with_torchruns_variables():
-    read = read_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **RENDEZVOUS})
-    met = {"meeting_point": "node1:29500", "parent": os.getppid()}
-    assert read == Environment(
-        rank=1,
-        world_size=2,
-        local_rank=1,
-        local_world_size=2,
-        torchrun=False,
-        restart_count=0,
-        **met,
-    )
 
 
 @pytest.mark.parametrize("tasks", [None, "", "1"])

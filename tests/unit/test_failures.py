@@ -32,16 +32,13 @@ class Flaky:
 
     def __init__(self, store, failing=()):
         self.store, self.failing = store, set(failing)
-        self.calls, self.delay = 0, 0.0
-        self.blocked = None
+        self.calls, self.delay, self.error = 0, 0.0, "Broken pipe"
 
     def __getattr__(self, name):
-        if self.blocked is not None:
-            self.blocked.wait()
         self.calls += 1
         if self.calls in self.failing:
             time.sleep(self.delay)
-            raise RuntimeError("Broken pipe")
+            raise RuntimeError(self.error)
         return getattr(self.store, name)
 
 
@@ -62,15 +59,13 @@ class Rank0:
         monkeypatch.setattr(watchdog, "_ROUND_SECONDS", 0.02)
         monkeypatch.setattr(watchdog, "_GRACE_SECONDS", 0.1)
         monkeypatch.setattr(
-            FailureWatch, "_connect", lambda failures: Flaky(self.store.clone(), failing)
+            FailureWatch, "_connect", lambda failures, store: Flaky(store.clone(), failing)
         )
         monkeypatch.setattr(FailureWatch, "end", lambda watch, status: self._end(status))
         self.run = RunFolder(folder)
         self.run.log.mkdir()
         self.run.write_status("running", step=4)
-        environment = Environment(
-            rank=0, world_size=2, local_rank=0, local_world_size=2, torchrun=False, restart_count=0
-        )
+        environment = Environment(world_size=2, local_world_size=2)
         progress = Progress()
         progress.step = 4
         self.failures = FailureWatch(
@@ -81,7 +76,7 @@ class Rank0:
             progress=progress,
         )
         self.watch = Watch(self.failures, stop=StopRequest(), hang_timeout=hang_timeout)
-        self.watch.start()
+        self.watch.__enter__()
 
     def _end(self, status):
         self.ended.append(status)
@@ -90,9 +85,7 @@ class Rank0:
 
     def meet(self, process):
         """Rank 1 says which process it is; returns once the watch knows."""
-        self.store.set(
-            "failed/process_1", f"{this_machine()} {process.pid} {process_start(process.pid)}"
-        )
+        self.store.set("process/1", f"{this_machine()} {process.pid} {process_start(process.pid)}")
         for _ in range(500):
             if self.failures.neighbours.known or self.end.wait(0.02):
                 return
@@ -109,7 +102,7 @@ def start(tmp_path, monkeypatch):
 
     yield start
     for rank in started:
-        rank.watch.close()
+        rank.watch.__exit__()
 
 
 @pytest.mark.parametrize(
@@ -158,8 +151,7 @@ def test_a_neighbour_that_ends_in_order_is_not_lost(start, neighbour):
     assert rank.run.read_status()["state"] == "running"
 
 
-def test_a_neighbour_that_was_stopped_before_training_stops_this_rank_at_once(start, monkeypatch):
-    monkeypatch.setattr(watchdog, "_GRACE_SECONDS", 60)
+def test_a_neighbour_that_was_stopped_before_training_stops_this_rank(start):
     rank = start()
     rank.store.set("failed/reported", "75")
     rank.store.add("failed/claims", 1)
@@ -168,21 +160,28 @@ def test_a_neighbour_that_was_stopped_before_training_stops_this_rank_at_once(st
     assert rank.run.read_status()["state"] == "running", "the neighbour writes the status"
 
 
-def test_a_hang_is_reported_while_the_store_blocks(start):
+def test_a_hang_is_reported_while_the_store_does_not_answer(start):
     """torchrun's agent, which hosts the store, is stopped (SIGSTOP)."""
-    rank = start(hang_timeout=2)
+    rank = start()
+    store = rank.failures.store
+    store.error, store.failing = "Socket Timeout", set(range(10**6))
+    assert rank.end.wait(30)
+    status = rank.run.read_status()
+    assert (status["state"], status["reason"]) == ("failed", "hang")
+    assert "the ranks' store does not answer" in status["error"]
+    assert (rank.run.log / "hang/rank_0.txt").exists()
+
+
+def test_no_hang_is_reported_while_a_rank_is_in_a_phase_without_a_time_limit(start):
+    """Rank 1 writes a checkpoint, for which this one waits without heartbeats."""
+    rank = start(hang_timeout=0.3)
+    rank.store.add("watch/slow", 1)
     rank.failures.progress.slow_phase = None
-    blocked = threading.Event()
-    rank.failures.store.blocked = blocked
-    try:
-        assert rank.end.wait(30)
-        status = rank.run.read_status()
-        assert (status["state"], status["reason"]) == ("failed", "hang")
-        assert "the ranks' store does not answer" in status["error"]
-        assert "stacks of the ranks are in" in status["error"]
-        assert (rank.run.log / "hang/rank_0.txt").exists()
-    finally:
-        blocked.set()
+    assert not rank.end.wait(1.5)
+    rank.store.add("watch/slow", -1)
+    rank.store.set("failed/rank_1", "")
+    assert rank.end.wait(30)
+    assert rank.run.read_status()["reason"] == "hang"
 
 
 def test_a_stop_request_after_a_lost_rank_is_reported_as_the_loss(start, neighbour, monkeypatch):
@@ -190,8 +189,7 @@ def test_a_stop_request_after_a_lost_rank_is_reported_as_the_loss(start, neighbo
     rank = start()
     rank.meet(neighbour)
     monkeypatch.setattr(watchdog, "_ROUND_SECONDS", 60)
-    rank.watch._done.set()
-    rank.end.wait(0.1)
+    rank.watch.__exit__()
     neighbour.kill()
     neighbour.wait()
     with pytest.raises(SystemExit):
@@ -299,26 +297,18 @@ def test_the_oldest_unfinished_collective_is_compared_over_the_ranks():
 
 
 def test_gloo_listens_on_the_interface_that_leads_to_the_others(monkeypatch):
-    environment = Environment(
-        rank=0,
-        world_size=2,
-        local_rank=0,
-        local_world_size=1,
-        torchrun=True,
-        restart_count=0,
-        meeting_point="127.0.0.1:1",
-    )
+    environment = Environment(world_size=2, torchrun=True, meeting_point="127.0.0.1:1")
     assert process_group.interface_to("127.0.0.1") == "lo"
     assert process_group.interface_to("no.such.host.invalid") is None
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    process_group.choose_gloo_interface(environment)
+    process_group._choose_gloo_interface(environment)
     assert "GLOO_SOCKET_IFNAME" not in process_group.os.environ, "all on one machine: left to gloo"
     monkeypatch.setattr(process_group, "interface_to", lambda host: {"127.0.0.1": "ib0"}[host])
     with monkeypatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-        process_group.choose_gloo_interface(environment)
+        process_group._choose_gloo_interface(environment)
         assert process_group.os.environ["GLOO_SOCKET_IFNAME"] == "eth7", "the user's"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is removed after the test
     del process_group.os.environ["GLOO_SOCKET_IFNAME"]
-    process_group.choose_gloo_interface(environment)
+    process_group._choose_gloo_interface(environment)
     assert process_group.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from launcher.errors import TrainingError
 from launcher.planner import comparison
 from launcher.planner.comparison import Forecast, comparison_text
 
@@ -47,22 +48,21 @@ class OnGpu:
 
 
 def test_compare_waits_for_a_late_plan_only_on_request(monkeypatch):
-    def slow(task, recipe, machine, *, seconds):
+    def slow(seconds, task, recipe, machine):
         time.sleep(0.3)
-        return [(PEAK, WHERE)], ""
+        return PEAK, WHERE
 
-    monkeypatch.setattr(comparison, "ask", slow)
+    monkeypatch.setattr(comparison, "run_in_process", slow)
     asked = Forecast(None, OnGpu())
     assert asked.compare(100 * MiB) is None
     assert asked.compare(100 * MiB, seconds=5).endswith("the same")
 
 
 def test_a_failed_plan_is_reported(monkeypatch):
-    monkeypatch.setattr(
-        comparison,
-        "ask",
-        lambda *_, **__: ([], "planning ended with status 1:\nTraceback\nValueError: what"),
-    )
+    def fail(*_):
+        raise TrainingError("planning ended with status 1:\nTraceback\nValueError: what")
+
+    monkeypatch.setattr(comparison, "run_in_process", fail)
     assert (
         Forecast(None, OnGpu()).compare(1, seconds=5)
         == "memory: the peak cannot be compared with a plan: ValueError: what"

@@ -125,7 +125,7 @@ def test_an_interrupted_comparison_reports_what_it_measured(gpu, tmp_path, monke
     def measure(name, result, **_):
         if name == "fsdp-bf16":
             raise KeyboardInterrupt
-        result.pairs.append((run, run))
+        result.runs = {"raw": [run], "launcher": [run]}
 
     monkeypatch.setattr(compare, "compare", measure)
     monkeypatch.setattr(compare.Bench, "prepare", lambda self: None)
@@ -144,29 +144,29 @@ def test_an_interrupted_comparison_reports_what_it_measured(gpu, tmp_path, monke
     monkeypatch.setattr(sys, "argv", ["compare.py", *words])
     assert compare.main() == 1
     text = (tmp_path / "table.md").read_text()
-    assert "| ddp-bf16 | step time, ms | 500.0 | 500.0 |" in text
+    assert "| ddp-bf16 | step time, ms | 500.0 | **1.000** (1.000 – 1.000) |" in text
     assert "Failed: fsdp-bf16 and what follows it (interrupted)." in text
 
 
 def test_a_loss_of_zero_or_a_skipped_step_is_infinitely_off(gpu):
     compare = importlib.import_module("compare")
-    raw, launcher = (
+    runs = (
         compare.Measured([{"loss": loss} for loss in losses], 0.0)
         for losses in ((2.0, 2.0, 0.0), (1.0, None, 1.0))
     )
-    result = compare.Result(pairs=[(raw, launcher)], same_weights=raw)
-    assert result.loss_differences() == [0.5, float("inf"), float("inf")]
+    result = compare.Result(same_weights=dict(zip(("raw", "launcher"), runs, strict=True)))
+    assert result.loss_differences("raw") == [0.5, float("inf"), float("inf")]
 
 
 def test_processes_of_a_run_inside_another_one_end_with_it(gpu, tmp_path, monkeypatch):
-    compare = importlib.import_module("compare")
+    bench = importlib.import_module("bench")
     sleeper = "import subprocess, sys; subprocess.Popen(['sleep', '300'], start_new_session=True)"
-    inner = f"import os; os.environ['{compare.MARK}'] += 'inner'; {sleeper}"
+    inner = f"import os; os.environ['{bench.MARK}'] += 'inner'; {sleeper}"
     marks = []
-    original = compare.marked_processes
+    original = bench.marked_processes
     monkeypatch.setattr(
-        compare, "marked_processes", lambda mark: marks.append(mark) or original(mark)
+        bench, "marked_processes", lambda mark: marks.append(mark) or original(mark)
     )
-    assert compare.exit_status([sys.executable, "-c", inner], log=tmp_path / "log", limit=60) == 0
+    assert bench.exit_status([sys.executable, "-c", inner], log=tmp_path / "log", limit=60) == 0
     assert original(marks[0]) == []
     assert len(marks) > 1, "one process was left, and was ended"

@@ -1,4 +1,4 @@
-"""`launcher inspect`: what is shown is what the model is handed, and the totals are those of the rows."""
+"""`launcher inspect`: what is shown is what the model is handed, and the totals are those of the rows. `launcher rows`."""
 
 import itertools
 import json
@@ -8,14 +8,15 @@ import re
 import numpy as np
 import pytest
 
+from launcher.cli.inspect_page import bins, load_decoder, spans, tokens_with_loss
 from launcher.cli.main import run
-from launcher.data.byte_tokenizer import hugging_face_byte_tokenizer
+from launcher.cli.rows import skipped_batches
 from launcher.data.dataset import SequenceDataset
 from launcher.data.packing import best_fit, separate, stream
-from launcher.data.samples import bins, load_decoder, pieces, statistics
-from launcher.data.token_store import TokenStore
+from launcher.data.tokenization import TokenStore
+from launcher.data.tokenizer import hugging_face_byte_tokenizer
 from launcher.errors import RecipeError
-from launcher.training.loss import IGNORED
+from launcher.models.chunked_loss import IGNORED
 from tests.unit.small_recipe import SMALL
 
 
@@ -130,13 +131,13 @@ def test_totals_and_histogram(chat, capsys):
     marker = next(index for index, line in enumerate(lines) if "data.sequence_length 64" in line)
     drawn = [re.sub(r" *█+ *", " # ", line).strip() for line in lines]
     assert drawn[marker - 3 : marker] == [
-        "8 –  15 # 1",
-        "16 –  31 # 1",
-        "32 –  64                                              0",
+        "9 –  16 # 1",
+        "17 –  32 # 1",
+        "33 –  64                                              0",
     ]
     assert [" ".join(line.split()) for line in drawn[marker + 1 : marker + 3]] == [
-        "65 – 127 0",
-        "128 – 255 # 1",
+        "65 – 128 0",
+        "129 – 256 # 1",
     ]
 
 
@@ -167,24 +168,14 @@ def test_sets_by_name(chat, capsys, folder):
 
 def test_spans_do_not_break_characters():
     """A special token, half a character at a change of loss, an id that no tokenizer knows."""
-    smile = list("🙂".encode())
-    ids, labels = (
-        [258, *b"a", *smile, *b"b", 300],
-        [IGNORED, IGNORED, IGNORED, IGNORED, *smile[2:], *b"b", 300],
-    )
-    dataset = dataset_of([ids], [labels], stream, 16)
-    spans = pieces(dataset.store, dataset.sequences, 0, dataset[0], load_decoder("bytes"), most=99)[
-        0
-    ].spans
-    assert [(span.text, span.loss, span.special) for span in spans] == [
+    ids = [258, *b"a", *"🙂".encode(), *b"b", 300]
+    loss = [False] * 4 + [True] * 4
+    assert list(spans(ids, loss, load_decoder("bytes"))) == [
         ("<|user|>", False, True),
         ("a", False, False),
         ("🙂b<300>", True, False),
     ]
-    numbers = pieces(dataset.store, dataset.sequences, 0, dataset[0], load_decoder(None), most=2)[
-        0
-    ].spans
-    assert [span.text for span in numbers] == ["258 97 "]
+    assert [span.text for span in spans(ids[:2], loss[:2], load_decoder(None))] == ["258 97 "]
 
 
 def dataset_of(documents, labels, packing, length):
@@ -194,7 +185,7 @@ def dataset_of(documents, labels, packing, length):
 
 @pytest.mark.parametrize("packing", [stream, best_fit, separate])
 @pytest.mark.parametrize("labelled", [False, True])
-def test_statistics_are_those_of_the_rows(packing, labelled):
+def test_tokens_with_loss_are_the_targets_of_the_rows(packing, labelled):
     chance = random.Random(5)
     documents = [[chance.randrange(250) for _ in range(chance.randrange(1, 60))] for _ in range(80)]
     labels = (
@@ -203,38 +194,21 @@ def test_statistics_are_those_of_the_rows(packing, labelled):
         else None
     )
     dataset = dataset_of(documents, labels, packing, 16)
-    found = statistics(dataset.store, dataset.sequences)
     rows = [dataset[index] for index in range(len(dataset))]
-    assert found.lengths.tolist() == [len(document) for document in documents]
-    assert (found.sequences, found.tokens) == (
-        len(rows),
-        sum(len(row["input_ids"]) for row in rows),
-    )
-    assert found.loss_tokens == sum(int((row["targets"] != IGNORED).sum()) for row in rows)
+    assert dataset.tokens == sum(len(row["input_ids"]) for row in rows)
+    assert tokens_with_loss(dataset) == sum(int((row["targets"] != IGNORED).sum()) for row in rows)
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        [1],
-        [5, 5, 5],
-        [1, 2, 3, 900],
-        [100, 120, 180],
-        [64, 65],
-        [63, 64],
-        [1000, 100_000],
-        [1, 64, 128],
-    ],
-)
+@pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 2, 3, 900], [63, 64, 65], [1, 64, 128]])
 @pytest.mark.parametrize("mark", [1, 64, 150, 10**6])
 def test_every_length_has_its_bin(lengths, mark):
-    edges, counts = bins(np.array(lengths), mark=mark)
-    assert edges == sorted(set(edges))
-    assert len(counts) == len(edges) - 1 <= 20
-    assert sum(counts) == len(lengths)
-    assert not any(
-        low <= mark < high - 1 and max(lengths) > mark for low, high in itertools.pairwise(edges)
-    )
+    rows = bins(np.array(lengths), mark=mark)
+    assert [sum(low <= length <= high for length in lengths) for low, high, _ in rows] == [
+        count for _, _, count in rows
+    ]
+    assert sum(count for _, _, count in rows) == len(lengths)
+    assert all(high + 1 == low for (_, high, _), (low, _, _) in itertools.pairwise(rows))
+    assert not any(low <= mark < high for low, high, _ in rows)
 
 
 def test_padding_without_packing_and_a_stream(chat, capsys):
@@ -295,3 +269,112 @@ def test_classes_are_named(folder, capsys):
 def test_data_of_a_builder_is_not_inspected(folder):
     with pytest.raises(RecipeError, match=r"^data.builder: "):
         run(["inspect", "recipe=x.yaml", "data.builder=a:b", "data.train=null"])
+
+
+def rows_of(capsys, step):
+    """Sequence, tokens, row and text of each line that `launcher rows` prints."""
+    assert run(["rows", "run", f"step={step}"]) == 0
+    first, _, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"step {step}: ")
+    return [
+        re.fullmatch(
+            r" *(\d+) +((?:\S+ of )?\S+)  (\S+(?: row number \d+| row \d+)?) *(.*)", line
+        ).groups()
+        for line in lines
+    ]
+
+
+def test_rows_of_an_epoch_are_those_of_the_files(folder, capsys):
+    """A mixture of lines, some of them empty or unusable, of a parquet file, and of a text file in several sequences."""
+    import pyarrow
+    import pyarrow.parquet
+
+    lines = ['{"text": "one line"}', '{"text": ""}', "", "no JSON", '{"text": "another"}']
+    (folder / "lines.jsonl").write_text("".join(line + "\n" for line in lines))
+    table = pyarrow.table({"text": [f"row {number}" for number in range(1, 6)]})
+    pyarrow.parquet.write_table(table, folder / "table.parquet", row_group_size=2)
+    (folder / "long.txt").write_text("0123456789" * 5)
+    (folder / "run").mkdir()
+    recipe = SMALL.replace(
+        "[data.txt]",
+        "{a: {files: [lines.jsonl]}, b: {files: [table.parquet, long.txt], weight: 4}}",
+    )
+    recipe = recipe.replace("max_steps: 10", "epochs: 1").replace(
+        "global_batch_size: 64", "global_batch_size: 2"
+    )
+    recipe = recipe.replace(
+        "tokenizer: bytes",
+        "tokenizer: bytes\n  sequence_length: 16\n  packing: false\n  on_error: skip",
+    )
+    (folder / "run/recipe.yaml").write_text(recipe)
+    found = [row for step in range(1, 6) for row in rows_of(capsys, step)]
+    expected = {("lines.jsonl:1", "one line<|end|>"), ("lines.jsonl:5", "another<|end|>")}
+    expected |= {(f"table.parquet row {number}", f"row {number}<|end|>") for number in range(1, 6)}
+    parts = [
+        ("0-15", "0123456789012345"),
+        ("16-31", "6789012345678901"),
+        ("32-47", "2345678901234567"),
+        ("48-50", "89<|end|>"),
+    ]
+    expected |= {("long.txt", text) for _, text in parts}
+    assert {(where, text) for _, _, where, text in found} <= expected
+    assert len(found) == 10, (
+        "an epoch has as many sequences as the sources: 11; the last is in step 6"
+    )
+    tokens = {text: tokens for _, tokens, where, text in found if where == "long.txt"}
+    assert tokens == {text: f"{part} of 51" for part, text in parts if text in tokens}
+    assert len(tokens) >= 2
+    assert [row[0] for row in found] == ["1", "2"] * 5
+    assert len(rows_of(capsys, 6)) == 1
+    with pytest.raises(RecipeError, match="step=7: the run ends before, with its last epoch"):
+        run(["rows", "run", "step=7"])
+
+
+def test_rows_that_cannot_be_listed(folder):
+    def refusal(*arguments):
+        with pytest.raises(RecipeError) as error:
+            run(["rows", *arguments])
+        return str(error.value)
+
+    assert "it has no recipe.yaml" in refusal("run", "step=1")
+    (folder / "run").mkdir()
+    (folder / "run/recipe.yaml").write_text(SMALL)
+    assert "step=11: the run has 10 steps (run.max_steps)" in refusal("run", "step=11")
+    assert "--loss: run has neither a checkpoint nor hf/" in refusal("run", "step=1", "loss=true")
+    (folder / "run/recipe.yaml").write_text(SMALL.replace("bytes", "bytes\n  streaming: true"))
+    assert "run/recipe.yaml: data.streaming: the rows of a step are known only" in refusal(
+        "run", "step=1"
+    )
+
+
+def test_batches_that_were_skipped_before_a_step(tmp_path):
+    def skipped(step, *events):
+        return skipped_batches(list(events), step, run=tmp_path / "run")
+
+    start, scratch = (
+        {"event": "started", "from_scratch": False},
+        {"event": "started", "from_scratch": True},
+    )
+    rewind = {"event": "resumed", "step": 4, "reason": "not_finite", "skipped_batches": 2}
+    again = {"event": "resumed", "step": 8, "reason": "loss_spike", "skipped_batches": 5}
+    back = {
+        "event": "resumed",
+        "step": 2,
+        "skipped_batches": 0,
+        "origin": str(tmp_path / "run/checkpoints/step_00000002"),
+    }
+    history = [scratch, rewind, start, {"event": "resumed", "step": 6, "skipped_batches": 2}, again]
+    assert [skipped(step, *history) for step in (1, 4, 5, 6, 8, 9)] == [0, 0, 2, 2, 2, 5]
+    assert [skipped(step, *history, start, back) for step in (2, 3, 9)] == [0, 0, 0]
+    assert skipped(9, *history, scratch) == 0
+    with pytest.raises(
+        RecipeError, match="an older version did not record what the rewind to step 4"
+    ):
+        skipped(5, {"event": "resumed", "step": 4, "reason": "not_finite"})
+    other = back | {
+        "origin": str(tmp_path / "other/checkpoints/step_00000002"),
+        "skipped_batches": 3,
+    }
+    assert skipped(3, scratch, other) == 3
+    with pytest.raises(RecipeError, match=r"see launcher rows .*other step=2"):
+        skipped(2, scratch, other)

@@ -2,16 +2,16 @@
 
 import dataclasses
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from launcher.errors import RecipeError
+from launcher.planner import search
 from launcher.planner.candidates import overrides_between, variants
 from launcher.planner.hardware import GPUS, find_gpu
 from launcher.planner.machine import Rates, known_machine, read_rates
-from launcher.planner.plan import make_plan
+from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import profile_model
 from launcher.planner.search import fastest_that_fits, make_ladder
 from launcher.planner.speed import step_seconds, tokens_per_step
@@ -19,7 +19,6 @@ from launcher.recipe.load import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 GIB = 2**30
-by_estimate = partial(make_plan, method="arithmetic")
 
 SMALL = """\
 run: {name: small, max_steps: 10}
@@ -29,6 +28,16 @@ model:
 data: {train: [train.txt], tokenizer: bytes, sequence_length: 1024}
 batch: {global_batch_size: 64, micro_batch_size: 4}
 """
+
+
+def by_estimate(recipe, on):
+    return estimated_plan(profile_model(recipe, device=on.device), recipe, on)
+
+
+@pytest.fixture
+def estimating(monkeypatch):
+    """Plans are estimated, not traced."""
+    monkeypatch.setattr(search, "make_plan", by_estimate)
 
 
 @pytest.fixture
@@ -142,19 +151,12 @@ def test_rates_are_read_from_what_doctor_writes(tmp_path):
     rates = machine(overrides=read_rates(file)).rates
     assert (rates.half_flops, rates.source) == (5e14, "measured")
     assert rates.inter_node_bandwidth == machine().rates.inter_node_bandwidth
-    for content, message in (
-        ("{}", "holds no rates"),
-        ("[", "not a file of rates"),
-        ('{"half_flops": "fast"}', "not a file of rates"),
-        ('{"half_flops": -1}', "must be a number above 0"),
-    ):
+    for content in ("{}", "[", '{"half_flops": "fast"}', '{"half_flops": -1}', "[1]"):
         file.write_text(content)
-        with pytest.raises(RecipeError, match=message):
+        with pytest.raises(RecipeError, match=r"rates\.json: cannot be read: .*launcher doctor"):
             read_rates(file)
     with pytest.raises(RecipeError, match="No such file"):
         read_rates(tmp_path / "none.json")
-    with pytest.raises(RecipeError, match="unknown: speed; there are half_flops"):
-        machine(overrides={"speed": 1.0})
 
 
 # Seconds
@@ -182,10 +184,11 @@ def test_compute_time_is_operations_over_the_rate(load):
         tokens * (2 * matrices + 2 * attention) / 1e15, rel=0.02
     )
     assert seconds.backward == pytest.approx(2 * seconds.forward, rel=0.05)
-    assert seconds.recomputation == 0
+    head = tokens * 2 * 4096 * 8000 / 1e15  # its products are computed again for the loss
+    assert seconds.recomputation == pytest.approx(head)
     again = step_seconds(profile, dataclasses.replace(recipe, activation_checkpointing=load("activation_checkpointing.mode=full")
                          .activation_checkpointing), unhindered())  # fmt: skip
-    assert 0.9 * seconds.forward < again.recomputation < seconds.forward
+    assert 0.9 * seconds.forward < again.recomputation - head < seconds.forward
 
 
 def test_slow_links_slow_down_what_uses_them(load):
@@ -195,7 +198,7 @@ def test_slow_links_slow_down_what_uses_them(load):
     seconds = step_seconds(profile, recipe, slow)
     moved = profile.parameters * 7 / 8 / 1e9 * 8  # bytes of one a parameter, eight micro-batches
     total = 2 * 2 * moved + 4 * moved  # gathered twice, reduced in float32
-    assert seconds.gather + seconds.reduce == pytest.approx(
+    assert seconds.communication == pytest.approx(
         total - seconds.forward - seconds.backward, rel=0.02
     )
 
@@ -221,7 +224,32 @@ def test_offload_waits_for_copies_and_for_adamw_on_the_host(load):
     assert step_seconds(profile, recipe, unhindered()).offload == pytest.approx(0, abs=1e-12)
 
 
-def test_offload_reduces_once_a_step_where_whole_gradients_fit(load):
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_activation_offload_waits_for_what_compute_does_not_hide(load, kind):
+    mode = "activation_checkpointing={mode: full, offload_to_cpu: true}"
+    recipe = load(f"strategy.kind={kind}", mode, "batch.micro_batch_size=4")
+    profile = profile_model(recipe, device="cuda")
+    assert step_seconds(profile, recipe, unhindered()).offload == 0
+    slow = step_seconds(profile, recipe, unhindered(host_bandwidth=1e6))
+    inputs = len(profile.block_classes) * 2 * profile.hidden * recipe.data.sequence_length
+    copies = 2 * inputs * recipe.batch.global_batch_size / 8 / 1e6
+    hidden = slow.forward + slow.backward + slow.recomputation
+    assert slow.offload == pytest.approx(copies - hidden, rel=1e-3)
+
+
+def test_a_larger_budget_recomputes_less(load):
+    def again(mode):
+        recipe = load(f"activation_checkpointing={mode}")
+        profile = profile_model(recipe, device="cuda")
+        return step_seconds(profile, recipe, unhindered()).recomputation
+
+    budgets = [f"{{mode: selective, budget: {share}}}" for share in (0.1, 0.4, 0.9)]
+    seconds = [again(mode) for mode in ("{mode: full}", *budgets)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(set(seconds)) == 4
+
+
+def test_offload_waits_from_the_second_reduction_of_a_step_on(load):
     """From the second reduction of a step on the backward pass waits for copy and addition."""
     rows = ["batch.micro_batch_size=2", "strategy.cpu_offload.pin_memory=true"]
     profile = profile_model(load(*rows), device="cuda")
@@ -237,16 +265,6 @@ def test_offload_reduces_once_a_step_where_whole_gradients_fit(load):
     exposed = 3 * 12 / 28 * profile.parameters / 8 / 1e6
     assert offload(host_adamw=1e6) == pytest.approx(exposed, rel=0.01)
     assert offload("strategy.sync_every_micro_batch=false", host_adamw=1e6) == 0
-    asked = load(
-        "batch.micro_batch_size=auto",
-        "strategy.cpu_offload.pin_memory=true",
-        "batch.global_batch_size=512",
-    )
-    found = fastest_that_fits(asked, machine(), plan_of=by_estimate, limit_micro_batch=1)
-    assert found.recipe.strategy.sync_every_micro_batch is False
-    tight = machine(memory=found.plan.needed - 2**20)
-    found = fastest_that_fits(asked, tight, plan_of=by_estimate, limit_micro_batch=1)
-    assert found.recipe.strategy.sync_every_micro_batch == "auto"
 
 
 def test_on_one_gpu_nothing_hides_the_uploads_of_offload(load):
@@ -267,9 +285,9 @@ def test_on_one_gpu_nothing_hides_the_uploads_of_offload(load):
 # The search
 
 
-def test_configurations_are_sorted_and_the_best_is_the_fastest_that_fits(load):
+def test_configurations_are_sorted_and_the_best_is_the_fastest_that_fits(load, estimating):
     asked = load()
-    ladder = make_ladder(asked, machine(), plan_of=by_estimate)
+    ladder = make_ladder(asked, machine())
     assert ladder.evaluated > 100
     assert ladder.best is not None
     assert ladder.best.plan.fits
@@ -292,19 +310,54 @@ def test_configurations_are_sorted_and_the_best_is_the_fastest_that_fits(load):
     assert speeds == sorted(speeds, reverse=True)
 
 
-def test_cpu_offload_is_the_last_resort(load):
+def test_resharding_auto_keeps_weights_unsharded_where_they_fit(load, estimating):
+    written = load("strategy.reshard_after_forward=auto")
+    needed = {
+        keeps: by_estimate(load(f"strategy.reshard_after_forward={keeps}"), machine()).needed
+        for keeps in ("true", "false")
+    }
+    assert needed["true"] < needed["false"]
+    for memory, reshards in ((needed["false"], False), (needed["true"], True)):
+        best = fastest_that_fits(written, machine(memory=memory + 2**20))
+        assert best.overrides == (f"strategy.reshard_after_forward={str(reshards).lower()}",)
+        strategy = dataclasses.replace(written.strategy, reshard_after_forward=reshards)
+        assert best.recipe == dataclasses.replace(written, strategy=strategy)
+    assert fastest_that_fits(written, machine(memory=needed["true"] - 2**28)) is None
+
+
+def test_products_of_muon_are_divided_by_the_ranks(load):
+    def optimizing(*overrides):
+        recipe = load(*overrides)
+        profile = profile_model(recipe, device="cuda")
+        return step_seconds(profile, recipe, unhindered(float32_flops=1e12)).optimizer
+
+    ddp, zero, fsdp = (
+        optimizing("optimizer.name=muon", *more) - optimizing(*more)
+        for more in (
+            ["strategy.kind=ddp"],
+            ["strategy.kind=ddp", "strategy.shard_optimizer=true"],
+            [],
+        )
+    )
+    attention = 2 * (4 * 512**3 + 2 * 512**3) + 2 * (4 * 256**2 * 512 + 2 * 256**3)
+    block = attention + 3 * (4 * 512**2 * 1536 + 2 * 512**3)
+    assert ddp == pytest.approx(8 * 5 * block / 1e12, rel=0.01)
+    assert zero == pytest.approx(ddp / 8, rel=0.01)
+    assert fsdp == pytest.approx(ddp / 8, rel=0.01)
+
+
+def test_cpu_offload_is_the_last_resort(load, estimating):
     asked = load(ranks=1)
     profile = profile_model(asked, device="cuda")
     states = 16 * profile.parameters
-    roomy = make_ladder(asked, machine(gpus=1), plan_of=by_estimate)
+    roomy = make_ladder(asked, machine(gpus=1))
     assert roomy.best.recipe.strategy.cpu_offload is None
-    tight = make_ladder(asked, machine(gpus=1, memory=states + 600 * 2**20), plan_of=by_estimate)
+    tight = make_ladder(asked, machine(gpus=1, memory=states + 600 * 2**20))
     assert tight.best.recipe.strategy.cpu_offload is not None
     assert tight.best.plan.fits
     no_host = make_ladder(
         asked,
         machine(gpus=1, memory=states + 600 * 2**20, host_memory=4 * GIB),
-        plan_of=by_estimate,
     )
     assert no_host.best is None
 
@@ -335,35 +388,35 @@ def test_overrides_of_shipped_recipes_load_as_the_configuration(name, overrides)
         assert load_recipe([*base, *pairs], ranks=4).recipe == recipe, pairs
 
 
-def test_float32_is_offered_mixed_precision(load):
-    ladder = make_ladder(load("strategy.mixed_precision=null"), machine(), plan_of=by_estimate)
+def test_float32_is_offered_mixed_precision(load, estimating):
+    ladder = make_ladder(load("strategy.mixed_precision=null"), machine())
     changed = "strategy.mixed_precision.param_dtype=bfloat16"
     assert any(changed in one.overrides for one in ladder.configurations)
     assert ladder.written.recipe.strategy.mixed_precision is None
 
 
-def test_a_trace_overrides_the_estimate(load):
+def test_a_trace_overrides_the_estimate(load, monkeypatch):
     asked, refused = load(), []
 
     def plan_of(recipe, on):
-        plan = make_plan(recipe, on, method="arithmetic")
+        plan = by_estimate(recipe, on)
         if recipe.activation_checkpointing is None:  # the trace finds more than the estimate
             refused.append(recipe)
-            parts = plan.step.peak.components
             peak = dataclasses.replace(
-                plan.step.peak,
-                components=dataclasses.replace(parts, temporary=parts.temporary + 100 * GIB),
+                plan.step.peak, components=dataclasses.replace(plan.step.held, temporary=100 * GIB)
             )
-            return dataclasses.replace(plan, step=dataclasses.replace(plan.step, peak=peak))
+            step = dataclasses.replace(plan.step, timeline=(*plan.step.timeline, peak))
+            return dataclasses.replace(plan, step=step)
         return plan
 
-    ladder = make_ladder(asked, machine(), plan_of=plan_of)
+    monkeypatch.setattr(search, "make_plan", plan_of)
+    ladder = make_ladder(asked, machine())
     assert refused
     assert ladder.best.plan.fits
     assert ladder.best.recipe.activation_checkpointing is not None
 
 
-def test_where_nothing_fits_there_are_suggestions(load):
+def test_where_nothing_fits_there_are_suggestions(load, estimating):
     wide = (
         "model.config.hidden_size=4096",
         "model.config.intermediate_size=14336",
@@ -372,7 +425,6 @@ def test_where_nothing_fits_there_are_suggestions(load):
     few = make_ladder(
         load(*wide, ranks=2),
         machine(gpus=2, memory=4 * GIB, host_memory=20 * GIB),
-        plan_of=by_estimate,
     )
     assert few.best is None
     assert few.configurations
@@ -380,12 +432,13 @@ def test_where_nothing_fits_there_are_suggestions(load):
     assert any(text.startswith("more GPUs: ") and "nodes=" in text for text in few.suggestions)
     assert any("lora.rank=16" in text for text in few.suggestions)
     long = load(
+        "model.chunked_loss=false",
         "model.config.vocab_size=200000",
         "data.sequence_length=8192",
         "model.config.max_position_embeddings=8192",
         ranks=2,
     )
-    large = make_ladder(long, machine(gpus=2, memory=8 * GIB), plan_of=by_estimate)
+    large = make_ladder(long, machine(gpus=2, memory=8 * GIB))
     assert "a GPU with more memory: 256 of these are not enough" in large.suggestions
     assert any("data.sequence_length=" in text for text in large.suggestions)
 
@@ -398,23 +451,19 @@ def as_auto(recipe, *, kind="auto", micro="auto"):
     )
 
 
-def test_auto_varies_only_what_is_auto(load):
+def test_auto_varies_only_what_is_auto(load, estimating):
     written = load("activation_checkpointing.mode=full")
-    micro = fastest_that_fits(as_auto(written, kind="fsdp"), machine(), plan_of=by_estimate)
+    micro = fastest_that_fits(as_auto(written, kind="fsdp"), machine())
     assert micro.recipe.strategy == written.strategy
     assert micro.recipe.activation_checkpointing == written.activation_checkpointing
     assert [override.partition("=")[0] for override in micro.overrides] == [
         "batch.micro_batch_size"
     ]
     assert micro.plan.fits
-    limited = fastest_that_fits(
-        as_auto(written, kind="fsdp"), machine(), plan_of=by_estimate, limit_micro_batch=2
-    )
+    limited = fastest_that_fits(as_auto(written, kind="fsdp"), machine(), limit_micro_batch=2)
     assert limited.recipe.batch.micro_batch_size <= 2
-    kind = fastest_that_fits(as_auto(written, micro=4), machine(), plan_of=by_estimate)
+    kind = fastest_that_fits(as_auto(written, micro=4), machine())
     assert kind.recipe.batch == written.batch
     assert kind.recipe.strategy.kind in ("ddp", "fsdp")
     assert kind.recipe.strategy.mixed_precision == written.strategy.mixed_precision
-    assert (
-        fastest_that_fits(as_auto(written), machine(memory=GIB // 2), plan_of=by_estimate) is None
-    )
+    assert fastest_that_fits(as_auto(written), machine(memory=GIB // 2)) is None

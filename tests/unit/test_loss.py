@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from launcher.training.loss import IGNORED, summed_loss
+from launcher.models.chunked_loss import IGNORED
+from launcher.training.loss import summed_loss
 
 SIZES = {
     "vocab_size": 64,

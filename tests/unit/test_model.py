@@ -8,7 +8,13 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.models import philox
-from launcher.models.build import build_model, find_blocks, flops_per_token, vocabulary_size
+from launcher.models.build import (
+    build_model,
+    find_blocks,
+    flops_per_token,
+    recomputed_flops,
+    vocabulary_size,
+)
 from launcher.models.initialization import initialize, materialize, random_weights
 from launcher.recipe.schema import Model
 from tests.unit.odd_model import Odd
@@ -224,10 +230,20 @@ def test_gpt2_residual_projections_have_their_own_scale():
     assert state["transformer.h.3.mlp.c_fc.weight"].std().item() == pytest.approx(0.02, rel=0.1)
 
 
+def test_a_model_that_sets_buffers_of_its_blocks():
+    """Falcon-H1 computes them once, in the code of the module around all blocks."""
+    model = filled(LLAMA | {"model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 4})
+    for layer in model.model.layers:
+        assert torch.equal(layer.mamba.mup_vector, torch.ones_like(layer.mamba.mup_vector))
+
+
 def test_flops():
     model = build_model(Model(config=LLAMA), sequence_length=16)
     parameters = sum(parameter.numel() for parameter in model.parameters()) - 64 * 32
     assert flops_per_token(model, sequence_length=16) == 6 * parameters + 12 * 2 * 32 * 16
+    blocks = list(find_blocks(model).values())
+    inside = sum(parameter.numel() for block in blocks for parameter in block.parameters())
+    assert recomputed_flops(model, blocks, tokens=16) == 2 * inside + 4 * 2 * 32 * 16
 
 
 def test_a_bert_from_a_config_is_refused_unless_it_is_a_decoder():

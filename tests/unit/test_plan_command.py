@@ -5,13 +5,14 @@ import itertools
 import json
 import re
 import types
+from pathlib import Path
 
 import pytest
+import typer
 
 from launcher.cli import main
 from launcher.cli import plan as command
-from launcher.cli.options import read_size
-from launcher.errors import RecipeError
+from launcher.cli.app import read_size
 from launcher.planner import machine as machines
 from launcher.planner import measure, plan, search
 from launcher.planner.formatting import (
@@ -39,16 +40,15 @@ from tests.unit.made_plan import GIB, RECIPE, machine, made_ladder, made_plan
     ],
 )
 def test_sizes(text, expected):
-    assert read_size("gpu_memory", text) == expected
+    assert read_size(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["80", "80G", "GiB", "-1GiB", "0GiB", "80GiBs", "1e3GiB", "", "80 GiB GiB"]
 )
 def test_wrong_sizes(text):
-    expected = f"command line: gpu_memory={text}: must be a size with a unit, such as 80GiB"
-    with pytest.raises(RecipeError, match=expected):
-        read_size("gpu_memory", text)
+    with pytest.raises(typer.BadParameter, match=f"{text} is no size with a unit, such as 80GiB"):
+        read_size(text)
 
 
 def test_wrong_options_are_refused(folder, capsys):
@@ -65,14 +65,13 @@ def test_wrong_options_are_refused(folder, capsys):
 
 
 def printed(plan, ladder=None, measured=None):
-    lines = as_text(as_json(RECIPE, plan, ladder, measured))
-    return ["".join(piece for piece, _ in line).rstrip() for line in lines]
+    return list(as_text(as_json(RECIPE, plan, ladder, measured)))
 
 
 def test_text_of_a_plan():
     text = printed(made_plan(host_memory=200 * GIB, notes=("the loss is counted by arithmetic",)))
     assert text[0] == "llama_3_1_8b on 1 node x 8 H100 of 80.0 GiB, 200.0 GiB host memory a node"
-    assert text[1] == "fsdp, bf16"
+    assert text[1] == "fsdp (ZeRO-3), bf16"
     assert text[2] == "4 sequences of 4,096 tokens x 2 micro-batches x 8 ranks = 64 a step"
     assert "One GPU holds most in the backward pass of model.layers.31, micro-batch 2 of 2" in text
     for name in NAMES.values():
@@ -145,6 +144,26 @@ def test_the_fastest_that_fits_and_the_recipe_as_written_are_marked():
     assert "Nothing fits" not in "\n".join(text)
 
 
+def test_hours_of_the_run():
+    ladder = made_ladder()
+    text = printed(ladder.written.plan, ladder)
+    at = text.index("Training time of 10 steps, predicted")
+    assert text[at + 1 : at + 4] == [
+        "   2  0.01 hours, 0.07 GPU-hours",  # 10 x 64 x 4,096 tokens at 85,000 a second
+        "   3  0.01 hours, 0.08 GPU-hours",
+        "",
+    ]
+    epochs = dataclasses.replace(RECIPE, run=dataclasses.replace(RECIPE.run, max_steps=None))
+    written = dataclasses.replace(ladder.written, recipe=epochs)
+    assert written.hours == pytest.approx(1e9 / 74_000 / 3600)
+    ladder = dataclasses.replace(ladder, written=written)
+    shown = as_json(RECIPE, ladder.written.plan, ladder)["ladder"]
+    assert shown["steps"] is None
+    assert shown["rungs"][1]["hours"] == pytest.approx(10 * 64 * 4096 / 85_000 / 3600)
+    assert shown["rungs"][1]["gpu_hours"] == pytest.approx(8 * shown["rungs"][1]["hours"])
+    assert "Training time of a billion tokens, predicted" in printed(ladder.written.plan, ladder)
+
+
 def test_where_nothing_fits_there_are_suggestions():
     ladder = made_ladder(fits=False)
     text = printed(ladder.written.plan, ladder)
@@ -166,7 +185,7 @@ def test_descriptions_of_moment_batch_and_strategy():
     )
     assert (
         strategy_text(made_ladder().configurations[-1].recipe)
-        == "fsdp, bf16, full checkpointing, CPU offload"
+        == "fsdp (ZeRO-3), bf16, full checkpointing, CPU offload"
     )
 
 
@@ -184,7 +203,7 @@ def faked(monkeypatch, folder):
     def make_plan(recipe, machine):
         return calls.plan
 
-    def make_ladder(recipe, machine, *, plan_of):
+    def make_ladder(recipe, machine):
         calls.ladder += 1
         return calls.ladder_answer
 
@@ -198,24 +217,19 @@ def faked(monkeypatch, folder):
 
 def test_json_is_one_object_with_bytes_as_whole_numbers(faked, capsys):
     assert main.main(["plan", "recipe=x.yaml", "gpus_per_node=8", "gpu=h100", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    documented = set(
-        re.findall(
-            r"[a-z_]+",
-            " ".join(
-                line[:34] for line in command.__doc__.splitlines() if line.startswith(" " * 8)
-            ),
-        )
-    )
-    assert set(told) <= documented
-    assert told["needed"] == faked.plan.needed
-    assert told["spare"] == faked.plan.spare
-    assert set(told["peak"]["components"]) == set(COMPONENTS)
-    assert all(type(amount) is int for amount in told["peak"]["components"].values())
-    assert len(told["timeline"]) == len(faked.plan.step.timeline)
-    assert told["ladder"]["best"] == 1
-    assert told["ladder"]["rungs"][2]["as_written"]
-    assert told["ladder"]["rungs"][1]["overrides"] == list(faked.ladder_answer.best.overrides)
+    shown = json.loads(capsys.readouterr().out)
+    document = (Path(__file__).parents[2] / "docs/memory.md").read_text()
+    lines = document.partition("## The JSON object of a plan")[2].splitlines()
+    documented = set(re.findall(r"[a-z_]+", " ".join(line[:26] for line in lines)))
+    assert set(shown) <= documented
+    assert shown["needed"] == faked.plan.needed
+    assert shown["spare"] == faked.plan.spare
+    assert set(shown["peak"]["components"]) == set(COMPONENTS)
+    assert all(type(amount) is int for amount in shown["peak"]["components"].values())
+    assert len(shown["timeline"]) == len(faked.plan.step.timeline)
+    assert shown["ladder"]["best"] == 1
+    assert shown["ladder"]["rungs"][2]["as_written"]
+    assert shown["ladder"]["rungs"][1]["overrides"] == list(faked.ladder_answer.best.overrides)
 
 
 def test_exit_statuses(faked, capsys):
@@ -227,8 +241,12 @@ def test_exit_statuses(faked, capsys):
     assert main.main(["plan", *words]) == 0
     assert faked.ladder == 0
     assert main.main(["plan", *words, "gpu_memory=80"]) == 2
-    assert "gpu_memory=80: must be a size with a unit" in capsys.readouterr().err
-    assert main.main(["plan", *words, "--html", "a.html"]) == 2
+    assert "'--gpu-memory': 80 is no size with a unit" in capsys.readouterr().err
+    assert main.main(["plan", *words, "html=no/a.html"]) == 2
+    assert "no/a.html: cannot be written: No such" in capsys.readouterr().err
+    faked.plan = made_plan()
+    assert main.main(["plan", *words, "--html", "a.html"]) == 0
+    assert Path("a.html").read_text().startswith("<!doctype html>")
 
 
 def test_without_a_gpu_the_error_lists_known_gpus(folder, monkeypatch, capsys):
@@ -312,7 +330,7 @@ def test_verify_trains_and_compares(faked, monkeypatch, capsys):
 
 def test_auto_is_planned_as_a_run_would_choose(monkeypatch):
     chosen = made_ladder().configurations[1]
-    monkeypatch.setattr(search, "fastest_that_fits", lambda recipe, machine, *, plan_of: chosen)
+    monkeypatch.setattr(search, "fastest_that_fits", lambda recipe, machine: chosen)
     recipe, overrides, words = command._choose(RECIPE, machine())
     assert recipe is chosen.recipe
     assert overrides == chosen.overrides
@@ -320,7 +338,7 @@ def test_auto_is_planned_as_a_run_would_choose(monkeypatch):
         words
         == "auto stands for batch.micro_batch_size=8 activation_checkpointing={mode: selective}: the fastest that fits"
     )
-    monkeypatch.setattr(search, "fastest_that_fits", lambda recipe, machine, *, plan_of: None)
+    monkeypatch.setattr(search, "fastest_that_fits", lambda recipe, machine: None)
     left_open = dataclasses.replace(
         RECIPE,
         strategy=Strategy(kind="auto"),

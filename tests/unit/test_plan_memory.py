@@ -33,9 +33,6 @@ BACKWARD = moment(
 )
 OPTIMIZER = moment("optimizer", temporary=2 * MB)
 PLANNED = StepMemory(
-    method="traced",
-    peak=BACKWARD,
-    phases={"forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER},
     held=Components(**STATES),
     after_forward=Components(**STATES, gathered=20 * MB, activations=90 * MB, logits=30 * MB),
     timeline=(FORWARD, BACKWARD, OPTIMIZER),
@@ -70,8 +67,7 @@ def scaled(step, name, factor):
 
     return dataclasses.replace(
         step,
-        peak=at(step.peak),
-        phases={phase: at(given) for phase, given in step.phases.items()},
+        timeline=tuple(at(given) for given in step.timeline),
         held=components(step.held),
         after_forward=components(step.after_forward),
     )

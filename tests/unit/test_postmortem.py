@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from launcher.planner import out_of_memory
 from launcher.planner.out_of_memory import (
     DeviceMemory,
     PostMortem,
-    Trained,
     requested_bytes,
     take_inventory,
 )
@@ -22,7 +22,7 @@ from launcher.recipe.schema import Batch
 from launcher.reliability.causes import ran_out_of_memory
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
-from launcher.reliability.run_directory import RunFolder, read_lines
+from launcher.reliability.run_directory import RunFolder, read_jsonl
 from tests.unit.made_plan import GIB, RECIPE, machine, made_plan
 
 CUDA_TEXT = (
@@ -97,15 +97,20 @@ def trained():
 def test_each_storage_is_counted_once():
     model, optimizer = trained()
     model.register_parameter("tied", model[0].weight)
-    training = Trained(model, optimizer, torch.device("cpu"))
-    found, gpu = take_inventory(training, buckets=False, requested=2**40)
-    assert gpu is None
+    training = SimpleNamespace(wrapped=SimpleNamespace(module=model), optimizer=optimizer)
+    found = take_inventory(training, None, buckets=False, requested=2**40)
     assert found["parameters"] == 4 * (8 * 8 + 8 * 32)
     assert found["gradients"] == 4 * 8 * 8
     assert 0 <= found["optimizer"] - 2 * found["gradients"] <= 64, "the two moments, and a count"
     assert 2**24 < found["process"] - 2**40 < 2**40
-    found, _ = take_inventory(training, buckets=True, requested=0)
+    found = take_inventory(training, None, buckets=True, requested=0)
     assert found["gradients"] == found["parameters"]
+
+
+@pytest.fixture(autouse=True)
+def idle_gpu(monkeypatch):
+    idle = DeviceMemory(0, 0, 0, 80 * GIB)
+    monkeypatch.setattr(out_of_memory, "gpu_memory", lambda: idle)
 
 
 def raised(model, micro_batch):
@@ -135,7 +140,7 @@ def examined(
         restarts_smaller=restarts_smaller,
     )
     model, optimizer = trained()
-    died.training = Trained(model, optimizer, torch.device("cpu"))
+    died.training = SimpleNamespace(wrapped=SimpleNamespace(module=model), optimizer=optimizer)
     return died.examine(
         raised(model, {"input_ids": torch.ones(4, 8)}), step=2, phase=phase, micro_batch=2
     )
@@ -143,9 +148,9 @@ def examined(
 
 def test_the_report_names_step_phase_and_module(tmp_path):
     account = examined(tmp_path)
-    assert account.told.splitlines()[:2] == [
+    assert account.message.splitlines()[:2] == [
         "rank 1 of 8 ran out of GPU memory in step 3: in the forward pass of micro-batch 2 of 2 (input_ids 4 x 8), in 1",
-        "it asked for 2.5 GiB",
+        "it asked for 2.5 GiB; of 80.0 GiB, 80.0 GiB were free, and 0 bytes reserved by the allocator in pieces too small",
     ]
     assert (
         account.noted.items()
@@ -156,19 +161,30 @@ def test_the_report_names_step_phase_and_module(tmp_path):
     )
 
 
-def answers(plan, *suggestions):
-    return [plan, list(suggestions)]
+def suggestion(overrides, needed, speed):
+    plan = SimpleNamespace(fits=True, traced=True, needed=needed)
+    return SimpleNamespace(overrides=overrides, plan=plan, tokens_per_second=speed)
 
 
-def concluded(monkeypatch, account, found, trouble=""):
-    asked = {}
+def concluded(monkeypatch, account, plan=None, *suggestions):
+    """The conclusion of an account, and the limits of memory that suggestions were asked for."""
+    limits = []
 
-    def ask(task, recipe, machine, measured, outside, *, seconds):
-        asked.update(task=task, measured=measured, outside=outside, seconds=seconds)
-        return found, trouble
+    def make_ladder(recipe, machine, *, traced):
+        limits.append(machine.memory)
+        return SimpleNamespace(configurations=suggestions)
 
-    monkeypatch.setattr(out_of_memory, "ask", ask)
-    return account.conclude(60), asked
+    def make_plan(recipe, machine):
+        if plan is None:
+            raise TrainingError("planning took more than 60 s")
+        return dataclasses.replace(plan, machine=machine)
+
+    monkeypatch.setattr(
+        out_of_memory, "run_in_process", lambda seconds, task, *arguments: task(*arguments)
+    )
+    monkeypatch.setattr(out_of_memory, "make_plan", make_plan)
+    monkeypatch.setattr(out_of_memory, "make_ladder", make_ladder)
+    return account.conclude(60), limits
 
 
 @pytest.fixture
@@ -176,14 +192,10 @@ def on_gpu(monkeypatch, tmp_path):
     """Examines a rank that holds so many GiB on a GPU of 80 GiB."""
 
     def examine(*, allocated, reserved, used, **settings):
-        def inventory(training, *, buckets, requested):
-            sizes = [round(size * GIB) for size in (allocated, reserved, used, 80)]
-            gpu = DeviceMemory(*sizes)
-            states = {name: round(size * GIB) for name, size in HELD.items()}
-            rows = out_of_memory._gpu_rows(gpu, sum(states.values()), requested)
-            return states | rows, gpu
-
-        monkeypatch.setattr(out_of_memory, "take_inventory", inventory)
+        sizes = [round(size * GIB) for size in (allocated, reserved, used, 80)]
+        states = {name: round(size * GIB) for name, size in HELD.items()}
+        monkeypatch.setattr(out_of_memory, "gpu_memory", lambda: DeviceMemory(*sizes))
+        monkeypatch.setattr(out_of_memory, "_states", lambda *_: (states, 0))
         return examined(tmp_path, **settings)
 
     return examine
@@ -194,25 +206,19 @@ HELD = {"parameters": 3.74, "gradients": 3.74, "optimizer": 7.48}
 
 def test_what_is_held_is_listed_beside_the_plan_with_suggestions(on_gpu, monkeypatch):
     account = on_gpu(allocated=62, reserved=70, used=71)
-    assert account.told.splitlines()[1] == (
+    assert account.message.splitlines()[1] == (
         "it asked for 2.5 GiB; of 80.0 GiB, 9.0 GiB were free, and 8.0 GiB reserved by the "
         "allocator in pieces too small"
     )
-    text, asked = concluded(
+    text, limits = concluded(
         monkeypatch,
         account,
-        answers(
-            made_plan(),
-            (["batch.micro_batch_size=2"], 40 * GIB, 1000.0),
-            (["activation_checkpointing={mode: full}"], 30 * GIB, 750.0),
-        ),
+        made_plan(),
+        suggestion(["batch.micro_batch_size=2"], 40 * GIB, 1000.0),
+        suggestion(["activation_checkpointing={mode: full}"], 30 * GIB, 750.0),
     )
-    assert asked == {
-        "task": "explain",
-        "seconds": 60,
-        "measured": round(64.5 * GIB),
-        "outside": GIB,
-    }
+    plan = made_plan()
+    assert limits == [pytest.approx(plan.needed - 0.03 * plan.tensors)]
     assert [" ".join(line.split()) for line in text.splitlines()] == [
         "now by plan",
         "parameters 3.7 GiB 3.7 GiB",
@@ -229,40 +235,37 @@ def test_what_is_held_is_listed_beside_the_plan_with_suggestions(on_gpu, monkeyp
 
 def test_other_processes_and_plans_that_do_not_fit_are_named(on_gpu, monkeypatch):
     account = on_gpu(allocated=40, reserved=42, used=75)
-    text, _ = concluded(monkeypatch, account, answers(made_plan()))
+    text, _ = concluded(monkeypatch, account, made_plan())
     rows = [" ".join(line.split()) for line in text.splitlines()]
     beyond = "driver, communicators, other processes 33.0 GiB 1.2 GiB <- 31.8 GiB beyond the plan"
     assert beyond in rows
     assert "no known configuration needs less on these devices" in text
     small = on_gpu(allocated=39, reserved=39, used=40, on=machine(memory=40 * GIB))
-    text, _ = concluded(monkeypatch, small, answers(made_plan(memory=40 * GIB)))
+    text, _ = concluded(monkeypatch, small, made_plan())
     assert "the plan is 46.9 GiB a rank, and there are 40.0 GiB: the recipe does not fit" in text
 
 
 def test_without_a_plan_the_inventory_is_reported(tmp_path, monkeypatch):
-    text, _ = concluded(monkeypatch, examined(tmp_path), [], "planning took more than 60 s")
+    text, _ = concluded(monkeypatch, examined(tmp_path))
     assert "parameters" in text
     assert "by plan" not in text
     assert "what would fit is not known: planning took more than 60 s" in text
 
 
 def test_an_immediate_restart_with_a_smaller_micro_batch_asks_no_plan(tmp_path, monkeypatch):
-    text, asked = concluded(
-        monkeypatch, examined(tmp_path, restarts_smaller=True, restarts_left=1), []
-    )
-    assert asked == {}
+    account = examined(tmp_path, restarts_smaller=True, restarts_left=1)
+    text, asked = concluded(monkeypatch, account, made_plan())
+    assert not asked
     assert text.endswith(
         "batch.micro_batch_size is auto: the next start takes a smaller one, and resumes from the last checkpoint"
     )
-    _, asked = concluded(
-        monkeypatch, examined(tmp_path, restarts_smaller=True), answers(made_plan())
-    )
+    _, asked = concluded(monkeypatch, examined(tmp_path, restarts_smaller=True), made_plan())
     assert asked, "the last start: a person will read it"
-    _, asked = concluded(monkeypatch, examined(tmp_path, restarts_left=1), answers(made_plan()))
+    _, asked = concluded(monkeypatch, examined(tmp_path, restarts_left=1), made_plan())
     assert asked, "a restart runs out again: here nothing changes by itself"
     smallest = dataclasses.replace(RECIPE, batch=Batch(global_batch_size=64, micro_batch_size=1))
     account = examined(tmp_path, restarts_smaller=True, restarts_left=1, recipe=smallest)
-    text, asked = concluded(monkeypatch, account, answers(made_plan()))
+    text, asked = concluded(monkeypatch, account, made_plan())
     assert asked, "there is no smaller one"
     assert "is auto" not in text
     assert account.noted["micro_batch_size"] == 1
@@ -281,12 +284,11 @@ def test_a_process_killed_by_the_kernel(tmp_path, monkeypatch):
         restarts_smaller=True,
     )
     account = died.killed("rank 3 of 8", 6)
-    assert account.told.startswith(
+    assert account.message.startswith(
         "rank 3 of 8 was ended in step 7 by the kernel: host memory ran out"
     )
     assert account.noted == {}, "the GPUs' micro-batch is not what host memory runs out of"
-    plan = made_plan(host_memory=512 * GIB)
-    text, _ = concluded(monkeypatch, account, answers(plan))
+    text, _ = concluded(monkeypatch, account, made_plan())
     assert (
         "the plan of a node is 104.0 GiB of host memory, and 512.0 GiB were free at the start"
         in text
@@ -296,10 +298,10 @@ def test_a_process_killed_by_the_kernel(tmp_path, monkeypatch):
 class Told:
     """Stands in for a post-mortem."""
 
-    told, noted, restarts_now = "what was found", {"micro_batch_size": 4}, False
+    message, noted, restarts_now = "what was found", {"micro_batch_size": 4}, False
 
     def killed(self, who, step):
-        self.told = f"{who} was ended"
+        self.message = f"{who} was ended"
         return self
 
     def conclude(self, seconds):
@@ -330,18 +332,13 @@ def test_the_out_of_memory_killer_is_named_where_its_counter_rose(
     watch = FailureWatch(
         store, environment=environment, run=run, console=console, progress=Progress()
     )
-    try:
-        watch.post_mortem = Told()
-        monkeypatch.setattr(
-            host_memory, "killed_since", lambda before: before == {"memory.events": 3}
-        )
-        assert watch.report_exception(error) == 1
-    finally:
-        watch.close()
+    watch.post_mortem = Told()
+    monkeypatch.setattr(host_memory, "killed_since", lambda before: before == {"memory.events": 3})
+    assert watch.report_exception(error) == 1
     status = run.read_status()
     assert status["reason"] == "out_of_memory"
     assert status["error"].startswith(f"{who} was ended")
     assert status["error"].endswith("\nand what would fit")
     assert console.getvalue().count("was ended") == 1
-    (event,) = read_lines(run.events.read_text())
+    (event,) = read_jsonl(run.events)
     assert (event["reason"], event["micro_batch_size"], event["ranks"]) == ("out_of_memory", 4, 2)

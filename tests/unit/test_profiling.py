@@ -1,11 +1,18 @@
 """The steps that are profiled."""
 
 import json
+import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from launcher.data.loader import GlobalBatch, StepStatistics
+from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
+from launcher.strategies.base import WrappedModel
+from launcher.training.loop import Update, train_steps
+from launcher.training.optimizer import LossScale, make_optimizer
 from launcher.training.profiling import profiled
 
 
@@ -15,17 +22,86 @@ from launcher.training.profiling import profiled
     ids=["from the start", "resumed before", "resumed at", "resumed among them", "resumed after"],
 )
 def test_start_step_is_a_step_of_the_run(first_step, expected, tmp_path):
-    profile = schema.Profile(start_step=5, steps=2)
+    profile = schema.Profile(start_step=5, steps=2, warmup=2)
     with profiled(
         profile, folder=tmp_path, rank=0, device=torch.device("cpu"), first_step=first_step
-    ) as step_done:
+    ) as profiler:
         for step in range(first_step + 1, 9):
+            if profiler is not None:
+                profiler.phase("backward")
             with torch.profiler.record_function(f"train {step}"):
-                torch.ones(2).sum()
-            step_done(step)
-    file = tmp_path / "profile/rank_0.json"
+                torch.ones(2000).cumsum(0)
+            if profiler is not None:
+                profiler.step_done(step)
+    file = tmp_path / "profile/rank_0.pt.trace.json"  # a name that TensorBoard's plugin finds
+    assert (profiler is None) == (expected is None)
     if expected is None:
         assert not file.exists()
         return
     names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
     assert {step for step in range(1, 9) if f"train {step}" in names} == expected
+    assert "backward" in names
+    time, memory = (
+        (tmp_path / f"profile/rank_0_{by}.txt").read_text() for by in ("time", "memory")
+    )
+    assert "aten::cumsum" in time
+    assert "Self CPU" in time
+    assert re.search(
+        r"aten::cumsum.* Self CPU Mem|Self CPU Mem.*aten::cumsum.* [1-9][\d.]+ KB", memory, re.S
+    ), memory
+
+
+def test_only_some_ranks_are_profiled(tmp_path):
+    profile, device = schema.Profile(start_step=1, steps=1, ranks=(1, 3)), torch.device("cpu")
+    for rank in range(3):
+        with profiled(profile, folder=tmp_path, rank=rank, device=device, first_step=0) as profiler:
+            assert (profiler is not None) == (rank == 1)
+
+
+class Wrapped(WrappedModel):
+    def description(self):
+        return "one process"
+
+    def micro_batch(self, *, last):
+        return nullcontext()
+
+    def grad_norm(self):
+        return self.module.weight.grad.norm()
+
+
+def test_a_step_ends_before_the_next_batch_is_fetched(empty_batches):
+    """The profiler stops there. Fetching a batch starts a collective of gloo, whose thread would
+    write to memory that the stopped profiler has freed (a crash with torch 2.13)."""
+    events, batches = empty_batches
+    model = torch.nn.Linear(2, 1)
+    steps = train_steps(
+        Wrapped(model, module=model),
+        batches,
+        loss=lambda model, batch: model(torch.ones(2)).sum(),
+        update=Update(
+            make_optimizer(model, schema.Optimizer()),
+            learning_rate=lambda step: 1e-3,
+            loss_scale=LossScale(torch.device("cpu"), enabled=False),
+            max_grad_norm=None,
+        ),
+        ranks=1,
+        heartbeat=events.append,
+    )
+    assert [step.number for step in steps] == [1, 2]
+    step = ["data", "batch", "forward", "backward", "optimizer"]
+    assert events == [*step, *step, "data"]
+
+
+@pytest.fixture
+def empty_batches():
+    """What happened, and two batches that note when they are fetched."""
+    events = []
+    ranks = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
+
+    def batches():
+        for step in (1, 2):
+            events.append("batch")
+            statistics = StepStatistics([1, 1, 0, 0], ranks)
+            yield GlobalBatch(step, [{}], statistics, step, 0.0)
+
+    return events, batches()

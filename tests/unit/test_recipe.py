@@ -1,25 +1,20 @@
 """Recipes that are right: what they decode to, where values come from, and what the shipped ones show."""
 
-import ast
 import dataclasses
-import inspect
 import json
 import re
 import subprocess
 import sys
 import sysconfig
-import typing
 from pathlib import Path
 
 import pytest
 import yaml
 
 from launcher.cli.main import run
-from launcher.cli.show import main as show
-from launcher.errors import RecipeError
 from launcher.recipe import schema
 from launcher.recipe.decode import decode, dotted, subsection
-from launcher.recipe.load import load_recipe, scalar_as_yaml, to_yaml
+from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.model_config import config_problems
 from launcher.recipe.schema import (
     ActivationCheckpointing,
@@ -27,7 +22,6 @@ from launcher.recipe.schema import (
     CpuOffload,
     Data,
     Lora,
-    MixedPrecision,
     Model,
     Profile,
     Recipe,
@@ -66,7 +60,7 @@ def sections(kind=Recipe, path=()):
     """(path, dataclass) of every section of the schema, the recipe itself first."""
     yield path, kind
     for field in dataclasses.fields(kind):
-        if (inner := subsection(kind, field.name)) is not None:
+        if (inner := subsection(kind, field.name)) not in (None, Source):
             yield from sections(inner, (*path, field.name))
 
 
@@ -78,21 +72,11 @@ def value_at(recipe, path):
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_shipped_recipes_decode(file):
-    recipe = load(*yours(file), recipe=file.stem, ranks=2)
+    recipe = load(*yours(file), recipe=file.stem, ranks=8 if file in COMPLETE else 2)
     assert recipe == load(*yours(file), recipe=file)
     assert recipe.run.name == file.stem
     assert recipe.run.dir == f"runs/{file.stem}"
     assert not recipe.logging.memory_plan, "a plan costs seconds of a core in every start"
-
-
-@pytest.mark.parametrize("file", COMPLETE, ids=lambda file: file.stem)
-def test_complete_recipes_run_on_a_node_of_eight(file):
-    load(recipe=file, ranks=8)
-
-
-def test_there_are_recipes_to_test():
-    assert {file.stem for file in SHIPPED} >= {"ddp", "fsdp", "fsdp_offload", "quickstart"}
-    assert all(file in SHIPPED for file in COMPLETE)
 
 
 def test_what_is_left_out_has_its_default(folder):
@@ -105,131 +89,66 @@ def test_what_is_left_out_has_its_default(folder):
 
 
 OVERRIDES = [
-    ("run.max_steps=20", "run.max_steps", 20),
-    ("run.deterministic=true", "run.deterministic", True),
-    ("run.name=other", "run.dir", "runs/other"),
-    ('run.name="3"', "run.name", "3"),
-    ("run.dir=/tmp/a=b", "run.dir", "/tmp/a=b"),
-    ("optimizer.learning_rate=1e-4", "optimizer.learning_rate", 1e-4),
-    ("optimizer.learning_rate=1", "optimizer.learning_rate", 1.0),
-    ("optimizer.betas=[0.8, 0.9]", "optimizer.betas", (0.8, 0.9)),
-    ("optimizer.betas=[0,0]", "optimizer.betas", (0.0, 0.0)),
-    ("optimizer.max_grad_norm=null", "optimizer.max_grad_norm", None),
-    ("data.train=./data.txt", "data.train", ("./data.txt",)),
-    ("data.train=[data.txt,./data.txt]", "data.train", ("data.txt", "./data.txt")),
-    ("data.validation=['*.txt']", "data.validation", ("*.txt",)),
-    ("data.pin_memory=false", "data.pin_memory", False),
-    ("strategy={kind: ddp, mixed_precision: null}", "strategy.mixed_precision", None),
-    (
-        "strategy.mixed_precision.param_dtype=float16",
-        "strategy.mixed_precision",
-        MixedPrecision(param_dtype="float16"),
-    ),
-    ("strategy.cpu_offload={}", "strategy.cpu_offload", CpuOffload()),
-    ("strategy.cpu_offload.pin_memory=false", "strategy.cpu_offload", CpuOffload(pin_memory=False)),
-    ("strategy.sync_every_micro_batch=auto", "strategy.sync_every_micro_batch", "auto"),
-    ("strategy.sync_every_micro_batch=false", "strategy.sync_every_micro_batch", False),
-    (
-        "activation_checkpointing={mode: selective}",
-        "activation_checkpointing",
-        ActivationCheckpointing(mode="selective"),
-    ),
-    ("profile={start_step: 3, steps: 2}", "profile", Profile(start_step=3, steps=2)),
-    (
-        "logging.wandb={project: p, mode: offline}",
-        "logging.wandb",
-        Wandb(project="p", mode="offline"),
-    ),
-    ("checkpoint.export=at_end", "checkpoint.export", "at_end"),
-    ("schedule={kind: wsd, decay_steps: 3}", "schedule.decay_steps", 3),
-    (
-        "model.config.hidden_size=64",
-        "model.config",
-        {"model_type": "llama", "vocab_size": 300, "hidden_size": 64},
-    ),
-    (
-        "model.config.rope_parameters={rope_type: default}",
-        "model.config.rope_parameters",
-        {"rope_type": "default"},
-    ),
-    ("model.config.vocab_size=257", "model.config.vocab_size", 257),
-    ("run.seed=${run.max_steps}", "run.seed", 10),
-    ("model={config: null, path: owner/name}", "model.path", "owner/name"),
-    ("model.freeze=model.embed_tokens.*", "model.freeze", ("model.embed_tokens.*",)),
-    (
-        "lora={rank: 8, target_modules: [q_proj, v_proj]}",
-        "lora",
-        Lora(rank=8, target_modules=("q_proj", "v_proj")),
-    ),
-    ("lora.dropout=0.1", "lora", Lora(dropout=0.1)),
-    ("data.train=owner/name:train", "data.train", ("owner/name:train",)),
-    ("data.train={web: {files: data.txt}}", "data.train", {"web": Source(files=("data.txt",))}),
+    ("run.max_steps=20", 20),
+    ("run.deterministic=true", True),
+    ('run.name="3"', "3"),
+    ("run.dir=/tmp/a=b", "/tmp/a=b"),
+    ("run.seed=${run.max_steps}", 10),
+    ("run.max_loss_ratio=3", 3.0),
+    ("optimizer.learning_rate=1e-4", 1e-4),
+    ("optimizer.learning_rate=1", 1.0),
+    ("optimizer.betas=[0,0]", (0.0, 0.0)),
+    ("optimizer.max_grad_norm=null", None),
+    ("data.train=./data.txt", ("./data.txt",)),
+    ("data.train=[data.txt,./data.txt]", ("data.txt", "./data.txt")),
+    ("data.train=owner/name:train", ("owner/name:train",)),
+    ("data.train={web: {files: data.txt}}", {"web": Source(files=("data.txt",))}),
     (
         "data.train={web: {files: [data.txt], weight: 2}, talk: {files: ./data.txt, kind: chat}}",
-        "data.train",
         {
             "web": Source(files=("data.txt",), weight=2.0),
             "talk": Source(files=("./data.txt",), kind="chat"),
         },
     ),
+    ("data.validation=['*.txt']", ("*.txt",)),
     (
         "data.validation={near: data.txt, far: [data.txt, ./data.txt]}",
-        "data.validation",
         {"near": ("data.txt",), "far": ("data.txt", "./data.txt")},
     ),
-    ("data={kind: chat, messages_column: talk}", "data.messages_column", "talk"),
-    ("data={kind: chat, chat_template: data.txt}", "data.chat_template", "data.txt"),
-    ("data={streaming: true, shuffle_buffer: 10}", "data.shuffle_buffer", 10),
-    ("checkpoint={export: at_end, export_dtype: bfloat16}", "checkpoint.export_dtype", "bfloat16"),
-    ("run.max_loss_ratio=3", "run.max_loss_ratio", 3.0),
-    ("run.on_divergence=rewind", "run.on_divergence", "rewind"),
-    ("run={on_divergence: stop, name: a}", "run.on_divergence", "stop"),
-    ("checkpoint.every_steps=null", "checkpoint.every_steps", None),
-    ("checkpoint={keep_last: 3, keep_every: 1000}", "checkpoint.keep_every", 1000),
-    ("checkpoint.resume=.", "checkpoint.resume", "."),
-    ("checkpoint={every_steps: null, resume: never}", "checkpoint.resume", "never"),
+    ("strategy.mixed_precision.param_dtype=float16", "float16"),
+    ("strategy.mixed_precision=null", None),
+    ("strategy.cpu_offload={}", CpuOffload()),
+    ("strategy.cpu_offload.pin_memory=false", False),
+    ("strategy.sync_every_micro_batch=auto", "auto"),
+    ("strategy.sync_every_micro_batch=false", False),
+    ("activation_checkpointing={mode: selective}", ActivationCheckpointing(mode="selective")),
+    ("profile={start_step: 3, steps: 2}", Profile(start_step=3, steps=2)),
+    ("logging.wandb={project: p, mode: offline}", Wandb(project="p", mode="offline")),
+    ("lora={rank: 8, target_modules: [q_proj]}", Lora(rank=8, target_modules=("q_proj",))),
+    ("model.config.rope_parameters={rope_type: default}", {"rope_type": "default"}),
+    ("model.config.vocab_size=257", 257),
+    ("model.freeze=model.embed_tokens.*", ("model.embed_tokens.*",)),
+    ("checkpoint.resume=.", "."),
 ]
 
 
-@pytest.mark.parametrize(
-    ("override", "key", "value"), OVERRIDES, ids=[override for override, _, _ in OVERRIDES]
-)
-def test_an_override_sets_its_key_and_no_other(folder, override, key, value):
+@pytest.mark.parametrize(("override", "value"), OVERRIDES, ids=[name for name, _ in OVERRIDES])
+def test_an_override_sets_its_key_and_no_other(folder, override, value):
     plain, changed = load(), load(override)
-    got = value_at(changed, key.split("."))
+    key = override.partition("=")[0].split(".")
+    got = value_at(changed, key)
     assert got == value
     assert type(got) is type(value)
-    first = override.split("=")[0].split(".")[0]
+    first = key[0]
     for section in dataclasses.fields(Recipe):
         if section.name != first:
             assert getattr(changed, section.name) == getattr(plain, section.name)
 
 
-def test_ranks_that_do_not_divide_the_batch_may_go_on_with_a_run(folder):
-    """Where a run resumes, places of the global batch stay empty; a fresh start is refused (test_broken_recipes)."""
-    with pytest.raises(RecipeError, match="64 is not a multiple of"):
-        load(ranks=3)
-    checkpoint = folder / "runs/small/checkpoints/step_00000005"
-    checkpoint.mkdir(parents=True)
-    assert load(ranks=3) == load()
-    assert (
-        load("checkpoint.resume=" + str(checkpoint), "run.dir=elsewhere", ranks=3).run.dir
-        == "elsewhere"
-    )
-    with pytest.raises(RecipeError, match="60 is not a multiple of 8"):
-        load("batch.global_batch_size=60", ranks=3)
-
-
 def test_the_best_checkpoint_goes_by_a_validation_of_any_kind(folder):
-    assert (
-        load("checkpoint.keep_best=eval_loss", "data.validation=[data.txt]").checkpoint.keep_best
-        == "eval_loss"
-    )
-    own = [
-        "model={config: null, builder: a.b:c}",
-        "data={builder: a.b:c, train: null, tokenizer: null}",
-    ]
-    assert load("checkpoint.keep_best=eval_loss", *own).checkpoint.keep_best == "eval_loss"
+    load("checkpoint.keep_best=eval_loss", "data.validation=[data.txt]")
+    own = "data={builder: a.b:c, train: null, tokenizer: null}"
+    load("checkpoint.keep_best=eval_loss", "model={config: null, builder: a.b:c}", own)
 
 
 def test_the_last_of_several_overrides_holds(folder):
@@ -266,22 +185,16 @@ def test_interpolation(folder, monkeypatch):
 
 
 def test_a_section_can_be_interpolated_or_merged(folder):
-    (folder / "x.yaml").write_text(
-        SMALL
-        + "evaluation: &often\n  every_steps: 3\nlogging:\n  tensorboard: true\n  <<: *often\n"
-    )
+    anchor, key = "evaluation: &often\n  every_steps: 3\nlogging:\n", ("logging", "every_steps")
+    (folder / "x.yaml").write_text(SMALL + anchor + "  tensorboard: true\n  <<: *often\n")
     loaded = load_recipe(["recipe=x.yaml"], ranks=None)
     assert loaded.recipe.logging == schema.Logging(every_steps=3, tensorboard=True)
-    assert loaded.origins.of(("logging", "every_steps")) == "x.yaml:15"
+    assert loaded.origins.of(key) == "x.yaml:15"
     assert loaded.origins.of(("logging", "tensorboard")) == "x.yaml:17"
-    (folder / "x.yaml").write_text(
-        SMALL + "evaluation: &often\n  every_steps: 3\nlogging:\n  every_steps: 9\n  <<: *often\n"
-    )
+    (folder / "x.yaml").write_text(SMALL + anchor + "  every_steps: 9\n  <<: *often\n")
     loaded = load_recipe(["recipe=x.yaml"], ranks=None)
-    assert (loaded.recipe.logging.every_steps, loaded.origins.of(("logging", "every_steps"))) == (
-        9,
-        "x.yaml:17",
-    )
+    assert loaded.recipe.logging.every_steps == 9
+    assert loaded.origins.of(key) == "x.yaml:17"
 
 
 def test_origins(folder):
@@ -310,24 +223,12 @@ def test_origins(folder):
         "evaluation.every_steps": "default",
     }
     assert {key: loaded.origins.of(tuple(key.split("."))) for key in origins} == origins
-
-
-def test_what_turns_out_later_names_its_origin(folder):
-    loaded = load_recipe(
-        ["recipe=x.yaml", "strategy.mixed_precision={param_dtype: bfloat16}"], ranks=1
-    )
-    assert (
-        str(loaded.refuse(("run", "max_steps"), "is no good"))
-        == "x.yaml:3: run.max_steps: is no good"
-    )
-    precision = ("strategy", "mixed_precision", "param_dtype")
-    assert (
-        str(loaded.refuse(precision, "no such GPU"))
-        == "command line: strategy.mixed_precision.param_dtype: no such GPU"
-    )
-    assert (
-        str(loaded.refuse(("optimizer", "eps"), "too small")) == "x.yaml: optimizer.eps: too small"
-    )
+    late = {  # what turns out after the check
+        ("run", "max_steps"): "x.yaml:3: run.max_steps: wrong",
+        ("strategy", "kind"): "command line: strategy.kind: wrong",
+        ("optimizer", "eps"): "x.yaml: optimizer.eps: wrong",
+    }
+    assert {key: str(loaded.refuse(key, "wrong")) for key in late} == late
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
@@ -382,7 +283,7 @@ def test_a_mixture_survives_being_written_and_overridden(folder):
 
 def test_show_prints_a_mixture_as_it_is_written(folder, capsys):
     (folder / "x.yaml").write_text(MIXTURE)
-    assert show(["recipe=x.yaml", "data.train.talk.weight=0.5"]) == 0
+    assert run(["show", "recipe=x.yaml", "data.train.talk.weight=0.5"]) == 0
     printed = capsys.readouterr().out
     lines = [re.sub(r" {2,}(?=#)", "  ", line) for line in printed.splitlines()]
     at = lines.index("  train:")
@@ -409,7 +310,7 @@ TEXTS = [
     "1e-4", "-1.5E+3", "1_000", "010", "1:30", "null", "~", "on", "true", ".nan", "2020-01-01",
     "=", "<<", "???x", "- a", "a: b", "a #b", "a, b",
     "*", "&a", "!a", "%", "@", "`", "'", '"', "[a]",
-    "{a: b}", "日本語 🙂", " a ", "a\nb", "a\tb", "x" * 300, "${run.name}", "\\${x}", "a\\",
+    "{a: b}", "日本語 🙂", " a ", "a\nb\n", "a\tb", "x" * 300, "${run.name}", "\\${x}", "a\\",
 ]
 # fmt: on
 
@@ -417,13 +318,8 @@ TEXTS = [
 @pytest.mark.parametrize(
     "texts", list(zip(TEXTS[::3], TEXTS[1::3], TEXTS[2::3], strict=True)), ids=repr
 )
-def test_text_survives_being_written(folder, texts):
+def test_text_survives_being_written_and_shown(folder, texts, capsys):
     column, project, entity = texts
-    keys = {
-        "data.text_column": column,
-        "logging.wandb.project": project,
-        "logging.wandb.entity": entity,
-    }
     plain = load()
     recipe = dataclasses.replace(
         plain,
@@ -432,15 +328,23 @@ def test_text_survives_being_written(folder, texts):
     )
     (folder / "y.yaml").write_text(to_yaml(recipe))
     assert load(recipe="y.yaml") == recipe
-    assert load(*(f"{key}={scalar_as_yaml(text)}" for key, text in keys.items())) == recipe
+    assert run(["show", "recipe=y.yaml"]) == 0
+    (folder / "z.yaml").write_text(capsys.readouterr().out)
+    assert load(recipe="z.yaml") == recipe
+    escaped = [
+        json.dumps(re.sub(r"(\\*)\$\{", r"\1\1\\${", text), ensure_ascii=False) for text in texts
+    ]
+    keys = ("data.text_column", "logging.wandb.project", "logging.wandb.entity")
+    overrides = [f"{key}={text}" for key, text in zip(keys, escaped, strict=True)]
+    assert load(*overrides) == recipe
 
 
-@pytest.mark.parametrize("number", [1e-8, 2.5e-05, 3, 1e22, 0.1 + 0.2])
-def test_numbers_survive_being_written(folder, number):
-    recipe = load(f"optimizer.weight_decay={number!r}")
-    assert recipe.optimizer.weight_decay == number
-    (folder / "y.yaml").write_text(to_yaml(recipe))
-    assert load(recipe="y.yaml") == recipe
+def test_numbers_survive_being_written(folder):
+    for number in (1e-8, 2.5e-05, 3, 1e22, 0.1 + 0.2):
+        recipe = load(f"optimizer.weight_decay={number!r}")
+        assert recipe.optimizer.weight_decay == number
+        (folder / "y.yaml").write_text(to_yaml(recipe))
+        assert load(recipe="y.yaml") == recipe
 
 
 def test_nothing_can_be_changed(folder):
@@ -452,6 +356,7 @@ def test_nothing_can_be_changed(folder):
             "profile={start_step: 1, steps: 1}",
         ),
         *("lora={}", "data.train={a: {files: data.txt}}", "slurm={}"),
+        *("data.kind=chat", "data.validation=data.txt", "evaluation.generate={}"),
     )
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.data.train["a"].weight = 2.0
@@ -461,26 +366,6 @@ def test_nothing_can_be_changed(folder):
                 setattr(value_at(recipe, path), field.name, None)
 
 
-def test_every_key_of_the_schema_has_a_docstring():
-    """But a key that is a section, whose class has one."""
-    undocumented = []
-    for _, kind in sections():
-        (tree,) = ast.parse(inspect.getsource(kind)).body
-        assert ast.get_docstring(tree), kind
-        for statement, after in zip(tree.body, [*tree.body[1:], None], strict=True):
-            if isinstance(statement, ast.AnnAssign):
-                documented = (
-                    isinstance(after, ast.Expr)
-                    and isinstance(after.value, ast.Constant)
-                    and isinstance(after.value.value, str)
-                )
-                key = statement.target.id
-                is_section = dataclasses.is_dataclass(typing.get_type_hints(kind)[key])
-                if not is_section and not (documented and after.value.value.strip()):
-                    undocumented.append(f"{kind.__name__}.{key}")
-    assert undocumented == []
-
-
 def test_the_json_schema_describes_every_key(capsys):
     assert run(["schema"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -488,9 +373,7 @@ def test_the_json_schema_describes_every_key(capsys):
         section = printed if kind is Recipe else printed["$defs"][kind.__name__]
         assert list(section["properties"]) == [field.name for field in dataclasses.fields(kind)]
         assert section["description"].strip()
-        for key in section[
-            "properties"
-        ].values():  # a key described like its section has no description of its own
+        for key in section["properties"].values():  # a section is described at its class
             assert key.get("description", key.get("$ref"))
         assert section["additionalProperties"] is False
     data, optimizer = printed["$defs"]["Data"], printed["$defs"]["Optimizer"]
@@ -523,8 +406,7 @@ def test_a_recipe_with_wrong_keys_decodes_to_the_sound_ones():
     recipe, problems, unsound = decode(plain)
     assert (recipe.run.seed, recipe.data.train, recipe.profile) == (3, None, None)
     assert {dotted(path) for path in unsound} == {
-        *("gone", "run.nam", "run.name", "data.train[0]", "profile.start_step", "profile.steps"),
-        "batch.global_batch_size",
+        *("gone", "run.nam", "run.name", "data.train", "profile", "batch.global_batch_size"),
     }
     assert "run.name" not in {dotted(problem.path) for problem in problems}
 

@@ -1,6 +1,9 @@
 """Steps to lines of metrics.jsonl: rates, peaks, and when a line is written."""
 
 import json
+import random
+import re
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +14,10 @@ from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
 from launcher.metrics import recorder
-from launcher.metrics.recorder import StepRecorder
+from launcher.metrics.interval import PHASES
+from launcher.metrics.recorder import Flops, StepRecorder
+from launcher.metrics.slow_ranks import SlowRanks
+from launcher.metrics.verdict import TOLERATED, Measured, measure, verdict
 from launcher.recipe.load import load_recipe
 from launcher.reliability.run_directory import RunFolder
 from launcher.training.loop import Step
@@ -22,7 +28,7 @@ ALONE = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
 
 def step(number, *, tokens=100, loss=1.0, skipped=0.0, waited=0.5):
     batch = GlobalBatch(
-        number, [], StepStatistics([tokens - 1, tokens, 0, 0], ALONE, None), 8 * number, waited
+        number, [], StepStatistics([tokens - 1, tokens, 0, 0], ALONE), 8 * number, waited
     )
     return Step(number, torch.tensor(loss), torch.tensor(2.0), torch.tensor(skipped), 1e-3, batch)
 
@@ -36,7 +42,7 @@ def clock(monkeypatch):
 
 
 def test_rates_are_means_over_the_steps_since_the_last_record(clock):
-    recorder = StepRecorder(ALONE, flops_per_token=3.0, peak_flops=600.0)
+    recorder = StepRecorder(ALONE, Flops(3.0, recomputed=1.0, peak=600.0))
 
     def train(numbers_and_tokens):
         for number, tokens in numbers_and_tokens:
@@ -53,16 +59,118 @@ def test_rates_are_means_over_the_steps_since_the_last_record(clock):
     assert line["step_seconds"] == pytest.approx(2.0)
     assert line["tokens_per_second"] == pytest.approx((10 + 30 + 60) / 6)
     assert line["mfu"] == pytest.approx(100 / 6 * 3 / 600)
+    assert line["hfu"] == pytest.approx(100 / 6 * (3 + 1) / 600)
     assert line["data_seconds"] == pytest.approx(0.5)
     line = recorder.collect(second)
     assert line["step_seconds"] == pytest.approx(2.0), "without the pause"
     assert line["tokens_per_second"] == pytest.approx(20)
 
 
+def test_the_time_of_a_step_by_phase(clock):
+    recorder = StepRecorder(ALONE, Flops(0.0))
+    for number in (1, 2):
+        for phase, seconds in (
+            ("data", 0.5),
+            ("forward", 1.0),
+            ("backward", 3.0),
+            ("optimizer", 1.0),
+        ):
+            recorder.phase(phase)
+            clock.now += seconds / 2
+            with recorder.waiting():
+                clock.now += seconds / 2 if phase == "backward" else 0.0
+            clock.now += seconds / 2 if phase != "backward" else 0.0
+        recorder.phase("data")
+        clock.now += 0.5
+        recorder.add(step(number))
+        if number == 1:
+            with recorder.excluded("checkpoint"), recorder.waiting():
+                clock.now += 7.0
+        clock.now += 0.25
+    line = recorder.collect(recorder.launch(step(2)))
+    seconds = {name: line[f"{name}_seconds"] for name in (*PHASES, "step") if name != "data"}
+    expected = {"forward": 1.0, "backward": 3.0, "optimizer": 1.0, "logging": 0.25, "step": 6.25}
+    assert seconds == pytest.approx(expected)
+    assert line["communication_seconds"] == pytest.approx(1.5), "not the checkpoint's"
+    assert line["checkpoint_seconds"] == pytest.approx(7.0)
+    assert line["slowest_rank_seconds"] == pytest.approx(6.25 - 1.5 - 0.25)
+    recorder.add(step(3))
+    clock.now += 1.0
+    recorder.collect(recorder.launch(step(3)))
+    assert recorder.totals["step"] == pytest.approx(1.0), "the first record is not typical"
+
+
+def slow_rank_messages(slow_steps, *, ranks=4, steps=60):
+    """Rank 2 takes twice as long in some steps; all ranks have hiccups."""
+    drawn, slow, found = (
+        random.Random(0),
+        SlowRanks([f"node{rank // 2}" for rank in range(ranks)]),
+        [],
+    )
+    for number in range(1, steps + 1):
+        own = [drawn.uniform(0.95, 1.05) * drawn.choice([1.0] * 9 + [3.0]) for _ in range(ranks)]
+        own[-2] *= 2.0 if number in slow_steps else 1.0
+        found += [(number, message) for message in slow.update(number, own)]
+    return found, slow.note()
+
+
+def test_a_slow_rank_is_named_once_and_when_it_is_over():
+    assert slow_rank_messages(range(0)) == ([], None)
+    ((begin, first), (end, second)), note = slow_rank_messages(range(20, 40))
+    assert re.match("slow: rank 2 on node1 takes [12].[90] times as long for a step as the", first)
+    assert "since step 20" in first
+    assert second.startswith("rank 2 on node1 is no longer slow")
+    assert 20 < begin < 30 < 40 < end < 52
+    assert note is None
+    ((_, first),), note = slow_rank_messages(range(20, 61), ranks=2)
+    assert "slow: rank 0 on node0 takes " in first
+    assert re.fullmatch("rank 0 slow x[12].[90]", note)
+
+
+VERDICTS = [
+    ("strategy.kind=ddp", {}, {}, "compute (forward and backward), 100% of a step; no override"),
+    ("strategy.kind=fsdp", {}, {"free_memory": 0.5}, "try model.compile=true"),
+    ("strategy.kind=ddp", {"data": 0.2}, {}, "data, 20% of a step; try data.workers=4"),
+    ("data.workers=8", {"data": 0.2}, {}, "try data.prefetch_factor=4"),
+    ("strategy.kind=fsdp", {"communication": 0.3}, {"nodes": 2}, "try strategy.replicate=2"),
+    ("strategy.kind=fsdp", {"communication": 0.3}, {"micro_batches": 2}, "try strategy.sync_every_micro_batch=false"),
+    ("strategy.kind=fsdp", {"communication": 0.3}, {}, "try strategy.reshard_after_forward=false"),
+    ("strategy.kind=fsdp", {"communication": 0.3}, {"free_memory": 0.1}, "try batch.global_batch_size=128"),
+    ("strategy.kind=fsdp", {"communication": 0.3}, {"slow_rank": "rank 3"}, "look at it first: rank 3"),
+    ("strategy.cpu_offload={}", {"communication": 0.3}, {}, "host copies and communication, 30% of a step; try strategy.cpu_offload="),
+    ("activation_checkpointing={mode: full}", {"recomputation": 0.25}, {}, "25% of a step; try activation_checkpointing.mode=sel"),
+    ("activation_checkpointing={mode: selective}", {"recomputation": 0.25}, {"free_memory": 0.1}, "no override"),
+    ("strategy.kind=ddp", {"optimizer": 0.3}, {"ranks": 2}, "optimizer, 30% of a step; try strategy.shard_optimizer=true"),
+    ("strategy.kind=fsdp", {"optimizer": 0.3, "data": 0.04}, {}, "optimizer, 30% of a step; try batch.global_batch_size=128"),
+    ("logging.every_steps=2", {"logging": 0.2}, {}, "logging, 20% of a step; try logging.every_steps=20"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "shares", "shape", "expected"), VERDICTS)
+def test_the_verdict_names_the_bottleneck_and_one_override(
+    override, shares, shape, expected, folder
+):
+    recipe = load_recipe(["recipe=x.yaml", "strategy.kind=fsdp", override], ranks=1).recipe
+    whole = dict.fromkeys(TOLERATED, 0.0) | shares
+    text = verdict(Measured(whole | {"compute": 1 - sum(shares.values())}, **shape), recipe)
+    assert text.startswith("bottleneck: ")
+    assert expected in text
+    assert text.count("=") <= 1
+
+
+def test_shares_of_a_step():
+    totals = defaultdict(float, step=10.0, data=1.0, optimizer=1.0, logging=0.5, communication=1.0)
+    assert measure(defaultdict(float), recomputed_share=0.0) is None
+    found = measure(totals | {"timed": 5.0}, recomputed_share=0.2)
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    assert found.shares["communication"] == pytest.approx(0.2), "measured in half of the steps"
+    assert found.shares["recomputation"] == pytest.approx(0.2 * (0.75 - 0.2))
+
+
 def test_the_peak_is_that_since_the_last_record(monkeypatch):
     peaks = iter([500, 300])
     monkeypatch.setattr(host_memory, "take_peak", lambda: next(peaks))
-    recorder = StepRecorder(ALONE, flops_per_token=0.0, peak_flops=None)
+    recorder = StepRecorder(ALONE, Flops(0.0))
     for number, expected in ((1, 500), (2, 300)):
         recorder.add(step(number))
         assert recorder.collect(recorder.launch(step(number)))["peak_memory_bytes"] == expected
@@ -74,7 +182,9 @@ def test_the_peak_of_a_gpu_is_reset_once_it_was_read(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 200)
     )
-    assert [recorder._peak_memory(torch.device("cuda")) for _ in range(2)] == [700, 200]
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 900)
+    peaks = [recorder._peak_memory(torch.device("cuda")) for _ in range(2)]
+    assert peaks == [(700, 900), (200, 900)]
 
 
 @pytest.fixture
@@ -82,7 +192,7 @@ def reporter(folder):
     recipe = load_recipe(["recipe=x.yaml", "run.max_skipped_steps=2"], ranks=1).recipe
     run = RunFolder(folder / "run")
     run.create("")
-    return Reporter(ALONE, run, recipe=recipe, steps=10, first_step=0, flops_per_token=0.0)
+    return Reporter(ALONE, run, recipe=recipe, steps=10, first_step=0, flops=Flops(0.0))
 
 
 def lines(folder):

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.errors import RecipeError
-from launcher.planner import answers, detect, separate_process
+from launcher.errors import RecipeError, TrainingError
+from launcher.planner import detect, out_of_memory, separate_process
+from launcher.planner.comparison import predict_peak
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,
@@ -15,7 +16,7 @@ from launcher.recipe.schema import (
     Model,
     Strategy,
 )
-from launcher.recipe.validate import leaves_open
+from launcher.recipe.validate import open_keys
 from tests.unit.made_plan import GIB, RECIPE, configuration, machine, made_ladder, made_plan
 
 OPEN = dataclasses.replace(
@@ -27,36 +28,36 @@ OPEN = dataclasses.replace(
 
 def test_without_auto_the_recipe_is_unchanged():
     assert detect.resolve_auto(RECIPE, machine(), ranks=None, run=None) is RECIPE
-    assert not leaves_open(RECIPE)
-    assert leaves_open(dataclasses.replace(RECIPE, batch=OPEN.batch))
-    assert leaves_open(dataclasses.replace(RECIPE, strategy=OPEN.strategy))
+    assert open_keys(RECIPE) == []
+    assert open_keys(OPEN) == ["strategy.kind", "batch.micro_batch_size"]
 
 
 def test_the_fastest_that_fits_is_chosen(monkeypatch):
     asked = []
 
-    def fastest(recipe, machine, *, plan_of, limit_micro_batch):
+    def fastest(recipe, machine, *, limit_micro_batch):
         asked.append(limit_micro_batch)
         return configuration(
             ("strategy.kind=fsdp", "batch.micro_batch_size=2"), made_plan(), 74_000, micro=2
         )
 
-    monkeypatch.setattr(answers, "fastest_that_fits", fastest)
-    ((recipe, overrides, why),) = answers.choose(OPEN, machine(), 3)
+    monkeypatch.setattr(detect, "fastest_that_fits", fastest)
+    recipe, overrides, why = detect.choose(OPEN, machine(), 4)
     assert asked == [3]
     assert recipe.batch.micro_batch_size == 2
     assert overrides == ("strategy.kind=fsdp", "batch.micro_batch_size=2")
     assert why == (
-        "fsdp, bf16; 2 sequences of 4,096 tokens x 4 micro-batches x 8 ranks = 64 a step. "
-        "The fastest that fits: by plan 46.9 GiB of 80.0 GiB a rank, 74,000 tokens/s"
+        "fsdp (ZeRO-3), bf16; 2 sequences of 4,096 tokens x 4 micro-batches x 8 ranks = 64 a step. "
+        "The fastest that fits: by plan 46.9 GiB of 80.0 GiB a rank, 74,000 tokens/s; "
+        "micro-batches of 4 and more ran out of memory before"
     )
 
 
 def test_where_nothing_fits_the_error_has_suggestions(monkeypatch):
-    monkeypatch.setattr(answers, "fastest_that_fits", lambda *_, **__: None)
-    monkeypatch.setattr(answers, "make_ladder", lambda *_, **__: made_ladder(fits=False))
+    monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: None)
+    monkeypatch.setattr(detect, "make_ladder", lambda *_, **__: made_ladder(fits=False))
     with pytest.raises(RecipeError) as caught:
-        list(answers.choose(OPEN, machine(memory=8 * GIB), None))
+        detect.choose(OPEN, machine(memory=8 * GIB), None)
     assert caught.value.problems == [
         "strategy.kind: auto: no configuration fits 8 x H100 with 8.0 GiB each",
         "  16 GPUs instead of 8: gpus_per_node=8 nodes=2",
@@ -66,7 +67,7 @@ def test_where_nothing_fits_the_error_has_suggestions(monkeypatch):
 
 def test_after_the_smallest_micro_batch_failed_there_is_no_choice():
     with pytest.raises(RecipeError, match="a micro-batch of 1 ran out of memory in an earlier"):
-        list(answers.choose(OPEN, machine(), 0))
+        detect.choose(OPEN, machine(), 1)
 
 
 def failed(**changes):
@@ -127,23 +128,23 @@ def test_a_failure_before_a_suggestion_was_taken_does_not_count():
 def test_recipes_and_machines_reach_the_separate_process(monkeypatch):
     """The plan of a model that does not exist: the process answers with a RecipeError."""
     missing = dataclasses.replace(RECIPE, model=Model(path="/no/such/folder"))
-    found, trouble = separate_process.ask("predict_peak", missing, machine(), seconds=100)
-    assert (len(found), trouble) == (1, "")
-    assert isinstance(found[0], RecipeError)
-    assert "/no/such/folder" in str(found[0])
-    found, trouble = separate_process.ask("predict_peak", RECIPE, machine(), seconds=0.01)
-    assert (found, trouble) == ([], "planning took more than 0.01 s")
+    with pytest.raises(RecipeError, match="/no/such/folder"):
+        separate_process.run_in_process(300, predict_peak, missing, machine())
+    with pytest.raises(TrainingError, match=r"planning took more than 0\.01 s"):
+        separate_process.run_in_process(0.01, predict_peak, RECIPE, machine())
 
 
-def limits_of(monkeypatch, plan, **measured):
+def limits_of(monkeypatch, plan, measured=None, outside=0):
     seen = []
 
     def ladder(recipe, machine, **_):
         seen.append(machine.memory)
         return SimpleNamespace(configurations=())
 
-    monkeypatch.setattr(answers, "make_ladder", ladder)
-    assert answers.what_fits(RECIPE, plan.machine, plan, **measured) == []
+    rows = dict.fromkeys(("parameters", "gradients", "optimizer", "others", "unused"), 0)
+    monkeypatch.setattr(out_of_memory, "make_ladder", ladder)
+    monkeypatch.setattr(out_of_memory, "make_plan", lambda recipe, machine: plan)
+    out_of_memory.explain(RECIPE, plan.machine, "backward", rows | {"outside": outside}, measured)
     return seen[0]
 
 
@@ -164,19 +165,13 @@ def test_suggestions_need_less_than_the_failed_recipe(monkeypatch):
     )
 
 
-def test_suggestions_are_the_fastest_few_that_fit(monkeypatch):
+def test_suggestions_fit_and_change_something(monkeypatch):
     ladder = made_ladder()
     not_fitting = configuration(("batch.micro_batch_size=32",), made_plan(5.0), 99_000)
-    monkeypatch.setattr(
-        answers,
-        "make_ladder",
-        lambda *_, **__: SimpleNamespace(
-            configurations=(not_fitting, *reversed(ladder.configurations))
-        ),
-    )
-    fitting = answers.what_fits(RECIPE, machine(), made_plan())
-    assert [one.tokens_per_second for one in fitting] == sorted(
-        (one.tokens_per_second for one in ladder.configurations if one.plan.fits and one.overrides),
-        reverse=True,
-    )
-    assert all(one.overrides for one in fitting)
+    found = SimpleNamespace(configurations=(not_fitting, *ladder.configurations))
+    monkeypatch.setattr(out_of_memory, "make_ladder", lambda *_, **__: found)
+    monkeypatch.setattr(out_of_memory, "make_plan", lambda recipe, machine: made_plan())
+    text = out_of_memory.explain(RECIPE, machine(), "", {}, None)
+    fitting = [one for one in ladder.configurations if one.plan.fits and one.overrides]
+    shown = [line.partition("#")[0].split() for line in text if line.startswith("  ")]
+    assert shown == [" ".join(one.overrides).split() for one in fitting]

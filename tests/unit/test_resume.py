@@ -42,9 +42,9 @@ def recipe(*overrides):
     ],
 )
 def test_changes_that_are_allowed(changes):
-    told = check_changes(recipe(), recipe(*changes), allow=False, checkpoint=Path("c"))
-    assert told
-    assert all(" -> " in line for line in told)
+    shown = check_changes(recipe(), recipe(*changes), allow=False, checkpoint=Path("c"))
+    assert shown
+    assert all(" -> " in line for line in shown)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_changes_that_alter_the_training_are_refused(change, line):
     assert middle[0].startswith(f"  {line}"), "and not the number of steps, which may change"
     assert "checkpoint.allow_changes=true" in last
     assert any(
-        line in told
-        for told in check_changes(recipe(), recipe(change), allow=True, checkpoint=Path("c"))
+        line in shown
+        for shown in check_changes(recipe(), recipe(change), allow=True, checkpoint=Path("c"))
     )
 
 
@@ -239,7 +239,7 @@ def test_a_refused_job_is_refused_again_after_a_restart(tmp_path):
     loaded = load_recipe(["recipe=fsdp", f"run.dir={tmp_path}"], ranks=None)
     run = RunFolder(tmp_path)
     run.note_start(environment(parent=5))
-    run.create("", anew=True)
+    run.create("", from_scratch=True)
     run.metrics.write_text('{"step": 1, "loss": 2.0}\n')
     again = RunFolder(tmp_path)
     with pytest.raises(RecipeError, match=r"holds a run already"):

@@ -1,12 +1,15 @@
 """The learning rate over the run, the loss scale of float16, and what weight decay applies to."""
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from launcher.errors import RecipeError
 from launcher.recipe import schema
+from launcher.training.muon import newton_schulz
 from launcher.training.optimizer import LossScale, learning_rate, make_optimizer
 
 QUARTER = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2
@@ -152,3 +155,120 @@ def test_weight_decay_shrinks_matrices_only():
 def test_a_model_of_one_sort(model):
     (group,) = make_optimizer(model, schema.Optimizer()).param_groups
     assert len(group["params"]) == len(list(model.parameters()))
+
+
+def gradients_of(model, step):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(p.shape, generator=generator) * 0.1 for p in model.parameters()]
+
+
+def test_adafactor_is_that_of_torch():
+    """Also for a parameter of three dimensions, and with scaled gradients."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.Parameter(torch.randn(3, 4, 5))
+            self.linear = nn.Linear(6, 7)
+
+    torch.manual_seed(0)
+    ours, theirs = Experts(), Experts()
+    theirs.load_state_dict(ours.state_dict())
+    section = schema.Optimizer(name="adafactor", learning_rate=0.05)
+    mine = make_optimizer(ours, section)
+    groups = [
+        {"params": [theirs.experts, theirs.linear.weight], "weight_decay": 0.1},
+        {"params": [theirs.linear.bias], "weight_decay": 0.0},
+    ]
+    other = torch.optim.Adafactor(groups, lr=0.05)
+    mine.grad_scale, mine.found_inf = torch.tensor(4.0), torch.zeros(())
+    for step in range(8):
+        gradients = gradients_of(ours, step)
+        for a, b, gradient in zip(ours.parameters(), theirs.parameters(), gradients, strict=True):
+            a.grad, b.grad = gradient * 4, gradient.clone()
+        mine.step()
+        other.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_muon_is_that_of_torch():
+    """In the block; torch iterates in bfloat16. AdamW elsewhere, and for vectors."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Embedding(5, 24), nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24)))
+    theirs = copy.deepcopy(ours)
+    mine = make_optimizer(
+        ours,
+        schema.Optimizer(name="muon", momentum=0.95, learning_rate=0.01),
+        blocks=[ours[1]],
+    )
+    matrices = [p for p in theirs[1].parameters() if p.ndim == 2]
+    vectors = [p for p in theirs[1].parameters() if p.ndim == 1]
+    other = [
+        torch.optim.Muon(matrices, lr=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(theirs[0].parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1),
+        torch.optim.AdamW(vectors, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    before = copy.deepcopy(ours)
+    mine.grad_scale, mine.found_inf = torch.tensor(4.0), torch.zeros(())
+    for step in range(4):
+        gradients = gradients_of(ours, step)
+        for a, b, gradient in zip(ours.parameters(), theirs.parameters(), gradients, strict=True):
+            a.grad, b.grad = gradient * 4, gradient.clone()
+        mine.step()
+        for one in other:
+            one.step()
+    parameters = zip(ours.parameters(), theirs.parameters(), before.parameters(), strict=True)
+    for a, b, start in parameters:
+        moved = (a - start).norm()
+        assert (a - b).norm() < (0.02 if a.ndim == 2 and a.shape[0] > 5 else 1e-5) * moved
+    assert set(mine.state[ours[1][0].weight]) == {"momentum_buffer"}
+    assert set(mine.state[ours[0].weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    with pytest.raises(RecipeError, match=r"optimizer.name: muon: the model has no matrix in a"):
+        make_optimizer(ours, schema.Optimizer(name="muon"))
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (3, 6, 4)])
+def test_muon_makes_matrices_nearly_orthogonal(shape):
+    """Experts as one matrix each."""
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    singly = [newton_schulz(one.clone()) for one in matrices] if len(shape) == 3 else []
+    found = newton_schulz(matrices)
+    values = torch.linalg.svdvals(found)
+    assert 0.6 < values.min() < values.max() < 1.3
+    for one, other in zip(singly, found, strict=False):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
+def test_a_step_that_is_skipped_changes_nothing(name):
+    """Even the first one, which makes the state."""
+    model = nn.Linear(3, 4)
+    section = schema.Optimizer(name=name, learning_rate=0.1)
+    optimizer = make_optimizer(model, section, blocks=[model])
+    before = [p.detach().clone() for p in model.parameters()]
+    for gradient in (torch.nan, torch.inf):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.found_inf = torch.ones(())
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    for state in optimizer.state.values():
+        assert all(not value.any() for value in state.values())
+    optimizer.found_inf = torch.zeros(())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all((p < b).all() for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_sgd_has_momentum():
+    model = nn.Linear(1, 1, bias=False)
+    section = schema.Optimizer(name="sgd", learning_rate=0.1, momentum=0.5, weight_decay=0.0)
+    optimizer, before = make_optimizer(model, section), model.weight.item()
+    for _ in range(2):
+        model.weight.grad = torch.ones(1, 1)
+        optimizer.step()
+    assert model.weight.item() == pytest.approx(before - 0.1 * (1 + 1.5))
+    plain = make_optimizer(model, schema.Optimizer(name="sgd", momentum=0.0))
+    assert not plain.state[model.weight]

@@ -1,5 +1,7 @@
 """Records in wandb, read back from its files."""
 
+import json
+import socket
 import sys
 
 from tests.distributed.launching import run
@@ -11,10 +13,15 @@ from pathlib import Path
 from launcher.metrics.sinks import Wandb
 from launcher.recipe import schema
 
-sink = Wandb(schema.Wandb(project="test", mode="offline"), name="name", folder=Path(sys.argv[1]), config={})
+from launcher.metrics import sinks
+
+sinks.WANDB_START = 3
+settings = schema.Wandb(project="test", mode=MODE, tags=("first", "second"), group="sweep")
+sink = Wandb(settings, name="name", folder=Path(sys.argv[1]), config={})
 for step in map(int, sys.argv[2:]):
     sink.write({"step": step, "loss": 1.0, "time": 0.0})
-sink.write({"step": step, "eval_loss": 0.5, "time": 0.0})
+samples = [{"step": step, "prompt": "1 + 1", "answer": answer} for answer in "23"]
+sink.write({"step": step, "eval_loss": 0.5, "time": 0.0, "samples": samples})
 sink.close("finished")
 """
 
@@ -22,11 +29,33 @@ sink.close("finished")
 def test_wandb_keeps_repeated_steps(tmp_path):
     """After a rewind in the same process, and after a resume in the next one, which is the same run."""
     for steps in ((1, 2, 3, 2, 3, 4), (3, 4, 5)):
-        run([sys.executable, "-c", WRITE, tmp_path, *steps], timeout=60).check()
+        code = WRITE.replace("MODE", repr("offline"))
+        run([sys.executable, "-c", code, tmp_path, *steps], timeout=60).check()
     rows = list(history(tmp_path / "wandb"))
     assert [row["step"] for row in rows if "training/loss" in row] == [1, 2, 3, 2, 3, 4, 3, 4, 5]
     assert [row["step"] for row in rows if "evaluation/eval_loss" in row] == [4, 5]
+    tables = [json.loads(file.read_text()) for file in tmp_path.rglob("*.table.json")]
+    assert [table["columns"] for table in tables] == [["step", "prompt", "answer"]] * 2
+    assert sorted(table["data"] for table in tables) == [
+        [[step, "1 + 1", "2"], [step, "1 + 1", "3"]] for step in (4, 5)
+    ]
     records = list(read_records(tmp_path / "wandb"))
     assert len({message.run_id for kind, message in records if kind == "run"}) == 1
+    (started, *_) = [message for kind, message in records if kind == "run"]
+    assert (list(started.tags), started.run_group) == (["first", "second"], "sweep")
     axes = {message.glob_name: message.step_metric for kind, message in records if kind == "metric"}
     assert axes["training/*"] == axes["evaluation/*"] == "step"
+
+
+def test_without_wandbs_server_the_run_is_recorded_offline(tmp_path):
+    with socket.socket() as unused:  # bound, and nobody listens
+        unused.bind(("127.0.0.1", 0))
+        server = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        code = "from launcher.metrics.console import configure_logging; configure_logging()" + WRITE
+        command = [sys.executable, "-c", code.replace("MODE", repr("online")), tmp_path, 1, 2]
+        key = "0" * 40
+        result = run(command, timeout=60, WANDB_BASE_URL=server, WANDB_API_KEY=key).check()
+    assert "warning: wandb cannot be reached" in result.output
+    assert f"wandb sync {tmp_path}/wandb/offline-run-*" in result.output
+    rows = list(history(tmp_path / "wandb"))
+    assert [row["step"] for row in rows if "training/loss" in row] == [1, 2]

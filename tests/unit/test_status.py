@@ -115,7 +115,7 @@ def test_one_run(run, capsys, monkeypatch):
         f"process {os.getpid()} on ",
         ": alive",
         "about 30 s in 15 steps trained again",
-        "50 s with nobody running",
+        "50 s without a running process",
         "restarts      2",
         "failed (hang)",
         "killed",
@@ -132,7 +132,14 @@ def test_a_run_that_died_and_one_that_ended(run, capsys):
     said = capsys.readouterr().out
     assert "failed: hang" in said
     assert "rank [1] of 2 is behind\nsecond line" in said
-    assert ["owner", "nobody"] in [line.split() for line in said.splitlines()]
+    assert ["owner", "none"] in [line.split() for line in said.splitlines()]
+
+
+def test_the_folder_of_a_sweep(run, capsys, monkeypatch):
+    monkeypatch.chdir(run.path.parent)
+    run.path.rename("lr=0.1")
+    assert main.main(["status", "lr=0.1"]) == 0
+    assert capsys.readouterr().out.startswith("lr=0.1\n")
 
 
 def test_a_folder_of_runs(run, capsys):
@@ -155,15 +162,15 @@ def test_a_folder_of_runs(run, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "shown"),
     [
         (["FOLDER/nowhere"], "FOLDER/nowhere: there is no such folder"),
         (["FOLDER"], "FOLDER: neither the folder of a run nor one that holds runs"),
         ([], "Missing argument 'RUN_DIR'"),
     ],
 )
-def test_a_folder_without_runs_is_refused(arguments, told, tmp_path, capsys):
+def test_a_folder_without_runs_is_refused(arguments, shown, tmp_path, capsys):
     assert (
         main.main(["status", *(word.replace("FOLDER", str(tmp_path)) for word in arguments)]) == 2
     )
-    assert told.replace("FOLDER", str(tmp_path)) in capsys.readouterr().err
+    assert shown.replace("FOLDER", str(tmp_path)) in capsys.readouterr().err

@@ -16,7 +16,9 @@ from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.errors import TrainingError
 from launcher.recipe import schema
+from launcher.strategies import activation_checkpointing
 from launcher.strategies.activation_checkpointing import checkpoint_blocks, is_checkpointed
+from launcher.strategies.activation_offload import ActivationOffload
 from launcher.strategies.ddp import Ddp
 
 
@@ -34,13 +36,8 @@ def model_of(*norms):
 
 
 def checkpointed(model, **options):
-    settings = {
-        "mode": "full",
-        "every_n_blocks": 1,
-        "offload_to_cpu": False,
-        "pin_memory": False,
-    } | options
-    return checkpoint_blocks(model, dict(model.named_children()), **settings)
+    settings = schema.ActivationCheckpointing(**options)
+    return checkpoint_blocks(model, dict(model.named_children()), settings)
 
 
 def test_a_block_with_batch_norm_is_left_alone():
@@ -74,7 +71,7 @@ def test_every_nth_block():
 
 
 def saved_bytes(model, x):
-    """Bytes that the forward pass keeps for the backward pass, parameters left out."""
+    """Bytes that the forward pass keeps for the backward pass, without parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}
 
@@ -237,9 +234,9 @@ def test_all_ranks_compute_on_one_kind_of_device(wanted, nodes, kind):
 def test_a_rank_without_a_gpu_is_an_error_that_names_the_node(wanted, nodes, lines):
     kind, problem = process_group.agree_on_device(wanted, nodes)
     assert kind is None
-    first, *told, last = problem.splitlines()
+    first, *shown, last = problem.splitlines()
     assert first == f"run.device is {wanted}, and not every rank has a GPU:"
-    assert [line.strip()[: len(start)] for line, start in zip(told, lines, strict=True)] == lines
+    assert [line.strip()[: len(start)] for line, start in zip(shown, lines, strict=True)] == lines
     assert last.endswith("set run.device=cpu")
 
 
@@ -399,3 +396,100 @@ def test_ddp_does_not_time_itself_after_ten_steps(gloo_group):
     for _ in range(101):
         wrapped.model(torch.ones(1, 2)).sum().backward()
     assert wrapped.model._get_ddp_logging_data()["iteration"] == 10
+
+
+# Activation offload, with copies within host memory that are written down
+
+
+class RecordedOffload(ActivationOffload):
+    device_type = "cpu"
+
+    def __init__(self):
+        super().__init__()
+        self.events, self.buffers = [], 0
+
+    def _host_memory(self, size):
+        self.buffers += 1
+        return torch.empty(size, dtype=torch.uint8)
+
+    def _copy(self, source, target):
+        target.copy_(source)
+        self.events.append("copy")
+        return len(self.events)
+
+    def _wait(self, event):
+        self.events.append(f"wait {event}")
+
+
+@pytest.fixture
+def offload(monkeypatch):
+    recorded = RecordedOffload()
+    monkeypatch.setattr(activation_checkpointing, "ActivationOffload", lambda: recorded)
+    return recorded
+
+
+def gradients_of(model, x):
+    model(x).square().sum().backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
+
+
+def test_offloaded_inputs_come_back_one_block_ahead(offload):
+    """All copies are on one stream: a wait for the n-th event covers those before it."""
+    torch.manual_seed(0)
+    model, x = model_of(*[nn.LayerNorm(4)] * 3), torch.randn(64, 4)
+    expected = gradients_of(model, x)
+    checkpointed(model, offload_to_cpu=True)
+    assert all(map(torch.equal, gradients_of(model, x), expected))
+    assert offload.events == [
+        "copy",  # the first block's input, event 1
+        "wait 1",  # before the second block, which frees it
+        "copy",  # event 3
+        "wait 3",
+        "copy",  # event 5: the last input, which stays on the device
+        "wait 5",  # the last block's backward pass
+        "copy",  # event 7: the second input comes back beside it
+        "wait 7",
+        "copy",  # event 9
+        "wait 9",
+    ]
+    assert offload.buffers == 3
+    assert all(map(torch.equal, gradients_of(model, x), expected))
+    assert offload.buffers == 3, "host memory is reused in the next micro-batch"
+    gradients_of(model, torch.randn(128, 4))
+    assert offload.buffers == 6, "a longer micro-batch needs larger buffers"
+    gradients_of(model, x)
+    assert offload.buffers == 6
+
+
+def test_a_forward_pass_without_backward_pass_leaves_nothing_behind(offload):
+    model, x = model_of(*[nn.LayerNorm(4)] * 3), torch.randn(64, 4)
+    expected = gradients_of(model, x)
+    checkpointed(model, offload_to_cpu=True)
+    model(x)
+    model(x)
+    assert all(map(torch.equal, gradients_of(model, x), expected))
+    assert offload._inputs == []
+    with torch.no_grad():
+        events = len(offload.events)
+        model(x)
+        assert len(offload.events) == events, "nothing is saved"
+
+
+def test_arguments_of_all_blocks_stay_on_the_device(offload):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, scale, *, shift):
+            return torch.tanh(self.linear(x)) * scale + shift
+
+    model, scale, x = nn.Sequential(Scaled(), Scaled()), torch.randn(4), torch.randn(8, 4)
+    checkpointed(model, offload_to_cpu=True)
+    for block in model:
+        x = block(x, scale, shift=scale)
+    x.sum().backward()
+    assert offload.buffers == 2, "one for the input of each block"

@@ -15,9 +15,9 @@ from launcher.data.sources import find_parts, read_rows
 from launcher.data.streaming import StreamingDataset, assign_shards
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
+from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
-from launcher.training.loss import IGNORED
 
 END = 256
 

@@ -1,0 +1,487 @@
+"""Runs of the launcher and of other loops on the same model, data and learning rates."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+TRAIN = ROOT / "launcher" / "train.py"
+MARK = "LAUNCHER_BENCHMARK"
+"""An environment variable that all processes of a run inherit, also those that leave its process group. A run inside
+another one adds its mark to the other's."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to train, for both sides."""
+
+    loop: str
+    """The hand-written one."""
+    recipe: dict[str, Any]
+    """What the launcher's recipe says beside what all modes share."""
+    bf16: bool = False
+    flags: tuple[str, ...] = ()
+    """Of the hand-written loop."""
+    accumulation: int = 2
+    """Micro-batches a step."""
+    peers: str = ""
+    """The strategy of peers.py that does the same; empty: none does."""
+    packed: bool = False
+    """Rows hold several documents: kept apart by the launcher's attention on one side, by transformers' mask on the other."""
+
+
+_BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+_CHECKPOINTING = {"mode": "full", "every_n_blocks": 1}
+
+
+def _fsdp(mixed_precision: dict[str, str] | None, **more: Any) -> dict[str, Any]:
+    return {"kind": "fsdp", "mixed_precision": mixed_precision, **more}
+
+
+def _offload(mixed_precision: dict[str, str] | None) -> dict[str, Any]:
+    strategy = _fsdp(mixed_precision, cpu_offload={"pin_memory": True})
+    return {"strategy": strategy, "activation_checkpointing": _CHECKPOINTING}
+
+
+MODES = {
+    "ddp-fp32": Mode(
+        "raw_ddp.py", {"strategy": {"kind": "ddp", "mixed_precision": None}}, peers="ddp"
+    ),
+    "ddp-bf16": Mode(
+        "raw_ddp.py",
+        {"strategy": {"kind": "ddp", "mixed_precision": {"param_dtype": "bfloat16"}}},
+        bf16=True,
+        peers="ddp",
+    ),
+    "fsdp-fp32": Mode("raw_fsdp.py", {"strategy": _fsdp(None)}, peers="fsdp"),
+    "fsdp-bf16": Mode("raw_fsdp.py", {"strategy": _fsdp(_BF16)}, bf16=True, peers="fsdp"),
+    "fsdp-bf16-gathered": Mode(
+        "raw_fsdp.py",
+        {"strategy": _fsdp(_BF16, reshard_after_forward=True, reshard_after_backward=False)},
+        bf16=True,
+        flags=("--keep-gathered",),
+        accumulation=4,
+    ),
+    "ddp-fp32-packed": Mode(
+        "raw_ddp.py", {"strategy": {"kind": "ddp", "mixed_precision": None}}, packed=True
+    ),
+    "fsdp-bf16-packed": Mode("raw_fsdp.py", {"strategy": _fsdp(_BF16)}, bf16=True, packed=True),
+    "offload-fp32": Mode("raw_fsdp_offload.py", _offload(None)),
+    "offload-bf16": Mode("raw_fsdp_offload.py", _offload(_BF16), bf16=True),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and what it is fed."""
+
+    model: dict[str, Any]
+    """Fields of LlamaConfig."""
+    tokens: int
+    """Of a row."""
+    micro_batch_size: int
+    rows: int
+    modes: tuple[str, ...]
+    """Those that make sense with it."""
+
+
+SIZES = {
+    # A step of 0.2 to 0.6 s on two cores: where one takes milliseconds, only noise is measured
+    "small": Size(
+        model={
+            "vocab_size": 2048,
+            "hidden_size": 256,
+            "intermediate_size": 704,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": False,
+        },
+        tokens=256,
+        micro_batch_size=2,
+        rows=256,
+        modes=tuple(MODES),
+    ),
+    # The shape of Llama-3.2-1B
+    "1b": Size(
+        model={
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
+        tokens=4096,
+        micro_batch_size=4,
+        rows=128,
+        modes=("ddp-bf16", "fsdp-bf16", "fsdp-bf16-gathered", "fsdp-bf16-packed", "offload-bf16"),
+    ),
+    # The shape of Llama-3.1-8B
+    "8b": Size(
+        model={
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": False,
+        },
+        tokens=4096,
+        micro_batch_size=1,
+        rows=128,
+        modes=("fsdp-bf16", "fsdp-bf16-gathered", "fsdp-bf16-packed", "offload-bf16"),
+    ),
+}
+
+
+LAUNCHER = ("launcher", "launcher-full-logits")
+"""As shipped, and with `model.chunked_loss: false`: what the other sides compute."""
+PEERS = {"accelerate": "accelerate", "trainer": "transformers", "fabric": "lightning_fabric"}
+"""A loop of peers.py, and the package that it needs."""
+SIDES = ("raw", *LAUNCHER, *PEERS)
+
+
+def installed(sides: Sequence[str]) -> list[str]:
+    """Those sides whose package is installed."""
+    return [s for s in sides if s not in PEERS or importlib.util.find_spec(PEERS[s]) is not None]
+
+
+class RunFailedError(Exception):
+    """A process ended badly or not in time; the message holds the end of what it printed."""
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Ids of the living processes whose environment has the mark, orphans too."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                if any(v.startswith(f"{MARK}=".encode()) and mark.encode() in v for v in variables):
+                    found.append(int(folder.name))
+    return found
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text(errors="replace").splitlines()
+
+
+def exit_status(command: list[str], *, log: Path, limit: float, grace: float = 0) -> int | None:
+    """Runs a command to its end and leaves none of its processes behind; returns its exit status.
+
+    None: it took longer than `limit` seconds. It was interrupted (SIGINT), and killed where it
+    had not ended `grace` seconds later.
+    """
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, MARK: os.environ.get(MARK, "") + mark}
+    # The launcher sets this one itself, and it makes memory on GPUs go further
+    environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # Where it is set, Python compiles the launcher's source at each start, which no installation does
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            if grace:
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(grace)
+            return None
+        finally:
+            while left := marked_processes(mark):
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.1)
+
+
+def run(command: list[str], *, log: Path, limit: float) -> float:
+    """Runs a command to its end and leaves none of its processes behind; returns the time it was started at.
+
+    Raises RunFailedError where it takes longer than `limit` seconds or ends with a status other than 0.
+    """
+    started = time.time()
+    status = exit_status(command, log=log, limit=limit)
+    if status != 0:
+        what = (
+            f"took longer than {limit:.0f} s" if status is None else f"ended with status {status}"
+        )
+        # Ranks of the launcher print into logs of their own
+        logs = [log, *sorted(log.parent.glob("run/log/rank_*.log"))]
+        ends = [
+            f"the end of {file.relative_to(log.parent)}:\n" + "\n".join(_lines(file)[-30:])
+            for file in logs
+        ]
+        raise RunFailedError("\n".join([" ".join(command), what, *ends]))
+    return started
+
+
+@dataclass
+class Measured:
+    """What one run wrote, a line a step."""
+
+    lines: list[dict[str, Any]]
+    seconds_to_first_step: float
+
+    def median(self, key: str, skip: int) -> float:
+        """Over the steps after the first `skip`."""
+        return statistics.median(float(line[key]) for line in self.lines[skip:])
+
+
+@dataclass
+class Bench:
+    """One comparison: where it writes, and what all of its runs share."""
+
+    folder: Path
+    size: Size
+    ranks: int
+    steps: int
+    limit: float
+    learning_rate: float = 1e-3
+    warmup_steps: int = 5
+    count: int = 0
+
+    def prepare(self) -> None:
+        """Writes the data for both sides: random rows, all full."""
+        rows = np.random.default_rng(0).integers(
+            0, self.size.model["vocab_size"], (self.size.rows, self.size.tokens), dtype=np.int32
+        )
+        np.save(self.folder / "rows.npy", rows)
+        with (self.folder / "rows.jsonl").open("w") as file:
+            file.writelines(json.dumps({"input_ids": row.tolist()}) + "\n" for row in rows)
+        # The same rows as documents of many lengths, which fill them again
+        chance = np.random.default_rng(1)
+        places = np.zeros_like(rows)
+        with (self.folder / "documents.jsonl").open("w") as file:
+            for row, place in zip(rows, places, strict=True):
+                cuts = np.sort(
+                    chance.choice(
+                        np.arange(1, len(row)), size=int(chance.integers(1, 6)), replace=False
+                    )
+                )
+                for document in np.split(row, cuts):
+                    file.write(json.dumps({"input_ids": document.tolist()}) + "\n")
+                place[:] = np.concatenate([np.arange(len(part)) for part in np.split(row, cuts)])
+        np.save(self.folder / "positions.npy", places)
+        (self.folder / "config.json").write_text(json.dumps(self.size.model))
+
+    def _next(self, name: str) -> Path:
+        self.count += 1
+        folder = self.folder / f"{self.count:03}-{name}"
+        folder.mkdir()
+        return folder
+
+    def _torchrun(self, *arguments: object) -> list[str]:
+        start = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            self.ranks,
+        ]
+        return [str(argument) for argument in (*start, *arguments)]
+
+    def _measured(self, file: Path, started: float) -> Measured:
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        if len(lines) != self.steps:
+            raise RunFailedError(f"{file}: {len(lines)} lines for {self.steps} steps")
+        return Measured(lines, lines[0]["time"] - started)
+
+    def _launcher(
+        self, mode: Mode, folder: Path, script: Path = TRAIN, **changes: dict[str, Any]
+    ) -> float:
+        recipe: dict[str, Any] = {
+            "run": {"name": "benchmark", "dir": str(folder / "run"), "max_steps": self.steps},
+            "model": {"config": {"model_type": "llama", **self.size.model}, "attention": "sdpa"},
+            "data": {
+                "kind": "tokens",
+                "train": [str(self.folder / ("documents.jsonl" if mode.packed else "rows.jsonl"))],
+                "sequence_length": self.size.tokens,
+                "packing": True,
+                "shuffle": False,
+                "workers": 0,
+                "cache": str(self.folder / "cache"),
+            },
+            "batch": {
+                "global_batch_size": self.size.micro_batch_size * mode.accumulation * self.ranks,
+                "micro_batch_size": self.size.micro_batch_size,
+            },
+            "optimizer": {"learning_rate": self.learning_rate},
+            "schedule": {"kind": "cosine", "warmup_steps": self.warmup_steps, "min_ratio": 0.1},
+            "evaluation": {"every_steps": None},
+            "checkpoint": {"export": None},
+            **mode.recipe,
+        }
+        for section, keys in changes.items():
+            recipe[section] = {**recipe[section], **keys}
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+        command = self._torchrun(script, f"recipe={folder / 'recipe.yaml'}")
+        return run(command, log=folder / "output.txt", limit=self.limit)
+
+    def initial_weights(self, mode: Mode) -> Path:
+        """The weights that the launcher starts from, under every strategy: exported after a step without a learning rate.
+
+        What this run does for the first time, such as making the launcher's token store, is done for the others too.
+        """
+        folder = self._next("initial-weights")
+        self._launcher(
+            mode,
+            folder,
+            run={"max_steps": 1},
+            optimizer={"learning_rate": 0.0},
+            checkpoint={"export": "at_end"},
+        )
+        return folder / "run" / "hf" / "model.safetensors"
+
+    def can_run(self, side: str, name: str) -> bool:
+        """Whether the side has this mode, and runs it on this machine."""
+        if side in ("accelerate", "trainer") and MODES[name].peers == "fsdp":
+            return gpu_name() is not None or "NULLGPU_COUNT" in os.environ  # no FSDP on CPUs
+        return side not in PEERS or bool(MODES[name].peers)
+
+    def run(self, side: str, name: str, weights: Path | None = None) -> Measured:
+        """Runs a side in a mode. Without weights it starts from random ones.
+
+        Raises RunFailedError.
+        """
+        folder = self._next(f"{name}-{side}")
+        if side in LAUNCHER:
+            changes = {"model": {"chunked_loss": side == "launcher"}}
+            started = self._launcher(MODES[name], folder, **changes)
+            return self._measured(folder / "run" / "metrics.jsonl", started)
+        command = self._loop(side, MODES[name], folder / "metrics.jsonl", weights)
+        started = run(command, log=folder / "output.txt", limit=self.limit)
+        return self._measured(folder / "metrics.jsonl", started)
+
+    def _loop(self, side: str, mode: Mode, metrics: Path, weights: Path | None) -> list[str]:
+        """The command that runs the raw loop or one of peers.py."""
+        options: dict[str, object] = {
+            "config": self.folder / "config.json",
+            "data": self.folder / "rows.npy",
+            "metrics": metrics,
+            "steps": self.steps,
+            "micro-batch-size": self.size.micro_batch_size,
+            "accumulation": mode.accumulation,
+            "learning-rate": self.learning_rate,
+            "warmup-steps": self.warmup_steps,
+        }
+        if side in PEERS:
+            options |= {"library": side, "strategy": mode.peers}
+        if mode.packed:
+            options["positions"] = self.folder / "positions.npy"
+        elif weights is not None:
+            options["weights"] = weights
+        given = [part for key, value in options.items() for part in (f"--{key}", value)]
+        script = HERE / ("peers.py" if side in PEERS else mode.loop)
+        return self._torchrun(script, *given, *mode.flags, *(["--bf16"] if mode.bf16 else []))
+
+
+def ratios(values: Sequence[float], raw: Sequence[float]) -> str:
+    """`median (smallest – largest)` of the ratios to the raw loop's runs in the same rounds."""
+    found = [value / other for value, other in zip(values, raw, strict=False)]
+    if not found:
+        return ""
+    return f"**{statistics.median(found):.3f}** ({min(found):.3f} – {max(found):.3f})"
+
+
+def flops_per_token(size: Size) -> float:
+    """6 N + 12 L h T, as the launcher counts: N without input embeddings, but with the head, be it tied or not."""
+    model = size.model
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    head = model.get("head_dim", hidden // heads)
+    attention: int = 2 * hidden * head * heads + 2 * hidden * head * model["num_key_value_heads"]
+    layer = attention + 3 * hidden * model["intermediate_size"] + 2 * hidden
+    parameters: int = model["num_hidden_layers"] * layer + hidden + model["vocab_size"] * hidden
+    return float(6 * parameters + 12 * model["num_hidden_layers"] * hidden * size.tokens)
+
+
+def gpu_name() -> str | None:
+    """Of the first GPU; None: there is none."""
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.splitlines()[0].strip() if found.stdout.strip() else None
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    processors = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in processors if line.startswith("model name")),
+        "unknown",
+    )
+    commit = ""
+    with contextlib.suppress(OSError):  # git is not installed
+        words = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": gpu_name(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "transformers": importlib.metadata.version("transformers"),
+        "commit": commit.strip() or "unknown",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+@contextlib.contextmanager
+def working_folder(keep: Path | None) -> Iterator[Path]:
+    """A folder for the runs, removed afterwards unless it is to be kept."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep.resolve()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="launcher-benchmark-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

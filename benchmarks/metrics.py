@@ -1,0 +1,93 @@
+"""What metrics cost: runs of one recipe with all sinks and a record of each step, and with next to none, in turn.
+
+    python benchmarks/metrics.py --rounds 5 --steps 200 --output table.md [overrides]
+
+Prints tokens/s and CPU time per step with everything on, over everything off: the median of the rounds, the smallest and the
+largest. Takes the recipe `quickstart` with two ranks on CPUs unless overrides say otherwise; the first 50 steps do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SKIPPED, EVERY = 50, 50
+SIDES = {
+    "off": [f"logging.every_steps={EVERY}"],
+    "on": ["logging.every_steps=1", "logging.tensorboard=true", "logging.wandb={project: cost, mode: offline}"],
+}  # fmt: skip
+
+
+def measure(folder: Path, side: str, options: argparse.Namespace) -> tuple[float, float]:
+    """Tokens/s and CPU seconds per step."""
+    steps = options.steps + SKIPPED
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(options.ranks),
+    ]
+    command += [
+        str(ROOT / "launcher/train.py"),
+        f"recipe={options.recipe}",
+        f"run.dir={folder}",
+        f"run.max_steps={steps}",
+    ]
+    command += [
+        "checkpoint={every_steps: null, export: null}",
+        "evaluation.max_batches=1",
+        *SIDES[side],
+        *options.overrides,
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=options.limit)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["step"] > SKIPPED and "loss" in line]
+    tokens_per_step = lines[-1]["tokens_per_second"] * lines[-1]["step_seconds"]
+    seconds, cpu = (
+        statistics.mean(line[key] for line in lines) for key in ("step_seconds", "cpu_seconds")
+    )
+    return tokens_per_step / seconds, cpu
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipe", default="quickstart")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200, help=f"a multiple of {EVERY}")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=600, help="seconds that a run may take")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("overrides", nargs="*", default=["run.device=cpu"])
+    options = parser.parse_args()
+    rounds = []
+    for number in range(options.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            order = list(SIDES) if number % 2 else list(SIDES)[::-1]
+            found = {side: measure(Path(folder) / side, side, options) for side in order}
+        rounds.append(tuple(on / off for on, off in zip(found["on"], found["off"], strict=True)))
+        print(f"round {number + 1}: {found}", file=sys.stderr)
+    lines = ["| on / off | median | smallest | largest |", "|---|---|---|---|"]
+    for name, ratios in zip(
+        ("tokens/s", "CPU time per step"), zip(*rounds, strict=True), strict=True
+    ):
+        lines.append(
+            f"| {name} | {statistics.median(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f} |"
+        )
+    table = "\n".join(lines) + "\n"
+    print(table)
+    if options.output is not None:
+        options.output.write_text(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Generated parts of the documentation: mkdocs calls `on_page_markdown` for each page.
+
+`<!-- generated: recipe -->` becomes tables of all keys of a recipe, `<!-- generated: commands -->` the help of
+all commands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import typer.main
+from click import Context
+from typer.core import TyperOption
+
+from launcher.cli.main import app
+from launcher.recipe.decode import json_schema
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The page's text with its generated parts. Only their pages have the comments."""
+    for name, generate in (("recipe", recipe_reference), ("commands", command_reference)):
+        comment = f"<!-- generated: {name} -->"
+        if comment in markdown:
+            markdown = markdown.replace(comment, "\n".join(generate()))
+    return markdown
+
+
+def recipe_reference() -> Iterator[str]:
+    """A heading, a sentence and a table for each section of a recipe."""
+    schema = json_schema()
+    definitions = schema["$defs"]
+    sections = [(name, _section_of(key)) for name, key in schema["properties"].items()]
+    for name, section in sections:
+        yield from _section(name, definitions[section], schema["properties"][name])
+        for key, value in definitions[section]["properties"].items():
+            inner = _section_of(value)
+            if inner is not None:
+                below = ".NAME" if inner == "Source" else ""
+                yield from _section(f"{name}.{key}{below}", definitions[inner], value)
+
+
+def _section_of(key: dict[str, Any]) -> str | None:
+    """The name in the schema's `$defs` of the section that a key may hold, if any."""
+    if "$ref" in key:
+        return str(key["$ref"]).rpartition("/")[2]
+    inside = key.get("additionalProperties")
+    kinds = [*key.get("anyOf", []), *([inside] if isinstance(inside, dict) else [])]
+    return next((name for name in map(_section_of, kinds) if name is not None), None)
+
+
+def _section(path: str, section: dict[str, Any], key: dict[str, Any]) -> Iterator[str]:
+    yield f"\n## {path}\n"
+    yield section["description"]
+    if {"type": "null"} in key.get("anyOf", []):
+        yield "May be `null`" + (", the default." if key.get("default") is None else ".")
+    yield f"\n{_row('key', 'default', 'values', '')}\n|---|---|---|---|"
+    for name, value in section["properties"].items():
+        required = name in section.get("required", [])
+        default = "required" if required else f"`{json.dumps(value.get('default'))}`"
+        yield _row(f"`{name}`", default, _values(value), value.get("description", ""))
+
+
+def _row(*cells: str) -> str:
+    """A row of a Markdown table."""
+    escaped = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+def _values(key: dict[str, Any]) -> str:
+    """The values that a key may have."""
+    if "anyOf" in key:
+        return " or ".join(dict.fromkeys(_values(one) for one in key["anyOf"]))
+    if "enum" in key or "const" in key:
+        return ", ".join(f"`{value}`" for value in key.get("enum", [key.get("const")]))
+    if "$ref" in key:
+        return "a section"
+    kind = key.get("type", "any value")
+    if kind == "array":
+        return "a list"
+    words = {"integer": "whole number", "boolean": "`true` or `false`", "string": "text"}
+    words |= {"null": "`null`", "object": "a section"}
+    bounds = {
+        "minimum": "from",
+        "exclusiveMinimum": "above",
+        "maximum": "to",
+        "exclusiveMaximum": "below",
+    }
+    limits = [f"{word} {key[name]:,}" for name, word in bounds.items() if name in key]
+    return " ".join([words.get(kind, kind), *limits])
+
+
+def command_reference() -> Iterator[str]:
+    """A heading, the text of the help and a table of options for each command."""
+    for name, command in typer.main.get_command(app).commands.items():
+        context = Context(command, info_name=f"launcher {name}")
+        options = [param for param in command.params if isinstance(param, TyperOption)]
+        yield f"\n## launcher {name}\n"
+        yield f"```text\n{command.get_usage(context)}\n```\n"
+        yield from _help(command.help or "")
+        if options:
+            yield f"\n{_row('option', '')}\n|---|---|"
+        for option in options:
+            words, text = option.get_help_record(context) or (option.opts[0], "")
+            yield _row(f"`{words}`", text)
+        if name == "submit":
+            yield "\nThe keys of the section [slurm](recipe.md#slurm) are arguments, too."
+
+
+def _help(text: str) -> Iterator[str]:
+    """The help of a command: `\\b` begins lines that are not wrapped, which examples are."""
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith("\b"):
+            title, _, lines = paragraph.removeprefix("\b\n").partition("\n")
+            yield f"\n{title}\n\n```text\n{lines}\n```"
+        else:
+            yield f"\n{paragraph}\n"

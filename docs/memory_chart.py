@@ -1,0 +1,118 @@
+"""Draws docs/memory.svg: the memory of a GPU under the three strategies, by `launcher plan`.
+
+    python docs/memory_chart.py
+
+The model has the shape of Llama-3.1-8B: one sequence of 4,096 tokens on each of 8 GPUs of 80 GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.planner.machine import known_machine
+from launcher.planner.plan import make_plan
+from launcher.recipe.load import load_recipe
+
+MODEL = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+SIZES = ["data.sequence_length=4096", "batch.global_batch_size=8", "batch.micro_batch_size=1"]
+STRATEGIES = {
+    "ddp": "whole model on each GPU",
+    "fsdp": "sharded over 8 GPUs",
+    "fsdp_offload": "shards in host memory, full checkpointing",
+}
+PARTS = {
+    "weights": (("parameters", "gathered"), "#3b6fb6"),
+    "gradients": (("gradients",), "#e08a2e"),
+    "optimizer state": (("optimizer",), "#8a5fb5"),
+    "activations": (("activations", "logits"), "#3f9e5f"),
+    "buffers, driver and margin": (("communication", "temporary", "outside"), "#8b929b"),
+}
+"""The five components, each with those of the plan that belong to it."""
+WIDTH, LEFT, SCALE, ROW = 860, 120, 3.3, 52  # pixels; SCALE: per GiB
+
+
+def planned(name: str) -> tuple[dict[str, float], float]:
+    """GiB of each part at the peak, and of the GPU."""
+    config = [f"model.config.{key}={value}" for key, value in MODEL.items()]
+    recipe = load_recipe([f"recipe={name}", *config, *SIZES], ranks=8, files=False).recipe
+    machine = known_machine(
+        "h100", nodes=1, gpus_per_node=8, memory=None, host_memory=None, overrides=None
+    )
+    plan = make_plan(recipe, machine)
+    sizes = vars(plan.step.peak.components) | {"outside": plan.context + plan.margin}
+    assert machine.memory is not None
+    parts = {part: sum(sizes[key] for key in keys) / 2**30 for part, (keys, _) in PARTS.items()}
+    return parts, machine.memory / 2**30
+
+
+def text(x: float, y: float, words: str, *, style: str = "") -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{words}</text>'
+
+
+def draw(plans: dict[str, tuple[dict[str, float], float]]) -> Sequence[str]:
+    """The lines of the SVG. On a light card, so that it can be read on dark pages, too."""
+    small, bold = 'font-size="12" fill="#57606a"', 'font-weight="600"'
+    end, right = 'text-anchor="end" font-weight="600"', f'text-anchor="end" {small}'
+    height = 110 + ROW * len(plans)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="Helvetica, Arial, sans-serif" font-size="14" fill="#1f2328">',
+        "<title>Memory of one GPU under three strategies</title>",
+        f'<rect x="1" y="1" width="{WIDTH - 2}" height="{height - 2}" rx="8" fill="#ffffff" '
+        'stroke="#d0d7de"/>',
+        text(20, 28, "Peak memory of one of 8 GPUs, 8 billion parameters", style=bold),
+        text(WIDTH - 20, 28, "Llama-3.1-8B shape, AdamW, bfloat16, 4,096 tokens", style=right),
+    ]
+    x = 20.0
+    for part, (_, color) in PARTS.items():
+        lines.append(f'<rect x="{x:.0f}" y="42" width="12" height="12" fill="{color}"/>')
+        lines.append(text(x + 17, 53, part, style='font-size="12"'))
+        x += 36 + 6.5 * len(part)
+    for row, (name, (parts, memory)) in enumerate(plans.items()):
+        y, x, total = 74 + ROW * row, float(LEFT), sum(parts.values())
+        lines.append(text(LEFT - 10, y + 17, name, style=end))
+        for part, size in parts.items():
+            fill = PARTS[part][1]
+            width = size * SCALE
+            lines.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="24" fill="{fill}">'
+                f"<title>{part}: {size:.1f} GiB</title></rect>"
+            )
+            x += width
+        lines.append(text(LEFT, y + 38, STRATEGIES[name], style=small))
+        fits = "fits" if total <= memory else "does not fit"
+        lines.append(text(x + 8, y + 17, f"{total:.0f} GiB: {fits}"))
+    edge, bottom = LEFT + SCALE * memory, 78 + ROW * len(plans)
+    lines += [
+        f'<line x1="{edge:.0f}" y1="66" x2="{edge:.0f}" y2="{bottom}" stroke="#c0392b" '
+        'stroke-width="1.5" stroke-dasharray="5 4"/>',
+        text(
+            edge + 6,
+            bottom,
+            f"a GPU of 80 GB: {memory:.1f} GiB",
+            style='font-size="12" fill="#c0392b"',
+        ),
+        text(20, height - 12, "Predicted by launcher plan; not measured on GPUs yet.", style=small),
+        "</svg>",
+    ]
+    return lines
+
+
+def main() -> None:
+    file = Path(__file__).with_name("memory.svg")
+    lines = draw({name: planned(name) for name in STRATEGIES})
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(file)
+
+
+if __name__ == "__main__":
+    main()

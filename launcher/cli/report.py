@@ -1,0 +1,237 @@
+"""`launcher report`: one or several runs as an HTML page. Reads files, and plans their memory."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from launcher import __version__
+from launcher.cli.app import option
+from launcher.cli.status import Summary, describe, find_runs, summarize, time_spent
+from launcher.errors import EXIT_DONE, RecipeError
+from launcher.metrics import report as page
+from launcher.metrics.console import bytes_as_text, seconds_as_text
+from launcher.planner.formatting import NAMES, as_json
+from launcher.planner.machine import known_machine
+from launcher.planner.page import component_amounts
+from launcher.recipe.decode import DEFAULT
+from launcher.recipe.find import recipe_names
+from launcher.recipe.load import load_recipe, to_yaml
+from launcher.recipe.schema import Recipe
+from launcher.recipe.validate import open_keys
+from launcher.reliability.run_directory import RunFolder, read_jsonl
+
+_MARKS = "Dashed: restarts. Ticks at the bottom: checkpoints, at the top: skipped steps."
+
+
+@dataclass
+class _Run:
+    """What the page shows of a run."""
+
+    name: str
+    summary: Summary
+    records: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    recipe: Recipe | None
+
+    @property
+    def start(self) -> float:
+        attempts = self.summary.attempts
+        return attempts[0].started if attempts else (self.records or [{}])[0].get("time", 0.0)
+
+    @property
+    def built(self) -> dict[str, Any]:
+        """The last event `built`; empty if there is none."""
+        return next((event for event in self.events[::-1] if event["event"] == "built"), {})
+
+
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR", help="Folders of runs, or folders that hold several."),
+    ],
+    out: Annotated[Path, option("The page.", "FILE")] = Path("report.html"),
+) -> int:
+    """Write one or several runs as an HTML page that needs no network.
+
+    \b
+    Example:
+      launcher report runs/fsdp
+      launcher report runs/one runs/two --out report.html
+    """
+    paths = list(dict.fromkeys(path for folder in folders for path in find_runs(folder)))
+    names = [path.resolve().name for path in paths]
+    runs, notes = [], []
+    for path, name in zip(paths, names, strict=True):
+        run, recipe = RunFolder(path), None
+        try:
+            recipe = load_recipe([f"recipe={path / 'recipe.yaml'}"], ranks=None, files=False).recipe
+        except RecipeError as error:
+            notes.append(f"{path / 'recipe.yaml'} cannot be read: {error}")
+        records = [line for line in read_jsonl(run.metrics) if isinstance(line.get("step"), int)]
+        shown = name if names.count(name) == 1 else str(path)
+        summary = summarize(path, time.time())
+        runs.append(_Run(shown, summary, records, read_jsonl(run.events), recipe))
+    charts, missing = page.make_charts([(run.records, run.start) for run in runs])
+    differences = _differences(runs)
+    from rich.console import Console
+
+    with Console(stderr=True).status("planning the memory of the runs"):
+        memory = _memory(runs)
+    content = {
+        "title": f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs",
+        "runs": [{"name": run.name, "events": list(_events(run))} for run in runs],
+        "charts": charts,
+        "sections": [
+            _overview(runs, differences),
+            {"kind": "charts", "title": "", "note": " ".join([_MARKS, *missing, *notes])},
+            *_times(runs),
+            memory,
+            differences,
+            *(
+                {"kind": "text", "title": f"{run.name}: recipe.yaml", "text": to_yaml(run.recipe)}
+                for run in runs
+                if run.recipe is not None
+            ),
+            _environment(runs),
+        ],
+        "footer": f"launcher {__version__}, {time.strftime('%Y-%m-%d %H:%M:%S')}: "
+        + ", ".join(str(path.resolve()) for path in paths),
+    }
+    page.write(content, out)
+    print(out)
+    return EXIT_DONE
+
+
+def _events(run: _Run) -> Iterator[dict[str, Any]]:
+    """What is marked in the charts: restarts, checkpoints, skipped steps."""
+    saved = [event for event in run.events if event["event"] == "saved"]
+    skipped = [record for record in run.records if record.get("skipped")]
+    found = [("restart", attempt.resumed, attempt.started) for attempt in run.summary.attempts[1:]]
+    found += [("checkpoint", event["step"], event["time"]) for event in saved]
+    found += [("skipped", record["step"], record["time"]) for record in skipped]
+    for kind, step, when in found:
+        yield {"kind": kind, "step": step, "time": round(when - run.start, 3)}
+
+
+def _table(title: str, columns: list[str], facts: list[dict[str, str]]) -> dict[str, Any]:
+    """A table with a column for each of `facts`, and a row for each name in them."""
+    names = dict.fromkeys(name for each in facts for name, text in each.items() if text)
+    rows = [[name, *(each.get(name, "") for each in facts)] for name in names]
+    return {"kind": "table", "title": title, "columns": ["", *columns], "rows": rows}
+
+
+def _overview(runs: list[_Run], differences: dict[str, Any]) -> dict[str, Any]:
+    """State and last values of each run; of several also the keys in which they differ."""
+    swept = [row for row in differences["rows"] if len(set(row[2:])) > 1 and row[0] != "run.dir"]
+    facts = []
+    for number, run in enumerate(runs, start=2):
+        texts = {name: text for name, text, _ in describe(run.summary, time.time()) if name}
+        evaluated = [loss for r in run.records if (loss := page.finite(r.get("eval_loss")))]
+        texts |= {"lowest evaluation": f"{min(evaluated):.4f}"} if evaluated else {}
+        texts |= {"error": run.summary.status.get("error") or ""}
+        facts.append({row[0]: row[number] for row in swept} | texts)
+    table = _table("State", [run.name for run in runs], facts)
+    if len(runs) > 1:  # a row for each run
+        table["columns"], *table["rows"] = zip(table["columns"], *table["rows"], strict=True)
+    return table
+
+
+def _times(runs: list[_Run]) -> Iterator[dict[str, Any]]:
+    """Where the time went: of each run, and of a step."""
+    labels = {"counted": "steps that counted", "repeated": "steps trained again"}
+    labels |= {"between": "no process", "rest": "starting, evaluating, saving"}
+    rows = []
+    for run in runs:
+        spent = time_spent(run.summary) if run.summary.attempts else {}
+        rows.append((run.name, {text: spent[name] for name, text in labels.items() if spent}))
+    yield page.bars("Time", rows, seconds_as_text)
+    parts = []
+    for run in runs:
+        for name, (seconds, share) in page.step_shares(run.records).items():
+            parts.append((f"{run.name}: {name}, {share:.1%}", {name: seconds}))
+    note = "Means of all steps, and their shares of step_seconds; parts may overlap."
+    yield page.bars("Time of a step", parts, lambda s: f"{1000 * s:,.3g} ms") | {"note": note}
+
+
+def _memory(runs: list[_Run]) -> dict[str, Any]:
+    """Planned and measured peak by component."""
+    rows, notes = [], ["Planned by a trace of the run's recipe; measured: the largest peak."]
+    for run in runs:
+        try:
+            rows.append((f"{run.name}, planned", _planned(run)))
+        except RecipeError as error:
+            notes.append(f"{run.name} is not planned: {error}.")
+        # Of the last start, which the plan is for: others may have had another number of ranks
+        attempts = run.summary.attempts
+        since = [r for r in run.records if not attempts or r["step"] > attempts[-1].resumed]
+        peaks = [r["peak_memory_bytes"] for r in since if r.get("peak_memory_bytes")]
+        held = {NAMES[name]: size for name, size in run.built.get("held", {}).items()}
+        if peaks:
+            rest = {"other, measured": max(0, max(peaks) - sum(held.values()))}
+            rows.append((f"{run.name}, measured", held | rest))
+    return page.bars("Memory at the peak", rows, bytes_as_text) | {"note": " ".join(notes)}
+
+
+def _planned(run: _Run) -> dict[str, int]:
+    """Bytes of each component of a rank at the peak. Raises RecipeError if they are not known."""
+    recipe, built = run.recipe, run.built
+    if recipe is None or open_keys(recipe) or not built:
+        raise RecipeError("its recipe or its device is not recorded")
+    nodes = max(1, built["ranks"] // built["ranks_per_node"])
+    machine = known_machine(
+        built["device"],
+        nodes=nodes,
+        gpus_per_node=built["ranks"] // nodes,
+        memory=built["device_memory"],
+    )
+    # Without what memory does not depend on: a sweep is traced once
+    settings, optimizer = replace(recipe.run, name="", dir="", seed=0), recipe.optimizer
+    optimizer = replace(optimizer, learning_rate=1.0)
+    same = replace(recipe, run=settings, optimizer=optimizer, schedule=DEFAULT.schedule)
+    from launcher.planner.plan import make_plan  # imports torch
+
+    plan = as_json(same, make_plan(same, machine), None)
+    # On a CPU resident memory is measured, libraries included
+    return component_amounts(plan, plan["peak"], outside=machine.device == "cpu")
+
+
+def _differences(runs: list[_Run]) -> dict[str, Any]:
+    """Keys in which a run differs from the shipped recipe of its name, or from the defaults."""
+    names = {run.recipe.run.name for run in runs if run.recipe}
+    shipped, base = "default", DEFAULT
+    if len(names) == 1 and (name := names.pop()) in recipe_names():
+        try:
+            base = load_recipe([f"recipe={name}"], ranks=None, files=False).recipe
+            shipped = f"recipes/{name}.yaml"
+        except RecipeError:  # it needs files that are not here
+            pass
+    recipes = [base, *(run.recipe for run in runs)]
+    facts = [dict(_leaves(asdict(recipe))) if recipe else {} for recipe in recipes]
+    table = _table("Recipe: what differs", [shipped, *(run.name for run in runs)], facts)
+    table["rows"] = [row for row in table["rows"] if len(set(row[1:])) > 1]
+    return table
+
+
+def _leaves(section: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", json.dumps(value, ensure_ascii=False)
+
+
+def _environment(runs: list[_Run]) -> dict[str, Any]:
+    """Devices and versions of the last start of each run."""
+    shown = ("host", "ranks", "ranks_per_node", "device", "device_memory")
+    facts = []
+    for run in runs:
+        found = {name: run.built.get(name) for name in shown} | run.built.get("versions", {})
+        facts.append({name: str(value) for name, value in found.items() if value is not None})
+    return _table("Environment", [run.name for run in runs], facts)

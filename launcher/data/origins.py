@@ -1,0 +1,88 @@
+"""Which rows of which files a step was trained on: a function of seed, step and data alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher.data.batching import NO_SAMPLE
+from launcher.data.custom import CustomDataset
+from launcher.data.dataset import MixtureDataset
+from launcher.data.encoder import make_encoder
+from launcher.data.setup import RunData
+from launcher.data.sources import find_parts, read_all
+
+
+@dataclass
+class TrainedRow:
+    """A row of the data in one sequence of a step: all of it, or a part."""
+
+    sequence: int
+    """In the step, from 1."""
+    source: str
+    """Name in a mixture."""
+    dataset: Any
+    sample: Any
+    """A sample of the data set with this row alone, as `collate` takes it."""
+    document: int = 0
+    first: int = 0
+    """The first token of the row in this sequence."""
+    of: int | None = None
+    """Tokens of the row; None for data of a builder."""
+    where: str = ""
+    """`file:line`, `file row number`, or `sample number of FUNCTION` for data of a builder."""
+
+
+def trained_rows(opened: RunData, *, batch: int, tokenizer: str | None) -> list[TrainedRow]:
+    """The rows of a global batch, sequence after sequence. Reads the files up to the last of them.
+
+    batch: its number from 0: the finished steps and the skipped batches before it.
+    tokenizer: data.tokenizer, or the model's.
+    """
+    data, size = opened.data, opened.batch.global_batch_size
+    rows: list[TrainedRow] = []
+    for sequence, position in enumerate(range(batch * size, (batch + 1) * size), start=1):
+        if (index := opened.order.sample(position)) != NO_SAMPLE:
+            rows += _rows_of(opened.training, index, sequence)
+    sources: Any = {"": (data.kind, data.train)}
+    if isinstance(data.train, dict):
+        sources = {name: (one.kind or data.kind, one.files) for name, one in data.train.items()}
+    for name in {row.source for row in rows if row.of is not None}:
+        kind, files = sources[name]
+        mine = [row for row in rows if row.source == name]
+        encoder = make_encoder(kind, replace(data, kind=kind), tokenizer=tokenizer)
+        found: Any = read_all(find_parts(files, kind=kind), column=encoder.text_column)
+        # A store does not record where its documents come from, so the rows are read again. They
+        # are tokenized again only if some of them have no document
+        store = mine[0].dataset.store
+        if store.empty or store.skipped:
+            found = (encoded.row for encoded in encoder.encode_rows(found) if encoded.ids.size)
+        last = max(row.document for row in mine)
+        wanted = {row.document for row in mine}
+        read = enumerate(itertools.islice(found, last + 1))
+        where = {number: row.where for number, row in read if number in wanted}
+        for row in mine:
+            row.where = where[row.document]
+    return rows
+
+
+def _rows_of(dataset: Any, index: int, sequence: int) -> Iterator[TrainedRow]:
+    source, begin = "", 0
+    if isinstance(dataset, MixtureDataset):
+        source, index = dataset.locate(index)
+        dataset = dataset.parts[source]
+    sample = dataset[index]
+    if isinstance(dataset, CustomDataset):
+        where = f"sample {index} of {dataset.name}"
+        yield TrainedRow(sequence, source, dataset, sample, where=where)
+        return
+    dataset = replace(dataset, packed=False)  # each row alone
+    for document, start, end in dataset.pieces(index):
+        alone = sample
+        if "position_ids" in sample:  # else a classifier's, which is one document
+            alone = {key: values[begin : begin + end - start] for key, values in sample.items()}
+        begin += end - start
+        first, after = (int(bound) for bound in dataset.store.offsets[document : document + 2])
+        yield TrainedRow(sequence, source, dataset, alone, document, start - first, after - first)

@@ -1,0 +1,77 @@
+"""Finds ranks that the others wait for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from launcher.metrics.console import seconds_as_text
+
+RECORDS = 15
+"""Consecutive records whose medians are compared: single slow steps do not count."""
+SLOW, FAST = 1.3, 1.15
+"""A rank is slow from the first factor on, until it is below the second."""
+LEAST_SECONDS = 0.01
+"""Of a step that a slow rank costs; less needs no warning."""
+
+
+class SlowRanks:
+    """Compares the ranks' own times of a step, without waits for other ranks."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        """hosts: of each rank."""
+        self._hosts = hosts
+        self._recent: deque[tuple[int, float, Sequence[float]]] = deque(maxlen=RECORDS)
+        self._since: dict[int, tuple[int, float]] = {}
+        """For each slow rank, the step and time since which it is slow."""
+        self._factors: dict[int, float] = {}
+
+    def update(self, step: int, own_seconds: Sequence[float]) -> list[str]:
+        """Messages about ranks that became slow or are no longer slow.
+
+        own_seconds: of each rank, for a step.
+        """
+        self._recent.append((step, time.monotonic(), own_seconds))
+        if len(self._recent) < RECORDS:
+            return []
+        medians = np.median([own for *_, own in self._recent], axis=0)
+        # Of two ranks, the median would be half of the slow one
+        usual = float(medians.min() if len(medians) == 2 else np.median(medians))
+        factors, messages = medians / max(usual, 1e-9), []
+        found = (factors >= SLOW) & (medians - usual >= LEAST_SECONDS)
+        for rank in sorted({*map(int, np.flatnonzero(found)), *self._since}):
+            factor, where = float(factors[rank]), f"rank {rank} on {self._hosts[rank]}"
+            new = rank not in self._since
+            if new:
+                self._since[rank] = self._begin(rank, SLOW * usual)
+            first, started = self._since[rank]
+            passed = seconds_as_text(time.monotonic() - started)
+            self._factors[rank] = factor
+            if new:
+                messages.append(
+                    f"slow: {where} takes {factor:.1f} times as long for a step as the others, "
+                    f"which wait for it, since step {first} ({passed})"
+                )
+            elif factor < FAST:
+                del self._since[rank], self._factors[rank]
+                messages.append(f"{where} is no longer slow, after {passed}, since step {first}")
+        return messages
+
+    def _begin(self, rank: int, limit: float) -> tuple[int, float]:
+        """Step and time of the first of the last records in which a rank took this long."""
+        begin = self._recent[-1][:2]
+        for step, moment, own_seconds in reversed(self._recent):
+            if own_seconds[rank] < limit:
+                break
+            begin = step, moment
+        return begin
+
+    def note(self) -> str | None:
+        """The slowest rank now, for a line of a step."""
+        if not self._factors:
+            return None
+        rank = max(self._factors, key=lambda rank: self._factors[rank])
+        return f"rank {rank} slow x{self._factors[rank]:.1f}"

@@ -1,0 +1,300 @@
+"""Cross-entropy without full logits: the head is applied to a chunk of the vocabulary at a time.
+
+Logits are usually the largest activation: 4,096 tokens and a vocabulary of 128,256 are 2 GiB in
+float32, and their softmax and gradient as much again. Here the forward pass keeps only the log of
+the sum of exponentials per token, and the backward pass computes the logits of each chunk once
+more. Each chunk of the head's gradient is one matrix product over all tokens, as without chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.models.build import embeddings
+
+IGNORED = -100
+"""A target without loss."""
+CHUNK_ELEMENTS = 2**26
+"""Logits (tokens x vocabulary entries) that are computed at a time: 256 MiB in float32. Matrix
+products of this size are as fast as larger ones."""
+WIDTH_MULTIPLE = 64
+"""The width of a chunk is a multiple of this, for which matrix products are fastest."""
+
+
+def chunk_width(tokens: int, vocabulary: int) -> int:
+    """Vocabulary entries of a chunk; the last chunk may have fewer."""
+    chunks = max(1, -(-tokens * vocabulary // CHUNK_ELEMENTS))
+    width = -(-vocabulary // chunks)
+    return min(vocabulary, -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What a model does to its logits: multiplies them, then limits them to +-softcap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits if self.scale == 1.0 else logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def backward_(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The gradient before the transform, in place. Overwrites the transformed `logits`."""
+        if self.softcap is not None:
+            gradient.addcmul_(gradient, logits.div_(self.softcap).square_(), value=-1)
+        return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
+
+
+def linear_cross_entropy(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    transform: Transform,
+    width: int,
+) -> torch.Tensor:
+    """Sum of the cross-entropies of transform(inputs @ weight.T + bias).
+
+    inputs: (tokens, features), of the dtype in which products are computed; weight: (vocabulary,
+    features); targets: (tokens,), IGNORED where there is no loss; width: of a chunk. Returns a
+    float32 scalar.
+    """
+    function: Any = _LinearCrossEntropy
+    summed: torch.Tensor = function.apply(inputs, weight, bias, targets, transform, width)
+    return summed
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        transform: Transform,
+        width: int,
+    ) -> torch.Tensor:
+        found, largest, sums = [], [], []
+        number, columns = _columns(targets, len(weight), width)
+        with torch.autocast(targets.device.type, enabled=False):
+            for chunk, column in columns:
+                logits = transform(_logits(inputs, weight, bias, chunk))
+                found.append(logits.gather(1, column))
+                largest.append(logits.amax(1, keepdim=True))
+                sums.append(logits.sub_(largest[-1]).exp_().sum(1, keepdim=True))
+                del logits
+        log_sum = torch.cat(sums, 1).log_().add_(torch.cat(largest, 1)).logsumexp(1, keepdim=True)
+        at_target = torch.cat(found, 1).gather(1, number.clamp(min=0))
+        losses = (log_sum - at_target).masked_fill((targets == IGNORED)[:, None], 0)
+        ctx.transform, ctx.width = transform, width
+        ctx.save_for_backward(inputs, weight, bias, targets, log_sum)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        inputs, weight, bias, targets, log_sum = ctx.saved_tensors
+        of_inputs, of_weight, of_bias, *_ = ctx.needs_input_grad
+        # A sum over the chunks is kept in float32; rows of the weight's gradient are written once
+        d_inputs = torch.zeros_like(inputs, dtype=torch.float32) if of_inputs else None
+        d_weight = torch.empty_like(weight) if of_weight else None
+        d_bias = torch.empty_like(bias) if of_bias else None
+        per_token = (gradient * (targets != IGNORED))[:, None]
+        number, columns = _columns(targets, len(weight), ctx.width)
+        in_chunk = number == torch.arange(len(columns), device=number.device)
+        minus_one = torch.split(in_chunk.float().neg_(), 1, dim=1)  # for each chunk: at its targets
+        with torch.autocast(targets.device.type, enabled=False):
+            for (chunk, column), at_target in zip(columns, minus_one, strict=True):
+                logits = ctx.transform(_logits(inputs, weight, bias, chunk))
+                probabilities = logits if ctx.transform.softcap is None else logits.clone()
+                probabilities.sub_(log_sum).exp_()
+                d_logits = probabilities.scatter_add_(1, column, at_target).mul_(per_token)
+                d_logits = ctx.transform.backward_(d_logits, logits).to(inputs.dtype)
+                del logits, probabilities
+                if d_inputs is not None:
+                    d_inputs += d_logits @ weight[chunk].to(inputs.dtype)
+                if d_weight is not None:
+                    d_weight[chunk] = d_logits.T @ inputs
+                if d_bias is not None:
+                    d_bias[chunk] = d_logits.sum(0)
+                del d_logits  # so that it is not held beside the next chunk's logits
+        d_inputs = None if d_inputs is None else d_inputs.to(inputs.dtype)
+        return d_inputs, d_weight, d_bias, None, None, None
+
+
+def _columns(
+    targets: torch.Tensor, vocabulary: int, width: int
+) -> tuple[torch.Tensor, list[tuple[slice, torch.Tensor]]]:
+    """The chunk of each token's target, (tokens, 1), and the chunks of the vocabulary, each with
+    the column of each token's target, (tokens, 1), which is any column if the target is in another
+    chunk."""
+    number = targets.div(width, rounding_mode="floor")[:, None]
+    column = targets.remainder(width)[:, None]
+    chunks = []
+    for begin in range(0, vocabulary, width):
+        end = min(begin + width, vocabulary)
+        if end - begin < width:
+            column = column.clamp(max=end - begin - 1)
+        chunks.append((slice(begin, end), column))
+    return number, chunks
+
+
+def _logits(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: slice
+) -> torch.Tensor:
+    """(tokens, width of the chunk), float32."""
+    logits = inputs @ weight[chunk].to(inputs.dtype).T
+    if bias is not None:
+        logits += bias[chunk].to(inputs.dtype)
+    return logits.float()
+
+
+@dataclass(frozen=True)
+class Head:
+    """The linear layer, perhaps with adapters of peft, that the logits are the output of."""
+
+    module: Any
+    transform: Transform
+
+
+class ChunkedHead:
+    """Replaces the forward methods of a model and of its head.
+
+    Called with `targets`, the model returns outputs with `loss`, and `logits` None. Otherwise it
+    works as before. The head is called once, so that FSDP gathers and reduces it once.
+    """
+
+    def __init__(self, model: Any, head: Head) -> None:
+        self._head, self._transform = head.module, head.transform
+        self._model_forward: Callable[..., Any] = model.forward
+        self._head_forward: Callable[..., Any] = head.module.forward
+        self._vocabulary = _base(head.module).out_features
+        self._targets: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
+        self._loss: torch.Tensor | None = None
+        model.forward, head.module.forward = self._forward, self._forward_head
+
+    def _forward(
+        self,
+        *args: Any,
+        targets: torch.Tensor | None = None,
+        target_positions: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """targets: (rows, tokens). target_positions: those of the flattened targets that count;
+        None: all."""
+        if targets is None:
+            return self._model_forward(*args, **kwargs)
+        self._targets, self._positions = targets.flatten(), target_positions
+        try:
+            outputs = self._model_forward(*args, **kwargs)
+            assert self._loss is not None
+            # What the model did to the head's result is not used
+            outputs.loss, outputs.logits = self._loss.sum(), None
+        finally:
+            self._targets = self._positions = self._loss = None
+        return outputs
+
+    def _forward_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        targets = self._targets
+        if targets is None:
+            logits: torch.Tensor = self._head_forward(hidden)
+            return logits
+        hidden = hidden.flatten(0, -2)
+        if self._positions is not None:
+            hidden, targets = hidden.index_select(0, self._positions), targets[self._positions]
+        width = chunk_width(len(targets), self._vocabulary)
+        if width < self._vocabulary:
+            loss = linear_cross_entropy(
+                *_linear(self._head, hidden), targets, transform=self._transform, width=width
+            )
+        else:  # kept for the backward pass: computing them again would cost more than they hold
+            logits = self._transform(self._head_forward(hidden).float())
+            loss = nn.functional.cross_entropy(
+                logits, targets, ignore_index=IGNORED, reduction="sum"
+            )
+        self._loss = loss.view(1, 1, 1).clone()  # FSDP warns of views
+        return self._loss
+
+
+def _linear(
+    head: Any, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Inputs, weight and bias of the product. With an adapter, those of the sum of both products,
+    side by side."""
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    inputs, weight = hidden.to(dtype), _base(head).weight
+    for name in getattr(head, "active_adapters", ()):
+        down, up = head.lora_A[name], head.lora_B[name]
+        dropped = head.lora_dropout[name](hidden.to(down.weight.dtype))
+        inputs = torch.cat((inputs, (down(dropped) * head.scaling[name]).to(dtype)), dim=1)
+        weight = torch.cat((weight.to(dtype), up.weight.to(dtype)), dim=1)
+    return inputs, weight, _base(head).bias
+
+
+def _base(head: Any) -> Any:
+    """The linear layer without adapters."""
+    return getattr(head, "base_layer", head)
+
+
+def find_head(model: nn.Module) -> Head | None:
+    """The head of a causal language model on the meta device.
+
+    None if its logits are not a linear layer's output, scaled or capped as its config says.
+    """
+    module = embeddings(model)[1]
+    if type(_base(module)) is not nn.Linear or not hasattr(model, "base_model"):
+        return None
+    head = Head(module, _transform_of(model))
+    return head if _is_last(model, head) else None
+
+
+def computes_loss(model: nn.Module) -> bool:
+    """Whether the model, perhaps wrapped by DDP, takes `targets`."""
+    forward = getattr(model, "module", model).forward
+    return isinstance(getattr(forward, "__self__", None), ChunkedHead)
+
+
+def _transform_of(model: Any) -> Transform:
+    """What the config says. Gemma: final_logit_softcapping; Cohere: logit_scale; Granite:
+    logits_scaling, a divisor; Falcon-H1: lm_head_multiplier."""
+    config = model.config.get_text_config(decoder=True)
+
+    def number(name: str) -> float | None:
+        value = getattr(config, name, None)
+        return float(value) if isinstance(value, int | float) and value else None
+
+    scale = (number("logit_scale") or 1.0) * (number("lm_head_multiplier") or 1.0)
+    return Transform(scale / (number("logits_scaling") or 1.0), number("final_logit_softcapping"))
+
+
+def _is_last(model: Any, head: Head) -> bool:
+    """Whether the model does to the head's output what its transform does, and nothing else.
+
+    Runs the model's own forward method, with numbers in place of the head's output and of what
+    comes before it.
+    """
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    base, width = model.base_model, _base(head.module).in_features
+    logits = torch.linspace(-40, 40, 64).view(1, 4, 16)
+    hidden = torch.zeros(1, 4, width, device="meta")
+    base.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden)
+    head.module.forward = lambda hidden: logits.clone()
+    try:
+        ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+        with torch.no_grad():
+            found = model(input_ids=ids, use_cache=False).logits
+        return bool(torch.allclose(found, head.transform(logits), rtol=1e-5, atol=1e-5))
+    except Exception:  # models are called in many ways
+        return False
+    finally:
+        del base.forward, head.module.forward  # those of their classes remain

@@ -1,0 +1,125 @@
+"""Configurations measured on this machine (`launcher plan --measure`), and the answer for `auto`.
+
+The fastest one is kept in `data.cache`, in a file for each recipe and hardware.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.distributed.environment import cache_folder
+from launcher.errors import TrainingError, first_line
+from launcher.metrics.console import bytes_as_text
+from launcher.planner.candidates import Configuration, overrides_between
+from launcher.planner.formatting import batch_text, configuration_as_json, strategy_text
+from launcher.planner.machine import Machine
+from launcher.planner.measure import measure
+from launcher.planner.plan import make_plan
+from launcher.planner.search import allowed, fastest_of_each_kind
+from launcher.planner.speed import tokens_per_step
+from launcher.recipe.schema import Recipe
+from launcher.reliability.causes import ran_out_of_memory
+from launcher.reliability.run_directory import replace_text
+
+MOST = 6
+"""Configurations that are measured."""
+SECONDS = 900
+"""Time limit of all measurements. Each has an equal share of what is left."""
+
+
+def measure_fastest(overrides: Sequence[str], recipe: Recipe, machine: Machine) -> dict[str, Any]:
+    """Measures the configurations that should be fastest, and keeps the fastest for `auto`.
+
+    overrides: the arguments that make the recipe. Returns plain values; `launcher/cli/plan.py`
+    documents the keys.
+    """
+    found = fastest_of_each_kind(recipe, machine, most=MOST)
+    end, rows = time.monotonic() + SECONDS, []
+    for index, one in enumerate(found):
+        seconds = max(1.0, (end - time.monotonic()) / (len(found) - index))
+        measured, problem = _measure([*overrides, *one.overrides], one, machine, seconds=seconds)
+        row = {"planned_peak": one.plan.tensors, "measured": measured, "problem": problem}
+        rows.append(configuration_as_json(one, recipe) | row)
+    speeds = [row["measured"]["tokens_per_second"] if row["measured"] else 0 for row in rows]
+    best = speeds.index(max(speeds)) if any(speeds) else None
+    file = None
+    if best is not None:
+        file = _keep(found[best].recipe, rows[best]["measured"], _file(recipe, machine))
+    return {"best": best, "file": file, "rows": rows}
+
+
+def _measure(
+    arguments: Sequence[str], one: Configuration, machine: Machine, *, seconds: float
+) -> tuple[dict[str, Any] | None, str]:
+    """Peak and speed of a configuration, or None and why it could not be measured."""
+    ranks, gpus = machine.ranks, machine.device == "cuda"
+    try:
+        (found,) = measure([arguments], ranks=ranks, gpus=gpus, timeout=seconds, timed=True)
+    except TrainingError as error:
+        memory = ran_out_of_memory(RuntimeError(str(error)))
+        return None, "out of memory" if memory else first_line(error)
+    assert found.seconds is not None
+    speed = tokens_per_step(one.recipe) / found.seconds
+    return {"peak": found.peak, "tokens_per_second": speed}, ""
+
+
+def _file(recipe: Recipe, machine: Machine) -> Path:
+    """Named by all that speed and memory depend on, but for what `auto` decides."""
+    run, data, optimizer = recipe.run, recipe.data, recipe.optimizer
+    depends = (
+        *(machine.name, machine.device, machine.nodes, machine.gpus_per_node),
+        *(recipe.model, recipe.lora, recipe.strategy.mixed_precision),
+        *(dataclasses.replace(optimizer, learning_rate=0.0), recipe.batch.global_batch_size),
+        *(data.kind, data.packing, data.sequence_length, data.builder, data.arguments),
+        *(run.deterministic, run.float32_matmul),
+    )
+    name = hashlib.sha256(repr(depends).encode()).hexdigest()[:32]
+    return cache_folder(data.cache) / "measured" / f"{name}.json"
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """What `auto` decides, as plain values."""
+    batch, checkpointing = recipe.batch, recipe.activation_checkpointing
+    return {
+        "strategy": dataclasses.asdict(recipe.strategy),
+        "activation_checkpointing": checkpointing and dataclasses.asdict(checkpointing),
+        "micro_batch": [batch.micro_batch_size, batch.micro_batch_tokens],
+    }
+
+
+def _keep(answer: Recipe, measured: dict[str, Any], file: Path) -> str:
+    content = measured | {"day": time.strftime("%Y-%m-%d"), "settings": _settings(answer)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(file, json.dumps(content, indent=1))
+    return str(file)
+
+
+def measured_choice(
+    recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None = None
+) -> tuple[Recipe, Sequence[str], str] | None:
+    """The fastest measured configuration in place of `auto`, as `detect.choose` returns it.
+
+    None: the recipe was not measured on such a machine, or `auto` may not stand for the answer in
+    this recipe, or by plan the answer does not fit the memory that there is now.
+    """
+    file = _file(recipe, machine)
+    try:
+        answer = json.loads(file.read_text())
+        settings, speed, peak = (answer[key] for key in ("settings", "tokens_per_second", "peak"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    for one in allowed(recipe, machine, limit_micro_batch=limit_micro_batch):
+        if _settings(one) == settings and make_plan(one, machine).fits is not False:
+            why = (
+                f"{strategy_text(one)}; {batch_text(one, machine.ranks)}. The fastest measured, on "
+                f"{answer.get('day')}: {bytes_as_text(peak)} of tensors a rank, {speed:,.0f} "
+                f"tokens/s ({file})"
+            )
+            return one, overrides_between(recipe, one), why
+    return None

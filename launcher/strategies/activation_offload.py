@@ -1,0 +1,114 @@
+"""Activation offload: inputs of blocks in host memory between their forward and backward pass.
+
+`torch.autograd.graph.save_on_cpu` copies on the stream that computes, which waits for each copy.
+Here copies run on a stream of their own:
+
+- forward: the input of a block is copied to the host while the block computes. Its memory is freed
+  when the next block starts, so the last input stays on the device.
+- backward: when a block starts, the input of the block before it is copied back.
+
+The device holds two inputs at a time. No call waits on the host.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class _Input:
+    """The input of a block."""
+
+    def __init__(self, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        """On the device; None between the two copies."""
+        self.device, self.buffer = tensor.device, buffer
+        self.host = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self.copied: Any = None
+        """The event that ends the last copy, in either direction."""
+
+
+class ActivationOffload:
+    """For all blocks of a model. Tensors that are not on a GPU stay where they are."""
+
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        self._inputs: list[weakref.ref[_Input]] = []
+        """In order of their forward passes. autograd owns them: those of a backward pass that
+        failed are freed."""
+        self._buffers: list[torch.Tensor] = []
+        """Host memory of inputs that are back. The number of blocks bounds it: all copies are on
+        one stream, so that a buffer can be written as soon as its last copy is enqueued."""
+        self._stream: Any = None
+
+    def forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a checkpointed block's forward; its first argument is offloaded.
+
+        Other arguments, such as position embeddings, belong to all blocks.
+        """
+        first = args[0].untyped_storage()._cdata if args else None
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _Input:
+            offloads = tensor.device.type == self.device_type
+            offloads = offloads and tensor.untyped_storage()._cdata == first
+            return self._to_host(tensor) if offloads else tensor
+
+        def unpack(packed: torch.Tensor | _Input) -> torch.Tensor:
+            return self._to_device(packed) if isinstance(packed, _Input) else packed
+
+        with saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+
+    def _to_host(self, tensor: torch.Tensor) -> _Input:
+        before = self._inputs[-1]() if self._inputs else None
+        if before is not None:
+            # What is allocated in this memory is computed after the copy: no record_stream needed
+            self._wait(before.copied)
+            before.tensor = None
+        buffer = self._buffers.pop() if self._buffers else None
+        if buffer is None or buffer.nbytes < tensor.nbytes:
+            buffer = self._host_memory(tensor.nbytes)
+        one = _Input(tensor, buffer)
+        one.copied = self._copy(tensor, one.host)
+        self._inputs.append(weakref.ref(one))
+        return one
+
+    def _to_device(self, one: _Input) -> torch.Tensor:
+        self._upload(one)
+        self._wait(one.copied)
+        tensor, one.tensor = one.tensor, None
+        assert tensor is not None
+        self._buffers.append(one.buffer)
+        self._inputs = [ref for ref in self._inputs if ref() not in (None, one)]
+        if self._inputs and (before := self._inputs[-1]()) is not None:
+            self._upload(before)
+        return tensor
+
+    def _upload(self, one: _Input) -> None:
+        """Allocates on the stream that computes, which will free it."""
+        if one.tensor is None:
+            one.tensor = torch.empty_like(one.host, device=one.device)
+            one.copied = self._copy(one.host, one.tensor)
+
+    # What a trace replaces (launcher/planner/fake.py)
+
+    def _host_memory(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+        """Starts when the current stream has finished what it was given before. Returns the event
+        of its end."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def _wait(self, event: Any) -> None:
+        torch.cuda.current_stream().wait_event(event)

@@ -1,0 +1,161 @@
+"""Greedy answers of the model in training, the same under every strategy and number of ranks.
+
+Prompts are divided into micro-batches in their order, padded to one width; a rank computes every
+n-th. The model is called on the whole sequence for each new token: caches of keys and values
+differ from architecture to architecture, and answers are short.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from launcher.data.tokenizer import hugging_face_tokenizer
+from launcher.distributed.process_group import DataParallel
+from launcher.models.chunked_loss import IGNORED
+from launcher.recipe import schema
+from launcher.recipe.functions import import_function
+from launcher.strategies.base import WrappedModel
+from launcher.training import scores
+
+
+class Prompt(NamedTuple):
+    """A document up to its last answer, and that answer."""
+
+    ids: list[int]
+    reference: list[int]
+
+
+def find_prompts(store: Any, *, prompts: int, longest: int) -> list[Prompt]:
+    """The first prompts of a token store with up to `longest` tokens. The answer is the last part
+    of a document with loss."""
+    found: list[Prompt] = []
+    for start, end in zip(store.offsets[:-1], store.offsets[1:], strict=True):
+        if len(found) == prompts:
+            break
+        trained = np.flatnonzero(store.labels[start:end] != IGNORED)
+        if len(trained):
+            first = int(trained[np.append(True, np.diff(trained) > 1)][-1])
+            ids = store.ids[start : start + trained[-1] + 1].tolist()
+            if 0 < first <= longest:
+                found.append(Prompt(ids[:first], ids[first:]))
+    return found
+
+
+class Generator:
+    """Answers the prompts of validation sets, and scores the answers."""
+
+    def __init__(
+        self, settings: schema.Generate, *, tokenizer: str, rows: int, longest: int
+    ) -> None:
+        """rows: of a micro-batch. longest: tokens of prompt and answer.
+
+        Raises RecipeError if a user's metric does not exist."""
+        self._settings, self._rows, self._longest = settings, rows, longest
+        self._tokenizer: Any = hugging_face_tokenizer(tokenizer)
+        key = "evaluation.generate.metrics"
+        self._scores = {
+            name.rpartition(":")[2]: import_function(name, key=key)
+            if ":" in name
+            else getattr(scores, name)
+            for name in settings.metrics
+        }
+
+    @torch.no_grad()
+    def answer(
+        self,
+        wrapped: WrappedModel,
+        store: Any,
+        ranks: DataParallel,
+        proceed: Callable[[], bool],
+    ) -> dict[str, Any] | None:
+        """`scores`, `scored` and `samples` (see `Evaluated`) of the prompts of a token store; None
+        if `proceed`, called before each token, is false on a rank. Every rank must call it."""
+        most, rows = self._settings.max_new_tokens, self._rows
+        longest = self._longest - most
+        prompts = find_prompts(store, prompts=self._settings.prompts, longest=longest)
+        width = max((len(prompt.ids) for prompt in prompts), default=0) + most
+        # 0: no token, so that a sum over the ranks gathers the rows
+        answers = torch.zeros(len(prompts) + rows, most, dtype=torch.int64, device=ranks.device)
+        for first in range(0, len(prompts), rows * ranks.size):
+            mine = first + rows * ranks.rank
+            chunk = prompts[mine : mine + rows]
+            found = self._complete(wrapped, chunk, ranks, proceed, width=width)
+            if found is None:
+                return None
+            answers[mine : mine + len(chunk)] = found[: len(chunk)] + 1
+        dist.all_reduce(answers, group=ranks.group)
+        samples = [
+            self._score(prompt, [token - 1 for token in row if token])
+            for prompt, row in zip(prompts, answers.tolist(), strict=False)
+            if ranks.rank == 0  # a user's function may draw random numbers
+        ]
+        sums = [sum(sample[name] for sample in samples) for name in self._scores]
+        agreed = torch.tensor(sums, dtype=torch.float64, device=ranks.device)
+        dist.broadcast(agreed, group=ranks.group, group_src=0)
+        means = (agreed / max(1, len(prompts))).tolist()
+        scored = dict(zip(self._scores, means, strict=True))
+        return {"scores": scored, "scored": len(prompts), "samples": samples}
+
+    def _complete(
+        self,
+        wrapped: WrappedModel,
+        chunk: Sequence[Prompt],
+        ranks: DataParallel,
+        proceed: Callable[[], bool],
+        *,
+        width: int,
+    ) -> torch.Tensor | None:
+        """The new tokens of each row, (rows, max_new_tokens), -1 after the end. All ranks make as
+        many forward passes as the one with the longest answer."""
+        ids = torch.zeros(self._rows, width, dtype=torch.int64)
+        lengths = torch.ones(self._rows, dtype=torch.int64)
+        ends = {self._tokenizer.eos_token_id}
+        for row, (prompt, reference) in enumerate(chunk):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+            lengths[row] = len(prompt)
+            if reference[-1] in self._tokenizer.all_special_ids:  # such as an end of turn
+                ends.add(reference[-1])
+        stop_ids = torch.tensor(sorted(ends), device=ranks.device)
+        ids, lengths = ids.to(ranks.device), lengths.to(ranks.device)
+        rows = torch.arange(self._rows, device=ranks.device)
+        going = rows < len(chunk)
+        new = torch.full((self._rows, self._settings.max_new_tokens), -1, device=ranks.device)
+        for step in range(self._settings.max_new_tokens):
+            flags = torch.tensor([int(going.any()), int(not proceed())], device=ranks.device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=ranks.group)
+            any_going, stop = flags.tolist()
+            if stop or not any_going:
+                return None if stop else new
+            token = _next_token(wrapped, ids, rows, lengths - 1)
+            going = going & ~torch.isin(token, stop_ids)
+            new[:, step] = torch.where(going, token, -1)
+            ids[rows, lengths] = torch.where(going, token, 0)
+            lengths = lengths + going
+        return new
+
+    def _score(self, prompt: Prompt, answer: list[int]) -> dict[str, Any]:
+        decode: Any = self._tokenizer.decode
+        reference = decode(prompt.reference, skip_special_tokens=True).strip()
+        answered = decode(answer, skip_special_tokens=True).strip()
+        texts = {"prompt": decode(prompt.ids), "reference": reference, "answer": answered}
+        return texts | {
+            name: float(score(answered, reference)) for name, score in self._scores.items()
+        }
+
+
+def _next_token(
+    wrapped: WrappedModel, ids: torch.Tensor, rows: torch.Tensor, last: torch.Tensor
+) -> torch.Tensor:
+    """The most likely token after position `last` of each row. What comes after it does not matter:
+    attention is causal."""
+    some = "logits_to_keep" in inspect.signature(type(wrapped.module).forward).parameters
+    options = {"logits_to_keep": last} if some else {}
+    with wrapped.forward_context():
+        logits = wrapped.model(input_ids=ids, use_cache=False, **options).logits
+    return logits[rows, rows if some else last].argmax(-1)  # type: ignore[no-any-return]

@@ -1,0 +1,190 @@
+"""AdamW whose moments are kept in bfloat16 or int8.
+
+A step converts a part of the moments to float32, updates it with torch's fused AdamW, and rounds it
+stochastically: without noise a moment would not change where the change is smaller than half the
+distance of two neighbouring values. The noise is a function of the seed, the parameter's name, the
+position in the whole tensor and the step (`philox`), and blocks of int8 lie inside of a row, which
+FSDP never divides. So the state does not depend on how parameters are sharded.
+
+int8 (Dettmers et al., 2022, with other codes): a block of 256 numbers x has a float32 scale s, its
+largest absolute value. The second moment is kept as 255 * (x / s)^(1/4): the fourth root gives
+small numbers, which a linear code would set to 0, as many codes as large ones. Of the first moment
+its ratio to the root of the second one is kept, which is the update but for its bias corrections,
+as 127 * x / s. Ratios differ less than moments do, so the code can be linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch.nn.functional import pad
+
+from launcher.models import philox
+from launcher.models.shards import derived_seed, local_rows, sharded_zeros
+
+BLOCK = 256
+"""Numbers that share a scale."""
+AT_ONCE = {"cpu": 2**18}
+"""Numbers that are updated at once; elsewhere 2^22. Each takes up to 25 bytes. The fastest of 2^16,
+2^18 and 2^20 on one core."""
+_LEVELS = {torch.int8: 127, torch.uint8: 255}
+_INT8 = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+Part = tuple[slice, slice]
+"""Rows and columns of a tensor seen as a matrix."""
+
+
+class LowPrecisionAdamW(torch.optim.Optimizer):
+    """Moments of parameters with two dimensions or more are in `state_dtype`, others in float32.
+
+    As with torch's fused optimizers, `grad_scale` divides the gradients, and `found_inf` 1 skips
+    the step, which then changes nothing.
+    """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        state_dtype: Literal["float32", "bfloat16", "int8"],
+        seed: int,
+        **defaults: Any,
+    ) -> None:
+        """groups: of named parameters. defaults: lr, betas and eps."""
+        super().__init__(groups, defaults)
+        self._dtype, self._seed = state_dtype, seed
+
+    def initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Zeros. A scale `NAME_scale` has a row for each row of the parameter."""
+        state = {"step": torch.zeros((), device=parameter.device)}
+        for key, code in _INT8.items():
+            if parameter.ndim < 2 or self._dtype == "float32":
+                state[key] = torch.zeros_like(parameter, dtype=torch.float32)
+            elif self._dtype == "bfloat16":
+                state[key] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            else:
+                state[key] = torch.zeros_like(parameter, dtype=code)
+                blocks = -(-parameter[0].numel() // BLOCK)
+                shape = torch.Size((parameter.shape[0], blocks))
+                state[f"{key}_scale"] = sharded_zeros(parameter, shape)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates all parameters with a gradient."""
+        for group in self.param_groups:
+            self.update(group)
+
+    def update(self, group: dict[str, Any]) -> None:
+        """Updates the parameters of a group."""
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if parameter.grad is not None:
+                self._update(name, parameter, group)
+
+    def _update(self, name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        state["step"] += 1 if self.found_inf is None else 1 - self.found_inf
+        local, first_row = local_rows(parameter)
+        if not local.numel():
+            return
+        weights, gradient = _matrix(parameter), _matrix(parameter.grad)  # type: ignore[arg-type]
+        keys = {key: _key(self._seed, f"{name}.{key}") for key in _INT8}
+        for part in parts_of(weights, weights.device):
+            moments = {key: _load(state, key, part) for key in _INT8}
+            ratio, is_ratio = moments["exp_avg"], _matrix(state["exp_avg"]).dtype == torch.int8
+            if is_ratio:
+                moments["exp_avg"] = ratio * moments["exp_avg_sq"].sqrt()
+            torch._fused_adamw_(
+                [weights[part]],
+                [gradient[part]],
+                [moments["exp_avg"]],
+                [moments["exp_avg_sq"]],
+                [],
+                [state["step"]],
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+            )
+            if is_ratio:
+                root = moments["exp_avg_sq"].sqrt().clamp_(min=torch.finfo(torch.float32).tiny)
+                moments["exp_avg"] /= root
+                if self.found_inf is not None:
+                    moments["exp_avg"] = torch.where(self.found_inf > 0, ratio, moments["exp_avg"])
+            rows, columns = part
+            first = (first_row + rows.start) * weights.shape[1] + columns.start
+            for key, moment in moments.items():
+                if _matrix(state[key]).dtype != torch.float32:
+                    noise = philox.random_bytes(keys[key], first, moment.numel(), state["step"])
+                    _store(state, key, part, moment, noise.view(moment.shape))
+
+
+def _key(seed: int, name: str) -> philox.Key:
+    number = derived_seed(seed, name)
+    return number & 0xFFFFFFFF, number >> 32
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, (rows, columns). Shares memory."""
+    local = local_rows(tensor.detach())[0]
+    return local.view(len(local) if local.ndim else 1, -1)
+
+
+def parts_of(matrix: torch.Tensor, device: torch.device) -> Iterator[Part]:
+    """Contiguous parts: several rows, or whole blocks of one row. The largest is the first."""
+    at_once, (rows, width) = AT_ONCE.get(device.type, 2**22), matrix.shape
+    high, wide = max(1, at_once // width), min(width, at_once)
+    for row in range(0, rows, high):
+        for column in range(0, width, wide):
+            yield slice(row, min(row + high, rows)), slice(column, min(column + wide, width))
+
+
+def _blocks(part: Part) -> Part:
+    """Of the scales."""
+    rows, columns = part
+    return rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
+
+
+def _load(state: dict[str, torch.Tensor], key: str, part: Part) -> torch.Tensor:
+    """Part of a moment in float32; of a float32 moment a view."""
+    kept = _matrix(state[key])[part]
+    moment = kept.float()
+    if kept.dtype in _LEVELS:
+        moment /= _LEVELS[kept.dtype]
+        moment = moment.square().square_() if kept.dtype == torch.uint8 else moment
+        scale = _matrix(state[f"{key}_scale"])[_blocks(part)]
+        moment *= scale.repeat_interleave(BLOCK, dim=1)[:, : moment.shape[1]]
+    return moment
+
+
+def _store(
+    state: dict[str, torch.Tensor], key: str, part: Part, moment: torch.Tensor, noise: torch.Tensor
+) -> None:
+    """Rounds up with the probability of the remainder. Keeps what `_load` returned as it was."""
+    kept = _matrix(state[key])[part]
+    if kept.dtype == torch.bfloat16:  # the upper half of a float32
+        bits = moment.view(torch.int32)
+        bits += (noise.int() << 8) + 0x80
+        bits &= -0x10000
+        kept.copy_(moment)
+        return
+    rows, width = moment.shape
+    blocks = pad(moment.abs(), (0, -width % BLOCK)).view(rows, -1, BLOCK)
+    scale = blocks.amax(dim=2)
+    _matrix(state[f"{key}_scale"])[_blocks(part)] = scale
+    blocks /= scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
+    codes = blocks.view(rows, -1)[:, :width]
+    codes = codes.sqrt().sqrt_() if kept.dtype == torch.uint8 else codes
+    codes = codes.mul(_LEVELS[kept.dtype])
+    codes += (noise + 0.5) / 256
+    codes = codes.floor_().clamp_(max=_LEVELS[kept.dtype]).mul_(moment.sign())
+    # A second moment of 0 would divide the first one by eps
+    kept.copy_(codes if kept.dtype == torch.int8 else torch.maximum(codes, moment.sign()))

@@ -1,0 +1,109 @@
+"""Muon (Jordan et al., 2024): momentum, whose direction for a matrix is made nearly orthogonal. Its
+update has the root mean square of AdamW's (Liu et al., 2025), so both take one learning rate.
+
+A sharded matrix is exchanged whole, at one matrix for each rank at a time: an all-to-all brings its
+rows to one rank, and another one brings the rows of the result back. Experts (three dimensions) are
+sharded as whole matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from launcher.models.shards import compute_device, local_rows
+from launcher.training.low_precision import LowPrecisionAdamW
+
+STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
+"""Of the Newton-Schulz iteration, by Jordan: singular values end between 0.7 and 1.2."""
+ADAMW_RMS = 0.2
+"""Root mean square of AdamW's updates over the learning rate, by Liu et al."""
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Whether Muon orthogonalizes a parameter of a block: a matrix, or experts. A convolution over
+    single channels has vectors."""
+    return len(shape) in (2, 3) and min(shape[-2:]) > 1
+
+
+class Muon(LowPrecisionAdamW):
+    """Updates groups without `orthogonalize` as AdamW. Changes the gradients of the others."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates all parameters with a gradient."""
+        for group in self.param_groups:
+            if group["orthogonalize"]:
+                self._muon([p for p in group["params"] if p.grad is not None], group)
+            else:
+                self.update(group)
+
+    def _muon(self, trained: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        updates = 1.0 if self.found_inf is None else 1 - self.found_inf
+        for parameter in trained:
+            gradient = local_rows(parameter.grad)[0]  # type: ignore[arg-type]
+            momentum = local_rows(self.state[parameter]["momentum_buffer"])[0]
+            if self.grad_scale is not None:
+                gradient.div_(self.grad_scale)
+            if self.found_inf is not None:
+                gradient.masked_fill_(self.found_inf > 0, 0)
+            momentum.lerp_(gradient, updates * (1 - group["momentum"]))
+            gradient.lerp_(momentum, group["momentum"])  # Nesterov's
+        for parameter, direction in _directions(trained):
+            rate = group["lr"] * ADAMW_RMS * max(parameter.shape[-2:]) ** 0.5
+            weights = local_rows(parameter.detach())[0]
+            weights.mul_(1 - group["lr"] * group["weight_decay"] * updates)
+            weights.sub_(direction.view_as(weights).mul_(rate * updates))
+            del direction  # not to hold two
+
+
+def _directions(
+    parameters: Sequence[torch.Tensor],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each parameter with the rows of its gradient's direction that are this rank's."""
+    sharded = [p for p in parameters if isinstance(p, DTensor) and p.ndim == 2]
+    for parameter in parameters:
+        if not (isinstance(parameter, DTensor) and parameter.ndim == 2):
+            yield parameter, newton_schulz(local_rows(parameter.grad)[0])  # type: ignore[arg-type]
+    sharded.sort(key=lambda parameter: parameter.shape)  # ranks get matrices of one shape
+    size = sharded[0].device_mesh["shard"].size() if sharded else 1
+    for first in range(0, len(sharded), size):
+        yield from _exchange(sharded[first : first + size])
+
+
+def _exchange(matrices: Sequence[DTensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Computes the directions of as many matrices as ranks, or fewer: the n-th on rank n."""
+    group = matrices[0].device_mesh.get_group("shard")
+    rank, size = group.rank(), group.size()
+    rows = [local_rows(matrix.grad)[0].reshape(-1) for matrix in matrices]  # type: ignore[arg-type]
+    shape = matrices[rank].shape if rank < len(matrices) else torch.Size((0, 1))
+    chunk = -(-shape[0] // size)
+    whole_from = [max(0, min(chunk, shape[0] - other * chunk)) * shape[1] for other in range(size)]
+    rows_to = [len(part) for part in rows] + [0] * (size - len(rows))
+    device = compute_device(matrices[0])  # of CPU offload: the GPU
+    mine = torch.cat(rows).to(device)
+    whole = torch.empty(shape, device=device)
+    dist.all_to_all_single(whole.view(-1), mine, whole_from, rows_to, group)
+    dist.all_to_all_single(mine, newton_schulz(whole).view(-1), rows_to, whole_from, group)
+    del whole
+    yield from zip(matrices, torch.split(mine.to(rows[0].device), rows_to), strict=False)
+
+
+def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
+    """The nearest orthogonal matrix of each, roughly. matrices: (rows, columns), or with a leading
+    dimension; its memory is used. The precision is that of float32 products."""
+    whole = matrices if matrices.ndim == 3 else matrices.unsqueeze(0)
+    whole /= torch.linalg.vector_norm(whole, dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    tall, (a, b, c) = whole.shape[1] > whole.shape[2], COEFFICIENTS
+    x = whole.mT if tall else whole
+    spare = torch.empty_like(x)
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        torch.baddbmm(x, gram, x, beta=a, out=spare)
+        x, spare = spare, x
+    return (x.mT if tall else x).view_as(matrices)

@@ -1,0 +1,274 @@
+"""Optimizer state in host memory or in a file. A step streams it through the device.
+
+Parameters form buckets. For each bucket, a step copies the state to the device, lets the optimizer
+update these parameters, and copies the state back. On CUDA, copies in both directions run at the
+same time, on streams of their own. Of a file, threads read the next buckets and write earlier ones.
+
+Parameters are updated whole, by the same operators as without offload: results are the same bits.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from launcher.checkpoint.files import ALIGNMENT, DirectFile
+from launcher.checkpoint.writer import aligned_buffer
+from launcher.errors import TrainingError
+from launcher.metrics.console import bytes_as_text
+from launcher.models.shards import local_rows
+from launcher.recipe import schema
+
+BUCKET = 2**26
+"""Bytes of state in a bucket; more if one parameter has more."""
+SLOTS, FILE_BUFFERS = 2, 4
+"""Buckets on the device, and in host memory if the state is in a file."""
+State = dict[str, torch.Tensor]
+
+
+@dataclass
+class _Bucket:
+    start: int
+    """First byte in all state."""
+    size: int = 0
+    members: dict[int, list[int]] = field(default_factory=dict)
+    """Parameters: indices in each parameter group."""
+    views: list[tuple[torch.Tensor, str, Callable[[torch.Tensor], torch.Tensor]]] = field(
+        default_factory=list
+    )
+    """Parameter, key of its state, and the function that views the bucket's bytes as that state."""
+
+    def add(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+        local, spec = local_rows(value)[0], getattr(value, "_spec", None)
+        span = slice(self.size, self.size + local.nbytes)
+        view = partial(_view, span=span, shape=local.shape, dtype=local.dtype, spec=spec)
+        self.views.append((parameter, key, view))
+        self.size += _padded(local, 256)
+
+    def states(self, memory: torch.Tensor) -> dict[torch.Tensor, State]:
+        found: dict[torch.Tensor, State] = {}
+        for parameter, key, view in self.views:
+            found.setdefault(parameter, {})[key] = view(memory)
+        return found
+
+
+def _view(
+    memory: torch.Tensor, span: slice, shape: torch.Size, dtype: torch.dtype, spec: Any
+) -> torch.Tensor:
+    """spec: of a DTensor, else None. `DTensor.from_local` would copy to the mesh's device."""
+    local, wrap = memory[span].view(dtype).view(shape), DTensor
+    return local if spec is None else wrap(local, spec, requires_grad=False)  # type: ignore
+
+
+def _padded(tensor: torch.Tensor, unit: int) -> int:
+    return -(-tensor.nbytes // unit) * unit
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """Takes the place of an optimizer; its state is elsewhere, except for scalars.
+
+    After a step on CUDA, the state in host memory is complete when the current stream is.
+    """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        initial_state: Callable[[dict[str, Any], torch.Tensor], State],
+        offload: schema.CpuOffload,
+    ) -> None:
+        """initial_state(group, parameter): scalars, and tensors of zeros. Raises TrainingError if
+        the file cannot be made."""
+        super().__init__(inner.param_groups, inner.defaults)
+        self._inner = inner
+        self._buckets = self._lay_out(initial_state)
+        size = self._buckets[-1].start + self._buckets[-1].size
+        self._largest = max(bucket.size for bucket in self._buckets)
+        self.file: StateFile | None = None
+        if offload.optimizer_path is not None:
+            self.file = StateFile(Path(offload.optimizer_path), size)
+            count = min(FILE_BUFFERS, len(self._buckets))
+            self.host_buffers = [aligned_buffer(self._largest) for _ in range(count)]
+        else:
+            self.host_buffers = [torch.zeros(size, dtype=torch.uint8)]
+        whole = self.host_buffers[0] if self.file is None else self.file.tensor
+        for bucket in self._buckets:
+            for parameter, state in bucket.states(whole[bucket.start :]).items():
+                self.state[parameter] |= state
+        self._device = local_rows(self.param_groups[0]["params"][0])[0].device
+        self._streams: Any = (None, None)
+        self._stored: Any = None
+        """The event that ends the last copy to the host."""
+        if self._device.type == "cuda":
+            make: Any = torch.cuda.Stream
+            self._streams = make(self._device), make(self._device)
+            for buffer in self.host_buffers if offload.pin_memory else ():
+                _pin(buffer, owner=self)
+
+    def _lay_out(
+        self, initial_state: Callable[[dict[str, Any], torch.Tensor], State]
+    ) -> list[_Bucket]:
+        buckets = [_Bucket(0)]
+        for number, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                state, bucket = initial_state(group, parameter), buckets[-1]
+                moved = {key: state.pop(key) for key in list(state) if state[key].ndim}
+                self.state[parameter] = state
+                size = sum(_padded(local_rows(value)[0], 256) for value in moved.values())
+                if bucket.size and bucket.size + size > BUCKET:
+                    bucket.size += -bucket.size % ALIGNMENT
+                    bucket = _Bucket(bucket.start + bucket.size)
+                    buckets.append(bucket)
+                bucket.members.setdefault(number, []).append(index)
+                for key, value in moved.items():
+                    bucket.add(parameter, key, value)
+        buckets[-1].size += -buckets[-1].size % ALIGNMENT or ALIGNMENT  # a rank may have no rows
+        return buckets
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates all parameters with a gradient. Waits for the disk if there is a file."""
+        inner: Any = self._inner
+        inner.grad_scale, inner.found_inf = self.grad_scale, self.found_inf
+        for bucket, memory in self._on_device():
+            inner.state = {p: self.state[p] | state for p, state in bucket.states(memory).items()}
+            inner.param_groups = [
+                group | {key: [group[key][i] for i in members] for key in ("params", "param_names")}
+                for number, members in bucket.members.items()
+                for group in [self.param_groups[number]]
+            ]
+            inner.step()
+        inner.state, inner.param_groups = {}, self.param_groups
+
+    def _on_device(self) -> Iterator[tuple[_Bucket, torch.Tensor]]:
+        """Each bucket with its state, which may be changed until the next one."""
+        if self.file is not None:
+            pairs = self._through_buffers(self.file)
+            if self._device.type == "cpu":
+                yield from pairs
+                return
+        else:
+            whole = self.host_buffers[0]
+            pairs = ((one, whole[one.start :][: one.size]) for one in self._buckets)
+        slots = [
+            torch.empty(self._largest, dtype=torch.uint8, device=self._device)
+            for _ in range(min(SLOTS, len(self._buckets)))
+        ]
+        ready, (load, store) = [self._event()] * SLOTS, self._streams
+        for number, (bucket, host) in enumerate(pairs):
+            index = number % SLOTS
+            slot = slots[index][: bucket.size]
+            self._wait(_copy(host, slot, load, ready[index]))
+            yield bucket, slot
+            ready[index] = self._stored = _copy(slot, host, store, self._event())
+        self._wait(self._stored)
+
+    def _event(self) -> Any:
+        """Recorded on the stream that computes; None on CPUs."""
+        return torch.cuda.current_stream().record_event() if self._streams[0] else None
+
+    def _wait(self, event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def _through_buffers(self, file: StateFile) -> Iterator[tuple[_Bucket, torch.Tensor]]:
+        """Reads ahead. Writes a buffer when the copy into it has ended, and all before it ends."""
+        count = len(self.host_buffers)
+        parts = [
+            self.host_buffers[number % count][: bucket.size]
+            for number, bucket in enumerate(self._buckets)
+        ]
+
+        def read(number: int, written: Future[None] | None = None) -> None:
+            if written is not None:
+                written.result()
+            file.read(parts[number], self._buckets[number].start)
+
+        def write(number: int, stored: Any) -> None:
+            if stored is not None:
+                stored.synchronize()
+            file.write(parts[number], self._buckets[number].start)
+
+        # A new thread starts on device 0
+        on_gpu = self._device.type == "cuda"
+        start = partial(torch.cuda.set_device, self._device) if on_gpu else None
+        with ThreadPoolExecutor(2, initializer=start) as pool:
+            reads = [pool.submit(read, number) for number in range(count)]
+            writes = []
+            for number, bucket in enumerate(self._buckets):
+                reads[number].result()
+                yield bucket, parts[number]
+                writes.append(pool.submit(write, number, self._stored))
+                if number + count < len(self._buckets):
+                    reads.append(pool.submit(read, number + count, writes[number]))
+            for each in writes:
+                each.result()
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, stream: Any, after: Any) -> Any:
+    """On a stream, after an event; returns the event that ends it. Both are None on CPUs."""
+    if stream is None:
+        target.copy_(source)
+        return None
+    stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
+def _pin(tensor: torch.Tensor, *, owner: Any) -> None:
+    """Until the owner is deleted. PyTorch's own pinned memory is a power of two."""
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 1)))
+    weakref.finalize(owner, cudart.cudaHostUnregister, tensor.data_ptr())
+
+
+class StateFile:
+    """Zeros in a file without a name, which the kernel deletes however this process ends."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        """Raises TrainingError, as if the disk is full."""
+        self.size = size
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+            if size > shutil.disk_usage(folder).free:  # otherwise the disk would be filled first
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.posix_fallocate(self._file.fileno(), 0, size)
+        except OSError as problem:
+            free = ""
+            if folder.is_dir():
+                free = f", and {bytes_as_text(shutil.disk_usage(folder).free)} are free"
+            raise TrainingError(
+                f"strategy.cpu_offload.optimizer_path: {folder}: {problem.strerror}; a rank needs "
+                f"{bytes_as_text(size)} there{free}. Name a folder on another disk, or shard over "
+                "more ranks",
+                reason="optimizer_path",
+            ) from None
+        path = f"/proc/self/fd/{self._file.fileno()}"
+        self.tensor = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        """The file's bytes, for checkpoints: not to be used while `read` or `write` run."""
+        self._direct = DirectFile(self._file)
+
+    def read(self, buffer: torch.Tensor, start: int) -> None:
+        """Raises OSError."""
+        read: Any = lambda file, memory, at: os.preadv(file, [memory], at)  # noqa: E731
+        self._direct.move(read, buffer.numpy().data, start)
+
+    def write(self, buffer: torch.Tensor, start: int) -> None:
+        """Raises OSError."""
+        self._direct.move(os.pwrite, buffer.numpy().data, start)

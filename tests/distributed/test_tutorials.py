@@ -1,0 +1,111 @@
+"""The tutorials in docs/tutorials, as a user follows them, and the picture in the README."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from docs import memory_chart
+from tests.distributed.launching import REPOSITORY
+from tests.unit.test_documents import DOCUMENTS, code_blocks, commands
+
+TUTORIALS = REPOSITORY / "docs/tutorials"
+
+
+def command_in(folder, *words):
+    """`launcher ...` or `python ...`, as a user types it in a folder; returns what it prints."""
+    start = ["-m", "launcher.cli.main"] if words[0] == "launcher" else []
+    done = subprocess.run(
+        [sys.executable, *start, *words[1:]],
+        env=os.environ
+        | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def commands_of(name):
+    blocks = code_blocks(TUTORIALS / f"{name}.md")
+    return [shlex.split(command) for _, block in blocks for command in commands(block)]
+
+
+def write_own_model(folder):
+    """Writes waves.py and waves.yaml of the tutorial; returns its last script."""
+    blocks = code_blocks(TUTORIALS / "own_model.md")
+    model, data, script = (block for language, block in blocks if language == "python")
+    (recipe,) = (block for language, block in blocks if language == "yaml")
+    (folder / "waves.py").write_text(f"{model}\n\n{data}")
+    (folder / "waves.yaml").write_text(recipe)
+    return script
+
+
+def test_own_model(tmp_path):
+    """With fewer steps."""
+    script = write_own_model(tmp_path)
+    train = commands_of("own_model")[0]
+    few = ["run.max_steps=3", "checkpoint.every_steps=3", "evaluation.every_steps=3"]
+    assert "finished after 3 of 3 steps" in command_in(tmp_path, *train, *few)
+    script = script.replace("step_00000200", "step_00000003")
+    (tmp_path / "use.py").write_text(f"{script}\nprint(model.last.weight.shape)")
+    assert "[1, 64]" in command_in(tmp_path, "python", "use.py")
+
+
+@pytest.mark.long
+def test_tutorials(tmp_path):
+    """Those that need neither a GPU nor a network, in order, with few steps."""
+    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
+    write_own_model(tmp_path)
+    first = "launcher train recipe=quickstart run.device=cpu gpus=2 run.max_steps=3"
+    command_in(tmp_path, *first.split())
+    names = ("../quickstart", "finetune", "lora", "own_model")
+    ran = 0
+    for command in (words for name in names for words in commands_of(name)):
+        if command[0] == "make" or any("8b" in word for word in command):  # the hub and GPUs
+            continue
+        few = []
+        if command[1] == "train":
+            resumed = any("max_steps" in word for word in command)
+            few = ["run.epochs=null", f"run.max_steps={4 if resumed else 3}"]
+        command_in(tmp_path, *command, *few)
+        ran += 1
+    assert ran == 14
+    assert (tmp_path / "runs/finetune_merged/model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_commands_that_take_long(tmp_path):
+    """Plans and selftests of the documents that need neither a GPU nor a network."""
+    pattern = r"launcher (plan recipe=fsdp gpu=.*|selftest recipe=fsdp .*=null)"
+    found = {
+        match[0]
+        for document in DOCUMENTS
+        for _, block in code_blocks(document)
+        for match in re.finditer(pattern, block)
+    }
+    assert len(found) >= 3
+    for command in sorted(found):
+        device = ["run.device=cpu"] if "selftest" in command else []
+        command_in(tmp_path, *shlex.split(command), *device)
+
+
+@pytest.mark.long
+def test_the_chart_of_memory():
+    """`python docs/memory_chart.py` draws the picture again; other plans need another picture."""
+    lines = memory_chart.draw(
+        {name: memory_chart.planned(name) for name in memory_chart.STRATEGIES}
+    )
+    numbers = [
+        re.findall(r": ([\d.]+) GiB<", text)
+        for text in ("\n".join(lines), (REPOSITORY / "docs/memory.svg").read_text())
+    ]
+    drawn, kept = ([float(number) for number in found] for found in numbers)
+    assert len(kept) == 16
+    assert kept == pytest.approx(drawn, rel=0.02, abs=0.1)

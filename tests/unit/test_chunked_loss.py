@@ -1,0 +1,209 @@
+"""The loss without full logits: values, gradients, and the models that it applies to."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from launcher.data.dataset import collate_sequences
+from launcher.models import chunked_loss
+from launcher.models.build import build_model
+from launcher.models.chunked_loss import (
+    IGNORED,
+    ChunkedHead,
+    Transform,
+    chunk_width,
+    computes_loss,
+    find_head,
+    linear_cross_entropy,
+)
+from launcher.models.lora import add_adapters
+from launcher.recipe.schema import Lora, Model
+from launcher.training.loss import summed_loss
+
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Parts of 64 words of the vocabulary for 32 tokens."""
+    monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 32 * 64)
+
+
+def drawn(*shape, requires_grad=True, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype).requires_grad_(requires_grad)
+
+
+@pytest.mark.parametrize(
+    "transform", [Transform(), Transform(0.25), Transform(1.5, 4.0)], ids=["", "scale", "softcap"]
+)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_values_and_gradients(transform, bias):
+    tokens, vocabulary = 32, 300
+    inputs, weight = drawn(tokens, 8), drawn(vocabulary, 8)
+    added = drawn(vocabulary) if bias else None
+    targets = torch.randint(vocabulary, (tokens,))
+    targets[::5] = IGNORED
+    leaves = [inputs, weight, *([added] if bias else [])]
+    logits = (inputs @ weight.T + (added if bias else 0)) * transform.scale
+    if transform.softcap is not None:
+        logits = torch.tanh(logits / transform.softcap) * transform.softcap
+    expected = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    wanted = torch.autograd.grad(expected * 0.3, leaves)
+    for width in (64, 100, 300):
+        found = linear_cross_entropy(
+            inputs, weight, added, targets, transform=transform, width=width
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        gradients = torch.autograd.grad(found * 0.3, leaves)
+        for one, other in zip(gradients, wanted, strict=True):
+            assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+def test_bfloat16_is_as_close_to_the_exact_gradient_as_full_logits():
+    inputs, weight = drawn(32, 64, dtype=torch.bfloat16), drawn(300, 64, dtype=torch.bfloat16)
+    targets = torch.randint(300, (32,))
+
+    def gradients(loss):
+        return torch.autograd.grad(loss, (inputs, weight))
+
+    def full(x, w):
+        return F.cross_entropy((x @ w.T).float(), targets, reduction="sum")
+
+    exact = gradients(full(inputs.double(), weight.double()))
+    plain = gradients(full(inputs, weight))
+    chunked = gradients(
+        linear_cross_entropy(inputs, weight, None, targets, transform=Transform(), width=64)
+    )
+    for truth, one, other in zip(exact, plain, chunked, strict=True):
+        assert (other - truth).norm() <= 1.2 * (one - truth).norm()
+
+
+def test_no_target_at_all():
+    inputs, weight = drawn(4, 8), drawn(300, 8)
+    for targets in (torch.full((4,), IGNORED), torch.zeros(0, dtype=torch.long)):
+        loss = linear_cross_entropy(
+            inputs[: len(targets)], weight, None, targets, transform=Transform(), width=64
+        )
+        loss.backward()
+        assert loss == 0
+        assert torch.count_nonzero(weight.grad) == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "width"),
+    [(4096, 128256, 16064), (128, 32000, 32000), (1, 100, 100), (2**20, 32000, 64)],
+)
+def test_width_of_parts(tokens, vocabulary, width):
+    assert chunk_width(tokens, vocabulary) == width
+
+
+def built(config, *, lora=None):
+    attention = "eager" if config["model_type"] == "gemma2" else "sdpa"
+    model = build_model(Model(config=config, attention=attention), sequence_length=16, labels=None)
+    if lora is not None:
+        add_adapters(model, lora, base_dtype=torch.float32)
+    ChunkedHead(model, find_head(model))
+    assert computes_loss(model)
+    model.to_empty(device="cpu")
+    for index, parameter in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(index)
+        parameter.data.normal_(0, 0.3, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer.copy_(0.1 ** torch.linspace(0, 1, len(buffer)))
+        else:
+            buffer.fill_(1)  # such as Gemma's embed_scale: to_empty leaves it undefined
+    return model
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama"},
+        {"model_type": "llama", "tie_word_embeddings": True},
+        {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 3.0},
+        {"model_type": "granite", "logits_scaling": 4.0},
+        {"model_type": "cohere", "logit_scale": 0.1},
+        {"model_type": "phi"},  # its head has a bias
+    ],
+    ids=lambda config: "-".join(str(value) for value in config.values()),
+)
+@pytest.mark.parametrize("lora", [None, Lora(rank=2, target_modules=("lm_head", "q_proj"))])
+@pytest.mark.parametrize("few", [False, True], ids=["all targets", "few targets"])
+def test_models(config, lora, few):
+    if lora is not None and config.get("tie_word_embeddings"):
+        pytest.skip("peft refuses an adapter of a tied head")
+    model = built(SMALL | config, lora=lora)
+    rows = [
+        {
+            "input_ids": torch.randint(300, (16,)).numpy(),
+            "targets": torch.randint(300, (16,)).numpy(),
+            "position_ids": torch.arange(16).numpy(),
+        }
+        for _ in range(2)
+    ]
+    if few:
+        for row in rows:
+            row["targets"][:9] = IGNORED
+    batch = collate_sequences(rows, length=16, packed=False, masking="mask")["tensors"]
+    assert ("target_positions" in batch) is few
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    targets = batch["targets"].flatten()
+    expected = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
+    found = summed_loss(model, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    pairs = zip(
+        torch.autograd.grad(found, trained), torch.autograd.grad(expected, trained), strict=True
+    )
+    for one, other in pairs:
+        assert (one - other).norm() <= 1e-5 * other.norm()
+    with torch.no_grad():
+        assert summed_loss(model.eval(), batch) == pytest.approx(float(expected), rel=1e-6)
+
+
+class Doubled(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.config, self.base_model, self.lm_head = model.config, model.base_model, model.lm_head
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, **inputs):
+        outputs = self.base_model(**inputs)
+        outputs.logits = 2 * self.lm_head(outputs.last_hidden_state)
+        return outputs
+
+
+def test_a_model_that_changes_its_logits_computes_them_in_full():
+    with torch.device("meta"):
+        model = Doubled(
+            build_model(
+                Model(config=SMALL | {"model_type": "llama"}), sequence_length=16, labels=None
+            )
+        )
+    assert find_head(model) is None
+    assert not computes_loss(model)
+    assert "forward" not in vars(model) | vars(model.lm_head) | vars(model.base_model)
+
+
+def test_a_copy_of_the_model_computes_with_its_own_weights():
+    model = built(SMALL | {"model_type": "llama"})
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "targets": torch.ones(1, 4).long()}
+    assert summed_loss(other, batch).item() == pytest.approx(4 * torch.tensor(300.0).log().item())
+    assert summed_loss(model, batch).item() != pytest.approx(summed_loss(other, batch).item())

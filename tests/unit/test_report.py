@@ -1,0 +1,276 @@
+"""`launcher report` and `launcher plan --html`: what the pages show, in a real browser."""
+
+import json
+import math
+import os
+import re
+
+import pytest
+
+from launcher.cli import main
+from launcher.metrics import report
+from launcher.planner.formatting import as_json
+from launcher.planner.page import plan_page
+from launcher.recipe.load import load_recipe, to_yaml
+from launcher.reliability.run_directory import RunFolder, read_jsonl
+from tests.browser import Browser, unavailable
+from tests.unit.made_plan import RECIPE, made_ladder, made_plan
+
+START = 1_800_000_000.0
+KEYS = {
+    "Loss": "loss",
+    "Learning rate": "learning_rate",
+    "Gradient norm before clipping": "grad_norm",
+    "Tokens per second, all ranks": "tokens_per_second",
+    "Seconds per step": "step_seconds",
+    "FLOPs utilization (MFU)": "mfu",
+    "Peak memory of a rank": "peak_memory_bytes",
+    "Evaluation loss": "eval_loss",
+}
+FITS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+"""Nothing but tables is wider than the window."""
+UNITS = {"": 1, "%": 0.01, " MiB": 2**20, " GiB": 2**30}
+TINY = [
+    "model.config={model_type: llama, hidden_size: 32, intermediate_size: 64, vocab_size: 260, "
+    "num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2}",
+    "data.sequence_length=16",
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if (why := unavailable()) is not None:
+        message = f"no browser to test with: {why}"
+        assert os.environ.get("CI_REQUIRES_BROWSER") != "1", message
+        pytest.skip(message)
+    with Browser() as browser:
+        yield browser
+
+
+def make_run(path, steps, *, rate=1e-3, every=5, **built):
+    """Two attempts; the second resumes from step 10. Step 7 was skipped."""
+    run = RunFolder(path)
+    overrides = [f"optimizer.learning_rate={rate}", f"run.dir={path}", *TINY]
+    loaded = load_recipe(["recipe=quickstart", *overrides], ranks=2, files=False)
+    run.create(to_yaml(loaded.recipe))
+    run.write_status("finished", step=steps, steps=steps, verdict="Bound by <data>.")
+    lines = []
+    for step in range(1, steps + 1):
+        when = START + 2 * step + (60 if step > 10 else 0)
+        line = {"step": step, "loss": 2 + 3 * math.exp(-step / 20) + math.sin(step) / 10}
+        line |= {"grad_norm": 1 + 1 / step, "learning_rate": rate * step, "step_seconds": 1.75}
+        line |= {"tokens_per_second": 1000.0 + step, "mfu": 0.4 + step / 1e5, "time": when}
+        line |= {"peak_memory_bytes": 2**29 + step * 4096, "data_seconds": 0.25, "cpu_seconds": 3.5}
+        line |= {"forward_seconds": 0.5, "checkpoint_seconds": None}
+        if step == 7:
+            line |= {"loss": None, "grad_norm": None, "skipped": True}
+            line |= {"peak_memory_bytes": 2**30}  # of the first attempt
+        lines.append(line)
+        if every and step % every == 0:
+            lines.append({"step": step, "eval_loss": 3 - step / 100, "time": when})
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    versions = {"torch": "2.13.0", "cuda": None}
+    held = {"parameters": 1 << 20, "gradients": 1 << 20, "optimizer": 2 << 20}
+    built = {"device": "cpu", "device_memory": None, "ranks_per_node": 2, "held": held} | built
+    for event in (
+        {"event": "started", "time": START, "attempt": 1},
+        {"event": "built", "time": START, "attempt": 1, "versions": versions, **built},
+        {"event": "saved", "time": START + 21, "attempt": 1, "step": 10},
+        {"event": "started", "time": START + 60, "attempt": 2, "found_step": 12},
+        {"event": "resumed", "time": START + 61, "attempt": 2, "step": 10},
+        {"event": "finished", "time": START + 80 + 2 * steps, "attempt": 2, "step": steps},
+    ):
+        with run.events.open("a") as stream:
+            stream.write(json.dumps(event | {"host": "node1", "ranks": 2}) + "\n")
+    return run
+
+
+def embedded(file):
+    text = re.search(r'id="data">(.*?)</script>', file.read_text(), re.DOTALL)[1]
+    return json.loads(text)
+
+
+def hover(browser, title, share):
+    """What the chart shows at this share of its width: a tuple of name, step, text for each run."""
+    x, y = browser.evaluate(
+        f"""(() => {{
+            const heading = [...document.querySelectorAll("h3")].find(
+                one => one.textContent === {json.dumps(title)});
+            const svg = heading.parentNode.querySelector("svg");
+            svg.scrollIntoView({{ block: "center" }});
+            const box = svg.getBoundingClientRect();
+            return [box.left + LEFT + {share} * (box.width - LEFT - RIGHT), box.top + 100];
+        }})()"""
+    )
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    rows = browser.evaluate('[...document.querySelectorAll(".tip div")].map(d => d.textContent)')
+    return [re.match(r"(.*?) step (\d+): (\S+(?: [GM]iB)?)", row).groups() for row in rows]
+
+
+def value_of(text):
+    if text == "not":  # finite
+        return None
+    number, unit = re.fullmatch(r"([\d.,]+)(.*)", text).groups()
+    return float(number.replace(",", "")) * UNITS[unit]
+
+
+def test_a_run_in_a_browser(tmp_path, browser, capsys):
+    run, out = make_run(tmp_path / "a<b> & c", 50), tmp_path / "report.html"
+    assert main.main(["report", str(run.path), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    records = read_jsonl(run.metrics)
+    charts = {chart["title"]: chart["series"] for chart in embedded(out)["charts"]}
+    assert set(charts) == set(KEYS)
+    for title, key in KEYS.items():
+        (curve,) = charts[title]
+        lines = [record for record in records if key in record]
+        assert curve["y"] == [line[key] for line in lines]
+        assert curve["step"] == [line["step"] for line in lines]
+        assert curve["time"] == [line["time"] - START for line in lines]
+
+    backgrounds = set()
+    for width in (1280, 400):
+        for scheme in ("light", "dark"):
+            browser.open(out, width=width, scheme=scheme)
+            assert browser.evaluate("document.querySelectorAll('svg').length") == len(KEYS)
+            assert browser.evaluate(FITS)
+            colour = "getComputedStyle(document.body).backgroundColor"
+            backgrounds.add(browser.evaluate(colour))
+    assert len(backgrounds) == 2
+
+    browser.open(out, width=1280)
+    seen = set()
+    for axis in ("step", "time"):
+        for title, key in KEYS.items():
+            for share in (0.01, 0.122, 0.4, 0.7, 0.99):
+                ((_, step, text),) = hover(browser, title, share)
+                expected = next(r[key] for r in records if r["step"] == int(step) and key in r)
+                assert value_of(text) == (expected and pytest.approx(expected, rel=1e-5))
+                seen.add((axis, int(step)))
+        browser.evaluate('document.getElementById("axis").click()')
+    assert {("step", 1), ("step", 50), ("step", 7), ("time", 50)} <= seen
+
+    # The curve itself: heights are values, times a factor
+    path = browser.evaluate('document.querySelector(".curve").getAttribute("d")')
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)h0", path)]
+    losses = [r["loss"] for r in records if r.get("loss") is not None]
+    factor = (heights[-1] - heights[0]) / (losses[-1] - losses[0])
+    expected = [heights[0] + factor * (loss - losses[0]) for loss in losses]
+    assert heights == pytest.approx(expected, abs=0.2)
+    assert path.count("M") == 2  # a gap at the skipped step
+    browser.evaluate('document.getElementById("axis").click()')
+    curve = browser.evaluate('document.querySelector(".curve").getAttribute("d")')
+    assert curve.count("M") == 3  # over time also where no process ran
+    for kind in ("restart", "checkpoint", "skipped"):
+        marks = f'document.querySelectorAll(".{kind}").length'
+        assert browser.evaluate(marks) == len(KEYS), kind
+
+    text = browser.evaluate("document.body.innerText")
+    for shown in (
+        "Run a<b> & c",
+        "Bound by <data>.",
+        "lowest evaluation",
+        "data, 14.3%",  # of 1.75 s
+        "forward, 28.6%",
+        "planned",
+        "512.2 MiB",  # measured
+        "driver and libraries",
+        "optimizer.learning_rate",
+        "2.13.0",
+    ):
+        assert shown in text
+    assert browser.problems == []
+
+
+def test_several_runs(tmp_path, browser):
+    long = make_run(tmp_path / "sweep/long", 5000, rate=1e-4, every=None)
+    make_run(tmp_path / "sweep/short", 40, device="NVIDIA H100 80GB HBM3", device_memory=80 << 30)
+    out = tmp_path / "report.html"
+    assert main.main(["report", str(tmp_path / "sweep"), f"out={out}"]) == 0
+    chart = next(c for c in embedded(out)["charts"] if c["title"] == "Loss")
+    assert 1000 < len(chart["series"][0]["y"]) <= report.MOST_POINTS
+    browser.open(out, width=1280)
+    text = browser.evaluate("document.body.innerText")
+    assert "the longest has 5,000" in text
+    table = browser.evaluate(
+        '[...document.querySelector("table").rows].map(r => [...r.cells].map(c => c.textContent))'
+    )
+    columns = {name: values for name, *values in zip(*table, strict=True)}
+    assert columns[""] == ["long", "short"]
+    assert columns["optimizer.learning_rate"] == ["0.0001", "0.001"]
+    assert columns["lowest evaluation"] == ["", "2.6000"]
+
+    records = {r["step"]: r["loss"] for r in read_jsonl(long.metrics)}
+    (first, step, text), second = hover(browser, "Loss", 0.5)
+    assert (first, second[:2]) == ("long", ("short", "40"))
+    assert value_of(text) == pytest.approx(records[int(step)], rel=1e-5)
+    browser.evaluate('document.querySelectorAll("nav button")[0].click()')
+    assert [name for name, *_ in hover(browser, "Loss", 0.5)] == ["short"]
+    browser.evaluate('document.querySelectorAll("nav button")[1].click()')
+    assert hover(browser, "Loss", 0.5) == []
+    assert browser.problems == []
+
+
+def test_the_page_of_a_plan(tmp_path, browser):
+    plan = as_json(RECIPE, made_plan(), made_ladder())
+    out = tmp_path / "plan.html"
+    report.write(plan_page(plan), out)
+    browser.open(out, width=400)
+    text = browser.evaluate("document.body.innerText")
+    for shown in ("Plan of llama_3_1_8b", "backward\n46.9 GiB", "activations", "To take one"):
+        assert shown in text
+    bars = browser.evaluate('[...document.querySelectorAll(".bar")].map(b => b.children.length)')
+    assert bars == [10, 10, 7]
+    assert [p["total"] for p in plan["timeline"]] == embedded(out)["charts"][0]["series"][0]["y"]
+    assert browser.evaluate(FITS)
+    assert browser.problems == []
+
+
+def test_thinned_curves_keep_their_extremes():
+    points = [(n, float(n), math.sin(n)) for n in range(1, 100_000)]
+    points[500] = (501, 501.0, 99.0)
+    points[70_000] = (70_001, 70_001.0, None)
+    kept = report.thin(points)
+    assert len(kept) <= report.MOST_POINTS
+    assert kept == sorted(kept, key=lambda point: point[0])
+    assert {points[0], points[500], points[70_000], points[-1]} <= set(kept)
+    assert report.thin(points[:2000]) == points[:2000]
+
+
+def test_incomplete_runs(tmp_path, capsys):
+    fresh = RunFolder(tmp_path / "runs/fresh")
+    fresh.path.mkdir(parents=True)
+    fresh.write_status("running", step=0)
+    torn = make_run(tmp_path / "runs/torn", 20, every=None)
+    (torn.path / "recipe.yaml").write_text("run: {nme: x}\n")
+    torn.events.unlink()
+    with torn.metrics.open("a") as stream:
+        stream.write('{"step": 21, "lo')
+    out = tmp_path / "report.html"
+    assert main.main(["report", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    page = embedded(out)
+    assert [run["name"] for run in page["runs"]] == ["fresh", "torn"]
+    assert {series["run"] for chart in page["charts"] for series in chart["series"]} == {1}
+    assert page["charts"][0]["series"][0]["step"][-1] == 20
+    text = out.read_text()
+    assert "No values in metrics.jsonl: Evaluation loss." in text
+    assert "unknown key; did you mean name?" in text
+    assert "torn is not planned: its recipe or its device is not recorded." in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["FOLDER/nowhere"], "FOLDER/nowhere: there is no such folder"),
+        (["FOLDER"], "FOLDER: neither the folder of a run nor one that holds runs"),
+        (["FOLDER/run", "out=FOLDER/no/r.html"], "FOLDER/no/r.html: cannot be written: No such"),
+        ([], "Missing argument 'RUN_DIR'"),
+    ],
+)
+def test_wrong_arguments(arguments, shown, tmp_path, capsys):
+    if "FOLDER/run" in arguments:
+        make_run(tmp_path / "run", 3)
+        (tmp_path / "run/events.jsonl").unlink()  # nothing is planned
+    words = [word.replace("FOLDER", str(tmp_path)) for word in arguments]
+    assert main.main(["report", *words]) == 2
+    assert shown.replace("FOLDER", str(tmp_path)) in capsys.readouterr().err

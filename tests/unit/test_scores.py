@@ -1,0 +1,79 @@
+"""Metrics of evaluations, the best of them, and when a run ends early."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from launcher.data.tokenization import TokenStore
+from launcher.models.chunked_loss import IGNORED
+from launcher.training.evaluation import (
+    EarlyStopping,
+    Evaluated,
+    _class_counts,
+    _classification_scores,
+    is_better,
+    over_all,
+)
+from launcher.training.generation import find_prompts
+from launcher.training.scores import exact_match, f1, rouge_l
+
+
+def test_scores_of_an_answer():
+    assert exact_match(" 12\n", "12") == 1
+    assert exact_match("12.", "12") == 0
+    assert f1("the cat sat", "the dog sat down") == pytest.approx(2 * 2 / 7)
+    assert f1("b a", "A B") == 1
+    assert rouge_l("b a", "A B") == pytest.approx(2 * 1 / 4)
+    assert rouge_l("a x b y c", "a b c") == pytest.approx(2 * 3 / 8)
+    assert (f1("", ""), rouge_l("", ""), f1("", "a"), rouge_l("a", "")) == (1, 1, 0, 0)
+
+
+def test_accuracy_and_macro_f1_of_classes():
+    """Class 0: 1 of 2 found, no false; class 1: 1 of 1 found, 1 false; class 2 is neither; a row without a target."""
+    logits = torch.tensor([[9.0, 0, 0], [0, 9, 0], [0, 9, 0], [0, 0, 9]])
+    counts = _class_counts(logits, torch.tensor([0, 0, 1, IGNORED]))
+    found = _classification_scores(counts)
+    assert found["scored"] == 3
+    assert found["scores"]["accuracy"] == pytest.approx(2 / 3)
+    assert found["scores"]["f1"] == pytest.approx((2 / 3 + 2 / 3) / 2)
+
+
+def test_scores_over_several_sets_are_weighted_by_their_samples():
+    sets = {"a": Evaluated(1.0, 10, {"f1": 1.0}, 1), "b": Evaluated(2.0, 30, {"f1": 0.0}, 3)}
+    assert over_all(sets) == Evaluated(1.75, 40, {"f1": 0.25}, 4)
+
+
+def test_prompts_end_before_the_last_answer():
+    documents = [[1, 2, 3], [1, 2, 3, 4, 5, 6], [7, 8], [1, 2, 3, 4, 5], [9, 9]]
+    trained = ["..x", ".x..xx", "..", "....x", ".x"]
+    ids = np.concatenate(documents).astype(np.int32)
+    labels = np.where([mark == "x" for mark in "".join(trained)], ids, IGNORED)
+    store = TokenStore(ids, labels, np.cumsum([0, *map(len, documents)]))
+    assert find_prompts(store, prompts=2, longest=4) == [([1, 2], [3]), ([1, 2, 3, 4], [5, 6])]
+    assert find_prompts(store, prompts=9, longest=3) == [([1, 2], [3]), ([9], [9])]
+
+
+def test_early_stopping():
+    stopping = EarlyStopping("eval_loss", 2)
+    over = []
+    for value in (2.0, 1.5, 1.6, 1.4, None, 1.4):
+        stopping.add({} if value is None else {"eval_loss": value})
+        over.append(stopping.over)
+    assert over == [False] * 5 + [True]
+    resumed = EarlyStopping("eval_loss", 3)
+    resumed.restore(stopping.state())
+    assert not resumed.over
+    resumed.add({"eval_loss": 1.4})
+    assert resumed.over
+    other = EarlyStopping("eval_f1", 1)
+    other.restore(stopping.state())
+    assert not other.over
+    never = EarlyStopping("eval_loss", None)
+    never.restore({})
+    never.add({"eval_loss": math.inf})
+    assert not never.over
+    assert is_better("eval_loss", 1.0, 2.0)
+    assert is_better("eval_f1", 2.0, 1.0)
+    assert not is_better("eval_f1", 1.0, 1.0)

@@ -1,0 +1,91 @@
+"""What the site and the README add to the documents: generated pages, messages, the container's files."""
+
+import ast
+import json
+import re
+
+from docs import hooks
+from launcher.recipe.decode import dotted, keys
+from tests.unit.test_documents import COMMANDS, DOCUMENTS, REPOSITORY
+
+
+def test_files_in_the_documents_exist():
+    named = set()
+    for document in DOCUMENTS:
+        pattern = r"`((?:tests|benchmarks|docs|recipes|slurm|launcher)/[\w/]+\.\w+)`"
+        named |= set(re.findall(pattern, document.read_text()))
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (REPOSITORY / name).is_file()] == []
+
+
+def test_the_reference_has_every_key_and_every_option():
+    """The pages that the site generates from the schema and from the command line."""
+    pages = {
+        name: hooks.on_page_markdown((REPOSITORY / f"docs/reference/{name}.md").read_text())
+        for name in ("recipe", "commands")
+    }
+    section = None
+    found = set()
+    for line in pages["recipe"].splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ").removesuffix(".NAME")
+        elif match := re.match(r"\| `(\w+)` \|(.*)", line):
+            found.add(f"{section}.{match[1]}")
+            assert match[2].count(" | ") == 2, line  # of which none is inside of a cell
+    leaves = {dotted(path) for path in keys() if len(path) > 1}
+    assert leaves <= found
+    assert {"data.train.files", "slurm.partition", "strategy.mixed_precision.param_dtype"} <= found
+    for name, command in COMMANDS.items():
+        part = pages["commands"].split(f"## launcher {name}\n")[1].split("\n## ")[0]
+        for option in (opt for param in command.params for opt in param.opts if "--" in opt):
+            assert f"`{option}" in part, (name, option)
+
+
+def strings_of_the_launcher():
+    """Every text in its code, with … for what is inserted, and with collapsed spaces."""
+    for file in (REPOSITORY / "launcher").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    getattr(part, "value", "…") if isinstance(part, ast.Constant) else "…"
+                    for part in node.values
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_of_the_troubleshooting_page_exist():
+    text = (REPOSITORY / "docs/troubleshooting.md").read_text()
+    cells = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
+    known = list(strings_of_the_launcher())
+    messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    assert len(messages) > 45
+    missing = []
+    for message in messages:
+        pattern = ".*".join(map(re.escape, message.split("…")))
+        if not any(re.search(pattern, string, re.DOTALL) for string in known):
+            missing.append(message)
+    assert missing == []
+
+
+def test_readme_is_short_and_its_picture_exists():
+    readme = (REPOSITORY / "README.md").read_text()
+    assert len(readme.splitlines()) <= 200
+    (picture,) = re.findall(r"!\[[^]]+\]\((.*?)\)", readme)
+    assert (REPOSITORY / picture).is_file()
+
+
+def test_the_containers_have_one_base_image():
+    """`make lint` runs hadolint on the Dockerfile."""
+    image = json.loads((REPOSITORY / ".devcontainer/devcontainer.json").read_text())["image"]
+    dockerfile = (REPOSITORY / "Dockerfile").read_text()
+    assert re.findall(r"^FROM (.*)", dockerfile, re.MULTILINE) == [image]
+    assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-base-ubuntu24.04", image)
+    users = re.findall(r"^USER (.*)", dockerfile, re.MULTILINE)
+    assert users
+    assert users[-1] not in ("root", "0")
+    copied = re.findall(r"^COPY (.*)", dockerfile, re.MULTILINE)
+    sources = {word.rstrip("/") for line in copied for word in line.split()[:-1]}
+    kept = re.findall(r"^!(.*)", (REPOSITORY / ".dockerignore").read_text(), re.MULTILINE)
+    assert {source.split("/")[0] for source in sources} == set(kept)
+    assert all((REPOSITORY / source).exists() for source in sources)
