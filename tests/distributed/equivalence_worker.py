@@ -31,7 +31,7 @@ from launcher.strategies.wrap import Parts, wrap
 from launcher.training import loss, optimizer_offload
 from launcher.training.evaluation import over_all
 from launcher.training.setup import assemble
-from tests.unit.odd_model import Odd
+from tests.unit.models.odd_model import Odd
 
 STEPS, BATCH = 10, 16
 LLAMA = (

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
+from tests import REPOSITORY
 
 DEVICE = "cpu" if torch.version.cuda or torch.version.hip else "auto"
 """Of trainings in tests: the CPU, whatever the machine has."""

@@ -3,9 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import REPOSITORY
 from tests.nullgpu import devices
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def pytest_collection_modifyitems(items):

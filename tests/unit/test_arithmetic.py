@@ -3,15 +3,15 @@
 import importlib.util
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
+from tests import REPOSITORY
 
-SCRIPT = Path(__file__).resolve().parents[2] / "recipes/arithmetic.py"
+SCRIPT = REPOSITORY / "recipes/arithmetic.py"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
-from pathlib import Path
 
 import pytest
 import typer.main
@@ -23,11 +22,11 @@ from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe, Slurm
+from tests import REPOSITORY
 from tests.distributed.launching import torchrun
-from tests.unit.test_recipe import MADE, sections
+from tests.unit.recipe.test_recipe import MADE, sections
 
 COMMANDS = typer.main.get_command(app).commands
-REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PROGRAMS = r"(torchrun|launcher|python|make|docker|enroot|srun) "
 RUN_HERE = r"launcher (schema|show|inspect recipe=quickstart|submit .*--dry-run|.*--help)\b"

@@ -4,11 +4,11 @@ import importlib
 import json
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests import REPOSITORY
+
 LOG = """
 collecting ... collected 9 items / 3 deselected / 6 selected
 

@@ -5,11 +5,11 @@ import graphlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests import REPOSITORY
+
 PACKAGE = REPOSITORY / "launcher"
 
 MAY_IMPORT = {

@@ -25,7 +25,8 @@ from launcher.planner.formatting import (
 )
 from launcher.planner.memory import COMPONENTS
 from launcher.recipe.schema import Strategy
-from tests.unit.made_plan import GIB, RECIPE, machine, made_ladder, made_plan
+from tests import REPOSITORY
+from tests.unit.planner.made_plan import GIB, RECIPE, machine, made_ladder, made_plan
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def faked(monkeypatch, folder):
 def test_json_is_one_object_with_bytes_as_whole_numbers(faked, capsys):
     assert main.main(["plan", "recipe=x.yaml", "gpus_per_node=8", "gpu=h100", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    document = (Path(__file__).parents[2] / "docs/memory.md").read_text()
+    document = (REPOSITORY / "docs/memory.md").read_text()
     lines = document.partition("## The JSON object of a plan")[2].splitlines()
     documented = set(re.findall(r"[a-z_]+", " ".join(line[:26] for line in lines)))
     assert set(shown) <= documented

@@ -8,7 +8,6 @@ import pickle
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,8 +26,7 @@ from launcher.checkpoint.files import (
 from launcher.errors import RecipeError
 from launcher.recipe import schema
 from launcher.training.optimizer import make_optimizer
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests import REPOSITORY
 
 
 def write(folder, step, data=b"0123456789" * 100):

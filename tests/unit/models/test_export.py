@@ -16,7 +16,7 @@ from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.models.safetensors_files import WeightFiles, open_folder
 from launcher.recipe.schema import Lora, Model
-from tests.unit.test_checkpoint import CPU, logits, reference, save
+from tests.unit.models.test_checkpoint import CPU, logits, reference, save
 
 
 def adapted(folder, *, lora=None, seed=3, dtype=torch.float32, task="causal_lm", trained=True):

@@ -16,8 +16,8 @@ from launcher.errors import RecipeError, TrainingError
 from launcher.reliability import lock
 from launcher.reliability.lock import Ownership, current_owner, succeeds
 from launcher.reliability.run_directory import RunFolder
+from tests import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 ALONE = Environment()
 RACE = """
 import sys, time

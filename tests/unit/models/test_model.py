@@ -17,7 +17,7 @@ from launcher.models.build import (
 )
 from launcher.models.initialization import initialize, materialize, random_weights
 from launcher.recipe.schema import Model
-from tests.unit.odd_model import Odd
+from tests.unit.models.odd_model import Odd
 
 LLAMA = {
     "model_type": "llama",

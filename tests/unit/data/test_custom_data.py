@@ -8,7 +8,7 @@ from launcher.data.custom import CustomData, CustomDataset, build_custom_data
 from launcher.errors import RecipeError
 from tests.distributed import vision
 
-HERE = "tests.unit.test_custom_data"
+HERE = "tests.unit.data.test_custom_data"
 
 
 def a_dict():

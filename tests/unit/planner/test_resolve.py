@@ -17,7 +17,7 @@ from launcher.recipe.schema import (
     Strategy,
 )
 from launcher.recipe.validate import open_keys
-from tests.unit.made_plan import GIB, RECIPE, configuration, machine, made_ladder, made_plan
+from tests.unit.planner.made_plan import GIB, RECIPE, configuration, machine, made_ladder, made_plan
 
 OPEN = dataclasses.replace(
     RECIPE,

@@ -12,8 +12,7 @@ import pytest
 from launcher.cli.main import main
 from launcher.data.token_store import open_store
 from launcher.recipe.load import load_recipe
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests import REPOSITORY
 
 MIXTURE = """\
 run: {name: small, max_steps: 10}
@@ -106,7 +105,7 @@ def test_ids_beyond_the_model_are_reported(recipe, capsys):
 
 def test_a_model_in_the_cache_of_the_hub(recipe, tmp_path):
     """In a process of its own: the hub's library reads its environment once."""
-    from tests.unit.test_data_chat import CHATML, bare, trained
+    from tests.unit.data.test_data_chat import CHATML, bare, trained
 
     snapshot = tmp_path / "home/hub/models--me--model/snapshots/0123abc"
     snapshot.mkdir(parents=True)

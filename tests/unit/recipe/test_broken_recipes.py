@@ -10,6 +10,7 @@ import pytest
 
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe
+from tests import REPOSITORY
 from tests.unit.small_recipe import SMALL, says
 
 # LINE|its text -> all lines of the answer, each after an arrow. SMALL has 13 lines.
@@ -229,9 +230,7 @@ BATCHES = [
     (1, ["batch.global_batch_size=4"], "8 (micro-batch) x 1 (ranks) = 8; try 8"),
     (8, ["batch.micro_batch_size=auto", "batch.global_batch_size=60"], "8 (ranks); try 56 or 64"),
 ]
-KNOWN = ", ".join(
-    sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))
-)
+KNOWN = ", ".join(sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.yaml")))
 NO_RECIPE = f"no recipe given; give recipe=NAME ({KNOWN}) or recipe=path/to/file.yaml"
 RECIPES = [
     ([], NO_RECIPE),

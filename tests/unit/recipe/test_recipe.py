@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
 import yaml
@@ -29,9 +28,9 @@ from launcher.recipe.schema import (
     Source,
     Wandb,
 )
+from tests import REPOSITORY
 from tests.unit.small_recipe import SMALL
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 COMPLETE = [REPOSITORY / "recipes" / f"{name}.yaml" for name in ("ddp", "fsdp", "fsdp_offload")]
 """Those that show every key."""

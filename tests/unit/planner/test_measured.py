@@ -18,9 +18,9 @@ from launcher.recipe.schema import (
     MixedPrecision,
     Strategy,
 )
-from tests.unit.made_plan import GIB, RECIPE, configuration, machine, made_plan
-from tests.unit.test_ladder import estimating, load  # noqa: F401
-from tests.unit.test_plan_command import measured_like
+from tests.unit.planner.made_plan import GIB, RECIPE, configuration, machine, made_plan
+from tests.unit.planner.test_ladder import estimating, load  # noqa: F401
+from tests.unit.planner.test_plan_command import measured_like
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,9 @@ from launcher.planner.profile import profile_model
 from launcher.planner.search import fastest_that_fits, make_ladder
 from launcher.planner.speed import step_seconds, tokens_per_step
 from launcher.recipe.load import load_recipe
+from tests import REPOSITORY
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = REPOSITORY / "recipes"
 GIB = 2**30
 
 SMALL = """\

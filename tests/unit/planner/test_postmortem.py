@@ -23,7 +23,7 @@ from launcher.reliability.causes import ran_out_of_memory
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, read_jsonl
-from tests.unit.made_plan import GIB, RECIPE, machine, made_plan
+from tests.unit.planner.made_plan import GIB, RECIPE, machine, made_plan
 
 CUDA_TEXT = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of "

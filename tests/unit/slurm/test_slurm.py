@@ -26,9 +26,8 @@ from launcher.slurm.attempts import Ended, Record, decide
 from launcher.slurm.job import Job, Requests, read_options
 from launcher.slurm.render import JobScript, node_counts, quote_for_sbatch, ranks_per_node, render
 from launcher.slurm.scheduler import JobInfo
+from tests import REPOSITORY
 from tests.unit.small_recipe import SMALL, says
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def job(run_dir="/runs/a", *, runs=1, **more):

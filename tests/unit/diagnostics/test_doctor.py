@@ -17,6 +17,7 @@ from launcher.diagnostics.gpus import GIB, gpu_findings, query_nvml, visible_gpu
 from launcher.diagnostics.node_checks import host_findings, place_findings
 from launcher.diagnostics.report import Finding, Report
 from launcher.distributed import host_memory, spawn
+from tests import REPOSITORY
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 TORCH = {
@@ -144,7 +145,7 @@ def test_without_nvml_the_gpus_of_torch_count(nvml):
 
 def test_a_driver_that_hangs_does_not_hang_the_doctor(monkeypatch, tmp_path):
     """In a separate process, with the installed torch."""
-    path = os.pathsep.join([str(STAND_INS), str(Path(__file__).parents[2])])
+    path = os.pathsep.join([str(STAND_INS), str(REPOSITORY)])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("FAKE_NVML", json.dumps({"driver": "570", "gpus": [gpu(0)]}))
     findings, versions = node_checks.examine(

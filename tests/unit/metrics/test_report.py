@@ -12,9 +12,9 @@ from launcher.metrics import report
 from launcher.planner.formatting import as_json
 from launcher.planner.page import plan_page
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.reliability.run_directory import RunFolder, read_jsonl
+from launcher.reliability.run_directory import RunFolder, append_line, read_jsonl
 from tests.browser import Browser, unavailable
-from tests.unit.made_plan import RECIPE, made_ladder, made_plan
+from tests.unit.planner.made_plan import RECIPE, made_ladder, made_plan
 
 START = 1_800_000_000.0
 KEYS = {
@@ -26,6 +26,7 @@ KEYS = {
     "FLOPs utilization (MFU)": "mfu",
     "Peak memory of a rank": "peak_memory_bytes",
     "Evaluation loss": "eval_loss",
+    "Evaluation metrics": "eval_exact_match",
 }
 FITS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
 """Nothing but tables is wider than the window."""
@@ -67,7 +68,11 @@ def make_run(path, steps, *, rate=1e-3, every=5, **built):
             line |= {"peak_memory_bytes": 2**30}  # of the first attempt
         lines.append(line)
         if every and step % every == 0:
-            lines.append({"step": step, "eval_loss": 3 - step / 100, "time": when})
+            scores = {"eval_loss": 3 - step / 100, "eval_exact_match": step / 100}
+            lines.append({"step": step, **scores, "eval_tokens": 900, "time": when})
+            sample = {"step": step, "set": "validation", "prompt": f"{step} + 1 = "}
+            sample |= {"reference": str(step + 1), "answer": "<b>5</b>", "exact_match": 0.0}
+            append_line(run.path / "samples.jsonl", sample)
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     versions = {"torch": "2.13.0", "cuda": None}
     held = {"parameters": 1 << 20, "gradients": 1 << 20, "optimizer": 2 << 20}
@@ -177,6 +182,9 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
         "driver and libraries",
         "optimizer.learning_rate",
         "2.13.0",
+        "answers in the evaluation after step 50",
+        "50 + 1 =",
+        "<b>5</b>",
     ):
         assert shown in text
     assert browser.problems == []
