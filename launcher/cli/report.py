@@ -27,6 +27,8 @@ from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
 from launcher.reliability.run_directory import RunFolder, read_jsonl
 
+_SAMPLES = 8
+"""Answers that the page shows."""
 _MARKS = "Dashed: restarts. Ticks at the bottom: checkpoints, at the top: skipped steps."
 
 
@@ -93,6 +95,7 @@ def report(
             {"kind": "charts", "title": "", "note": " ".join([_MARKS, *missing, *notes])},
             *_times(runs),
             memory,
+            *_samples(runs),
             differences,
             *(
                 {"kind": "text", "title": f"{run.name}: recipe.yaml", "text": to_yaml(run.recipe)}
@@ -200,6 +203,20 @@ def _planned(run: _Run) -> dict[str, int]:
     plan = as_json(same, make_plan(same, machine), None)
     # On a CPU resident memory is measured, libraries included
     return component_amounts(plan, plan["peak"], outside=machine.device == "cpu")
+
+
+def _samples(runs: list[_Run]) -> Iterator[dict[str, Any]]:
+    """Answers generated in the last evaluation of each run."""
+    for run in runs:
+        samples = read_jsonl(run.summary.path / "samples.jsonl")
+        step = samples[-1]["step"] if samples else None
+        last = [sample for sample in samples if sample["step"] == step]
+        if last:
+            columns = [name for name in last[0] if name != "step"]
+            rows = [[str(sample.get(name, "")) for name in columns] for sample in last[:_SAMPLES]]
+            note = f"{len(rows)} of {len(last)}; all are in samples.jsonl."
+            table = {"kind": "table", "columns": columns, "rows": rows, "note": note}
+            yield table | {"title": f"{run.name}: answers in the evaluation after step {step}"}
 
 
 def _differences(runs: list[_Run]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ MOST_POINTS = 2000
 _CHARTS = (
     ("Loss", "", ("loss",)),
     ("Evaluation loss", "", ("eval_loss",)),
+    ("Evaluation metrics", "", ("eval_*",)),
     ("Learning rate", "", ("learning_rate",)),
     ("Gradient norm before clipping", "", ("grad_norm",)),
     ("Tokens per second, all ranks", "", ("tokens_per_second",)),
@@ -21,7 +22,7 @@ _CHARTS = (
     ("FLOPs utilization (MFU)", "%", ("mfu", "hfu")),
     ("Peak memory of a rank", "bytes", ("peak_memory_bytes", "reserved_memory_bytes")),
 )
-"""Title, unit, and keys of metrics.jsonl."""
+"""Title, unit, and keys of metrics.jsonl. eval_*: what no other chart shows of an evaluation."""
 
 Point = tuple[int, float, float | None]
 """Step, time and value; None where it is not finite."""
@@ -50,7 +51,7 @@ def make_charts(
                 curve = {"step": steps, "time": seconds, "y": values}
                 series.append({"run": run, "name": name, "dash": dash, **curve})
         charts += [{"title": title, "unit": unit, "series": series}] if series else []
-        absent += [title] if not series else []
+        absent += [title] if not series and keys != ("eval_*",) else []
     notes = [f"No values in metrics.jsonl: {', '.join(absent)}."] if absent else []
     if longest > MOST_POINTS:
         notes.append(
@@ -64,13 +65,27 @@ def _curves(records: list[dict[str, Any]], keys: tuple[str, ...]) -> list[tuple[
     """Names and points of curves with any value; evaluations also of each set."""
     found: dict[str, list[Point]] = {}
     for record in records:
-        sets = record.get("eval_losses", {}) if "eval_loss" in keys else {}
-        for name, value in ({key: record[key] for key in keys if key in record} | sets).items():
+        values = {key: record[key] for key in keys if key in record}
+        if "eval_loss" in keys:
+            values |= record.get("eval_losses", {})
+        elif "eval_*" in keys:
+            values = dict(_evaluation_metrics(record))
+        for name, value in values.items():
             point = (record["step"], record.get("time", 0.0), finite(value))
             found.setdefault(name, []).append(point)
     return [
         (name, points) for name, points in found.items() if any(p[2] is not None for p in points)
     ]
+
+
+def _evaluation_metrics(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values of metrics other than the loss, over all sets and for each."""
+    for key, value in record.items():
+        if key == "eval_scores":
+            for name, scores in value.items():
+                yield from ((f"{metric}, {name}", score) for metric, score in scores.items())
+        elif key.startswith("eval_") and key not in ("eval_loss", "eval_losses", "eval_tokens"):
+            yield key.removeprefix("eval_"), value
 
 
 def thin(points: list[Point]) -> list[Point]:

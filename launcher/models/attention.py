@@ -25,6 +25,8 @@ Masking = Literal["mask", "varlen"]
 """mask: the model makes a mask from position_ids; varlen: attention receives the bounds."""
 
 VARLEN = "launcher_varlen"
+REPEATED = "launcher_sdpa"
+"""transformers' `sdpa`, with its masks, and heads repeated where the device needs it."""
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -114,6 +116,22 @@ def drop_causal_mask(model: nn.Module) -> None:
         return
     slides = "sliding_attention" in layers or getattr(config, "sliding_window", None) is not None
     _use_varlen(model, {}, lambda call: call["plain"] and (not slides or "sliding_window" in call))
+
+
+def repeat_heads_for_fused_kernels(model: nn.Module) -> None:
+    """Makes a model that computes in float32 on CUDA repeat heads, where transformers would not.
+
+    transformers makes no mask for rows that hold one document, and then leaves grouped heads to
+    torch, which computes all scores (see `_dense`).
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    pretrained: Any = model
+    if getattr(pretrained.config, "_attn_implementation", None) == "sdpa":
+        ALL_ATTENTION_FUNCTIONS.register(REPEATED, masked_attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(REPEATED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        pretrained.set_attn_implementation(REPEATED)
 
 
 def _use_varlen(model: Any, inputs: dict[str, Any], fits: Callable[[dict[str, Any]], bool]) -> bool:
@@ -272,21 +290,42 @@ def _repeat_heads(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Ten
 
 
 def _dense(module: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
+    """Causal attention within each row, in the layout of `varlen_attention`."""
     query, key, value = inputs
     tokens, mask, window = query.shape[2], None, options.get("sliding_window")
-    cuda = has_varlen_kernel(query) and not torch.is_autocast_enabled(query.device.type)
     if window is not None and window < tokens:
         place = torch.arange(tokens, device=query.device)
         distance = place[:, None] - place[None, :]
         mask = (distance >= 0) & (distance < window)
-    elif cuda and query.dtype == torch.float32 and key.shape[1] < query.shape[1]:
-        # CUDA's fused float32 kernel does not take grouped heads. Without it torch computes all
-        # scores: (heads, tokens, tokens), four times in the backward pass (torch 2.11 to 2.13)
+    return masked_attention(module, query, key, value, mask, **options)[0]
+
+
+def masked_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' `sdpa`, which leaves grouped heads to torch where there is no mask.
+
+    CUDA's fused float32 kernel does not take grouped heads. Without it torch computes all scores:
+    (heads, tokens, tokens), four times in the backward pass (torch 2.11 to 2.13). Heads are
+    repeated here instead.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
+
+    float32 = query.dtype == torch.float32 and not torch.is_autocast_enabled(query.device.type)
+    if (
+        float32
+        and has_varlen_kernel(query)
+        and key.shape[1] < query.shape[1]
+        and use_gqa_in_sdpa(attention_mask, key, value)
+    ):
         key, value = _repeat_heads(query, key, value)
-    out: torch.Tensor
-    out, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
+    out: tuple[torch.Tensor, None]
+    out = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return out
 
 

@@ -18,7 +18,13 @@ from launcher.data.synthetic import SyntheticData, rows_of, synthetic_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
 from launcher.metrics.recorder import Flops
-from launcher.models.attention import Masking, check_isolation, drop_causal_mask, isolate_documents
+from launcher.models.attention import (
+    Masking,
+    check_isolation,
+    drop_causal_mask,
+    isolate_documents,
+    repeat_heads_for_fused_kernels,
+)
 from launcher.models.build import (
     build_model,
     class_count,
@@ -213,6 +219,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         masking = isolate_documents(
             model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
         )
+    if device.type == "cuda" and dtype == torch.float32:
+        repeat_heads_for_fused_kernels(model)
     head = find_head(model) if sequences else None
     if head is not None and recipe.model.chunked_loss:
         ChunkedHead(model, head)
