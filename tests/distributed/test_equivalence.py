@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.equivalence_worker import OFFLOADED, OPTIMIZERS, SHARDINGS
+from tests.distributed.equivalence_worker import OFFLOADED, OPTIMIZERS, SHARDINGS, STEPS
 from tests.distributed.launching import torchrun
 
 WORKER = Path(__file__).with_name("equivalence_worker.py")
@@ -36,7 +36,7 @@ def results(tmp_path_factory):
 
 
 def deviation(measured, expected):
-    assert len(measured) == len(expected) == 10
+    assert len(measured) == len(expected) == STEPS
     return max(abs(a - b) / abs(b) for a, b in zip(measured, expected, strict=True))
 
 
@@ -56,15 +56,14 @@ def assert_same(note, plain, *, loss, norm, final=None):
 def test_the_plain_loop_learns(results):
     losses = results["plain"]["losses"]
     assert losses[0] > 4.0, "about ln 64 at first"
-    assert losses[-1] < 0.95 * losses[0]
+    assert losses[-1] < 0.97 * losses[0]
 
 
 FLOAT32 = [
     f"{strategy} ranks={ranks} accumulation={accumulation} sync={sync}"
     for strategy in ("ddp", "fsdp", "offload")
     for ranks in (1, 2, 4)
-    for accumulation in (1, 4)
-    for sync in (True, False)
+    for accumulation, sync in ((1, True), (4, True), (4, False))
 ] + [
     "hybrid 2x2",
     "hybrid 2x2 held back",

@@ -309,7 +309,11 @@ FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
             "raise:1:3",
             "rank 1 of 2 failed in step 3: ValueError: a fault of this test (tests/distributed/faulty_train.py",
         ),
-        ("kill:1:3", "rank 1 of 2 ended without an error message in step 3"),
+        pytest.param(
+            "kill:1:3",
+            "rank 1 of 2 ended without an error message in step 3",
+            marks=pytest.mark.long,
+        ),
         (
             "hang:1:3",
             "rank 1 of 2 did not answer in step 3 within the time limit of a collective (run.timeout)",
@@ -516,22 +520,30 @@ def when_training(run_dir, action):
 
 
 @pytest.mark.parametrize(
-    "number",
+    ("ask", "reason"),
     [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param(signal.SIGUSR1, marks=pytest.mark.long),
+        (lambda process, run_dir: (run_dir / "stop").touch(), "the file {run_dir}/stop"),
+        *(
+            pytest.param(
+                lambda process, run_dir, number=number: process.send_signal(number),
+                number.name,
+                marks=pytest.mark.long,
+            )
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        ),
     ],
+    ids=["file", "SIGINT", "SIGTERM", "SIGUSR1"],
 )
-def test_one_process_asked_to_stop(number, tmp_path):
+def test_one_process_asked_to_stop(ask, reason, tmp_path):
     run_dir = tmp_path / "run"
-    stop = when_training(run_dir, lambda process: process.send_signal(number))
+    stop = when_training(run_dir, lambda process: ask(process, run_dir))
     result = python(
         *SMALL, "run.max_steps=100000", f"run.dir={run_dir}", "data.workers=1", during=stop
     ).check(75)
     assert status(run_dir)["state"] == "stopped"
-    assert status(run_dir)["reason"] == number.name
+    assert status(run_dir)["reason"] == reason.format(run_dir=run_dir)
     assert status(run_dir)["step"] == training(run_dir)[-1]["step"]
+    assert not (run_dir / "stop").exists()
     assert "Traceback" not in result.output
 
 
