@@ -11,7 +11,7 @@ from pathlib import Path
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 SITE = Path(sysconfig.get_path("purelib"))
 LIBRARY = re.compile(
-    r"(__cuda|cuda[A-Z]|cu[A-Z]|cublas|cudnn|cufft|cusolver|cusparse|nccl|nvml)\w*"
+    r"(__cuda|cuda[A-Z]|cu[A-Z]|cublas|cudnn|cufft|cupti|cusolver|cusparse|nccl|nvml)\w*"
 )
 
 

@@ -1,6 +1,7 @@
 """Whole runs through launcher/train.py on null GPUs: what a user starts, stops, resumes, exports and reads after a failure."""
 
 import json
+import pickle
 import re
 import sys
 
@@ -62,8 +63,18 @@ def steps(folder):
 
 def test_evaluated_saved_resumed_on_other_ranks_and_exported(folder, null_gpus):
     gpus = null_gpus(count=2)
-    train(folder, gpus, "data.workers=1", ranks=2).check()
+    profile = "profile={start_step: 2, steps: 2, memory_snapshot: true}"
+    train(folder, gpus, "data.workers=1", profile, ranks=2).check()
     assert status(folder)["state"] == "finished"
+    ends = (".pt.trace.json", "_memory.txt", "_time.txt")
+    names = {f"rank_{rank}{end}" for rank in (0, 1) for end in ends}
+    written = {path.name: path for path in (folder / "run/profile").iterdir()}
+    assert written.keys() == names | {"memory_rank_0.pickle", "memory_rank_1.pickle"}
+    trace = json.loads(written["rank_1.pt.trace.json"].read_text())["traceEvents"]
+    assert {"forward", "backward", "optimizer"} <= {event["name"] for event in trace}
+    snapshot = pickle.loads(written["memory_rank_1.pickle"].read_bytes())
+    assert any(segment["device"] == 1 for segment in snapshot["segments"])
+    assert any(snapshot["device_traces"])
     assert [record["step"] for record in records(folder) if "eval_loss" in record] == [2, 4]
     train(folder, gpus, "run.max_steps=6", ranks=2).check()
     lines = {line["step"]: line for line in records(folder) if "loss" in line}
