@@ -1,22 +1,21 @@
 """What a recipe may contain: a frozen dataclass per section, with a docstring per key.
 
-pydantic checks plain values against these classes (`decode.py`) and exports them as JSON Schema
-(`launcher schema`). A key without a default must be given. To add a key: add it here, read it
-where it is used, show it in the recipes.
+pydantic checks values against these classes (`decode.py`) and makes the JSON Schema of them
+(`launcher schema`). A key without a default must be given.
 """
-
-from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 
-from launcher.recipe.schema_evaluation import Evaluation as Evaluation
-from launcher.recipe.schema_evaluation import Generate as Generate
-from launcher.recipe.schema_logging import Logging as Logging
-from launcher.recipe.schema_logging import Profile as Profile
-from launcher.recipe.schema_logging import Wandb as Wandb
+from launcher.recipe.schema_outputs import Checkpoint as Checkpoint
+from launcher.recipe.schema_outputs import Evaluation as Evaluation
+from launcher.recipe.schema_outputs import Generate as Generate
+from launcher.recipe.schema_outputs import Logging as Logging
+from launcher.recipe.schema_outputs import Profile as Profile
+from launcher.recipe.schema_outputs import Wandb as Wandb
 from launcher.recipe.schema_slurm import Slurm as Slurm
+from launcher.recipe.section import Dtype as Dtype
 from launcher.recipe.section import (
     Folder,
     FolderName,
@@ -37,7 +36,6 @@ from launcher.recipe.section import (
 
 DEFAULT_RUN_DIR = "runs/${run.name}"
 
-Dtype = Literal["bfloat16", "float16", "float32"]
 DataKind = Literal["text", "tokens", "chat", "instruct", "classification"]
 
 
@@ -45,16 +43,16 @@ class Run(Section):
     """Name, folder, length and safeguards of the run."""
 
     name: FolderName
-    """Name of the run, and of its folder."""
+    """Name of the run and of its folder."""
     dir: Folder = DEFAULT_RUN_DIR
-    """Folder of everything that the run writes; relative to the current folder."""
+    """Folder for everything that the run writes; relative to the current folder."""
     seed: Annotated[StrictInt, Field(ge=0, le=2**32 - 1)] = 1234
     """Seed of the initial weights, the order of samples and dropout."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device of all ranks. auto: a GPU each; CPUs only if no rank sees a GPU and torch is built
-    for none. cuda: a GPU each (ROCm's too)."""
+    """cuda (or ROCm): a GPU per rank. auto: the same, but CPUs if torch is built without GPU
+    support and no rank sees a GPU."""
     deterministic: StrictBool = False
-    """true: results are the same bits on CUDA too, at some cost in speed."""
+    """true: the same bits on CUDA too, at some cost in speed."""
     timeout: PositiveInt = 600
     """Seconds that a collective may take after the first step."""
     init_timeout: PositiveInt = 1800
@@ -75,8 +73,8 @@ class Run(Section):
     """stop: end the run. rewind: resume from the checkpoint before it, and skip the samples of the
     steps that diverged."""
     hang_timeout: PositiveInt = 480
-    """Seconds without a heartbeat of a rank before the run logs which rank is behind, and ends to
-    be restarted."""
+    """Seconds without a heartbeat of a rank after which the run logs the ranks that are behind and
+    ends, to be restarted."""
 
 
 class Model(Section):
@@ -101,12 +99,12 @@ class Model(Section):
     attention: Text = "sdpa"
     """Any attention name of transformers: sdpa, eager, flash_attention_2, ..."""
     compile: StrictBool = False
-    """torch.compile each block; what is compiled is kept in data.cache."""
+    """torch.compile each block; compiled code is kept in data.cache."""
     chunked_loss: StrictBool = True
-    """Compute the loss for a chunk of the vocabulary at a time, so that full logits never exist. A
-    model whose logits are not a linear layer's output computes full logits anyway."""
+    """Compute the loss for a chunk of the vocabulary at a time, without full logits. Needs logits
+    that are the output of a linear layer; other models compute full logits anyway."""
     freeze: TextList | None = None
-    """Parameters that are not trained: patterns of their names, such as `model.embed_tokens.*`."""
+    """Parameters that are not trained: patterns of names, such as `model.embed_tokens.*`."""
 
 
 class Lora(Section):
@@ -128,7 +126,7 @@ class Source(Section):
     files: TextList
     """Files, globs, folders, or a hub data set id."""
     weight: PositiveFloat = 1.0
-    """Share of the sequences from this source: weight / sum of all weights."""
+    """Share of the sequences: weight / sum of all weights."""
     kind: DataKind | None = None
     """null: data.kind."""
 
@@ -144,7 +142,7 @@ class Data(Section):
     """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
     `owner/name/config:split`). Or a mixture: {NAME: {files: [...], weight: 1.0}, ...}."""
     validation: TextList | Annotated[dict[Name, TextList], Field(min_length=1)] | None = None
-    """The same, for evaluation. Or several sets: a section of names, each a list of files."""
+    """The same, for evaluation. Or several sets: {NAME: [...], ...}."""
     builder: Function | None = None
     """Instead of train and validation: a function of yours, `package.module:function` (see
     launcher/data/custom.py)."""
@@ -159,7 +157,7 @@ class Data(Section):
     shuffle: StrictBool = True
     """false: keep the order of the files."""
     workers: NonNegativeInt = 2
-    """Loader processes per rank; 0: the rank's own process loads."""
+    """Loader processes per rank; 0: the rank itself loads."""
     prefetch_factor: PositiveInt = 2
     """Batches that each worker keeps ready."""
     persistent_workers: StrictBool = True
@@ -181,15 +179,15 @@ class Data(Section):
     chat_template: Text | None = None
     """File with a Jinja chat template, for kinds chat and instruct; null: the tokenizer's own."""
     on_error: Literal["fail", "skip"] = "fail"
-    """What to do with an unusable row; skip: count it and list it in RUN_DIR/skipped_rows.jsonl."""
+    """For rows that cannot be used; skip: list them in RUN_DIR/skipped_rows.jsonl."""
     processes: PositiveInt | None = None
     """Processes that tokenize on each node; null: one per core."""
     streaming: StrictBool = False
     """Tokenize while training, for sets larger than the disk."""
     shuffle_buffer: PositiveInt = 1000
-    """Rows held in memory to shuffle a stream, over all shards together."""
+    """Rows in memory to shuffle a stream, over all shards together."""
     cache: Folder | None = None
-    """Folder of tokenized data, measured configurations and compiled graphs; null:
+    """Folder of tokenized data, measured configurations and compiled code; null:
     $XDG_CACHE_HOME/launcher or ~/.cache/launcher."""
 
 
@@ -210,9 +208,9 @@ class MixedPrecision(Section):
     state see optimizer.state_dtype."""
 
     param_dtype: Dtype = "bfloat16"
-    """ddp: the autocast dtype; fsdp: gathered weights and compute."""
+    """ddp: the autocast dtype; fsdp: unsharded weights and compute."""
     reduce_dtype: Dtype = "float32"
-    """Gradient reduction (fsdp); ddp reduces in float32."""
+    """fsdp: gradient reduction; ddp reduces in float32."""
 
 
 class CpuOffload(Section):
@@ -305,38 +303,6 @@ class Schedule(Section):
     """Learning rate of the last step, as a part of the peak."""
     decay_steps: PositiveInt | None = None
     """wsd: steps of decay at the end; null: a tenth of the run."""
-
-
-class Checkpoint(Section):
-    """Checkpoints to resume from, and the weights at the end."""
-
-    every_steps: PositiveInt | None = 500
-    """Optimizer steps between checkpoints. One is also written when the run is stopped or ends.
-    null: no checkpoints."""
-    keep_last: PositiveInt = 2
-    """Checkpoints to keep."""
-    keep_every: PositiveInt | None = None
-    """Also keep checkpoints whose step is a multiple of this."""
-    keep_best: Text | None = None
-    """Also keep the checkpoint with the lowest eval_loss, or with the highest value of another
-    metric of evaluations: eval_accuracy, eval_f1 (kind classification), eval_NAME (a metric of
-    evaluation.generate)."""
-    resume: Text = "auto"
-    """auto: resume from the newest valid checkpoint of run.dir, if there is one. never: start from
-    scratch. Or the path of a checkpoint, to start an empty run.dir from; later starts resume from
-    run.dir's own checkpoints."""
-    allow_changes: StrictBool = False
-    """Resume even if data, model, global batch or seed differ from the checkpoint's."""
-    asynchronous: StrictBool = True
-    """Write checkpoints while training continues."""
-    max_failures: PositiveInt = 3
-    """Consecutive failed saves (a full disk) that end the run; fewer are logged."""
-    export: Literal["at_end"] | None = None
-    """at_end: write the final weights as a Hugging Face folder to RUN_DIR/hf."""
-    export_dtype: Dtype | None = None
-    """Dtype of the exported weights; null: that of the initial checkpoint, else float32."""
-    export_merged: StrictBool = False
-    """lora: true: export the model with the adapters merged. false: the adapters, for peft."""
 
 
 class Recipe(Section):

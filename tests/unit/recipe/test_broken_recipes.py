@@ -33,7 +33,7 @@ FILES = r"""
 14|on: x -> x.yaml:14: not YAML: 'on' is not the name of a key
 14|[a]: x -> x.yaml:14: not YAML: found unhashable key
 2| -> x.yaml:1: run.name: missing; must be given
-9| -> x.yaml:8: data.train: missing; must be given: a list of files, globs, folders or hub data set ids (or data.builder)
+9| -> x.yaml:8: data.train: missing; give data.train or data.builder
 9|  train: -> x.yaml:9: data.train: missing; ...
 13| -> x.yaml:11: batch.micro_batch_size: missing; give batch.micro_batch_size or batch.micro_batch_tokens
 3| -> x.yaml:1: run.max_steps: missing; give run.max_steps or run.epochs
@@ -58,8 +58,8 @@ FILES = r"""
 9|  train:\n    - data.txt\n    - [data.txt] -> x.yaml:11: data.train[1]: must be text; got ["data.txt"]
 9|  train: [] -> x.yaml:9: data.train: must not be empty
 9|  train: [data.txt, ""] -> x.yaml:9: data.train[1]: must not be empty; got ''
-9|  train: [dat.txt] -> x.yaml:9: data.train[0]: 'dat.txt': no such file or folder, and no hub id `owner/name` (looked for in CWD)
-9|  train: no/*.txt -> x.yaml:9: data.train[0]: 'no/*.txt': no such file or folder, ...
+9|  train: [dat.txt] -> x.yaml:9: data.train[0]: no such file or folder: dat.txt (looked for in CWD), and no hub id `owner/name`
+9|  train: no/*.txt -> x.yaml:9: data.train[0]: no such file or folder: no/*.txt (looked for in ...
 10|  tokenizer: gone -> x.yaml:10: data.tokenizer: no such folder: gone; give `bytes`, a folder with a tokenizer, or a hub id `owner/name`
 10| -> x.yaml:8: data.tokenizer: missing; a model.config has none of its own: give `bytes`, ...
 12|  global_batch_size: -64 -> x.yaml:12: batch.global_batch_size: must be at least 1; got -64
@@ -76,7 +76,7 @@ FILES = r"""
 6|    model_type: lama -> x.yaml:6: model.config.model_type: must be a model type of transformers; got lama; did you mean llama?
 6|    model_type: vit -> x.yaml:6: model.config.model_type: vit is not available with model.task: causal_lm
 6| -> x.yaml:5: model.config.model_type: must be a model type of transformers; got None; llama, ...
-7|    vocab_size: 200 -> x.yaml:7: model.config.vocab_size: 200 is too small for the tokenizer `bytes`: 256 bytes and ...; give 257 or more
+7|    vocab_size: 200 -> x.yaml:7: model.config.vocab_size: 200 is too small; the tokenizer `bytes` needs 257: ...
 7|    attn_implementation: eager -> x.yaml:7: model.config.attn_implementation: is set by model.attention
 4|model:\n  path: owner/name -> x.yaml:6: model.config: model.path is given too; set all but one to null
 3|  max_steps: ${run.nme} -> x.yaml:3: run.max_steps: cannot be interpolated: Interpolation key 'run.nme' not found
@@ -126,29 +126,28 @@ data.workers=-1 -> @: must be at least 0; got -1
 run.seed=123456789012 -> @: must be at most 4294967295; got 123456789012
 schedule.min_ratio=1.5 -> @: must be at most 1; got 1.5
 optimizer.betas=[0.9,1] -> optimizer.betas[1]: must be less than 1; got 1
-optimizer.eps=0 -> @: must be more than 0; got 0
-run.max_loss_ratio=1 -> @: must be more than 1; got 1
+optimizer.eps=0 -> @: must be greater than 0; got 0
+run.max_loss_ratio=1 -> @: must be greater than 1; got 1
 optimizer.learning_rate=-1e-4 -> @: must be at least 0; got -0.0001
-optimizer.learning_rate=.nan -> @: must be finite; got NaN
+optimizer.learning_rate=.nan -> @: must be a finite number; got NaN
 data.sequence_length=1 -> @: must be at least 2; got 1
 lora={rank: 0} -> lora.rank: must be at least 1; got 0
-run.dir=~/runs -> @: must be a folder; for ~ write the whole path, or ${oc.env:HOME}; got '~/runs'
-data.train=[data.txt,b.txt] -> data.train[1]: 'b.txt': no such file or folder, and no hub id `owner/name` (looked for in CWD)
+run.dir=~/runs -> @: must be a folder; instead of ~ write ${oc.env:HOME}; got '~/runs'
+data.train=[data.txt,b.txt] -> data.train[1]: no such file or folder: b.txt (looked for in CWD), and no hub id `owner/name`
 model.config=llama -> @: must be a section; got 'llama'
-data.validation=b.txt -> data.validation[0]: 'b.txt': no such file or folder, ...
+data.validation=b.txt -> data.validation[0]: no such file or folder: b.txt ...
 data.tokenizer=runs/a/hf -> @: no such folder: runs/a/hf; give `bytes`, ...
 run.max_steps=null -> @: missing; give run.max_steps or run.epochs
 batch.global_batch_size=60 -> @: 60 is not a multiple of 8 (micro-batch); try 56 or 64
 profile={start_step: 9, steps: 3} -> profile.steps: steps 9 to 11 go beyond run.max_steps 10
-model.init=pretrained -> @: pretrained needs model.path; without one the weights are random
-model.config.vocab_size=256 -> @: 256 is too small for the tokenizer `bytes`: ...; give 257 or more
+model.init=pretrained -> @: pretrained needs model.path
+model.config.vocab_size=256 -> @: 256 is too small; the tokenizer `bytes` needs 257: ...
 model.config.num_attention_heads=0 -> @: must be at least 1; got 0
-run.dir=data.txt/a -> @: data.txt is a file, and must be a folder
 model.config.dtype=float16 -> @: is set by strategy.mixed_precision
 CLASSIFY & model.config.model_type=vit -> @: vit is not available with model.task: sequence_classification
 data={builder: 'a:b', train: null} & model.builder=a.b:c -> @: model.config is given too; set all but one to null
-model={config: null, path: gone} -> model.path: gone: no such folder with a config.json (looked for in CWD), and no hub id `owner/name`
-model={config: null, path: owner/name:train} -> model.path: owner/name:train: no such folder with a config.json ...
+model={config: null, path: gone} -> model.path: no such folder with a config.json: gone (looked for in CWD), and no hub id `owner/name`
+model={config: null, path: owner/name:train} -> model.path: no such folder with a config.json: owner/name:train ...
 model.freeze=[] -> @: must not be empty
 model.trust_remote_code=true -> @: needs model.path
 strategy.mixed_precision=null & model.attention=flash_attention_2 -> @: flash_attention_2 computes in 16 bits only; use sdpa, or ... ...
@@ -173,31 +172,31 @@ CLASSIFY & data.streaming=true -> @: needs data.kind: text or tokens or chat or 
 data.labels=[a,b] -> @: needs data.kind: classification
 data.kind=chat & data.text_column=x -> @: needs data.kind: text or classification
 data.kind=chat & data.prompt_column=x -> @: needs data.kind: instruct
-data.kind=chat & data.chat_template=gone.jinja -> @: no such file: gone.jinja (looked for in CWD); give a file with a Jinja template
+data.kind=chat & data.chat_template=gone.jinja -> @: no such file: gone.jinja (looked for in CWD)
 data.train={} -> @: must not be empty
 data.train={a: {}} -> data.train.a.files: missing; must be given
 data.train={a: b} -> data.train.a: must be a section with the keys files, weight, kind; got 'b'
-data.train={a: {files: data.txt, weight: 0}} -> data.train.a.weight: must be more than 0; got 0
+data.train={a: {files: data.txt, weight: 0}} -> data.train.a.weight: must be greater than 0; got 0
 data.train={a: {files: data.txt, wieght: 1}} -> data.train.a.wieght: unknown key; did you mean weight?
 data.train={a: {files: data.txt, kind: tex}} -> data.train.a.kind: must be text, ...; got 'tex'; did you mean text?
-data.train={a: {files: [data.txt, b.txt]}} -> data.train.a.files[1]: 'b.txt': no such file or folder, ...
-data.train={a.b: {files: data.txt}} -> data.train.a.b: a name has letters, digits, _ and - (...); got 'a.b'
-data.validation={a: b.txt} -> data.validation.a[0]: 'b.txt': no such file or folder, ...
+data.train={a: {files: [data.txt, b.txt]}} -> data.train.a.files[1]: no such file or folder: b.txt ...
+data.train={a.b: {files: data.txt}} -> data.train.a.b: must be a name of letters, digits, _ and -; got 'a.b'
+data.validation={a: b.txt} -> data.validation.a[0]: no such file or folder: b.txt ...
 data.packing=false & batch.micro_batch_tokens=4096 -> @: batch.micro_batch_size is given too; set all but one to null
 batch.micro_batch_size=null & batch.micro_batch_tokens=4096 -> @: needs data.packing: false; packed sequences are all as long
 batch.micro_batch_size=null & data.packing=false & batch.micro_batch_tokens=40 -> @: 40 does not hold one sequence of 2048 tokens ...
 batch.micro_batch_size=null & data.packing=false & data.streaming=true & batch.micro_batch_tokens=4096 -> @: not available with ...
 data.streaming=true & run.max_steps=null & run.epochs=1 -> @: not available with data.streaming
-data.streaming=true & data.train={a: {files: data.txt}} -> @: a mixture is not available with data.streaming; give one list of files
+data.streaming=true & data.train={a: {files: data.txt}} -> @: a mixture is not available with data.streaming
 data.shuffle_buffer=10 -> @: needs data.streaming
 activation_checkpointing={mode: selective, budget: 40} -> activation_checkpointing.budget: must be at most 1; got 40
-activation_checkpointing={mode: selective, budget: 40G} -> activation_checkpointing.budget: must be a size with a unit, such as 40GiB, ...
+activation_checkpointing={mode: selective, budget: 40G} -> activation_checkpointing.budget: must be a size such as 40GiB, or a number from 0 to 1; got '40G'
 activation_checkpointing={mode: full, budget: 0.5} -> activation_checkpointing.budget: needs activation_checkpointing.mode: selective
 activation_checkpointing={mode: selective, budget: 0.5, every_n_blocks: 2} -> activation_checkpointing.budget: needs ...
 optimizer.momentum=0.5 -> @: needs optimizer.name: sgd or muon
-optimizer.name=adafactor & strategy.cpu_offload.what=optimizer -> @: not available with optimizer.name: adafactor, ...
-optimizer.name=muon & strategy.cpu_offload.what=optimizer -> @: not available with optimizer.name: muon, ...
-optimizer={name: sgd, momentum: 0} & strategy.cpu_offload.optimizer_path=/a -> @: not available with optimizer.momentum: 0, ...
+optimizer.name=adafactor & strategy.cpu_offload.what=optimizer -> @: needs optimizer.name: adamw or sgd
+optimizer.name=muon & strategy.cpu_offload.what=optimizer -> @: needs optimizer.name: adamw or sgd
+optimizer={name: sgd, momentum: 0} & strategy.cpu_offload.optimizer_path=/a -> @: needs optimizer.momentum
 strategy.kind=ddp & strategy.reshard_after_forward=auto -> @: needs strategy.kind: fsdp or auto
 strategy.reshard_after_forward=automatic -> @: must be true or false or auto; got 'automatic'; did you mean auto?
 strategy.shard_optimizer=true -> @: needs strategy.kind: ddp or auto
