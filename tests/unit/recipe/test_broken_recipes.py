@@ -190,7 +190,7 @@ data.streaming=true & run.max_steps=null & run.epochs=1 -> @: not available with
 data.streaming=true & data.train={a: {files: data.txt}} -> @: a mixture is not available with data.streaming
 data.shuffle_buffer=10 -> @: needs data.streaming
 activation_checkpointing={mode: selective, budget: 40} -> activation_checkpointing.budget: must be at most 1; got 40
-activation_checkpointing={mode: selective, budget: 40G} -> activation_checkpointing.budget: must be a size such as 40GiB, or a number from 0 to 1; got '40G'
+activation_checkpointing={mode: selective, budget: 40G} -> activation_checkpointing.budget: must be a size such as 40GiB, ...
 activation_checkpointing={mode: full, budget: 0.5} -> activation_checkpointing.budget: needs activation_checkpointing.mode: selective
 activation_checkpointing={mode: selective, budget: 0.5, every_n_blocks: 2} -> activation_checkpointing.budget: needs ...
 optimizer.momentum=0.5 -> @: needs optimizer.name: sgd or muon
