@@ -45,6 +45,16 @@ def test_figures_are_read_out_of_logs(gpu):
     ]
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_scripts_have_the_options_that_they_are_started_with(gpu, tmp_path, quick):
+    for part in gpu.PARTS:
+        for command in gpu.commands(part, gpus=2, quick=quick, logs=tmp_path):
+            script, *words = command.words
+            if script != "-m":
+                options = [word for word in words if str(word).startswith("--")]
+                assert [word for word in options if f'"{word}"' not in script.read_text()] == []
+
+
 def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monkeypatch, capsys):
     # As in a background job of a shell: commands must not inherit that SIGINT is ignored
     signal.signal(signal.SIGINT, signal.SIG_IGN)
