@@ -49,7 +49,7 @@ class Run(Section):
     seed: Annotated[StrictInt, Field(ge=0, le=2**32 - 1)] = 1234
     """Seed of the initial weights, the order of samples and dropout."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """cuda (or ROCm): a GPU per rank. auto: the same, but CPUs if torch is built without GPU
+    """cuda: a GPU (of ROCm, too) per rank. auto: the same, or CPUs if torch is built without GPU
     support and no rank sees a GPU."""
     deterministic: StrictBool = False
     """true: the same bits on CUDA too, at some cost in speed."""
@@ -64,14 +64,14 @@ class Run(Section):
     epochs: PositiveInt | None = None
     """Length of the run in passes over the training data; or give max_steps."""
     max_skipped_steps: PositiveInt = 20
-    """Consecutive steps with gradients that are not finite before on_divergence applies. A float16
-    loss scale may halve 16 times."""
+    """Consecutive steps with gradients that are not finite before on_divergence applies; a float16
+    loss scale causes up to 16."""
     max_loss_ratio: Annotated[StrictFloat, Field(gt=1)] | None = None
     """A loss above this multiple of the median of the last 50 steps counts as divergence; null:
     only gradients that are not finite."""
     on_divergence: Literal["stop", "rewind"] = "stop"
-    """stop: end the run. rewind: resume from the checkpoint before it, and skip the samples of the
-    steps that diverged."""
+    """stop: end the run. rewind: resume from the checkpoint before, without the samples of the steps
+    that diverged."""
     hang_timeout: PositiveInt = 480
     """Seconds without a heartbeat of a rank after which the run logs the ranks that are behind and
     ends, to be restarted."""
@@ -101,8 +101,8 @@ class Model(Section):
     compile: StrictBool = False
     """torch.compile each block; compiled code is kept in data.cache."""
     chunked_loss: StrictBool = True
-    """Compute the loss for a chunk of the vocabulary at a time, without full logits. Needs logits
-    that are the output of a linear layer; other models compute full logits anyway."""
+    """Compute the loss for a chunk of the vocabulary at a time, without full logits; only if the
+    logits are the output of a linear layer."""
     freeze: TextList | None = None
     """Parameters that are not trained: patterns of names, such as `model.embed_tokens.*`."""
 
@@ -199,8 +199,8 @@ class Batch(Section):
     micro_batch_size: PositiveInt | Literal["auto"] | None = None
     """Sequences per rank and forward pass; auto: the fastest size that fits by the memory plan."""
     micro_batch_tokens: PositiveInt | None = None
-    """Instead of micro_batch_size, with packing: false: tokens per rank and forward pass, with
-    padding; sequences of similar length are put together."""
+    """Instead of micro_batch_size, with packing: false: tokens per rank and forward pass, padding
+    included. Sequences of similar length are put together."""
 
 
 class MixedPrecision(Section):
@@ -233,15 +233,15 @@ class Strategy(Section):
     mixed_precision: MixedPrecision | None = MixedPrecision()
     """null: float32 throughout."""
     shard_optimizer: StrictBool = False
-    """ddp: each rank holds the optimizer state of, and updates, its share of the parameters
+    """ddp: each rank holds the optimizer state of its share of the parameters, and updates them
     (ZeRO-1). fsdp does so anyway."""
     reshard_after_forward: StrictBool | Literal["auto"] = True
     """fsdp: free a block's unsharded weights after its forward pass; gather again for backward
     (ZeRO-3). false: keep them unsharded until the backward pass (ZeRO-2). auto: false if that fits
     by the memory plan."""
     reshard_after_backward: StrictBool = True
-    """fsdp; false: weights stay unsharded from the first to the last micro-batch of a step, which
-    is faster and needs more memory."""
+    """fsdp; false: weights stay unsharded from the first to the last micro-batch of a step: faster,
+    more memory."""
     cpu_offload: CpuOffload | None = None
     """fsdp: {what: all} keeps the shards in host memory, {what: optimizer} the optimizer state."""
     replicate: PositiveInt = 1
@@ -272,8 +272,8 @@ class Optimizer(Section):
 
     name: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
     """adamw: Loshchilov and Hutter, 2019. sgd: with momentum. adafactor: Shazeer and Stern, 2018;
-    its learning rate is relative to the root mean square of each parameter. muon: Jordan et al.,
-    2024, for the matrices of the blocks, with the learning rate of adamw, which does the rest."""
+    its learning rate is relative to the root mean square of a parameter. muon: Jordan et al., 2024,
+    for the matrices of the blocks; adamw for the rest, with the same learning rate."""
     learning_rate: NonNegativeFloat = 2.0e-5
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -286,8 +286,7 @@ class Optimizer(Section):
     momentum: Fraction = 0.9
     """sgd, muon: decay rate of the momentum. sgd, 0: no momentum, and no state."""
     weight_decay: NonNegativeFloat = 0.1
-    """Weight decay of parameters with two dimensions or more. Decoupled, but with sgd added to the
-    gradient."""
+    """For parameters with two dimensions or more; decoupled, but with sgd added to the gradient."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global 2-norm; null: never."""
 

@@ -1,7 +1,6 @@
 """The rules that join several keys of a recipe.
 
-A rule is a generator of problems: (dotted key, what is wrong with it). The two tables hold the
-rules of the most frequent kinds.
+A rule is a generator of problems: (dotted key, what is wrong with it). Most are rows of two tables.
 """
 
 from __future__ import annotations

@@ -36,16 +36,14 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = set()
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue  # refused by yaml
-            if key.tag == _TAG + "int":  # id2label: {0: no, 1: yes}
-                key.tag = _TAG + "str"
-            what = f"{key.value} is given twice" if key.value in names else None
-            if key.tag not in (_TAG + "str", _TAG + "merge"):
-                what = f"{key.value!r} is not the name of a key"
-            if what is not None:
-                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
-            names.add(key.value)
+            if (
+                isinstance(key, yaml.ScalarNode) and key.tag != _TAG + "merge"
+            ):  # yaml refuses others
+                if key.value in names:
+                    what = f"{key.value} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+                names.add(key.value)
+                key.tag = _TAG + "str"  # 0 and on, too: id2label: {0: no, 1: yes}
         return super().construct_mapping(node, deep)
 
 
