@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -117,11 +118,10 @@ class SubmitCommand(Command):
         with formatter.section("Arguments for Slurm (keys of the recipe's section slurm)"):
             formatter.write_dl(
                 [
-                    (f"{name}=...", f"{key['description']}  [default: {_as_yaml(key['default'])}]")
+                    (
+                        f"{name}=...",
+                        f"{key['description']}  [default: {json.dumps(key['default'])}]",
+                    )
                     for name, key in keys.items()
                 ]
             )
-
-
-def _as_yaml(value: Any) -> str:
-    return "null" if value is None else str(value).lower()
