@@ -234,17 +234,13 @@ def _sizes(recipe: Recipe) -> Found:
 
 
 def _micro_batch_tokens(recipe: Recipe) -> Found:
-    key, tokens, length = (
-        "batch.micro_batch_tokens",
-        recipe.batch.micro_batch_tokens,
-        recipe.data.sequence_length,
-    )
-    if tokens is None:
-        return
-    if recipe.data.packing and recipe.data.kind != "classification":
-        yield key, "needs data.packing: false; packed sequences are all as long"
-    if tokens < length:
-        yield key, f"{tokens} does not hold one sequence of {length} tokens (data.sequence_length)"
+    tokens, data = recipe.batch.micro_batch_tokens, recipe.data
+    if tokens is not None and data.packing and data.kind != "classification":
+        what = "needs data.packing: false; packed sequences are all as long"
+        yield "batch.micro_batch_tokens", what
+    if tokens is not None and tokens < data.sequence_length:
+        what = f"does not hold a sequence of {data.sequence_length} tokens (data.sequence_length)"
+        yield "batch.micro_batch_tokens", f"{tokens} {what}"
 
 
 def _profile(recipe: Recipe, ranks: int | None) -> Found:
