@@ -70,8 +70,8 @@ class Run(Section):
     """A loss above this multiple of the median of the last 50 steps counts as divergence; null:
     only gradients that are not finite."""
     on_divergence: Literal["stop", "rewind"] = "stop"
-    """stop: end the run. rewind: resume from the checkpoint before, without the samples of the steps
-    that diverged."""
+    """stop: end the run. rewind: resume from the checkpoint before it, without the samples of the
+    steps that diverged."""
     hang_timeout: PositiveInt = 480
     """Seconds without a heartbeat of a rank after which the run logs the ranks that are behind and
     ends, to be restarted."""
@@ -144,8 +144,7 @@ class Data(Section):
     validation: TextList | Annotated[dict[Name, TextList], Field(min_length=1)] | None = None
     """The same, for evaluation. Or several sets: {NAME: [...], ...}."""
     builder: Function | None = None
-    """Instead of train and validation: a function of yours, `package.module:function` (see
-    launcher/data/custom.py)."""
+    """Instead of train and validation: a function of yours (see launcher/data/custom.py)."""
     arguments: dict[str, Any] | None = None
     """Keyword arguments of the builder."""
     tokenizer: Text | None = None
@@ -187,8 +186,8 @@ class Data(Section):
     shuffle_buffer: PositiveInt = 1000
     """Rows in memory to shuffle a stream, over all shards together."""
     cache: Folder | None = None
-    """Folder of tokenized data, measured configurations and compiled code; null:
-    $XDG_CACHE_HOME/launcher or ~/.cache/launcher."""
+    """Folder of tokenized data, measurements and compiled code; null: $XDG_CACHE_HOME/launcher or
+    ~/.cache/launcher."""
 
 
 class Batch(Section):
@@ -236,9 +235,8 @@ class Strategy(Section):
     """ddp: each rank holds the optimizer state of its share of the parameters, and updates them
     (ZeRO-1). fsdp does so anyway."""
     reshard_after_forward: StrictBool | Literal["auto"] = True
-    """fsdp: free a block's unsharded weights after its forward pass; gather again for backward
-    (ZeRO-3). false: keep them unsharded until the backward pass (ZeRO-2). auto: false if that fits
-    by the memory plan."""
+    """fsdp; true: free a block's unsharded weights after its forward pass (ZeRO-3). false: keep
+    them until its backward pass (ZeRO-2). auto: false if that fits by the memory plan."""
     reshard_after_backward: StrictBool = True
     """fsdp; false: weights stay unsharded from the first to the last micro-batch of a step: faster,
     more memory."""
@@ -256,11 +254,11 @@ class ActivationCheckpointing(Section):
 
     mode: Literal["full", "selective"] = "full"
     """full: keep only the input of a block. selective: also the outputs of attention and of every
-    other matrix product."""
+    other matrix product, or those within the budget."""
     budget: Size | Share | None = None
     """selective: memory that blocks may keep for the backward pass of a micro-batch: a size, such
     as 40GiB, or a share of what they keep without checkpointing. The most expensive operators that
-    fit are kept. null: attention and every other matrix product."""
+    fit are kept. null: see mode."""
     every_n_blocks: PositiveInt = 1
     """Checkpoint every n-th block."""
     offload_to_cpu: StrictBool = False
@@ -281,8 +279,8 @@ class Optimizer(Section):
     eps: PositiveFloat = 1.0e-8
     """adamw, muon: added to adamw's denominator."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """adamw, muon: dtype of adamw's two moments of parameters with two dimensions or more.
-    bfloat16: rounded stochastically. int8: with a scale for each block of 256 numbers."""
+    """adamw, muon: dtype of adamw's moments, for parameters with two dimensions or more. bfloat16:
+    rounded stochastically. int8: with a scale for each block of 256 numbers."""
     momentum: Fraction = 0.9
     """sgd, muon: decay rate of the momentum. sgd, 0: no momentum, and no state."""
     weight_decay: NonNegativeFloat = 0.1

@@ -59,7 +59,7 @@ class Checkpoint(Section):
     metric: eval_accuracy, eval_f1 (kind classification), eval_NAME (evaluation.generate)."""
     resume: Text = "auto"
     """auto: resume from the newest valid checkpoint of run.dir, if there is one. never: start from
-    scratch. Or the path of a checkpoint, to start an empty run.dir from; later starts resume from
+    scratch. Or the path of a checkpoint to start a new run.dir from; later starts resume from
     run.dir's own checkpoints."""
     allow_changes: StrictBool = False
     """Resume even if data, model, global batch or seed differ from the checkpoint's."""
@@ -94,15 +94,13 @@ class Logging(Section):
     """Where metrics are written, besides metrics.jsonl and the console."""
 
     every_steps: PositiveInt = 1
-    """Optimizer steps between lines. A step is logged after the next one has started, so that 1
-    does not delay a GPU."""
+    """Optimizer steps between lines. 1 delays no GPU: a step is logged once the next has begun."""
     wandb: Wandb | None = None
     """{project: NAME, mode: online | offline}."""
     tensorboard: StrictBool = False
     """Write RUN_DIR/tensorboard."""
     memory_plan: StrictBool = False
-    """Plan the memory when training starts, and log how the measured peak compares. Takes seconds
-    of one core."""
+    """Plan the memory when training starts (seconds of one core), and compare the measured peak."""
 
 
 class Profile(Section):

@@ -118,6 +118,7 @@ data.train=null & data.builder=a.b:c & logging.memory_plan=true -> @: not availa
 data.train=null & data.builder=a.b:c & data.text_column=body -> @: not available with data.builder
 data.train=null & data.builder=a.b:c & model.num_labels=3 -> @: needs model.task: sequence_classification
 data.arguments={x: 1} -> @: needs data.builder
+model={config: null, builder: 'a:b'} -> model.builder: needs data.builder
 model={config: null, builder: 'a:b', init: random} & data={builder: 'a:b', train: null} -> model.init: not available with model.builder
 data.kind=classification -> @: classification is not for model.task: causal_lm
 CLASSIFY & data.labels=[a,b] & model.num_labels=3 -> @: 3, but data.labels names 2
