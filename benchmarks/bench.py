@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from shapes import LLAMA_1B, LLAMA_8B
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -88,8 +89,8 @@ MODES = {
         "raw_ddp.py", {"strategy": {"kind": "ddp", "mixed_precision": None}}, packed=True
     ),
     "fsdp-bf16-packed": Mode("raw_fsdp.py", {"strategy": _fsdp(_BF16)}, bf16=True, packed=True),
-    "offload-fp32": Mode("raw_fsdp_offload.py", _offload(None)),
-    "offload-bf16": Mode("raw_fsdp_offload.py", _offload(_BF16), bf16=True),
+    "offload-fp32": Mode("raw_fsdp.py", _offload(None), flags=("--offload",)),
+    "offload-bf16": Mode("raw_fsdp.py", _offload(_BF16), bf16=True, flags=("--offload",)),
 }
 
 
@@ -125,37 +126,15 @@ SIZES = {
         rows=256,
         modes=tuple(MODES),
     ),
-    # The shape of Llama-3.2-1B
     "1b": Size(
-        model={
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": True,
-        },
+        model=LLAMA_1B | {"max_position_embeddings": 8192},
         tokens=4096,
         micro_batch_size=4,
         rows=128,
         modes=("ddp-bf16", "fsdp-bf16", "fsdp-bf16-gathered", "fsdp-bf16-packed", "offload-bf16"),
     ),
-    # The shape of Llama-3.1-8B
     "8b": Size(
-        model={
-            "vocab_size": 128256,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": False,
-        },
+        model=LLAMA_8B | {"max_position_embeddings": 8192},
         tokens=4096,
         micro_batch_size=1,
         rows=128,
@@ -255,6 +234,19 @@ def run(command: list[str], *, log: Path, limit: float) -> float:
     return started
 
 
+def torchrun(ranks: int, *words: object) -> list[str]:
+    """The command that starts a script with its arguments on the ranks of this machine."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*start, f"--nproc-per-node={ranks}", *map(str, words)]
+
+
+def publish(text: str, file: Path | None) -> None:
+    """Prints what was measured, and writes it to the file if there is one."""
+    print(text)
+    if file is not None:
+        file.write_text(text, encoding="utf-8")
+
+
 @dataclass
 class Measured:
     """What one run wrote, a line a step."""
@@ -310,17 +302,6 @@ class Bench:
         folder.mkdir()
         return folder
 
-    def _torchrun(self, *arguments: object) -> list[str]:
-        start = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            self.ranks,
-        ]
-        return [str(argument) for argument in (*start, *arguments)]
-
     def _measured(self, file: Path, started: float) -> Measured:
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         if len(lines) != self.steps:
@@ -355,7 +336,7 @@ class Bench:
         for section, keys in changes.items():
             recipe[section] = {**recipe[section], **keys}
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-        command = self._torchrun(script, f"recipe={folder / 'recipe.yaml'}")
+        command = torchrun(self.ranks, script, f"recipe={folder / 'recipe.yaml'}")
         return run(command, log=folder / "output.txt", limit=self.limit)
 
     def initial_weights(self, mode: Mode) -> Path:
@@ -413,7 +394,7 @@ class Bench:
             options["weights"] = weights
         given = [part for key, value in options.items() for part in (f"--{key}", value)]
         script = HERE / ("peers.py" if side in PEERS else mode.loop)
-        return self._torchrun(script, *given, *mode.flags, *(["--bf16"] if mode.bf16 else []))
+        return torchrun(self.ranks, script, *given, *mode.flags, *(["--bf16"] if mode.bf16 else []))
 
 
 def ratios(values: Sequence[float], raw: Sequence[float]) -> str:

@@ -24,8 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench import torchrun
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 STEPS = 6
 """After an asynchronous save: they last longer than it does."""
@@ -56,18 +57,9 @@ def main() -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-benchmark-", dir=options.folder))
     try:
-        start = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(options.ranks),
-        ]
         rest = [argument for argument in sys.argv[1:] if not argument.startswith("--folder")]
-        subprocess.run(
-            [*start, __file__, *rest, "--folder", str(folder), "--worker"], check=True, timeout=1800
-        )
+        words = [__file__, *rest, "--folder", folder, "--worker"]
+        subprocess.run(torchrun(options.ranks, *words), check=True, timeout=1800)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -177,21 +169,8 @@ def worker(options: argparse.Namespace) -> None:
     save(asynchronous)  # makes the buffer, plans
     asynchronous.finish()
     save(synchronous)
-    found: dict[str, list[float]] = {
-        name: []
-        for name in (
-            "step",
-            "floor",
-            "synchronous",
-            "blocking",
-            "stall",
-            "cpu",
-            "lasted",
-            "floor_load",
-            "verify",
-            "load",
-        )
-    }
+    names = "step floor synchronous blocking stall cpu lasted floor_load verify load"
+    found: dict[str, list[float]] = {name: [] for name in names.split()}
     for _ in range(options.repeats):
         found["floor"].append(timed(floor))
         found["synchronous"].append(timed(lambda: save(synchronous)))

@@ -29,6 +29,7 @@ from bench import (
     describe_machine,
     flops_per_token,
     installed,
+    publish,
     ratios,
     working_folder,
 )
@@ -294,9 +295,7 @@ def main() -> int:
         machine=machine,
         failed=failed,
     )
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text)
+    publish(text, arguments.output)
     if arguments.json is not None:
         settings = {
             key: str(value) if isinstance(value, Path) else value

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench import ROOT, publish
 
 LAUNCHER = """
 import json, sys, time
@@ -185,9 +185,7 @@ def main() -> None:
                 )
                 print(lines[-1], file=sys.stderr, flush=True)
     text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text)
+    publish(text, arguments.output)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
     if part == "resume":
         return pytest(RESUME)
     if part == "plan":
-        few = ["--ways", "ddp", "fsdp, full", "--rows", 1] if quick else []
+        few = ["--strategies", "ddp", "fsdp, full", "--rows", 1] if quick else []
         words = [HERE / "memory.py", *ranks, *few, "--sizes"]
         sizes = ["tiny"] if quick else ["1b", "0.1b", "3b"]
         return [Command(name, [*words, name], tables) for name in sizes]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench import MODES, SIZES, Bench, RunFailedError, describe_machine
+from bench import MODES, SIZES, Bench, RunFailedError, describe_machine, publish
 
 QUANTITIES: dict[str, Sequence[int]] = {
     "micro-batch": (1, 2, 4, 8),
@@ -155,9 +155,7 @@ def main() -> int:
     ]
     lines += ["", f"Failed: {', '.join(failed)}."] if failed else []
     text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text)
+    publish(text, arguments.output)
     if arguments.plot is not None and results:
         plot(results, arguments.plot)
     return 1 if failed else 0

@@ -13,11 +13,14 @@ Exit status 3 where a peak is off by more than 5 %, or under by more than 2 %.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from bench import publish
+from shapes import LLAMA_1B, LLAMA_8B
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,30 +33,27 @@ from launcher.planner.memory import OVER, UNDER, peak_holds
 from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
 
-LLAMA = "model_type: llama, tie_word_embeddings: false, bos_token_id: null, eos_token_id: 1, max_position_embeddings: 8192"
-SIZES = {
+SIZES: dict[str, tuple[dict[str, object], int]] = {
     "tiny": (
-        "vocab_size: 4096, hidden_size: 256, intermediate_size: 704, num_hidden_layers: 8, num_attention_heads: 4",
+        {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2},
         256,
     ),
     "0.1b": (
-        "vocab_size: 32000, hidden_size: 768, intermediate_size: 2048, num_hidden_layers: 12, num_attention_heads: 12",
+        {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048}
+        | {"num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4},
         2048,
     ),
-    "1b": (
-        "vocab_size: 128256, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 32",
-        4096,
-    ),
+    "1b": (LLAMA_1B, 4096),
     "3b": (
-        "vocab_size: 128256, hidden_size: 3072, intermediate_size: 8192, num_hidden_layers: 28, num_attention_heads: 24",
+        LLAMA_1B
+        | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24}
+        | {"head_dim": 128},
         4096,
     ),
-    "8b": (
-        "vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32",
-        4096,
-    ),
+    "8b": (LLAMA_8B, 4096),
 }
-KEY_VALUE_HEADS = {"tiny": 2, "0.1b": 4, "1b": 8, "3b": 8, "8b": 8}
+"""The model's shape, and the tokens of a sequence."""
 STRATEGIES = {
     "ddp": ["strategy.kind=ddp"],
     "ddp, full": ["strategy.kind=ddp", "activation_checkpointing.mode=full"],
@@ -98,11 +98,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         plans = []
         for size in options.sizes:
-            sizes, length = SIZES[size]
+            shape, length = SIZES[size]
+            config = {"model_type": "llama", "bos_token_id": None, "eos_token_id": 1} | shape
+            config |= {"tie_word_embeddings": False, "max_position_embeddings": 8192}
             file = Path(folder, f"{size}.yaml")
             file.write_text(
                 f"run: {{name: measured, max_steps: 3}}\n"
-                f"model: {{config: {{{LLAMA}, {sizes}, num_key_value_heads: {KEY_VALUE_HEADS[size]}}}}}\n"
+                f"model: {{config: {json.dumps(config)}}}\n"
                 f"data: {{train: [none.txt], tokenizer: bytes, sequence_length: {length}}}\n"
                 "batch: {global_batch_size: 1, micro_batch_size: 1}\n"
             )
@@ -140,9 +142,7 @@ def main() -> int:
     where = f"{options.ranks} x {machine.name}, torch {torch.__version__}"
     verdict = f"{'All' if good else 'Not all'} peaks are within {OVER:.0%} over and {UNDER:.0%} under ({where})."
     text = "\n".join([*lines, "", verdict])
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text + "\n", encoding="utf-8")
+    publish(text + "\n", options.output)
     return EXIT_DONE if good else EXIT_NO
 
 

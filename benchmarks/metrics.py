@@ -16,7 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from bench import ROOT, publish, torchrun
+
 SKIPPED, EVERY = 50, 50
 SIDES = {
     "off": [f"logging.every_steps={EVERY}"],
@@ -27,26 +28,10 @@ SIDES = {
 def measure(folder: Path, side: str, options: argparse.Namespace) -> tuple[float, float]:
     """Tokens/s and CPU seconds per step."""
     steps = options.steps + SKIPPED
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(options.ranks),
-    ]
-    command += [
-        str(ROOT / "launcher/train.py"),
-        f"recipe={options.recipe}",
-        f"run.dir={folder}",
-        f"run.max_steps={steps}",
-    ]
-    command += [
-        "checkpoint={every_steps: null, export: null}",
-        "evaluation.max_batches=1",
-        *SIDES[side],
-        *options.overrides,
-    ]
+    words = [ROOT / "launcher/train.py", f"recipe={options.recipe}", f"run.dir={folder}"]
+    words += [f"run.max_steps={steps}", "checkpoint={every_steps: null, export: null}"]
+    words += ["evaluation.max_batches=1", *SIDES[side], *options.overrides]
+    command = torchrun(options.ranks, *words)
     subprocess.run(command, check=True, capture_output=True, timeout=options.limit)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["step"] > SKIPPED and "loss" in line]
@@ -84,9 +69,7 @@ def main() -> None:
             f"| {name} | {statistics.median(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f} |"
         )
     table = "\n".join(lines) + "\n"
-    print(table)
-    if options.output is not None:
-        options.output.write_text(table)
+    publish(table, options.output)
 
 
 if __name__ == "__main__":

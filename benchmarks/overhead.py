@@ -29,6 +29,7 @@ from bench import (
     describe_machine,
     gpu_name,
     installed,
+    publish,
     ratios,
 )
 
@@ -149,9 +150,7 @@ def main() -> int:
     lines += [f"\nNot installed: {', '.join(missing)}."] if missing else []
     lines += [f"\nFailed: {', '.join(sorted(set(failed)))}."] if failed else []
     text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text)
+    publish(text, arguments.output)
     return 1 if failed else 0
 
 

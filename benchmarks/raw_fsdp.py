@@ -1,7 +1,8 @@
 """A hand-written FSDP2 loop, to compare the launcher's `fsdp` with. Started by compare.py, through torchrun.
 
 It gathers and frees the weights in every micro-batch; with --keep-gathered they stay gathered from a step's first to its
-last micro-batch. Gradients are reduced in every micro-batch either way.
+last micro-batch. Gradients are reduced in every micro-batch either way. --offload adds CPU offload and full activation
+checkpointing, as `fsdp_offload` has.
 """
 
 from __future__ import annotations
@@ -20,15 +21,21 @@ from raw_common import (
     read_config,
     start,
 )
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from transformers import LlamaForCausalLM
 
 
 def main() -> None:
     """Trains."""
-    arguments = parse_arguments("A hand-written FSDP2 loop.", "--keep-gathered")
-    rank, ranks, device = start()
+    arguments = parse_arguments("A hand-written FSDP2 loop.", "--keep-gathered", "--offload")
+    rank, ranks, device = start(offload=arguments.offload)
     micro, accumulation, steps = arguments.micro_batch_size, arguments.accumulation, arguments.steps
     inputs, targets, targets_a_row = load_rows(arguments.data, device, arguments.positions)
 
@@ -40,14 +47,26 @@ def main() -> None:
         if arguments.bf16
         else MixedPrecisionPolicy()
     )
-    for layer in model.model.layers:
+    offload = OffloadPolicy()
+    if arguments.offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    layers, reshard = model.model.layers, not arguments.keep_gathered
+    for index, layer in enumerate(layers):
+        layers[index] = checkpoint_wrapper(layer) if arguments.offload else layer
         fully_shard(
-            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not arguments.keep_gathered
+            layers[index],
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard,
         )
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.to_empty(device=device)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    model.to_empty(device="cpu" if arguments.offload else device)
     torch.manual_seed(1234)
     model.init_weights()
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))  # what is no parameter is not offloaded
     if arguments.weights is not None:
         load_weights(model, arguments.weights)
     model.train()
@@ -85,7 +104,8 @@ def main() -> None:
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        meter.record(step, total / valid_tokens, norm)
+        # The norm of offloaded gradients is in host memory
+        meter.record(step, total / valid_tokens, norm.to(device))
 
 
 if __name__ == "__main__":

@@ -7,22 +7,18 @@ The model has the shape of Llama-3.1-8B: one sequence of 4,096 tokens on each of
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.shapes import LLAMA_8B
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
 
-MODEL = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
 SIZES = ["data.sequence_length=4096", "batch.global_batch_size=8", "batch.micro_batch_size=1"]
 STRATEGIES = {
     "ddp": "whole model on each GPU",
@@ -42,7 +38,7 @@ WIDTH, LEFT, SCALE, ROW = 860, 120, 3.3, 52  # pixels; SCALE: per GiB
 
 def planned(name: str) -> tuple[dict[str, float], float]:
     """GiB of each part at the peak, and of the GPU."""
-    config = [f"model.config.{key}={value}" for key, value in MODEL.items()]
+    config = [f"model.config.{key}={json.dumps(value)}" for key, value in LLAMA_8B.items()]
     recipe = load_recipe([f"recipe={name}", *config, *SIZES], ranks=8, files=False).recipe
     machine = known_machine(
         "h100", nodes=1, gpus_per_node=8, memory=None, host_memory=None, overrides=None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import os
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -64,7 +64,7 @@ def flag(name: str, help: str) -> Any:
 class Command(TyperCommand):
     """A command whose options may be written `name=value` as well as `--name value`."""
 
-    sections = ("recipe", *(field.name for field in dataclasses.fields(Recipe)))
+    sections = ("recipe", *Recipe.__dataclass_fields__)
     """What an override may begin with."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -97,31 +97,25 @@ class Command(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         if any(param.name == "overrides" for param in self.params):
+            rows = [
+                ("recipe=NAME", "A shipped recipe, or recipe=path/to/file.yaml."),
+                ("KEY=VALUE", "Overrides a key of the recipe: batch.micro_batch_size=4."),
+            ]
             with formatter.section("Arguments"):
-                formatter.write_dl(
-                    [
-                        ("recipe=NAME", "A shipped recipe, or recipe=path/to/file.yaml."),
-                        ("KEY=VALUE", "Overrides a key of the recipe: batch.micro_batch_size=4."),
-                    ]
-                )
+                formatter.write_dl(rows)
 
 
 class SubmitCommand(Command):
     """Describes the keys of the recipe's section slurm, too, which are arguments of `submit`."""
 
-    sections = (*Command.sections, "sweep", *(field.name for field in dataclasses.fields(Slurm)))
+    sections = (*Command.sections, "sweep", *Slurm.__dataclass_fields__)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         super().format_epilog(ctx, formatter)
         keys = json_schema()["$defs"]["Slurm"]["properties"]
         with formatter.section("Arguments for Slurm (keys of the recipe's section slurm)"):
-            formatter.write_dl(
-                [
-                    (f"{name}=...", f"{key['description']}  [default: {_as_yaml(key['default'])}]")
-                    for name, key in keys.items()
-                ]
-            )
-
-
-def _as_yaml(value: Any) -> str:
-    return "null" if value is None else str(value).lower()
+            rows = [
+                (f"{name}=...", f"{key['description']}  [default: {json.dumps(key['default'])}]")
+                for name, key in keys.items()
+            ]
+            formatter.write_dl(rows)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from launcher.cli.app import flag, option
 from launcher.diagnostics import node_checks
 from launcher.diagnostics.report import (
     Finding,
@@ -31,66 +31,87 @@ MEASURING_SECONDS = 300
 """Ranks that measure longer than this hang: they take some 20 s."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """The options of the command."""
+def doctor(
+    ranks: Annotated[
+        int | None, option("Processes that measure together. Default: the GPUs, or 2.", "N")
+    ] = None,
+    json: Annotated[
+        Path | None, option("Write the report, for `launcher plan rates=FILE`.", "FILE")
+    ] = None,
+    shared: Annotated[
+        Path | None, option("A folder that all nodes must see and write to.", "FOLDER")
+    ] = None,
+    runs: Annotated[Path, option("Where runs are written.", "FOLDER")] = Path("runs"),
+    gpus: Annotated[
+        int | None,
+        option("GPUs that this node must have. Default: those that Slurm granted.", "N"),
+    ] = None,
+    port: Annotated[int, option("A port that must be free; 0: any.", "N", min=0)] = 0,
+    quick: Annotated[
+        bool,
+        flag("--quick", "Compare several nodes without measuring. Exits with 0; read the JSON."),
+    ] = False,
+    node: Annotated[
+        bool, flag("--node", "Check this node alone, in seconds; prints a line for each problem.")
+    ] = False,
+) -> int:
+    """Check whether this machine, node or allocation is fit to train, and measure how fast it is.
 
-    ranks: int | None
-    json: Path | None
-    shared: Path | None
-    runs: Path
-    gpus: int | None
-    port: int
-    quick: bool
-    node: bool
+    Exit status 3: something is bad. For several nodes, start it like training, with one torchrun
+    on each node:
 
-
-def main(request: Request) -> int:
-    """Returns 0 where everything is fit, 3 where something is bad."""
-    if request.json is not None:
-        folder = request.json.absolute().parent
+    \b
+    Example:
+      launcher doctor --json doctor.json
+      srun --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
+          --rdzv-endpoint HOST:29500 -m launcher.cli.main doctor shared=FOLDER json=doctor.json
+    """
+    if json is not None:
+        folder = json.absolute().parent
         if not (folder.is_dir() and os.access(folder, os.W_OK)):
             what = f"there is no folder {folder} that can be written to"
-            raise RecipeError(f"command line: json={request.json}: {what}")
+            raise RecipeError(f"command line: json={json}: {what}")
     granted = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    node: dict[str, Any] = {
-        "expected_gpus": request.gpus or (int(granted) if granted.isdigit() else None),
-        "ranks": request.ranks,
-        "runs": request.runs,
-        "shared": request.shared,
-        "port": request.port,
+    checks: dict[str, Any] = {
+        "expected_gpus": gpus or (int(granted) if granted.isdigit() else None),
+        "ranks": ranks,
+        "runs": runs,
+        "shared": shared,
+        "port": port,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }
-    if request.node:
-        return EXIT_DONE if print_node(*node_checks.examine(**node)) else EXIT_NO
+    if node:
+        return EXIT_DONE if print_node(*node_checks.examine(**checks)) else EXIT_NO
     with contextlib.suppress(RecipeError):  # srun without torchrun: each task checks its machine
         if (environment := read_environment()).torchrun:
-            return _examine_group(request, node, environment)
-    if request.quick:
+            return _examine_group(checks, environment, json, quick=quick)
+    if quick:
         what = "is for several nodes, each with a torchrun (launcher doctor --help)"
         raise RecipeError(f"command line: quick: {what}")
-    return _examine_machine(request, node)
+    return _examine_machine(checks, json)
 
 
-def _examine_group(request: Request, node: dict[str, Any], environment: Environment) -> int:
+def _examine_group(
+    checks: dict[str, Any], environment: Environment, file: Path | None, *, quick: bool
+) -> int:
     """Under torchrun: the ranks of all nodes check and measure together."""
-    node["ranks"] = environment.local_world_size
+    checks["ranks"] = environment.local_world_size
     from launcher.diagnostics import group_checks  # imports torch
 
-    report = group_checks.run(node=node, shared=request.shared, quick=request.quick)
+    report = group_checks.run(node=checks, shared=checks["shared"], quick=quick)
     if not _prints(environment):  # a failed rank would make torchrun end the rank that prints
         return EXIT_DONE
     print_findings(report.findings, hosts=report.nodes > 1)
     print_rates(report)
-    finish(report, request.json)
-    return EXIT_DONE if report.fit or request.quick else EXIT_NO
+    finish(report, file)
+    return EXIT_DONE if report.fit or quick else EXIT_NO
 
 
-def _examine_machine(request: Request, node: dict[str, Any]) -> int:
+def _examine_machine(checks: dict[str, Any], file: Path | None) -> int:
     """Checks this machine, then measures with several processes."""
-    findings, versions = node_checks.examine(**node)
+    findings, versions = node_checks.examine(**checks)
     print_findings(findings, hosts=False)
-    ranks = request.ranks or versions["gpus"] or min(2, len(os.sched_getaffinity(0)))
+    ranks = checks["ranks"] or versions["gpus"] or min(2, len(os.sched_getaffinity(0)))
     report = Report(
         findings=findings, device="CPU", nodes=1, ranks_per_node=ranks, versions=versions
     )
@@ -102,7 +123,7 @@ def _examine_machine(request: Request, node: dict[str, Any]) -> int:
         report = measured(ranks, report)
         print_findings(report.findings[len(findings) :], hosts=False)
         print_rates(report)
-    finish(report, request.json)
+    finish(report, file)
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if nodes not in ("", "1"):
         print(f"\nThis checked one of {nodes} nodes. launcher doctor --help shows how to check all")
@@ -110,8 +131,8 @@ def _examine_machine(request: Request, node: dict[str, Any]) -> int:
 
 
 def _prints(environment: Environment) -> bool:
-    """Whether this rank prints and writes for all. Under srun it is a rank of the first node, which
-    sees the folders of the job's script; torchrun may give rank 0 to any node."""
+    """Whether this rank prints and writes for all: under srun one of the first node, which sees the
+    folders of the job's script. torchrun may give rank 0 to any node."""
     node = os.environ.get("SLURM_NODEID")
     return environment.main if node is None else environment.local_rank == 0 and node == "0"
 

@@ -43,35 +43,44 @@ def export(
     Example:
       launcher export runs/qwen3_8b exported dtype=bfloat16
     """
-    if verify and out.is_dir() and any(out.iterdir()):
-        return _verify(run, out)
-    checkpoint = _checkpoint(run)
-    source = _weights(run) if checkpoint is None else checkpoint
+    if not (verify and out.is_dir() and any(out.iterdir())):
+        _write(run, out, dtype, merged=merged)
+    return _verify(run, out) if verify else EXIT_DONE
+
+
+def _write(run: Path, out: Path, dtype: Dtype | None, *, merged: bool) -> None:
+    weights = run / "hf"
+    exported = any(weights.glob("*.safetensors"))
+    checkpoint = None if exported else _checkpoint(run)
+    if checkpoint is None and not exported:
+        what = "has neither checkpoints nor weights in hf (checkpoint.export: at_end)"
+        raise RecipeError(
+            f"command line: {run}: {what if run.is_dir() else 'there is no such folder'}"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"command line: {out} exists and is not empty; name a new folder")
     if not out.absolute().parent.is_dir():
         raise RecipeError(f"command line: {out}: there is no folder {out.absolute().parent}")
-    if checkpoint is None:
-        adapter = (source / "adapter_config.json").is_file()
-        if merged and not adapter:
-            raise RecipeError(f"command line: merged=true: {source} has no adapter to merge")
-        from launcher.checkpoint.export import export_folder  # and with it torch
-
-        export_folder(source, out, dtype=dtype, merged=merged)
-        adapter = adapter and not merged
-    else:
-        from launcher.checkpoint.export import export_checkpoint
+    if checkpoint is not None:
+        from launcher.checkpoint.export import export_checkpoint  # and with it torch
 
         adapter = export_checkpoint(
             checkpoint, out, dtype=dtype, merged=merged, save_tokenizer=_save_tokenizer
         )
+    else:
+        adapter = (weights / "adapter_config.json").is_file()
+        if merged and not adapter:
+            raise RecipeError(f"command line: merged=true: {weights} has no adapter to merge")
+        from launcher.checkpoint.export import export_folder
+
+        export_folder(weights, out, dtype=dtype, merged=merged)
+        adapter = adapter and not merged
     reader = "peft's PeftModel.from_pretrained" if adapter else "from_pretrained"
-    print(f"{out}: {'the adapter, ' if adapter else ''}for {reader}, from {source}")
-    return _verify(run, out) if verify else EXIT_DONE
+    print(f"{out}: {'the adapter, ' if adapter else ''}for {reader}, from {checkpoint or weights}")
 
 
 def _verify(run: Path, out: Path) -> int:
-    checkpoint = _checkpoint(run, unless_exported=False)
+    checkpoint = _checkpoint(run)
     if checkpoint is None:
         raise RecipeError(f"command line: --verify: {run} has no checkpoint to compare {out} with")
     from launcher.checkpoint.verify import verify_export
@@ -95,29 +104,14 @@ def _save_tokenizer(recipe: Recipe, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _checkpoint(run: Path, *, unless_exported: bool = True) -> Path | None:
-    """`run` if it is a checkpoint, or the newest valid one of a run (that has no export)."""
+def _checkpoint(run: Path) -> Path | None:
+    """`run` if it is a checkpoint, or the newest valid one of a run; None: it has none."""
     if (run / MARKER).is_file():
         problem = files.verify(run)
         if problem is not None:
             raise RecipeError(f"command line: {run} is damaged: {problem}")
         return run
-    exported = any((run / "hf").glob("*.safetensors"))
-    if (exported and unless_exported) or not (run / "checkpoints").is_dir():
-        return None
     try:
         return newest_valid(list_checkpoints(run / "checkpoints"))
     except NoneLeftError as error:
         raise RecipeError(f"command line: {error}") from None
-
-
-def _weights(run: Path) -> Path:
-    source = run / "hf"
-    if not run.is_dir():
-        raise RecipeError(f"command line: {run}: there is no such folder")
-    if not any(source.glob("*.safetensors")):
-        raise RecipeError(
-            f"command line: {run} has no weights: a run writes them to {source} at its end, "
-            "if the recipe has checkpoint.export: at_end, and to its checkpoints"
-        )
-    return source

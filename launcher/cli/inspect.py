@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
+from launcher.cli.app import Overrides, option
 from launcher.cli.prepare import data_sets
 from launcher.errors import EXIT_DONE, RecipeError, suggestion
 from launcher.metrics.console import configure_logging
@@ -24,10 +25,19 @@ _STREAMED = 1000
 """Rows of a stream that are inspected."""
 
 
-def main(overrides: Sequence[str], *, name: str, samples: int, tokens: int) -> int:
-    """Tokenizes what is not in the cache, and prints. Builds no model.
+def inspect(
+    overrides: Overrides,
+    set: Annotated[
+        str, option("train, validation, or a name in data.train or data.validation.", "NAME")
+    ] = "train",
+    samples: Annotated[int, option("Samples to print.", "N")] = 3,
+    tokens: Annotated[int, option("Tokens to print of each sample.", "N")] = 600,
+) -> int:
+    """Print samples as the model will see them, packing, totals and a histogram of lengths.
 
-    name: of the set. samples, tokens: how many to print, and how many of each sample.
+    \b
+    Example:
+      launcher inspect recipe=quickstart samples=2
     """
     configure_logging(stream="stderr")
     recipe = load_recipe(overrides, ranks=None).recipe
@@ -35,7 +45,7 @@ def main(overrides: Sequence[str], *, name: str, samples: int, tokens: int) -> i
     if data.builder is not None:
         what = "inspect shows the samples of data.train and data.validation, not its own"
         raise RecipeError(f"data.builder: {what}")
-    sets = _sets_of(data, name)
+    sets = _sets_of(data, set)
 
     # After all errors of the recipe, because they import numpy
     from launcher.cli.inspect_page import Page, facts, load_decoder
@@ -43,12 +53,12 @@ def main(overrides: Sequence[str], *, name: str, samples: int, tokens: int) -> i
     tokenizer = data.tokenizer or recipe.model.path
     opened, validates = _open(recipe, sets, tokenizer)
     weights: tuple[float, ...] = ()
-    if name == "train" and isinstance(data.train, dict):
+    if set == "train" and isinstance(data.train, dict):
         weights = tuple(source.weight for source in data.train.values())
     shuffle = data.shuffle and not validates
     page, several = Page(_console()), len(opened) > 1
     streamed = f"the first {_STREAMED:,} rows" if data.streaming else ""
-    page.title(recipe.run.name, name, "validation" if validates else streamed)
+    page.title(recipe.run.name, set, "validation" if validates else streamed)
     decoder = load_decoder(tokenizer)
     shown = itertools.islice(_order(opened, weights, recipe.run.seed, shuffle=shuffle), samples)
     for number, (part, index) in enumerate(shown, start=1):

@@ -32,9 +32,6 @@ def selftest(
         "shrink": shrink,
     }
     print(f"starting {ranks} processes ...", flush=True)
-    try:
-        ended = run_ranks("launcher.diagnostics.selftest", setting, ranks=ranks, console=True)
-    except KeyboardInterrupt:
-        return 130
+    ended = run_ranks("launcher.diagnostics.selftest", setting, ranks=ranks, console=True)
     # torchrun's own status is 0 or 1
     return EXIT_FAILED if ended.result is None else int(ended.result)

@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from launcher import __version__
 from launcher.checkpoint.resume import choose_resume
+from launcher.cli.app import Overrides, flag, option
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, EXIT_USAGE, RecipeError
 from launcher.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from launcher.recipe.schema import Recipe, Slurm
@@ -81,6 +83,52 @@ class Run:
                     f"run.dir: {self.folder} has job {job} already ({active[job].lower()}); "
                     f"wait for it, end it (scancel {job}), or give another run.dir"
                 )
+
+
+def submit(
+    overrides: Overrides,
+    gpu: Annotated[
+        str | None,
+        option("GPU of the nodes, such as h100: check first whether the recipe fits.", "NAME"),
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, option("Memory of a GPU, for the same check.", "SIZE")
+    ] = None,
+    dependency: Annotated[str | None, option("sbatch --dependency.", "JOBS")] = None,
+    throttle: Annotated[
+        int | None, option("Runs of a sweep that run at the same time.", "N")
+    ] = None,
+    dry_run: Annotated[bool, flag("--dry-run", "Print the job script only.")] = False,
+    wait: Annotated[
+        bool, flag("--wait", "Wait for the end of the run; exit with its status.")
+    ] = False,
+    follow: Annotated[bool, flag("--follow", "As --wait, and print the output of rank 0.")] = False,
+    force: Annotated[
+        bool, flag("--force", "Submit even if the recipe does not fit by the plan.")
+    ] = False,
+) -> int:
+    """Submit a Slurm job that is requeued until the run is finished.
+
+    Arguments for Slurm win over the recipe's section slurm; sbatch_extra, srun_extra and setup
+    may be repeated. sweep.KEY=A,B,C makes a job array with a run folder for each value; several
+    sweeps make all combinations.
+
+    \b
+    Example:
+      launcher submit recipe=fsdp nodes=2 gpus_per_node=8 time=12:00:00 partition=gpu gpu=h100
+      launcher submit recipe=quickstart cpus=4 sweep.optimizer.learning_rate=1e-4,3e-4 throttle=2
+    """
+    options = {"gpu": gpu, "gpu_memory": gpu_memory}
+    request = Request(
+        plan=[f"{name}={value}" for name, value in options.items() if value is not None],
+        dependency=dependency,
+        throttle=throttle,
+        dry_run=dry_run,
+        wait=wait,
+        follow=follow,
+        force=force,
+    )
+    return main(overrides, request)
 
 
 def main(arguments: Sequence[str], request: Request) -> int:

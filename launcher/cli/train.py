@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 from launcher.cli.app import Overrides, option
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from launcher.recipe.load import load_recipe
+from launcher.reliability.run_directory import RunFolder
 
 
 def train(
@@ -35,8 +35,9 @@ def train(
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, without its warning
     options = ["--standalone", f"--nproc-per-node={gpus}", f"--max-restarts={max_restarts}"]
     status = _run_agent([*options, "-m", "launcher.train", *overrides])
-    stopped = status != EXIT_USAGE and _was_stopped(Path(recipe.run.dir))
-    return EXIT_STOPPED if stopped else status
+    # Under torchrun a stopped run exits with 0; status.json has the outcome
+    stopped = RunFolder(Path(recipe.run.dir)).read_status().get("state") == "stopped"
+    return EXIT_STOPPED if stopped and status != EXIT_USAGE else status
 
 
 def _run_agent(arguments: list[str]) -> int:
@@ -54,14 +55,6 @@ def _run_agent(arguments: list[str]) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     return EXIT_DONE
-
-
-def _was_stopped(run_dir: Path) -> bool:
-    """Under torchrun a stopped run exits with 0; status.json has the outcome."""
-    try:
-        return bool(json.loads((run_dir / "status.json").read_text())["state"] == "stopped")
-    except (OSError, ValueError, KeyError):
-        return False
 
 
 def _visible_gpus(device: str) -> int:

@@ -11,8 +11,7 @@ import json
 import re
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -35,19 +34,17 @@ _KINDS = {
     "string_type": "text",
     "tuple_type": "a list",
     "dict_type": "a section",
-    "finite_number": "finite",
 }
-_BOUNDS = {
-    "greater_than_equal": ("ge", "at least"),
-    "greater_than": ("gt", "more than"),
-    "less_than_equal": ("le", "at most"),
-    "less_than": ("lt", "less than"),
-    "too_long": ("max_length", "a list of"),
+_WORDS = {
+    "Value error, ": "",
+    "Input should be": "must be",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
 }
+"""Of pydantic's messages."""
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What is wrong with one key."""
 
     path: KeyPath
@@ -60,27 +57,25 @@ def dotted(path: KeyPath) -> str:
     return text.removeprefix(".")
 
 
-def keys(section: type = Recipe, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def keys(section: type[Section] = Recipe, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Every key of a recipe, and of the sections that a key may hold."""
-    for field in _fields(section):
-        yield (*path, field)
-        inner = subsection(section, field)
+    for name in section.__dataclass_fields__:
+        yield (*path, name)
+        inner = subsection(section, name)
         if inner is not None and inner is not Source:  # which is below a name of the user's
-            yield from keys(inner, (*path, field))
+            yield from keys(inner, (*path, name))
 
 
-def subsection(section: type, name: str) -> type | None:
-    """The dataclass that key `name` of a section may hold, or None."""
-    kinds = [_type_hints(section)[name]]
+def subsection(section: type[Section], name: str) -> type[Section] | None:
+    """The class of the section that key `name` of a section may hold, or None."""
+    kinds = [section.__dataclass_fields__[name].type]
     for kind in kinds:
-        if dataclasses.is_dataclass(kind):
-            return typing.cast(type, kind)
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
         kinds += typing.get_args(kind)
     return None
 
 
-_type_hints = functools.cache(typing.get_type_hints)
-_fields = functools.cache(lambda section: [field.name for field in dataclasses.fields(section)])
 _adapter = functools.cache(lambda: TypeAdapter(Recipe))
 
 
@@ -93,9 +88,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def decode(plain: dict[str, Any]) -> tuple[Recipe, list[Problem], set[KeyPath]]:
-    """Returns the recipe, all problems, and the keys without a sound value.
+    """Returns the recipe, all problems, and the unsound keys, which have their defaults.
 
-    Unsound keys hold a default. They include a missing key whose misspelling was found instead.
+    A missing key whose misspelling was found is unsound, too.
     """
     plain = {"run": {}, "model": {}, "data": {}, "batch": {}} | plain
     try:
@@ -113,8 +108,7 @@ def decode(plain: dict[str, Any]) -> tuple[Recipe, list[Problem], set[KeyPath]]:
 
 
 def unit(path: KeyPath) -> KeyPath:
-    """The part of a recipe that is unsound with this key: the key of a section, with all that is
-    inside, or a whole section that has no default."""
+    """What is unsound with a key: the key of a section, or a whole section without a default."""
     return path[: 1 if getattr(DEFAULT, str(path[0]), None) is None else 2]
 
 
@@ -135,13 +129,15 @@ def _problems(plain: dict[str, Any], error: ValidationError) -> tuple[list[Probl
         found.setdefault(_path(plain, one), []).append(one)
     problems: list[Problem] = []
     misspelt: set[KeyPath] = set()
-    for path, errors in found.items():
-        if errors[0]["type"] in ("unexpected_keyword_argument", "invalid_key"):
-            problems.append(Problem(path, _unknown(plain, path, misspelt)))
-    reported = misspelt | {problem.path for problem in problems}
+    types = ("unexpected_keyword_argument", "invalid_key")
+    unknown = [path for path, errors in found.items() if errors[0]["type"] in types]
+    for path in unknown:
+        message, meant = _unknown(plain, path)
+        problems.append(Problem(path, message))
+        misspelt |= meant
     for path, errors in found.items():
         more_precise = any(other != path and other[: len(path)] == path for other in found)
-        if not (more_precise or path in reported or path[:-1] in misspelt):
+        if path not in unknown and not more_precise and not misspelt & {path, path[:-1]}:
             problems.append(Problem(path, _message(errors)))
     return problems, misspelt
 
@@ -158,51 +154,52 @@ def _path(plain: dict[str, Any], error: Any) -> KeyPath:
     return (*path, error["loc"][-1]) if error["type"] == "missing" else tuple(path)
 
 
-def _unknown(plain: dict[str, Any], path: KeyPath, misspelt: set[KeyPath]) -> str:
-    """The message for an unknown key. Adds the key that was probably meant to `misspelt`."""
+def _unknown(plain: dict[str, Any], path: KeyPath) -> tuple[str, set[KeyPath]]:
+    """The message for an unknown key, and the key that was probably meant if it is missing."""
     *parents, key = path
-    section: type = Recipe
+    section: type[Section] = Recipe
     values: Any = plain
     for part in parents:
         values = values[part]
-        if part in _fields(section):  # else a name in a mixture
+        if part in section.__dataclass_fields__:  # else a name in a mixture
             section = subsection(section, str(part)) or section
-    known = _fields(section)
+    known = list(section.__dataclass_fields__)
     near = closest(str(key), known)
-    if near is not None and not values.get(near):
-        misspelt.add((*parents, near))
+    meant = set() if near is None or values.get(near) else {(*parents, near)}
     near = near or next((dotted(other) for other in keys() if other[-1] == key), None)
     hint = f"did you mean {near}?" if near else f"known here: {', '.join(known)}"
-    return f"unknown key; {hint}"
+    return f"unknown key; {hint}", meant
 
 
 def _message(errors: list[Any]) -> str:
     """What to say about a key. Several errors: of the kinds of value that it may hold."""
     kinds, choices, value = [], [], errors[0]["input"]
+    got = f"; got {_quoted(value)}"
     for error in errors:
         kind, context = error["type"], error.get("ctx", {})
         if kind == "missing":
             return "missing; must be given"
         if kind == "too_short":
             return "must not be empty"
-        if kind == "value_error":  # of `section.form`
-            return f"{context['error']}; got {_quoted(value)}"
-        if kind in _BOUNDS:
-            name, words = _BOUNDS[kind]
-            limit = str(context[name]).removesuffix(".0")
-            return f"must be {words} {limit}; got {_quoted(value)}"
-        if kind == "literal_error":
+        if kind == "too_long":
+            return f"must be a list of {context['max_length']}{got}"
+        if kind in _KINDS:
+            kinds.append(_KINDS[kind])
+        elif kind == "literal_error":
             choices += re.findall("'(.*?)'", context["expected"])
             kinds.append(context["expected"].replace("'", ""))
         elif kind == "dataclass_type":
-            known = _fields(getattr(schema, context["class_name"]))
+            known = getattr(schema, context["class_name"]).__dataclass_fields__
             kinds.append(f"a section with the keys {', '.join(known)}")
-        else:
-            kinds.append(_KINDS.get(kind, error["msg"]))
+        else:  # a bound, or the message of `section.form`
+            text: str = error["msg"]
+            for words, plain_words in _WORDS.items():
+                text = text.replace(words, plain_words)
+            return text + got
     hint = suggestion(value, choices) if isinstance(value, str) else ""
     if kinds == ["text"] and isinstance(value, (int, float)):
         hint = "; put it in quotes"
-    return f"must be {' or '.join(kinds)}; got {_quoted(value)}{hint}"
+    return f"must be {' or '.join(kinds)}{got}{hint}"
 
 
 def _quoted(value: Any) -> str:

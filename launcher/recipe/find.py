@@ -12,41 +12,31 @@ from launcher.errors import RecipeError, suggestion
 def _shipped() -> dict[str, Path]:
     """Recipes by name: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parent.parent
-    folders = (package / "_recipes", package.parent / "recipes")
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+    files = [*package.glob("_recipes/*.yaml"), *package.parent.glob("recipes/*.yaml")]
+    return {path.stem: path for path in sorted(files)}
 
 
 def recipe_names() -> list[str]:
     """The shipped recipes."""
-    return sorted(_shipped())
+    return list(_shipped())
 
 
 def find_recipe(arguments: Sequence[str]) -> Path:
-    """The file that `recipe=NAME` or `recipe=FILE` names. Raises RecipeError with known names."""
+    """The file that `recipe=NAME` or `recipe=FILE` means. Raises RecipeError with known names."""
     named = [argument.partition("=")[2] for argument in arguments if argument.startswith("recipe=")]
-    known = _shipped()
+    shipped = _shipped()
     if len(named) != 1 or not named[0]:
-        form = f"give recipe=NAME ({', '.join(sorted(known))}) or recipe=path/to/file.yaml"
+        hint = f"give recipe=NAME ({', '.join(shipped)}) or recipe=path/to/file.yaml"
         for argument in arguments:
-            if not any(named) and (argument in known or argument.endswith(".yaml")):
-                form = f"write recipe={argument}"
+            if not any(named) and (argument in shipped or argument.endswith(".yaml")):
+                hint = f"write recipe={argument}"
         what = f"{len(named)} recipes given" if any(named) else "no recipe given"
-        raise RecipeError(f"command line: {what}; {form}")
+        raise RecipeError(f"command line: {what}; {hint}")
     (name,) = named
-    if name in known:
-        return known[name]
-    if os.path.isfile(name):
-        return Path(name)
+    if name in shipped or os.path.isfile(name):
+        return shipped.get(name, Path(name))
     what = "no such file"
     if "/" not in name and not name.endswith((".yaml", ".yml")):
-        shipped = f"{suggestion(name, known)}; known: {', '.join(sorted(known))}"
-        what = f"no recipe of that name{shipped}; or give the path of a .yaml file"
+        near = f"{suggestion(name, shipped)}; known: {', '.join(shipped)}"
+        what = f"no recipe of that name{near}; or give the path of a .yaml file"
     raise RecipeError(f"command line: recipe={name}: {what}")
-
-
-def shown_path(path: Path) -> str:
-    """The path as messages show it: relative if it is below the current folder."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

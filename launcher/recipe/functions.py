@@ -13,9 +13,9 @@ from launcher.errors import RecipeError
 
 
 def call_function(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
-    """Calls the function `package.module:function` with keyword arguments.
+    """Calls a function with keyword arguments.
 
-    key: of the recipe, for messages: `SECTION.builder`.
+    name, key: see `import_function`.
     Raises RecipeError if there is no such function or it takes other arguments.
     """
     function = import_function(name, key=key)
@@ -31,6 +31,7 @@ def call_function(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
 def import_function(name: str, *, key: str) -> Callable[..., Any]:
     """The function `package.module:function`, from an installed package or the current folder.
 
+    key: of the recipe, for messages: `SECTION.builder`.
     Raises RecipeError if there is none. Errors of its module are not caught.
     """
     module_name, _, function_name = name.partition(":")
@@ -45,11 +46,7 @@ def import_function(name: str, *, key: str) -> Callable[..., Any]:
         raise RecipeError(f"{key}: there is no module {error.name}; {where}") from None
     function = getattr(module, function_name, None)
     if not callable(function):
-        own = [
-            name
-            for name, value in vars(module).items()
-            if callable(value) and getattr(value, "__module__", "") == module_name
-        ]
+        own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module_name]
         where = f"{module_name} ({module.__file__}) has no function {function_name}"
         raise RecipeError(f"{key}: {where}; it has {', '.join(own) or 'none'}")
     return function  # type: ignore[no-any-return]

@@ -13,12 +13,10 @@ from launcher.errors import RecipeError, first_line
 
 logger = logging.getLogger(__name__)
 
-# fmt: off
 _FILE_ENDINGS = (
-    ".jsonl", ".json", ".parquet", ".csv", ".txt", ".py", ".md", ".yaml", ".yml", ".gz", ".zst",
-    ".jinja",
+    *(".jsonl", ".json", ".parquet", ".csv", ".txt", ".py", ".md", ".yaml", ".yml"),
+    *(".gz", ".zst", ".jinja"),
 )
-# fmt: on
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
 """Not the same weights in another format."""
@@ -32,8 +30,7 @@ def _not_fetched(what: str, error: Exception) -> RecipeError:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form of a hub id (see `data_set_id`), and neither it nor its first
-    folder exists here."""
+    """Whether a name has the form of a hub id, and neither it nor its first folder exists here."""
     if name.endswith(_FILE_ENDINGS) or os.path.exists(name):
         return False
     form = re.fullmatch(r"(\w[\w.-]*)/\w[\w.-]*(/[\w.-]+)?(:[\w.+-]+)?", name)
@@ -41,29 +38,24 @@ def is_hub_id(name: str) -> bool:
 
 
 def is_model_id(name: str) -> bool:
-    """Whether this is a hub id of a model, which has no config and no split as data sets have."""
+    """Whether this is `owner/name`, without the config and split that a data set may have."""
     return is_hub_id(name) and re.fullmatch(r"[^/:]+/[^/:]+", name) is not None
-
-
-def data_set_id(name: str) -> tuple[str, str | None, str | None]:
-    """Repository, config and split of `owner/name`, `owner/name:split` or
-    `owner/name/config:split`."""
-    path, _, split = name.partition(":")
-    owner, repository, *config = path.split("/")
-    return f"{owner}/{repository}", config[0] if config else None, split or None
 
 
 @functools.lru_cache(maxsize=8)
 def load_data_set(name: str, *, validation: bool = False, streaming: bool = False) -> Any:
     """The rows of a hub data set: a `datasets.Dataset`, memory-mapped from its cache.
 
+    name: `owner/name`, `owner/name:split` or `owner/name/config:split`.
     streaming: a `datasets.IterableDataset` instead, whose rows are fetched as they are read.
     validation: takes the split `validation`, or else `test`, where the name has none; else `train`.
-    Raises RecipeError where it is not in the cache and cannot be fetched, or has no such split.
+    Raises RecipeError if it can be neither found nor fetched, or has no such split.
     """
     import datasets
 
-    repository, config, split = data_set_id(name)
+    path, _, split = name.partition(":")
+    owner, repository, *configs = path.split("/")
+    repository, config = f"{owner}/{repository}", configs[0] if configs else None
     splits = [split] if split else ["validation", "test"] if validation else ["train"]
     options = {"streaming": True} if streaming else {}
     for wanted in splits:
@@ -83,7 +75,7 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
     """The folder of a model or tokenizer: `name` itself, or a snapshot in the hub's cache.
 
     key: of the recipe, for messages. weights: false: fetch only config and tokenizer.
-    Raises RecipeError where the model is not in the cache and cannot be fetched.
+    Raises RecipeError if it can be neither found nor fetched.
     """
     if os.path.isdir(name):
         return Path(name)

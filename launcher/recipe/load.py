@@ -11,7 +11,7 @@ import functools
 import operator
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,22 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from launcher.errors import RecipeError, first_line
 from launcher.recipe.decode import DEFAULT, KeyPath, Problem, decode, dotted, merged, unit
-from launcher.recipe.find import find_recipe, shown_path
+from launcher.recipe.find import find_recipe
 from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
 from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 from launcher.recipe.yaml_text import to_yaml as to_yaml
 
+Places = dict[KeyPath, int | str]
+"""Of each key: the line of the file, or the argument as it was typed."""
 
-@dataclass
+
+@dataclass(frozen=True)
 class Origins:
     """Where each value of a recipe came from."""
 
     file: str
-    places: dict[KeyPath, int | str] = field(default_factory=dict)
-    """The line of the file, or the argument as it was typed."""
+    places: Places
 
     def of(self, path: KeyPath) -> str:
         """`recipes/ddp.yaml:24`, `command line` or `default`."""
@@ -51,9 +53,9 @@ class Origins:
         """One line: where, which key, what is wrong."""
         where, key = self.locate(problem.path), dotted(problem.path)
         if isinstance(where, str):
-            set_by = where if where.partition("=")[0] == key else key
-            return f"command line: {set_by}: {problem.message}"
-        place = f"{self.file}:{where}" if where else self.file
+            place, key = "command line", where if where.partition("=")[0] == key else key
+        else:
+            place = f"{self.file}:{where}" if where else self.file
         return f"{place}: {key}: {problem.message}"
 
 
@@ -75,14 +77,13 @@ def load_recipe(arguments: Sequence[str], *, ranks: int | None, files: bool = Tr
     arguments: `recipe=NAME` or `recipe=FILE`, and overrides `key=value`, in any order.
     ranks: data-parallel ranks of the run; None: the rules that need them are not checked.
     files: whether the data must exist; a plan does not need it.
-    Raises RecipeError with all problems, each with the file and line or the argument that it
-    comes from: those of the file first, then those of the arguments.
+    Raises RecipeError with all problems: those of the file first, by line, then those of the
+    arguments.
     """
     plain, origins = _read(find_recipe(arguments))
     overrides = [argument for argument in arguments if not argument.startswith("recipe=")]
-    problems = [
-        problem for argument in overrides if (problem := _override(plain, argument, origins))
-    ]
+    found = (_override(plain, argument, origins.places) for argument in overrides)
+    problems = [problem for problem in found if problem is not None]
     problems += _interpolate(plain, origins)
     reported = {problem.path for problem in problems}
     recipe, wrong, unsound = decode(plain)
@@ -101,7 +102,8 @@ def load_recipe(arguments: Sequence[str], *, ranks: int | None, files: bool = Tr
 
 def _read(path: Path) -> tuple[dict[str, Any], Origins]:
     """The values of a file, not interpolated, and their lines. Raises RecipeError."""
-    file = shown_path(path)
+    whole, folder = path.resolve(), Path.cwd()
+    file = str(whole.relative_to(folder) if whole.is_relative_to(folder) else path)
     try:
         values, lines = parse_yaml(path.read_bytes())
     except OSError as error:
@@ -115,48 +117,36 @@ def _read(path: Path) -> tuple[dict[str, Any], Origins]:
     return values, Origins(file, dict(lines))
 
 
-def _override(plain: dict[str, Any], argument: str, origins: Origins) -> Problem | None:
+def _override(plain: dict[str, Any], argument: str, places: Places) -> Problem | None:
     """Sets what an override sets, and records it as the origin. Returns what is wrong with it."""
     key, equals, text = argument.partition("=")
     path = tuple(key.split("."))
     if not equals or any(not part or part != part.strip() for part in path):
-        origins.places[(argument,)] = argument
-        form = "an override is key=value, such as batch.micro_batch_size=4"
-        return Problem((argument,), form)
+        places[path] = argument
+        return Problem(path, "an override is key=value, such as batch.micro_batch_size=4")
     try:
-        changes, _ = parse_yaml(text)
+        value, lines = parse_yaml(text)
     except NotYamlError as error:
-        origins.places[path] = argument
+        places[path] = argument
         return Problem(path, f"not a value: {error}")
+    if not isinstance(value, dict):  # a section keeps its other keys
+        for place in [place for place in places if place[: len(path)] == path]:
+            del places[place]
+    for length in range(1, len(path)):
+        places.setdefault(path[:length], argument)
+    places |= dict.fromkeys([path, *((*path, *inner) for inner in lines)], argument)
     for part in reversed(path):
-        changes = {part: changes}
-    _merge(plain, changes, (), argument, origins)
+        value = {part: value}
+    plain |= merged(plain, value)
     return None
-
-
-def _merge(
-    values: dict[str, Any], changes: dict[str, Any], path: KeyPath, argument: str, origins: Origins
-) -> None:
-    for key, value in changes.items():
-        here, before = (*path, key), values.get(key)
-        if isinstance(before, dict) and isinstance(value, dict):
-            _merge(before, value, here, argument, origins)
-            continue
-        values[key] = value
-        replaced = [place for place in origins.places if place[: len(here)] == here]
-        for place in replaced:
-            del origins.places[place]
-        for place in (here, *(inner for inner, _ in _walk(value, here))):
-            origins.places[place] = argument
 
 
 def _walk(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     """Every key inside a value, with its value; a section before its keys."""
-    if not isinstance(value, (dict, list)):
-        return
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        yield (*path, key), inner
-        yield from _walk(inner, (*path, key))
+    if isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield (*path, key), inner
+            yield from _walk(inner, (*path, key))
 
 
 def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
@@ -165,22 +155,21 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
         plain["run"].setdefault("dir", DEFAULT_RUN_DIR)
     if not OmegaConf.has_resolver("stdlib"):
         renamed = getattr(OmegaConf, "register_resolver", None)  # since omegaconf 2.4
-        (renamed or OmegaConf.register_new_resolver)("stdlib", _standard_library)
-    texts = [
-        (path, text) for path, text in _walk(plain, ()) if isinstance(text, str) and "${" in text
-    ]
+        register = renamed or OmegaConf.register_new_resolver
+        register("stdlib", lambda: sysconfig.get_path("stdlib"))  # of the running Python
+    texts = [path for path, text in _walk(plain, ()) if isinstance(text, str) and "${" in text]
     problems = []
-    for path, text in texts:
+    for path in texts:
         try:
-            OmegaConf.create([text])
+            OmegaConf.create([_get(plain, path)])
         except GrammarParseError:
             what = "is no interpolation: write ${section.key}, or \\${ for the two characters"
             problems.append(Problem(path, what))
-            _set(plain, path, None)
+            _get(plain, path[:-1])[path[-1]] = None
     tree = OmegaConf.create(merged(dataclasses.asdict(DEFAULT), plain))
-    for path, _ in texts:
+    for path in texts:
         try:
-            value: Any = functools.reduce(operator.getitem, path, tree)
+            value = _get(tree, path)
             if OmegaConf.is_config(value):
                 value = OmegaConf.to_container(value, resolve=True)
         except (OmegaConfBaseException, ValueError, RecursionError) as error:
@@ -189,14 +178,9 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
                 what = "it leads back to itself"
             if path in origins.places:  # else run.dir, which has the name's problem
                 problems.append(Problem(path, f"cannot be interpolated: {what}"))
-        _set(plain, path, value)
+        _get(plain, path[:-1])[path[-1]] = value
     return problems
 
 
-def _set(values: Any, path: KeyPath, value: Any) -> None:
-    functools.reduce(operator.getitem, path[:-1], values)[path[-1]] = value
-
-
-def _standard_library(folder: str = "") -> str:
-    """`${stdlib:}`: the folder of the running Python's standard library."""
-    return str(Path(sysconfig.get_path("stdlib")) / folder)
+def _get(values: Any, path: KeyPath) -> Any:
+    return functools.reduce(operator.getitem, path, values)

@@ -30,9 +30,9 @@ _ALIAS_OR_READ = re.compile(r'"(\w+)":|\bconfig\.(\w+)|getattr\((?:self\.)?confi
 
 
 def config_problems(config: dict[str, Any], *, task: str) -> Iterator[tuple[str, str]]:
-    """Yields each wrong key and what is wrong with it.
+    """Yields each wrong key of `model.config` and what is wrong with it.
 
-    config: `model.config`. task: `model.task`, which the model type must have a head for.
+    task: `model.task`, which the model type must have a class for.
     """
     spec = importlib.util.find_spec("transformers")  # finds the package, does not import it
     if spec is None or spec.origin is None:
@@ -61,5 +61,5 @@ def config_problems(config: dict[str, Any], *, task: str) -> Iterator[tuple[str,
         if key in _SET_ELSEWHERE:
             yield key, f"is set by {_SET_ELSEWHERE[key]}"
         elif key not in own | base | known | _LEGACY:
-            near = suggestion(key, own | base)
-            yield key, "unknown key" + (near or f"; known here: {', '.join(sorted(own))}")
+            near = suggestion(key, own | base) or f"; known here: {', '.join(sorted(own))}"
+            yield key, f"unknown key{near}"

@@ -1,22 +1,21 @@
 """What a recipe may contain: a frozen dataclass per section, with a docstring per key.
 
-pydantic checks plain values against these classes (`decode.py`) and exports them as JSON Schema
-(`launcher schema`). A key without a default must be given. To add a key: add it here, read it
-where it is used, show it in the recipes.
+pydantic checks values against these classes (`decode.py`) and makes the JSON Schema of them
+(`launcher schema`). A key without a default must be given.
 """
-
-from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 
-from launcher.recipe.schema_evaluation import Evaluation as Evaluation
-from launcher.recipe.schema_evaluation import Generate as Generate
-from launcher.recipe.schema_logging import Logging as Logging
-from launcher.recipe.schema_logging import Profile as Profile
-from launcher.recipe.schema_logging import Wandb as Wandb
+from launcher.recipe.schema_outputs import Checkpoint as Checkpoint
+from launcher.recipe.schema_outputs import Evaluation as Evaluation
+from launcher.recipe.schema_outputs import Generate as Generate
+from launcher.recipe.schema_outputs import Logging as Logging
+from launcher.recipe.schema_outputs import Profile as Profile
+from launcher.recipe.schema_outputs import Wandb as Wandb
 from launcher.recipe.schema_slurm import Slurm as Slurm
+from launcher.recipe.section import Dtype as Dtype
 from launcher.recipe.section import (
     Folder,
     FolderName,
@@ -37,7 +36,6 @@ from launcher.recipe.section import (
 
 DEFAULT_RUN_DIR = "runs/${run.name}"
 
-Dtype = Literal["bfloat16", "float16", "float32"]
 DataKind = Literal["text", "tokens", "chat", "instruct", "classification"]
 
 
@@ -45,16 +43,16 @@ class Run(Section):
     """Name, folder, length and safeguards of the run."""
 
     name: FolderName
-    """Name of the run, and of its folder."""
+    """Name of the run and of its folder."""
     dir: Folder = DEFAULT_RUN_DIR
-    """Folder of everything that the run writes; relative to the current folder."""
+    """Folder for everything that the run writes; relative to the current folder."""
     seed: Annotated[StrictInt, Field(ge=0, le=2**32 - 1)] = 1234
     """Seed of the initial weights, the order of samples and dropout."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device of all ranks. auto: a GPU each; CPUs only if no rank sees a GPU and torch is built
-    for none. cuda: a GPU each (ROCm's too)."""
+    """cuda: a GPU (of ROCm, too) per rank. auto: the same, or CPUs if torch is built without GPU
+    support and no rank sees a GPU."""
     deterministic: StrictBool = False
-    """true: results are the same bits on CUDA too, at some cost in speed."""
+    """true: the same bits on CUDA too, at some cost in speed."""
     timeout: PositiveInt = 600
     """Seconds that a collective may take after the first step."""
     init_timeout: PositiveInt = 1800
@@ -66,17 +64,17 @@ class Run(Section):
     epochs: PositiveInt | None = None
     """Length of the run in passes over the training data; or give max_steps."""
     max_skipped_steps: PositiveInt = 20
-    """Consecutive steps with gradients that are not finite before on_divergence applies. A float16
-    loss scale may halve 16 times."""
+    """Consecutive steps with gradients that are not finite before on_divergence applies; a float16
+    loss scale causes up to 16."""
     max_loss_ratio: Annotated[StrictFloat, Field(gt=1)] | None = None
     """A loss above this multiple of the median of the last 50 steps counts as divergence; null:
     only gradients that are not finite."""
     on_divergence: Literal["stop", "rewind"] = "stop"
-    """stop: end the run. rewind: resume from the checkpoint before it, and skip the samples of the
+    """stop: end the run. rewind: resume from the checkpoint before it, without the samples of the
     steps that diverged."""
     hang_timeout: PositiveInt = 480
-    """Seconds without a heartbeat of a rank before the run logs which rank is behind, and ends to
-    be restarted."""
+    """Seconds without a heartbeat of a rank after which the run logs the ranks that are behind and
+    ends, to be restarted."""
 
 
 class Model(Section):
@@ -101,12 +99,12 @@ class Model(Section):
     attention: Text = "sdpa"
     """Any attention name of transformers: sdpa, eager, flash_attention_2, ..."""
     compile: StrictBool = False
-    """torch.compile each block; what is compiled is kept in data.cache."""
+    """torch.compile each block; compiled code is kept in data.cache."""
     chunked_loss: StrictBool = True
-    """Compute the loss for a chunk of the vocabulary at a time, so that full logits never exist. A
-    model whose logits are not a linear layer's output computes full logits anyway."""
+    """Compute the loss for a chunk of the vocabulary at a time, without full logits; only if the
+    logits are the output of a linear layer."""
     freeze: TextList | None = None
-    """Parameters that are not trained: patterns of their names, such as `model.embed_tokens.*`."""
+    """Parameters that are not trained: patterns of names, such as `model.embed_tokens.*`."""
 
 
 class Lora(Section):
@@ -128,7 +126,7 @@ class Source(Section):
     files: TextList
     """Files, globs, folders, or a hub data set id."""
     weight: PositiveFloat = 1.0
-    """Share of the sequences from this source: weight / sum of all weights."""
+    """Share of the sequences: weight / sum of all weights."""
     kind: DataKind | None = None
     """null: data.kind."""
 
@@ -144,10 +142,9 @@ class Data(Section):
     """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
     `owner/name/config:split`). Or a mixture: {NAME: {files: [...], weight: 1.0}, ...}."""
     validation: TextList | Annotated[dict[Name, TextList], Field(min_length=1)] | None = None
-    """The same, for evaluation. Or several sets: a section of names, each a list of files."""
+    """The same, for evaluation. Or several sets: {NAME: [...], ...}."""
     builder: Function | None = None
-    """Instead of train and validation: a function of yours, `package.module:function` (see
-    launcher/data/custom.py)."""
+    """Instead of train and validation: a function of yours (see launcher/data/custom.py)."""
     arguments: dict[str, Any] | None = None
     """Keyword arguments of the builder."""
     tokenizer: Text | None = None
@@ -159,7 +156,7 @@ class Data(Section):
     shuffle: StrictBool = True
     """false: keep the order of the files."""
     workers: NonNegativeInt = 2
-    """Loader processes per rank; 0: the rank's own process loads."""
+    """Loader processes per rank; 0: the rank itself loads."""
     prefetch_factor: PositiveInt = 2
     """Batches that each worker keeps ready."""
     persistent_workers: StrictBool = True
@@ -181,16 +178,16 @@ class Data(Section):
     chat_template: Text | None = None
     """File with a Jinja chat template, for kinds chat and instruct; null: the tokenizer's own."""
     on_error: Literal["fail", "skip"] = "fail"
-    """What to do with an unusable row; skip: count it and list it in RUN_DIR/skipped_rows.jsonl."""
+    """For rows that cannot be used; skip: list them in RUN_DIR/skipped_rows.jsonl."""
     processes: PositiveInt | None = None
     """Processes that tokenize on each node; null: one per core."""
     streaming: StrictBool = False
     """Tokenize while training, for sets larger than the disk."""
     shuffle_buffer: PositiveInt = 1000
-    """Rows held in memory to shuffle a stream, over all shards together."""
+    """Rows in memory to shuffle a stream, over all shards together."""
     cache: Folder | None = None
-    """Folder of tokenized data, measured configurations and compiled graphs; null:
-    $XDG_CACHE_HOME/launcher or ~/.cache/launcher."""
+    """Folder of tokenized data, measurements and compiled code; null: $XDG_CACHE_HOME/launcher or
+    ~/.cache/launcher."""
 
 
 class Batch(Section):
@@ -201,8 +198,8 @@ class Batch(Section):
     micro_batch_size: PositiveInt | Literal["auto"] | None = None
     """Sequences per rank and forward pass; auto: the fastest size that fits by the memory plan."""
     micro_batch_tokens: PositiveInt | None = None
-    """Instead of micro_batch_size, with packing: false: tokens per rank and forward pass, with
-    padding; sequences of similar length are put together."""
+    """Instead of micro_batch_size, with packing: false: tokens per rank and forward pass, padding
+    included. Sequences of similar length are put together."""
 
 
 class MixedPrecision(Section):
@@ -210,9 +207,9 @@ class MixedPrecision(Section):
     state see optimizer.state_dtype."""
 
     param_dtype: Dtype = "bfloat16"
-    """ddp: the autocast dtype; fsdp: gathered weights and compute."""
+    """ddp: the autocast dtype; fsdp: unsharded weights and compute."""
     reduce_dtype: Dtype = "float32"
-    """Gradient reduction (fsdp); ddp reduces in float32."""
+    """fsdp: gradient reduction; ddp reduces in float32."""
 
 
 class CpuOffload(Section):
@@ -235,15 +232,14 @@ class Strategy(Section):
     mixed_precision: MixedPrecision | None = MixedPrecision()
     """null: float32 throughout."""
     shard_optimizer: StrictBool = False
-    """ddp: each rank holds the optimizer state of, and updates, its share of the parameters
+    """ddp: each rank holds the optimizer state of its share of the parameters, and updates them
     (ZeRO-1). fsdp does so anyway."""
     reshard_after_forward: StrictBool | Literal["auto"] = True
-    """fsdp: free a block's unsharded weights after its forward pass; gather again for backward
-    (ZeRO-3). false: keep them unsharded until the backward pass (ZeRO-2). auto: false if that fits
-    by the memory plan."""
+    """fsdp; true: free a block's unsharded weights after its forward pass (ZeRO-3). false: keep
+    them until its backward pass (ZeRO-2). auto: false if that fits by the memory plan."""
     reshard_after_backward: StrictBool = True
-    """fsdp; false: weights stay unsharded from the first to the last micro-batch of a step, which
-    is faster and needs more memory."""
+    """fsdp; false: weights stay unsharded from the first to the last micro-batch of a step: faster,
+    more memory."""
     cpu_offload: CpuOffload | None = None
     """fsdp: {what: all} keeps the shards in host memory, {what: optimizer} the optimizer state."""
     replicate: PositiveInt = 1
@@ -258,11 +254,11 @@ class ActivationCheckpointing(Section):
 
     mode: Literal["full", "selective"] = "full"
     """full: keep only the input of a block. selective: also the outputs of attention and of every
-    other matrix product."""
+    other matrix product, or those within the budget."""
     budget: Size | Share | None = None
     """selective: memory that blocks may keep for the backward pass of a micro-batch: a size, such
     as 40GiB, or a share of what they keep without checkpointing. The most expensive operators that
-    fit are kept. null: attention and every other matrix product."""
+    fit are kept. null: see mode."""
     every_n_blocks: PositiveInt = 1
     """Checkpoint every n-th block."""
     offload_to_cpu: StrictBool = False
@@ -274,8 +270,8 @@ class Optimizer(Section):
 
     name: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
     """adamw: Loshchilov and Hutter, 2019. sgd: with momentum. adafactor: Shazeer and Stern, 2018;
-    its learning rate is relative to the root mean square of each parameter. muon: Jordan et al.,
-    2024, for the matrices of the blocks, with the learning rate of adamw, which does the rest."""
+    its learning rate is relative to the root mean square of a parameter. muon: Jordan et al., 2024,
+    for the matrices of the blocks; adamw for the rest, with the same learning rate."""
     learning_rate: NonNegativeFloat = 2.0e-5
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -283,13 +279,12 @@ class Optimizer(Section):
     eps: PositiveFloat = 1.0e-8
     """adamw, muon: added to adamw's denominator."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """adamw, muon: dtype of adamw's two moments of parameters with two dimensions or more.
-    bfloat16: rounded stochastically. int8: with a scale for each block of 256 numbers."""
+    """adamw, muon: dtype of adamw's moments, for parameters with two dimensions or more. bfloat16:
+    rounded stochastically. int8: with a scale for each block of 256 numbers."""
     momentum: Fraction = 0.9
     """sgd, muon: decay rate of the momentum. sgd, 0: no momentum, and no state."""
     weight_decay: NonNegativeFloat = 0.1
-    """Weight decay of parameters with two dimensions or more. Decoupled, but with sgd added to the
-    gradient."""
+    """For parameters with two dimensions or more; decoupled, but with sgd added to the gradient."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global 2-norm; null: never."""
 
@@ -305,38 +300,6 @@ class Schedule(Section):
     """Learning rate of the last step, as a part of the peak."""
     decay_steps: PositiveInt | None = None
     """wsd: steps of decay at the end; null: a tenth of the run."""
-
-
-class Checkpoint(Section):
-    """Checkpoints to resume from, and the weights at the end."""
-
-    every_steps: PositiveInt | None = 500
-    """Optimizer steps between checkpoints. One is also written when the run is stopped or ends.
-    null: no checkpoints."""
-    keep_last: PositiveInt = 2
-    """Checkpoints to keep."""
-    keep_every: PositiveInt | None = None
-    """Also keep checkpoints whose step is a multiple of this."""
-    keep_best: Text | None = None
-    """Also keep the checkpoint with the lowest eval_loss, or with the highest value of another
-    metric of evaluations: eval_accuracy, eval_f1 (kind classification), eval_NAME (a metric of
-    evaluation.generate)."""
-    resume: Text = "auto"
-    """auto: resume from the newest valid checkpoint of run.dir, if there is one. never: start from
-    scratch. Or the path of a checkpoint, to start an empty run.dir from; later starts resume from
-    run.dir's own checkpoints."""
-    allow_changes: StrictBool = False
-    """Resume even if data, model, global batch or seed differ from the checkpoint's."""
-    asynchronous: StrictBool = True
-    """Write checkpoints while training continues."""
-    max_failures: PositiveInt = 3
-    """Consecutive failed saves (a full disk) that end the run; fewer are logged."""
-    export: Literal["at_end"] | None = None
-    """at_end: write the final weights as a Hugging Face folder to RUN_DIR/hf."""
-    export_dtype: Dtype | None = None
-    """Dtype of the exported weights; null: that of the initial checkpoint, else float32."""
-    export_merged: StrictBool = False
-    """lora: true: export the model with the adapters merged. false: the adapters, for peft."""
 
 
 class Recipe(Section):

@@ -1,7 +1,5 @@
 """The section `slurm` of a recipe."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field, StrictBool
@@ -27,13 +25,8 @@ _Nodes = Annotated[str, form(r"[1-9]\d*(-[1-9]\d*)?", "must be a number, or a ra
 _Memory = Annotated[
     str, form(r"\d+[KMGTkmgt]?", "must be a number with K, M, G or T, such as 500G")
 ]
-_Time = Annotated[
-    str,
-    form(
-        r"(?i)\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE",
-        "must be minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS",
-    ),
-]
+_TIME = r"(?i)\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE"
+_Time = Annotated[str, form(_TIME, "must be minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS")]
 _Variable = Annotated[
     str, form(r"[A-Za-z_][A-Za-z0-9_]*", "must be the name of an environment variable")
 ]

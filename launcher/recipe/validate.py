@@ -1,7 +1,6 @@
 """The rules that join several keys of a recipe.
 
-A rule is a generator of problems: (dotted key, what is wrong with it). The two tables hold the
-rules of the most frequent kinds.
+A rule is a generator of problems: (dotted key, what is wrong with it). Most are rows of two tables.
 """
 
 from __future__ import annotations
@@ -11,13 +10,11 @@ import dataclasses
 import functools
 import glob
 import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from launcher.errors import suggestion
-from launcher.recipe.decode import DEFAULT, KeyPath, Problem
+from launcher.recipe.decode import KeyPath, Problem, subsection
 from launcher.recipe.hub import is_hub_id, is_model_id
 from launcher.recipe.model_config import config_problems
 from launcher.recipe.schema import Recipe
@@ -26,6 +23,7 @@ Found = Iterator[tuple[str, str]]
 
 _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("model.arguments", "model.builder", True),
+    ("model.builder", "data.builder", True),
     ("model.task model.num_labels model.attention model.init", "model.builder", False),
     ("model.num_labels", "model.task", "sequence_classification"),
     ("model.trust_remote_code", "model.path", True),
@@ -47,15 +45,18 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("strategy.reshard_after_backward", "strategy.kind", "fsdp auto"),
     ("strategy.mixed_precision.reduce_dtype", "strategy.kind", "fsdp auto"),
     ("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
+    ("strategy.cpu_offload.what", "optimizer.name", "adamw sgd"),
+    ("strategy.cpu_offload.optimizer_path", "optimizer.name", "adamw sgd"),
+    ("strategy.cpu_offload.what", "optimizer.momentum", True),
+    ("strategy.cpu_offload.optimizer_path", "optimizer.momentum", True),
     ("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),
     ("activation_checkpointing.budget", "activation_checkpointing.every_n_blocks", "1"),
-    ("activation_checkpointing.budget", "model.builder data.builder", False),
-    ("logging.memory_plan", "model.builder data.builder", False),
+    ("activation_checkpointing.budget logging.memory_plan", "model.builder data.builder", False),
     ("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
     ("optimizer.momentum", "optimizer.name", "sgd muon"),
     ("schedule.decay_steps", "schedule.kind", "wsd"),
-    ("evaluation.at_start checkpoint.keep_best", "data.validation data.builder", True),
-    ("evaluation.stop_after", "data.validation data.builder", True),
+    ("evaluation.at_start evaluation.stop_after", "data.validation data.builder", True),
+    ("checkpoint.keep_best", "data.validation data.builder", True),
     ("evaluation.generate", "data.validation", True),
     ("evaluation.generate", "data.builder", False),
     ("evaluation.generate", "data.kind", "chat instruct"),
@@ -70,8 +71,6 @@ _ONE_OF = (
     "batch.micro_batch_size batch.micro_batch_tokens",
 )
 """Keys of which exactly one must be given."""
-_SCORES = ("exact_match", "f1", "rouge_l")
-"""Of training/scores.py."""
 _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
@@ -105,18 +104,17 @@ def check(
     ranks: data-parallel ranks; None: not known yet. files: whether the data must exist.
     unsound: keys without a sound value. A rule that reads one is skipped.
     """
-    rules: list[Callable[[Recipe], Found]] = [
-        functools.partial(_needs, key=key, other=other, needed=needed)
-        for keys, other, needed in _NEEDS
-        for key in keys.split()
+    sound = cast(Recipe, _Sound(recipe, (), unsound))
+    rules = [
+        *(_needs(sound, key, other, how) for keys, other, how in _NEEDS for key in keys.split()),
+        *(_one_of(sound, keys.split()) for keys in _ONE_OF),
+        *(rule(sound) for rule in (*_RULES, *(_FILE_RULES if files else ()))),
+        *(_batches(sound, ranks), _replicate(sound, ranks), _profile(sound, ranks)),
     ]
-    rules += [functools.partial(_one_of, keys=keys.split()) for keys in _ONE_OF]
-    rules += [*_RULES, *(_FILE_RULES if files else ())]
-    rules += [functools.partial(rule, ranks=ranks) for rule in (_batches, _replicate, _profile)]
     problems = []
     for rule in rules:
         with contextlib.suppress(_UnsoundError):
-            for key, message in rule(cast(Recipe, _Sound(recipe, (), unsound))):
+            for key, message in rule:
                 parts = (int(part) if part.isdigit() else part for part in key.split("."))
                 problems.append(Problem(tuple(parts), message))
     return problems
@@ -127,8 +125,16 @@ def _value(section: Any, key: str) -> Any:
     return functools.reduce(lambda inner, name: getattr(inner, name, None), key.split("."), section)
 
 
-def _needs(recipe: Recipe, *, key: str, other: str, needed: bool | str) -> Found:
-    if _value(recipe, key) in (None, _value(DEFAULT, key)):
+def _default(key: str) -> Any:
+    section: Any = Recipe
+    *sections, name = key.split(".")
+    for inner in sections:
+        section = subsection(section, inner)
+    return section.__dataclass_fields__[name].default
+
+
+def _needs(recipe: Recipe, key: str, other: str, needed: bool | str) -> Found:
+    if _value(recipe, key) in (None, _default(key)):
         return
     if isinstance(needed, str):
         values = _kinds(recipe) if other == "data.kind" else {str(_value(recipe, other))}
@@ -142,7 +148,7 @@ def _needs(recipe: Recipe, *, key: str, other: str, needed: bool | str) -> Found
         yield key, f"not available with {' and '.join(given)}"
 
 
-def _one_of(recipe: Recipe, *, keys: list[str]) -> Found:
+def _one_of(recipe: Recipe, keys: list[str]) -> Found:
     given = [key for key in keys if _value(recipe, key) is not None]
     if not given:
         yield keys[0], f"missing; give {' or '.join(keys)}"
@@ -150,14 +156,8 @@ def _one_of(recipe: Recipe, *, keys: list[str]) -> Found:
         yield key, f"{given[0]} is given too; set all but one to null"
 
 
-def resumes(recipe: Recipe) -> bool:
-    """Whether there is a checkpoint that the run would resume from."""
-    resume = recipe.checkpoint.resume
-    return _has_checkpoints(recipe) if resume == "auto" else resume != "never"
-
-
 def _has_checkpoints(recipe: Recipe) -> bool:
-    return next(Path(recipe.run.dir, "checkpoints").glob("step_*"), None) is not None
+    return any(Path(recipe.run.dir, "checkpoints").glob("step_*"))
 
 
 def open_keys(recipe: Recipe) -> list[str]:
@@ -173,21 +173,19 @@ def _kinds(recipe: Recipe) -> set[str]:
 
 def _mixture(recipe: Recipe) -> Found:
     if recipe.data.streaming and isinstance(recipe.data.train, dict):
-        what = "a mixture is not available with data.streaming; give one list of files"
-        yield "data.train", what
+        yield "data.train", "a mixture is not available with data.streaming"
 
 
-def _model_source(recipe: Recipe) -> Found:
-    model = recipe.model
-    if model.init == "pretrained" and model.path is None:
-        yield "model.init", "pretrained needs model.path; without one the weights are random"
-    if model.path is not None and not is_model_id(model.path):
-        if not os.path.isfile(os.path.join(model.path, "config.json")):
-            what = f"no such folder with a config.json (looked for in {Path.cwd()})"
-            yield "model.path", f"{model.path}: {what}, and no hub id `owner/name`"
-    if model.builder is not None and recipe.data.builder is None:
-        what = "a model of your own (model.builder) needs its data and loss from data.builder"
-        yield "data.builder", f"missing; {what}"
+def _pretrained(recipe: Recipe) -> Found:
+    path = recipe.model.path
+    if recipe.model.init == "pretrained" and path is None:
+        yield "model.init", "pretrained needs model.path"
+    if path is not None and not is_model_id(path) and not os.path.isfile(f"{path}/config.json"):
+        yield "model.path", _missing(f"no such folder with a config.json: {path}")
+
+
+def _missing(what: str) -> str:
+    return f"{what} (looked for in {Path.cwd()}), and no hub id `owner/name`"
 
 
 def _attention(recipe: Recipe) -> Found:
@@ -200,10 +198,9 @@ def _attention(recipe: Recipe) -> Found:
 
 def _classification(recipe: Recipe) -> Found:
     model, data = recipe.model, recipe.data
-    classifies = model.task == "sequence_classification"
     if data.builder is not None:
         return
-    if (data.kind == "classification") != classifies:
+    if (data.kind == "classification") != (model.task == "sequence_classification"):
         yield "data.kind", f"{data.kind} is not for model.task: {model.task}"
     labels = data.labels
     if labels is not None and model.num_labels not in (None, len(labels)):
@@ -212,16 +209,15 @@ def _classification(recipe: Recipe) -> Found:
         what = "must name two classes or more, each once"
         yield "data.labels", f"{what}; got {', '.join(labels)}"
     for name, source in data.train.items() if isinstance(data.train, dict) else ():
-        mixes = (source.kind == "classification") == (data.kind == "classification")
-        if source.kind is not None and not mixes:
-            what = f"{source.kind} does not mix with data.kind {data.kind}: the losses differ"
+        kind = source.kind or data.kind
+        if (kind == "classification") != (data.kind == "classification"):
+            what = f"{kind} does not mix with data.kind {data.kind}: the losses differ"
             yield f"data.train.{name}.kind", what
 
 
 def _config(recipe: Recipe) -> Found:
-    config = recipe.model.config
-    if config is not None:
-        for key, message in config_problems(config, task=recipe.model.task):
+    if recipe.model.config is not None:
+        for key, message in config_problems(recipe.model.config, task=recipe.model.task):
             yield f"model.config.{key}", message
 
 
@@ -233,30 +229,21 @@ def _sizes(recipe: Recipe) -> Found:
     size = config.get("vocab_size")
     tokenizer = recipe.data.tokenizer if recipe.data.builder is None else None
     if tokenizer == "bytes" and isinstance(size, int) and 0 < size < 257:
-        what = "256 bytes and an end of document; give 257 or more"
-        yield "model.config.vocab_size", f"{size} is too small for the tokenizer `bytes`: {what}"
-
-
-def _run_dir(recipe: Recipe) -> Found:
-    folder = Path(recipe.run.dir)
-    for path in (folder, *folder.parents):
-        if os.path.isfile(path):
-            yield "run.dir", f"{path} is a file, and must be a folder"
+        what = "the tokenizer `bytes` needs 257: 256 bytes and an end of document"
+        yield "model.config.vocab_size", f"{size} is too small; {what}"
 
 
 def _micro_batch_tokens(recipe: Recipe) -> Found:
-    tokens, length = recipe.batch.micro_batch_tokens, recipe.data.sequence_length
-    if tokens is None:
-        return
-    if recipe.data.packing and recipe.data.kind != "classification":
+    tokens, data = recipe.batch.micro_batch_tokens, recipe.data
+    if tokens is not None and data.packing and data.kind != "classification":
         what = "needs data.packing: false; packed sequences are all as long"
         yield "batch.micro_batch_tokens", what
-    if tokens < length:
-        what = f"does not hold one sequence of {length} tokens (data.sequence_length)"
+    if tokens is not None and tokens < data.sequence_length:
+        what = f"does not hold a sequence of {data.sequence_length} tokens (data.sequence_length)"
         yield "batch.micro_batch_tokens", f"{tokens} {what}"
 
 
-def _profile(recipe: Recipe, *, ranks: int | None) -> Found:
+def _profile(recipe: Recipe, ranks: int | None) -> Found:
     profile, max_steps = recipe.profile, recipe.run.max_steps
     if profile is None:
         return
@@ -274,11 +261,7 @@ def _metrics(recipe: Recipe) -> Found:
     if recipe.data.kind == "classification":
         known += ["eval_accuracy", "eval_f1"]
     if generate is not None:
-        for index, metric in enumerate(generate.metrics):
-            known.append(f"eval_{metric.rpartition(':')[2]}")
-            if metric not in _SCORES and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", metric):
-                what = f"must be {', '.join(_SCORES)} or `package.module:function`; got {metric!r}"
-                yield f"evaluation.generate.metrics.{index}", what + suggestion(metric, _SCORES)
+        known += [f"eval_{metric.rpartition(':')[2]}" for metric in generate.metrics]
         length = recipe.data.sequence_length
         if generate.max_new_tokens >= length:
             what = f"leaves no room for a prompt in {length} tokens (data.sequence_length)"
@@ -289,11 +272,10 @@ def _metrics(recipe: Recipe) -> Found:
 
 
 def _nodes(recipe: Recipe) -> Found:
-    nodes = recipe.slurm.nodes if recipe.slurm is not None else 1
-    if isinstance(nodes, str) and "-" in nodes:
-        first, last = map(int, nodes.split("-"))
-        if last < first:
-            yield "slurm.nodes", f"must be a number, or a range such as 2-4; got {nodes!r}"
+    nodes = "1" if recipe.slurm is None else str(recipe.slurm.nodes)
+    first, _, last = nodes.partition("-")
+    if last and int(last) < int(first):
+        yield "slurm.nodes", f"must be a number, or a range such as 2-4; got {nodes!r}"
 
 
 def _resume(recipe: Recipe) -> Found:
@@ -305,39 +287,27 @@ def _resume(recipe: Recipe) -> Found:
     yield "checkpoint.resume", f"no such folder: {resume}; {what}"
 
 
-def _batches(recipe: Recipe, *, ranks: int | None) -> Found:
+def _batches(recipe: Recipe, ranks: int | None) -> Found:
     size, micro = recipe.batch.global_batch_size, recipe.batch.micro_batch_size
     if micro is None:  # batches are formed by tokens: of any number of sequences
         return
-    if (micro == "auto" or size % micro == 0) and resumes(recipe):
+    unit = 1 if micro == "auto" else micro
+    resume = recipe.checkpoint.resume
+    resumes = _has_checkpoints(recipe) if resume == "auto" else resume != "never"
+    if size % unit == 0 and resumes:
         return  # on other ranks than before: the last micro-batches may be smaller
-    unit = (1 if micro == "auto" else micro) * (ranks or 1)
+    factors = [] if micro == "auto" else [f"{micro} (micro-batch)"]
+    if ranks is not None:
+        unit *= ranks
+        factors.append(f"{ranks} (ranks)")
     if size % unit:
-        below, above = size // unit * unit, (size // unit + 1) * unit
-        advice = f"{below} or {above}" if below else f"{above}"
-        product = f"{micro} (micro-batch)"
-        if ranks:
-            product = f"{micro} (micro-batch) x {ranks} (ranks) = {unit}"
-        if micro == "auto":
-            product = f"{ranks} (ranks)"
-        what = f"{size} is not a multiple of {product}; try {advice}"
-        yield "batch.global_batch_size", what
+        below = size // unit * unit
+        advice = " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
+        product = " x ".join(factors) + (f" = {unit}" if len(factors) > 1 else "")
+        yield "batch.global_batch_size", f"{size} is not a multiple of {product}; try {advice}"
 
 
-def _offload(recipe: Recipe) -> Found:
-    offload, optimizer = recipe.strategy.cpu_offload, recipe.optimizer
-    if offload is None or not (offload.what == "optimizer" or offload.optimizer_path):
-        return
-    key = f"strategy.cpu_offload.{'what' if offload.what == 'optimizer' else 'optimizer_path'}"
-    if optimizer.name == "adafactor":
-        yield key, "not available with optimizer.name: adafactor, which keeps almost no state"
-    if optimizer.name == "muon":
-        yield key, "not available with optimizer.name: muon, whose steps need whole matrices"
-    if optimizer.name == "sgd" and not optimizer.momentum:
-        yield key, "not available with optimizer.momentum: 0, which keeps no state"
-
-
-def _replicate(recipe: Recipe, *, ranks: int | None) -> Found:
+def _replicate(recipe: Recipe, ranks: int | None) -> Found:
     strategy = recipe.strategy
     if strategy.kind != "ddp" and ranks is not None and ranks % strategy.replicate:
         divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
@@ -348,23 +318,21 @@ def _replicate(recipe: Recipe, *, ranks: int | None) -> Found:
 def _tokenizer(recipe: Recipe) -> Found:
     name, template = recipe.data.tokenizer, recipe.data.chat_template
     if template is not None and not os.path.isfile(template):
-        where = f"{template} (looked for in {Path.cwd()})"
-        yield "data.chat_template", f"no such file: {where}; give a file with a Jinja template"
+        what = f"no such file: {template} (looked for in {Path.cwd()})"
+        yield "data.chat_template", what
     if recipe.data.builder is not None or _kinds(recipe) == {"tokens"} or name == "bytes":
         return
     what = "give `bytes`, a folder with a tokenizer, or a hub id `owner/name`"
-    if name is None:
-        if recipe.model.path is None:
-            yield "data.tokenizer", f"missing; a model.config has none of its own: {what}"
-    elif not is_model_id(name) and not os.path.isdir(name):
+    if name is None and recipe.model.path is None:
+        yield "data.tokenizer", f"missing; a model.config has none of its own: {what}"
+    if name is not None and not is_model_id(name) and not os.path.isdir(name):
         yield "data.tokenizer", f"no such folder: {name}; {what}"
 
 
 def _data_files(recipe: Recipe) -> Found:
     train, validation = recipe.data.train, recipe.data.validation
     if train is None and recipe.data.builder is None:
-        what = "a list of files, globs, folders or hub data set ids (or data.builder)"
-        yield "data.train", f"missing; must be given: {what}"
+        yield "data.train", "missing; give data.train or data.builder"
     lists: dict[str, tuple[str, ...]] = {}
     if isinstance(train, dict):
         lists |= {f"data.train.{name}.files": source.files for name, source in train.items()}
@@ -376,18 +344,14 @@ def _data_files(recipe: Recipe) -> Found:
         lists["data.validation"] = validation or ()
     for key, patterns in lists.items():
         for index, pattern in enumerate(patterns):
-            if not (os.path.exists(pattern) or is_hub_id(pattern) or _matches(pattern)):
-                what = "no such file or folder, and no hub id `owner/name`"
-                yield f"{key}.{index}", f"{pattern!r}: {what} (looked for in {Path.cwd()})"
-
-
-def _matches(pattern: str) -> bool:
-    return next(glob.iglob(pattern, recursive=True), None) is not None
+            found = os.path.exists(pattern) or any(glob.iglob(pattern, recursive=True))
+            if not found and not is_hub_id(pattern):
+                yield f"{key}.{index}", _missing(f"no such file or folder: {pattern}")
 
 
 _RULES = (
-    *(_mixture, _model_source, _attention, _classification, _config, _sizes, _run_dir),
-    *(_micro_batch_tokens, _metrics, _nodes, _resume, _offload),
+    *(_mixture, _pretrained, _attention, _classification, _config, _sizes),
+    *(_micro_batch_tokens, _metrics, _nodes, _resume),
 )
 _FILE_RULES = (_tokenizer, _data_files)
 """Those that look for the data, which a plan does not need."""

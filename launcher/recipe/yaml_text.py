@@ -25,29 +25,25 @@ class _Loader(yaml.SafeLoader):
         start: [(tag, pattern) for tag, pattern in resolvers if tag != _TAG + "timestamp"]
         for start, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
     yaml_constructors = {  # noqa: RUF012
-        tag: construct
-        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
-        if tag is None
-        or tag.rpartition(":")[2] not in ("binary", "timestamp", "set", "omap", "pairs")
+        tag: yaml.SafeLoader.yaml_constructors[tag]
+        for tag in (
+            None,
+            *(_TAG + kind for kind in ["null", "bool", "int", "float", "str", "seq", "map"]),
+        )
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = set()
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue  # refused by yaml
-            if key.tag == _TAG + "int":  # id2label: {0: no, 1: yes}
-                key.tag = _TAG + "str"
-            what = None
-            if key.tag not in (_TAG + "str", _TAG + "merge"):
-                what = f"{key.value!r} is not the name of a key"
-            elif key.value in names:
-                what = f"{key.value} is given twice"
-            if what is not None:
-                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
-            names.add(key.value)
+            if (
+                isinstance(key, yaml.ScalarNode) and key.tag != _TAG + "merge"
+            ):  # yaml refuses others
+                if key.value in names:
+                    what = f"{key.value} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+                names.add(key.value)
+                key.tag = _TAG + "str"  # 0 and on, too: id2label: {0: no, 1: yes}
         return super().construct_mapping(node, deep)
 
 
@@ -55,7 +51,7 @@ _Loader.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
 
 
 class NotYamlError(ValueError):
-    """line: where, or None where it is not known."""
+    """line: where it is; None: not known."""
 
     def __init__(self, message: str, line: int | None) -> None:
         super().__init__(message)
@@ -92,20 +88,18 @@ def _lines(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
 class _Dumper(yaml.SafeDumper):
     """Writes text so that it is read as text: 1e-4 in quotes, ${ escaped. Lists are on one line."""
 
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+        style = '"' if len(text.splitlines()) > 1 else None  # on one line, for `launcher show`
+        return self.represent_scalar(_TAG + "str", escaped, style=style)
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-    style = '"' if len(text.splitlines()) > 1 else None  # on one line, as `launcher show` needs it
-    return dumper.represent_scalar(_TAG + "str", escaped, style=style)
-
-
-def _represent_list(dumper: yaml.SafeDumper, values: Any) -> yaml.Node:
-    return dumper.represent_sequence(_TAG + "seq", values, flow_style=True)
+    def represent_list(self, values: Any) -> yaml.SequenceNode:
+        return self.represent_sequence(_TAG + "seq", values, flow_style=True)
 
 
-_Dumper.add_representer(str, _represent_text)
-_Dumper.add_representer(list, _represent_list)
-_Dumper.add_representer(tuple, _represent_list)
+_Dumper.add_representer(str, _Dumper.represent_str)
+_Dumper.add_representer(list, _Dumper.represent_list)
+_Dumper.add_representer(tuple, _Dumper.represent_list)
 _Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
 
 

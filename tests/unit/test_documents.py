@@ -16,17 +16,20 @@ import pytest
 import typer.main
 import yaml
 
+from benchmarks.shapes import LLAMA_1B, LLAMA_8B
 from launcher.cli.main import app, main
 from launcher.errors import RecipeError
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
+from launcher.recipe.decode import keys
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe, Slurm
 from tests import REPOSITORY
 from tests.distributed.launching import torchrun
-from tests.unit.recipe.test_recipe import MADE, sections
+from tests.unit.recipe.test_recipe import MADE
 
 COMMANDS = typer.main.get_command(app).commands
+RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PROGRAMS = r"(torchrun|launcher|python|make|docker|enroot|srun) "
 RUN_HERE = r"launcher (schema|show|inspect recipe=quickstart|submit .*--dry-run|.*--help)\b"
@@ -69,15 +72,10 @@ def arguments(command):
     return words[recipe:], ranks
 
 
-@pytest.mark.parametrize(
-    "recipe", sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.yaml"))
-)
+@pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
 def test_commands_in_the_headers_of_recipes(recipe):
-    found = [
-        c
-        for c in commands((REPOSITORY / f"recipes/{recipe}.yaml").read_text())
-        if c.startswith("torchrun")
-    ]
+    text = (REPOSITORY / f"recipes/{recipe}.yaml").read_text()
+    found = [command for command in commands(text) if command.startswith("torchrun")]
     assert found
     for command in found:
         words, ranks = arguments(command)
@@ -87,7 +85,7 @@ def test_commands_in_the_headers_of_recipes(recipe):
 
 def small_commands():
     """For each recipe of a real model, the command in its header that trains a small version."""
-    for path in sorted((REPOSITORY / "recipes").glob("*.yaml")):
+    for path in RECIPES:
         text = path.read_text()
         if "my/data" in text:
             yield pytest.param(path, commands(text)[-1], id=path.stem)
@@ -100,69 +98,27 @@ def test_headers_of_recipes_for_real_models(path, command):
     words, ranks = arguments(command)
     small = load_recipe(words, ranks=ranks).recipe
     assert small.model.config["hidden_size"] <= 64
-    for section in (
-        "batch",
-        "strategy",
-        "activation_checkpointing",
-        "lora",
-        "optimizer",
-        "schedule",
-        "checkpoint",
-    ):
-        assert getattr(small, section) == getattr(whole, section)
+    assert dataclasses.replace(small, model=whole.model, data=whole.data, run=whole.run) == whole
     header = path.read_text().partition("\nrun:")[0]
     assert "not measured on" in header
     said = re.search(r"12 bytes per trained parameter \([^)]*\), ([\d.]+) GB", header)
-    trained = (
-        re.search(r"([\d.]+) million of rank", header)
-        if whole.lora
-        else re.search(r"([\d.]+) billion parameters", header)
-    )
-    assert float(said[1]) == pytest.approx(
-        12 * float(trained[1]) / (1000 if whole.lora else 1), abs=0.05
-    )
+    unit, billions = ("million of rank", 1e-3) if whole.lora else ("billion parameters", 1)
+    trained = re.search(rf"([\d.]+) {unit}", header)
+    assert float(said[1]) == pytest.approx(12 * float(trained[1]) * billions, abs=0.05)
     assert whole.checkpoint.every_steps is not None
     # A copy to write from would not fit beside what is offloaded
     assert whole.checkpoint.asynchronous == (whole.strategy.cpu_offload is None)
 
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
-LLAMA_8B = LLAMA | {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
 CONFIGS = {
-    "llama_3_2_1b": LLAMA
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": True,
-    },
+    "llama_3_2_1b": LLAMA_1B,
     "qwen3_8b": LLAMA_8B
-    | {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "head_dim": 128,
-    },
+    | {"model_type": "qwen3", "vocab_size": 151936, "intermediate_size": 12288}
+    | {"num_hidden_layers": 36},
     "llama_3_1_8b_one_gpu": LLAMA_8B,
-    "llama_3_1_70b": LLAMA
-    | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
+    "llama_3_1_70b": LLAMA_8B
+    | {"hidden_size": 8192, "intermediate_size": 28672}
+    | {"num_hidden_layers": 80, "num_attention_heads": 64},
     "lora_llama_3_1_8b": LLAMA_8B,
 }
 """The shapes in their model cards."""
@@ -172,36 +128,27 @@ CONFIGS = {
 def test_memory_in_the_headers_of_recipes(name, tmp_path):
     """The header gives the memory of the trace; the estimate is within 10 %."""
     header = (REPOSITORY / f"recipes/{name}.yaml").read_text().partition("\nrun:")[0]
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    config = {"model_type": "llama", "max_position_embeddings": 131072} | CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     words = shlex.split(re.search(r"`launcher plan (recipe=[^`]*)`", header)[1])
     options = dict(word.split("=") for word in words)
     nodes, per_node = int(options.get("nodes", 1)), int(options["gpus_per_node"])
-    recipe = load_recipe(
-        [words[0], f"model.path={tmp_path}"], ranks=nodes * per_node, files=False
-    ).recipe
-    machine = known_machine(
-        options["gpu"],
-        nodes=nodes,
-        gpus_per_node=per_node,
-        memory=None,
-        host_memory=None,
-        overrides=None,
-    )
-    plan = make_plan(recipe, machine)
+    ranks = {"nodes": nodes, "gpus_per_node": per_node}
+    machine = known_machine(options["gpu"], **ranks, memory=None, host_memory=None, overrides=None)
+    arguments = [words[0], f"model.path={tmp_path}"]
+    plan = make_plan(load_recipe(arguments, ranks=machine.ranks, files=False).recipe, machine)
     said = re.search(r"with driver and margin ([\d.]+) GiB", header)
     assert float(said[1]) == pytest.approx(plan.needed / 2**30, rel=0.02)
-    assert plan.arithmetic.peak.components.total == pytest.approx(
-        plan.step.peak.components.total, rel=0.1
-    )
+    traced = plan.step.peak.components.total
+    assert plan.arithmetic.peak.components.total == pytest.approx(traced, rel=0.1)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("path", "command"), list(small_commands()))
 def test_small_versions_of_real_models_train(path, command, tmp_path):
     words, ranks = arguments(command)
-    torchrun(
-        "launcher/train.py", *words, f"run.dir={tmp_path}/run", ranks=ranks, OMP_NUM_THREADS="1"
-    ).check()
+    words = ["launcher/train.py", *words, f"run.dir={tmp_path}/run"]
+    torchrun(*words, ranks=ranks, OMP_NUM_THREADS="1").check()
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
@@ -216,7 +163,11 @@ def document_commands():
                 yield pytest.param(command, id=f"{document.stem}: {command[:60]}")
 
 
-@pytest.mark.parametrize("command", list(document_commands()))
+COMMANDS_OF_DOCUMENTS = list(document_commands())
+assert len(COMMANDS_OF_DOCUMENTS) >= 30
+
+
+@pytest.mark.parametrize("command", COMMANDS_OF_DOCUMENTS)
 def test_commands_of_the_documents(command, tmp_path, monkeypatch, capsys):
     words = shlex.split(command, comments=True)
     words = words[: words.index(">")] if ">" in words else words
@@ -249,10 +200,6 @@ def check_arguments(words):
         made = MADE if recipe[0] == "recipe=finetune" else []
         if recipe[0] != "recipe=waves.yaml":  # test_tutorials.py trains it
             load_recipe(recipe + made, ranks=None, files=False)
-
-
-def test_the_documents_have_commands():
-    assert len(list(document_commands())) >= 30
 
 
 def document_recipes():
@@ -296,12 +243,8 @@ def test_links_between_the_documents(document):
 
 
 def test_keys_in_the_documents_exist():
-    known = {
-        ".".join((*path, field.name))
-        for path, kind in sections()
-        for field in dataclasses.fields(kind)
-    }
-    first = "|".join(field.name for field in dataclasses.fields(Recipe))
+    known = {".".join(path) for path in keys()}
+    first = "|".join(Recipe.__dataclass_fields__)
     modules = {file.name for file in REPOSITORY.glob("launcher/*.py")}
     named = set()
     for document in DOCUMENTS:
@@ -313,68 +256,37 @@ def test_keys_in_the_documents_exist():
 @pytest.mark.long
 def test_a_wheel_trains_in_an_empty_environment(tmp_path):
     """The dependencies are those of this environment; what pyproject.toml asks for is in the test below."""
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, REPOSITORY],
-        check=True,
-        timeout=120,
-    )
+
+    def run(*words, cwd=REPOSITORY):
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        options = {"env": variables, "cwd": cwd, "capture_output": True, "text": True}
+        done = subprocess.run(words, **options, timeout=200, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    run(*pip, "wheel", "--no-deps", "-w", tmp_path, REPOSITORY)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert any(name.endswith("/LICENSE") for name in archive.namelist())
         assert "launcher/metrics/page.html.j2" in archive.namelist()
     environment, work = tmp_path / "environment", tmp_path / "work"
     work.mkdir()
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60
-    )
+    run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin/python"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--quiet",
-        "--python",
-        python,
-        "install",
-        "--no-deps",
-        "--no-index",
-        wheel,
-    ]
-    subprocess.run(pip, check=True, timeout=60)
+    run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel)
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    where = run(python, "-c", "import launcher; print(launcher.__file__)", cwd=work)
+    assert where.startswith(str(site))
 
     def launcher(*words):
-        done = subprocess.run(
-            [environment / "bin/launcher", *words],
-            env=variables,
-            cwd=work,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return run(environment / "bin/launcher", *words, cwd=work)
 
-    where = subprocess.run(
-        [python, "-c", "import launcher; print(launcher.__file__)"],
-        env=variables,
-        cwd=work,
-        capture_output=True,
-        text=True,
-    )
-    assert where.stdout.startswith(str(site))
     assert "_recipes/quickstart.yaml:" in launcher("show", "recipe=quickstart")
     assert "#SBATCH" in launcher("submit", "recipe=quickstart", "cpus=1", "--dry-run")
-    launcher(
-        "train",
-        "recipe=quickstart",
-        "run.device=cpu",
-        "gpus=2",
-        "run.max_steps=2",
-        "evaluation.max_batches=1",
-    )
+    short = ["run.device=cpu", "gpus=2", "run.max_steps=2", "evaluation.max_batches=1"]
+    launcher("train", "recipe=quickstart", *short)
     assert "state       finished" in launcher("status", "runs/quickstart")
     assert list((work / "runs/quickstart/hf").glob("*.safetensors"))
 
@@ -389,12 +301,7 @@ def test_every_package_that_is_imported_is_a_dependency():
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported.add(node.module.partition(".")[0])
-    provided = {
-        "pynvml": "nvidia_ml_py",
-        "yaml": "pyyaml",
-        "huggingface_hub": "transformers",
-        "tokenizers": "transformers",
-    }
-    assert {
-        provided.get(name, name) for name in imported - sys.stdlib_module_names
-    } - names == set()
+    imported -= sys.stdlib_module_names
+    provided = {"pynvml": "nvidia_ml_py", "yaml": "pyyaml"}
+    provided |= dict.fromkeys(("huggingface_hub", "tokenizers"), "transformers")
+    assert {provided.get(name, name) for name in imported} - names == set()

@@ -33,7 +33,9 @@ def gpu(monkeypatch):
         signal.signal(number, handler)
 
 
-def test_every_test_is_in_the_figures(gpu):
+def test_figures_are_read_out_of_logs(gpu):
+    log = "noise\n| a | b |\n|---|---:|\n| 1 | x, y |\n| 2 |  |\n\n| c |\n|---|\n| 3 |\n"
+    assert gpu.tables(log) == [{"a": "1", "b": "x, y"}, {"a": "2", "b": ""}, {"c": "3"}]
     assert [tuple(row.values()) for row in gpu.outcomes(LOG)] == [
         ("test_a[{param_dtype: bfloat16}-1]", "passed", 3.75),
         ("test_b", "failed: assert 1 == 2", None),
@@ -43,11 +45,14 @@ def test_every_test_is_in_the_figures(gpu):
     ]
 
 
-def test_tables(gpu):
-    rows = gpu.tables(
-        "noise\n| a | b |\n|---|---:|\n| 1 | x, y |\n| 2 |  |\n\n| c |\n|---|\n| 3 |\n"
-    )
-    assert rows == [{"a": "1", "b": "x, y"}, {"a": "2", "b": ""}, {"c": "3"}]
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_scripts_have_the_options_that_they_are_started_with(gpu, tmp_path, quick):
+    for part in gpu.PARTS:
+        for command in gpu.commands(part, gpus=2, quick=quick, logs=tmp_path):
+            script, *words = command.words
+            if script != "-m":
+                options = [word for word in words if str(word).startswith("--")]
+                assert [word for word in options if f'"{word}"' not in script.read_text()] == []
 
 
 def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monkeypatch, capsys):
@@ -77,17 +82,10 @@ def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monk
         monkeypatch.setenv(name, "")
 
     def main(*parts, limit=30):
-        monkeypatch.setattr(
-            sys,
-            "argv",
-            ["gpu.py", "--results", str(tmp_path), "--limit", str(limit), "--parts", *parts],
-        )
-        status = gpu.main()
-        return (
-            status,
-            json.loads((tmp_path / "gpu.json").read_text())["parts"],
-            capsys.readouterr().out,
-        )
+        words = ["gpu.py", "--results", str(tmp_path), "--limit", str(limit), "--parts", *parts]
+        monkeypatch.setattr(sys, "argv", words)
+        status, results = gpu.main(), json.loads((tmp_path / "gpu.json").read_text())
+        return status, results["parts"], capsys.readouterr().out
 
     status, parts, printed = main("doctor", "plan")
     assert status == 1
@@ -98,10 +96,8 @@ def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monk
     assert status == 1
     assert list(parts) == ["doctor", "plan", "tests"], "other parts' results stay"
     slow, late = parts["tests"]["commands"]
-    assert (slow["status"], slow["figures"]) == (
-        "not done in 8 s",
-        [{"steps": "2"}, {"steps": "3"}],
-    )
+    assert slow["status"] == "not done in 8 s"
+    assert slow["figures"] == [{"steps": "2"}, {"steps": "3"}]
     assert late["status"] == "not started: the part's time was up"
     status, parts, _ = main("plan")
     assert status == 0
@@ -113,13 +109,8 @@ def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monk
 
 def test_an_interrupted_comparison_reports_what_it_measured(gpu, tmp_path, monkeypatch):
     compare = importlib.import_module("compare")
-    step = {
-        "step_seconds": 0.5,
-        "cpu_seconds": 1.0,
-        "data_seconds": 0.1,
-        "peak_memory_bytes": 2**20,
-        "loss": 3.0,
-    }
+    step = {"step_seconds": 0.5, "cpu_seconds": 1.0, "data_seconds": 0.1, "loss": 3.0}
+    step["peak_memory_bytes"] = 2**20
     run = compare.Measured([step] * 3, 9.0)
 
     def measure(name, result, **_):
@@ -130,26 +121,15 @@ def test_an_interrupted_comparison_reports_what_it_measured(gpu, tmp_path, monke
     monkeypatch.setattr(compare, "compare", measure)
     monkeypatch.setattr(compare.Bench, "prepare", lambda self: None)
     monkeypatch.setattr(compare.Bench, "initial_weights", lambda self, mode: tmp_path)
-    words = [
-        "--steps",
-        "3",
-        "--skip",
-        "1",
-        "--modes",
-        "ddp-bf16",
-        "fsdp-bf16",
-        "--output",
-        str(tmp_path / "table.md"),
-    ]
+    output, modes = str(tmp_path / "table.md"), ["ddp-bf16", "fsdp-bf16"]
+    words = ["--steps", "3", "--skip", "1", "--modes", *modes, "--output", output]
     monkeypatch.setattr(sys, "argv", ["compare.py", *words])
     assert compare.main() == 1
     text = (tmp_path / "table.md").read_text()
     assert "| ddp-bf16 | step time, ms | 500.0 | **1.000** (1.000 – 1.000) |" in text
     assert "Failed: fsdp-bf16 and what follows it (interrupted)." in text
 
-
-def test_a_loss_of_zero_or_a_skipped_step_is_infinitely_off(gpu):
-    compare = importlib.import_module("compare")
+    # A loss of zero or a skipped step is infinitely off
     runs = (
         compare.Measured([{"loss": loss} for loss in losses], 0.0)
         for losses in ((2.0, 2.0, 0.0), (1.0, None, 1.0))
@@ -163,10 +143,8 @@ def test_processes_of_a_run_inside_another_one_end_with_it(gpu, tmp_path, monkey
     sleeper = "import subprocess, sys; subprocess.Popen(['sleep', '300'], start_new_session=True)"
     inner = f"import os; os.environ['{bench.MARK}'] += 'inner'; {sleeper}"
     marks = []
-    original = bench.marked_processes
-    monkeypatch.setattr(
-        bench, "marked_processes", lambda mark: marks.append(mark) or original(mark)
-    )
+    find = bench.marked_processes
+    monkeypatch.setattr(bench, "marked_processes", lambda mark: marks.append(mark) or find(mark))
     assert bench.exit_status([sys.executable, "-c", inner], log=tmp_path / "log", limit=60) == 0
-    assert original(marks[0]) == []
+    assert find(marks[0]) == []
     assert len(marks) > 1, "one process was left, and was ended"

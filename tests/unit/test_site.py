@@ -60,12 +60,12 @@ def test_messages_of_the_troubleshooting_page_exist():
     known = list(strings_of_the_launcher())
     messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
     assert len(messages) > 45
-    missing = []
-    for message in messages:
-        pattern = ".*".join(map(re.escape, message.split("…")))
-        if not any(re.search(pattern, string, re.DOTALL) for string in known):
-            missing.append(message)
-    assert missing == []
+    patterns = {message: ".*".join(map(re.escape, message.split("…"))) for message in messages}
+    assert [
+        message
+        for message, pattern in patterns.items()
+        if not any(re.search(pattern, string, re.DOTALL) for string in known)
+    ] == []
 
 
 def test_readme_is_short_and_its_picture_exists():
@@ -81,9 +81,7 @@ def test_the_containers_have_one_base_image():
     dockerfile = (REPOSITORY / "Dockerfile").read_text()
     assert re.findall(r"^FROM (.*)", dockerfile, re.MULTILINE) == [image]
     assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-base-ubuntu24.04", image)
-    users = re.findall(r"^USER (.*)", dockerfile, re.MULTILINE)
-    assert users
-    assert users[-1] not in ("root", "0")
+    assert re.findall(r"^USER (.*)", dockerfile, re.MULTILINE)[-1] not in ("root", "0")
     copied = re.findall(r"^COPY (.*)", dockerfile, re.MULTILINE)
     sources = {word.rstrip("/") for line in copied for word in line.split()[:-1]}
     kept = re.findall(r"^!(.*)", (REPOSITORY / ".dockerignore").read_text(), re.MULTILINE)

@@ -33,15 +33,12 @@ def test_help_describes_every_option_and_has_an_example(name, capsys):
                 )
 
 
-def test_help_of_submit_has_the_keys_of_slurm(capsys):
+def test_the_command_itself(capsys):
     assert main(["submit", "--help"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())  # with the keys of the section slurm
     assert "nodes=..." in printed
     assert "max_failures=... Consecutive failures without a new checkpoint" in printed
     assert "[default: 3]" in printed
-
-
-def test_the_command_itself(capsys):
     assert main(["--version"]) == 0
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
@@ -52,17 +49,10 @@ def test_the_command_itself(capsys):
     assert "No such command 'plam'. Did you mean 'plan'?" in capsys.readouterr().err
 
 
-@pytest.fixture
-def requested(monkeypatch):
-    """The options that `launcher plan` got."""
+def test_options_of_both_styles(monkeypatch):
     got = {}
     monkeypatch.setattr(COMMANDS["plan"], "callback", lambda **options: got.update(options) or 0)
-    return got
-
-
-@pytest.mark.parametrize(
-    ("word", "option", "value"),
-    [
+    for word, option, value in [
         ("nodes=2", "nodes", 2),
         ("--nodes=2", "nodes", 2),
         ("--gpus_per_node=4", "gpus_per_node", 4),
@@ -77,45 +67,31 @@ def requested(monkeypatch):
         ("data={kind: chat}", "overrides", ["data={kind: chat}"]),
         ("recipe=x", "overrides", ["recipe=x"]),
         ("oops", "overrides", ["oops"]),
-    ],
-)
-def test_options_of_both_styles(requested, word, option, value):
-    GROUP.main(["plan", word], standalone_mode=False)
-    assert requested[option] == value
+    ]:
+        GROUP.main(["plan", word], standalone_mode=False)
+        assert (word, got[option]) == (word, value)
 
 
-@pytest.mark.parametrize(
-    ("word", "problem"),
-    [
-        (
-            "gpu_memry=80GiB",
-            "command line: gpu_memry=80GiB: not an option of launcher plan; did you mean gpu_memory?; there are "
-            "--nodes, --gpus-per-node, --gpu, ",
-        ),
-        ("--jsn", "No such option: --jsn"),
-        ("json=yes", "json=yes: must be true or false"),
-        ("nodes=0", "Invalid value for '--nodes': "),
-    ],
-)
-def test_wrong_options(word, problem):
-    with pytest.raises(RecipeError) as refused:
-        run(["plan", "recipe=fsdp", word])
-    assert problem in str(refused.value)
-    assert str(refused.value).startswith("command line: ")
+def test_wrong_options():
+    known = "did you mean gpu_memory?; there are --nodes, --gpus-per-node, --gpu, "
+    for word, problem in {
+        "gpu_memry=80GiB": f"gpu_memry=80GiB: not an option of launcher plan; {known}",
+        "--jsn": "No such option: --jsn",
+        "json=yes": "json=yes: must be true or false",
+        "nodes=0": "Invalid value for '--nodes': ",
+    }.items():
+        with pytest.raises(RecipeError) as refused:
+            run(["plan", "recipe=fsdp", word])
+        assert str(refused.value).startswith(f"command line: {problem}")
 
 
 def test_the_shell_completes_commands_options_and_keys():
     def completed(*words):
         line = " ".join(("launcher", *words))
-        variables = os.environ | {
-            "_LAUNCHER_COMPLETE": "complete_bash",
-            "COMP_WORDS": line,
-            "COMP_CWORD": str(len(words)),
-        }
-        done = subprocess.run(
-            LAUNCHER, env=variables, capture_output=True, text=True, timeout=60, check=False
-        )
-        return done.stdout.split()
+        variables = {"COMP_WORDS": line, "COMP_CWORD": str(len(words))}
+        variables |= os.environ | {"_LAUNCHER_COMPLETE": "complete_bash"}
+        options = {"env": variables, "capture_output": True, "text": True, "timeout": 60}
+        return subprocess.run(LAUNCHER, **options, check=False).stdout.split()
 
     assert completed("sel") == ["selftest"]
     assert "--samples" in completed("inspect", "--s")
@@ -137,9 +113,8 @@ def test_train_starts_ranks(folder, monkeypatch, capsys):
     assert "64 is not a multiple of 8 (micro-batch) x 3 (ranks)" in capsys.readouterr().err
     assert started == []
 
-
-def test_without_a_gpu_there_is_one_process(monkeypatch):
     torch = pytest.importorskip("torch")
+    monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert [train._visible_gpus(device) for device in ("cpu", "auto")] == [1, 1]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
