@@ -1,8 +1,7 @@
 """Greedy answers of the model in training, the same under every strategy and number of ranks.
 
-Prompts are divided into micro-batches in their order, padded to one width; a rank computes every
-n-th. The model is called on the whole sequence for each new token: caches of keys and values
-differ from architecture to architecture, and answers are short.
+The model is called on the whole sequence for each new token: caches of keys and values differ from
+architecture to architecture, and answers are short.
 """
 
 from __future__ import annotations
@@ -53,9 +52,8 @@ class Generator:
     def __init__(
         self, settings: schema.Generate, *, tokenizer: str, rows: int, longest: int
     ) -> None:
-        """rows: of a micro-batch. longest: tokens of prompt and answer.
-
-        Raises RecipeError if a user's metric does not exist."""
+        """rows: of a micro-batch. longest: tokens of prompt and answer. Raises RecipeError if a
+        user's metric does not exist."""
         self._settings, self._rows, self._longest = settings, rows, longest
         self._tokenizer: Any = hugging_face_tokenizer(tokenizer)
         key = "evaluation.generate.metrics"
@@ -82,7 +80,7 @@ class Generator:
         width = max((len(prompt.ids) for prompt in prompts), default=0) + most
         # 0: no token, so that a sum over the ranks gathers the rows
         answers = torch.zeros(len(prompts) + rows, most, dtype=torch.int64, device=ranks.device)
-        for first in range(0, len(prompts), rows * ranks.size):
+        for first in range(0, len(prompts), rows * ranks.size):  # micro-batches, in turn
             mine = first + rows * ranks.rank
             chunk = prompts[mine : mine + rows]
             found = self._complete(wrapped, chunk, ranks, proceed, width=width)
@@ -95,12 +93,12 @@ class Generator:
             for prompt, row in zip(prompts, answers.tolist(), strict=False)
             if ranks.rank == 0  # a user's function may draw random numbers
         ]
-        sums = [sum(sample[name] for sample in samples) for name in self._scores]
-        agreed = torch.tensor(sums, dtype=torch.float64, device=ranks.device)
+        count = len(prompts)
+        means = [sum(one[name] for one in samples) / max(1, count) for name in self._scores]
+        agreed = torch.tensor(means, dtype=torch.float64, device=ranks.device)
         dist.broadcast(agreed, group=ranks.group, group_src=0)
-        means = (agreed / max(1, len(prompts))).tolist()
-        scored = dict(zip(self._scores, means, strict=True))
-        return {"scores": scored, "scored": len(prompts), "samples": samples}
+        agreed_scores = dict(zip(self._scores, agreed.tolist(), strict=True))
+        return {"scores": agreed_scores, "scored": count, "samples": samples}
 
     def _complete(
         self,

@@ -33,24 +33,25 @@ def is_matrix(shape: Sequence[int]) -> bool:
 class Muon(LowPrecisionAdamW):
     """Updates groups without `orthogonalize` as AdamW. Changes the gradients of the others."""
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all parameters with a gradient."""
-        for group in self.param_groups:
-            if group["orthogonalize"]:
-                self._muon([p for p in group["params"] if p.grad is not None], group)
-            else:
-                self.update(group)
+    def initial_state(
+        self, group: dict[str, Any], parameter: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        if group["orthogonalize"]:
+            return {"momentum_buffer": torch.zeros_like(parameter)}
+        return super().initial_state(group, parameter)
 
-    def _muon(self, trained: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        updates = 1.0 if self.found_inf is None else 1 - self.found_inf
+    def update(self, group: dict[str, Any]) -> None:
+        if not group["orthogonalize"]:
+            super().update(group)
+            return
+        trained = [p for p in group["params"] if p.grad is not None]
+        updates = 1 - self.found_inf
         for parameter in trained:
-            gradient = local_rows(parameter.grad)[0]  # type: ignore[arg-type]
+            gradient = local_rows(parameter.grad)[0]
             momentum = local_rows(self.state[parameter]["momentum_buffer"])[0]
             if self.grad_scale is not None:
                 gradient.div_(self.grad_scale)
-            if self.found_inf is not None:
-                gradient.masked_fill_(self.found_inf > 0, 0)
+            gradient.masked_fill_(self.found_inf > 0, 0)
             momentum.lerp_(gradient, updates * (1 - group["momentum"]))
             gradient.lerp_(momentum, group["momentum"])  # Nesterov's
         for parameter, direction in _directions(trained):

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "data": {
         *("distributed", "errors", "metrics", "models", "recipe", "reliability", "training"),
     },
-    "metrics": {"distributed", "errors", "recipe", "training"},
+    "metrics": {"distributed", "errors", "recipe", "reliability", "training"},
     "checkpoint": {
         "data",
         "distributed",

@@ -14,10 +14,9 @@ from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
 from launcher.metrics import recorder
-from launcher.metrics.interval import PHASES
-from launcher.metrics.recorder import Flops, StepRecorder
+from launcher.metrics.recorder import PHASES, Flops, StepRecorder
 from launcher.metrics.slow_ranks import SlowRanks
-from launcher.metrics.verdict import TOLERATED, Measured, measure, verdict
+from launcher.metrics.verdict import TOLERATED, Measured, step_shares, verdict
 from launcher.recipe.load import load_recipe
 from launcher.reliability.run_directory import RunFolder
 from launcher.training.loop import Step
@@ -111,7 +110,7 @@ def slow_rank_messages(slow_steps, *, ranks=4, steps=60):
         own = [drawn.uniform(0.95, 1.05) * drawn.choice([1.0] * 9 + [3.0]) for _ in range(ranks)]
         own[-2] *= 2.0 if number in slow_steps else 1.0
         found += [(number, message) for message in slow.update(number, own)]
-    return found, slow.note()
+    return found, slow.note
 
 
 def test_a_slow_rank_is_named_once_and_when_it_is_over():
@@ -160,11 +159,10 @@ def test_the_verdict_names_the_bottleneck_and_one_override(
 
 def test_shares_of_a_step():
     totals = defaultdict(float, step=10.0, data=1.0, optimizer=1.0, logging=0.5, communication=1.0)
-    assert measure(defaultdict(float), recomputed_share=0.0) is None
-    found = measure(totals | {"timed": 5.0}, recomputed_share=0.2)
-    assert sum(found.shares.values()) == pytest.approx(1.0)
-    assert found.shares["communication"] == pytest.approx(0.2), "measured in half of the steps"
-    assert found.shares["recomputation"] == pytest.approx(0.2 * (0.75 - 0.2))
+    shares = step_shares(totals | {"timed": 5.0}, recomputed_share=0.2)
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["communication"] == pytest.approx(0.2), "measured in half of the steps"
+    assert shares["recomputation"] == pytest.approx(0.2 * (0.75 - 0.2))
 
 
 def test_the_peak_is_that_since_the_last_record(monkeypatch):
@@ -192,7 +190,10 @@ def reporter(folder):
     recipe = load_recipe(["recipe=x.yaml", "run.max_skipped_steps=2"], ranks=1).recipe
     run = RunFolder(folder / "run")
     run.create("")
-    return Reporter(ALONE, run, recipe=recipe, steps=10, first_step=0, flops=Flops(0.0))
+    training = SimpleNamespace(
+        ranks=ALONE, recipe=recipe, data=SimpleNamespace(steps=10), flops=Flops(0.0)
+    )
+    return Reporter(training, run, first_step=0, forecast=None)
 
 
 def lines(folder):
