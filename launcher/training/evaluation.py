@@ -27,13 +27,11 @@ class Evaluated:
     """Loss and scores of a validation set."""
 
     loss: float
-    """Mean over the tokens with a target."""
+    """Mean over `tokens`, those with a target."""
     tokens: int
-    """Tokens with a target."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """Other metrics by name: means over the samples, but for a classifier's F1."""
+    """Other metrics by name: means over `scored` samples, but for a classifier's F1."""
     scored: int = 0
-    """How many samples they are over."""
     samples: Sequence[Mapping[str, Any]] = ()
     """Generated answers, on rank 0."""
 
@@ -123,11 +121,10 @@ class Evaluator:
                     return {}
                 more.append(scored)
         dist.all_reduce(totals, group=ranks.group)
+        sets = zip(self._loaders, totals.tolist(), more, strict=True)
         return {
             name: Evaluated(loss / max(tokens, 1.0), int(tokens), **scored)
-            for name, (loss, tokens), scored in zip(
-                self._loaders, totals.tolist(), more, strict=True
-            )
+            for name, (loss, tokens), scored in sets
         }
 
 
@@ -171,13 +168,13 @@ def _evaluating(wrapped: WrappedModel) -> Iterator[None]:
 
 def over_all(results: Mapping[str, Evaluated]) -> Evaluated:
     """The loss over the tokens of all sets, and the means of the scores over their samples."""
-    sets = results.values()
+    sets = list(results.values())
     tokens, scored = sum(one.tokens for one in sets), sum(one.scored for one in sets)
     scores = {
         name: sum(one.scores[name] * one.scored for one in sets) / max(scored, 1)
-        for name in next(iter(sets)).scores
+        for name in sets[0].scores
     }
-    loss = sum(result.loss * result.tokens for result in sets)
+    loss = sum(one.loss * one.tokens for one in sets)
     return Evaluated(loss / max(tokens, 1), tokens, scores, scored)
 
 
@@ -208,6 +205,6 @@ class EarlyStopping:
         return {"early_stopping": [self._metric, self._best, self._since]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """state: of a checkpoint, perhaps of an older version or for another metric."""
+        """state: of a checkpoint, perhaps for another metric."""
         metric, best, since = state.get("early_stopping", (None, None, 0))
         self._best, self._since = (best, since) if metric == self._metric else (None, 0)

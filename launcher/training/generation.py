@@ -56,13 +56,12 @@ class Generator:
         user's metric does not exist."""
         self._settings, self._rows, self._longest = settings, rows, longest
         self._tokenizer: Any = hugging_face_tokenizer(tokenizer)
-        key = "evaluation.generate.metrics"
-        self._scores = {
-            name.rpartition(":")[2]: import_function(name, key=key)
-            if ":" in name
-            else getattr(scores, name)
-            for name in settings.metrics
-        }
+        self._scores: dict[str, Callable[[str, str], float]] = {}
+        for metric in settings.metrics:
+            _, colon, name = metric.rpartition(":")
+            key = "evaluation.generate.metrics"
+            function = import_function(metric, key=key) if colon else getattr(scores, name)
+            self._scores[name] = function
 
     @torch.no_grad()
     def answer(
@@ -141,10 +140,9 @@ class Generator:
         decode: Any = self._tokenizer.decode
         reference = decode(prompt.reference, skip_special_tokens=True).strip()
         answered = decode(answer, skip_special_tokens=True).strip()
+        scored = {name: float(score(answered, reference)) for name, score in self._scores.items()}
         texts = {"prompt": decode(prompt.ids), "reference": reference, "answer": answered}
-        return texts | {
-            name: float(score(answered, reference)) for name, score in self._scores.items()
-        }
+        return texts | scored
 
 
 def _next_token(

@@ -22,7 +22,6 @@ class Step:
     """One optimizer step. Its tensors are scalars; reading one waits for the device."""
 
     number: int
-    """From 1."""
     loss: torch.Tensor
     """This rank's part of the global batch's token mean: the sum over ranks is the loss."""
     grad_norm: torch.Tensor
@@ -38,7 +37,6 @@ class Update:
     """How gradients update the weights."""
 
     optimizer: torch.optim.Optimizer
-    """As `make_optimizer` returns it."""
     learning_rate: LearningRate
     loss_scale: LossScale
     max_grad_norm: float | None

@@ -95,5 +95,4 @@ def summed_classification_loss(model: nn.Module, micro_batch: Mapping[str, Any])
 
 
 def class_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies, a scalar."""
     return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")

@@ -57,12 +57,10 @@ class Profiler:
         self._torch.stop()
 
     def phase(self, name: str) -> None:
-        """A phase of a step begins."""
         self._phase.close()
         self._phase.enter_context(record_function(name))
 
     def step_done(self, step: int) -> None:
-        """Call it with each finished step."""
         self._phase.close()
         self._done = step
         if step == self._first:
@@ -91,8 +89,8 @@ def make_profiler(
 ) -> Profiler | None:
     """The profiler of this start; None if it profiles nothing.
 
-    done: steps before this start. `profile.start_step` counts steps of the run: after a resume
-    among the profiled steps only the rest of them is profiled, and after them none.
+    done: steps before this start. `profile.start_step` counts steps of the run: a resume among the
+    profiled steps profiles the rest of them.
     """
     if profile is None or done >= profile.start_step - 1 + profile.steps:
         return None

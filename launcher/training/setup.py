@@ -79,7 +79,7 @@ class Training:
     """Writes the weights as a Hugging Face folder. Every rank must call it."""
 
     def steps_from(self, position: Position) -> Iterator[Step]:
-        """Trains one step for each item, from a position that model and optimizer are at."""
+        """Trains a step for each item, from the position of model and optimizer."""
         optimizer, hooks, data = self.recipe.optimizer, self.hooks, self.data
         peak = optimizer.learning_rate
         rate = learning_rate(self.recipe.schedule, peak=peak, steps=data.steps)
@@ -99,7 +99,6 @@ class Training:
 
     @property
     def all_steps(self) -> Iterator[Step]:
-        """Trains all steps, from the first."""
         return self.steps_from(Position())
 
 

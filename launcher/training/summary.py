@@ -22,7 +22,7 @@ from launcher.training.setup import Training
 
 
 def summarize(training: Training) -> Iterator[str]:
-    """Model, data and batch of a run, for the console."""
+    """Paragraphs on model, data and batch, for the console."""
     yield "\n".join(_model(training))
     yield "\n".join(_data(training))
     yield "\n".join(_batch(training))
@@ -54,11 +54,10 @@ def describe_start(training: Training, ranks_per_node: int) -> dict[str, Any]:
 
 
 def _held(training: Training) -> dict[str, list[torch.Tensor]]:
-    """What a rank holds between steps. Of the gradients, the parameters that they have the size
-    of."""
+    """What a rank holds between steps. For the gradients, the parameters of their size."""
     parameters = list(training.wrapped.module.parameters())
-    state = [tensor for each in training.optimizer.state.values() for tensor in each.values()]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    state = [tensor for each in training.optimizer.state.values() for tensor in each.values()]
     return {"parameters": parameters, "gradients": trained, "optimizer": state}
 
 
@@ -105,7 +104,6 @@ def _model(training: Training) -> Iterator[str]:
 
 
 def _data(training: Training) -> Iterator[str]:
-    """Size of the training data, truncation, and padding."""
     data, shuffled = training.data, training.recipe.data.shuffle
     first, *rest = data.training.describe()
     padding = expected_padding(data.training, data.sampler)
@@ -117,7 +115,6 @@ def _data(training: Training) -> Iterator[str]:
 
 
 def _batch(training: Training) -> Iterator[str]:
-    """How the global batch is divided, and how often the run sees the data."""
     recipe, data, ranks = training.recipe, training.data, training.ranks.size
     batch, sampler, steps = recipe.batch, data.sampler, data.steps
     if batch.micro_batch_size is not None:
@@ -127,7 +124,7 @@ def _batch(training: Training) -> Iterator[str]:
         )
     else:
         counts = [sampler.micro_batches(step) for step in range(min(steps, 20))]
-        number = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        number = " to ".join(map(str, sorted({min(counts), max(counts)})))
         parts = (
             f"micro-batches of up to {batch.micro_batch_tokens} tokens, "
             f"{number} a step on each of {ranks} ranks"
@@ -137,15 +134,13 @@ def _batch(training: Training) -> Iterator[str]:
         numbers = (f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in passes)
         text += f" are {' and '.join(numbers)} passes over the data"
     yield text
-    plans = [
-        f"{what} every {number} steps"
-        for what, number in (
-            ("evaluation", recipe.evaluation.every_steps if data.validation else None),
-            ("checkpoint", recipe.checkpoint.every_steps),
-        )
-        if number
-    ]
-    plans += ["export at the end"] if recipe.checkpoint.export else []
+    plans = []
+    if data.validation and (every := recipe.evaluation.every_steps):
+        plans.append(f"evaluation every {every} steps")
+    if every := recipe.checkpoint.every_steps:
+        plans.append(f"checkpoint every {every} steps")
+    if recipe.checkpoint.export:
+        plans.append("export at the end")
     yield f"plan: {', '.join(plans) or 'no evaluation and no checkpoints'}"
     warmup = recipe.schedule.warmup_steps
     if warmup >= steps:
