@@ -46,11 +46,8 @@ def test_start_step_is_a_step_of_the_run(first_step, expected, tmp_path):
     time, memory = (
         (tmp_path / f"profile/rank_0_{by}.txt").read_text() for by in ("time", "memory")
     )
-    assert "aten::cumsum" in time
-    assert "Self CPU" in time
-    assert re.search(
-        r"aten::cumsum.* Self CPU Mem|Self CPU Mem.*aten::cumsum.* [1-9][\d.]+ KB", memory, re.S
-    ), memory
+    assert re.search(r"Self CPU.*aten::cumsum", time, re.S), time
+    assert re.search(r"Self CPU Mem.*aten::cumsum.* [1-9][\d.]+ KB", memory, re.S), memory
 
 
 def test_only_some_ranks_are_profiled(tmp_path):
