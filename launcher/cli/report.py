@@ -16,7 +16,7 @@ from launcher.cli.app import option
 from launcher.cli.status import Summary, describe, find_runs, summarize, time_spent
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.metrics import report as page
-from launcher.metrics.console import bytes_as_text, seconds_as_text
+from launcher.metrics.console import bytes_as_text, finite, seconds_as_text
 from launcher.planner.formatting import NAMES, as_json
 from launcher.planner.machine import known_machine
 from launcher.planner.page import component_amounts
@@ -137,7 +137,7 @@ def _overview(runs: list[_Run], differences: dict[str, Any]) -> dict[str, Any]:
     facts = []
     for number, run in enumerate(runs, start=2):
         texts = {name: text for name, text, _ in describe(run.summary, time.time()) if name}
-        evaluated = [loss for r in run.records if (loss := page.finite(r.get("eval_loss")))]
+        evaluated = [loss for r in run.records if (loss := finite(r.get("eval_loss")))]
         texts |= {"lowest evaluation": f"{min(evaluated):.4f}"} if evaluated else {}
         texts |= {"error": run.summary.status.get("error") or ""}
         facts.append({row[0]: row[number] for row in swept} | texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -60,6 +61,11 @@ def seconds_as_text(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def finite(value: Any) -> float | None:
+    """The value if it is a finite number."""
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def bytes_as_text(size: float) -> str:

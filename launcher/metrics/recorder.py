@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel
+from launcher.metrics.console import finite
 from launcher.training.loop import Step
 
 PHASES = ("data", "forward", "backward", "optimizer", "logging")
@@ -276,7 +277,7 @@ class StepRecorder:
             self._own = interval.own_seconds
         self._add_totals(interval)
         record = self._record(pending.step, interval, pending.numbers.view(self._ranks.size, -1))
-        record["grad_norm"] = norm if math.isfinite(norm) else None
+        record["grad_norm"] = finite(norm)
         record["time"] = pending.time or time.time()  # on CUDA the end was just reached
         if skipped[-1]:
             record["skipped"] = True
@@ -294,7 +295,7 @@ class StepRecorder:
         phases = {f"{name}_seconds": interval.seconds[name] / steps for name in PHASES[1:]}
         return {
             "step": step.number,
-            "loss": _number(gathered["loss"].sum()),
+            "loss": finite(gathered["loss"].sum().item()),
             "grad_norm": None,
             "learning_rate": step.learning_rate,
             "tokens": tokens,
@@ -304,18 +305,18 @@ class StepRecorder:
             "mfu": rate * flops / peak if peak else None,
             "hfu": rate * (flops + recomputed) / peak if peak and recomputed is not None else None,
             "peak_memory_bytes": int(gathered["peak"].max()),
-            "reserved_memory_bytes": _number(gathered["reserved"].max()),
+            "reserved_memory_bytes": finite(gathered["reserved"].max().item()),
             "data_seconds": float(gathered["waited"].max()) / steps,
             **phases,
             "communication_seconds": interval.communication_seconds,
             "checkpoint_seconds": interval.seconds["checkpoint"],
             "cpu_seconds": float(gathered["cpu"].sum()) / steps,
             "slowest_rank": int(own.argmax()) if self.own_seconds else None,
-            "slowest_rank_seconds": _number(own.max()),
-            "fastest_rank_seconds": _number(own.min()),
-            "gpu_power_watts": _number(gathered["power"].mean()),
-            "gpu_temperature_celsius": _number(gathered["temperature"].max()),
-            "gpu_utilization": _number(gathered["busy"].min()),
+            "slowest_rank_seconds": finite(own.max().item()),
+            "fastest_rank_seconds": finite(own.min().item()),
+            "gpu_power_watts": finite(gathered["power"].mean().item()),
+            "gpu_temperature_celsius": finite(gathered["temperature"].max().item()),
+            "gpu_utilization": finite(gathered["busy"].min().item()),
             "samples_seen": step.batch.samples_seen,
         }
 
@@ -331,12 +332,6 @@ class StepRecorder:
         if waits is not None:
             self.totals["communication"] += waits * interval.steps
             self.totals["timed"] += seconds
-
-
-def _number(value: torch.Tensor) -> float | None:
-    """None if it is not finite."""
-    number = float(value)
-    return number if math.isfinite(number) else None
 
 
 def _peak_memory(device: torch.device) -> tuple[float, float]:

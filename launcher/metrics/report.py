@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import RecipeError
+from launcher.metrics.console import finite
 
 MOST_POINTS = 2000
 """Of a curve in the page."""
@@ -28,11 +29,6 @@ _NO_METRICS = ("eval_loss", "eval_losses", "eval_scores", "eval_tokens")
 
 Point = tuple[int, float, float | None]
 """Step, time and value; None where it is not finite."""
-
-
-def finite(value: Any) -> float | None:
-    """The value if it is a finite number."""
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def make_charts(

@@ -54,14 +54,17 @@ def make_optimizer(
     if optimizer_mesh is not None:
         pairs = [(p, nn.Parameter(shard_rows(p, optimizer_mesh))) for p in trained.values()]
         trained = dict(zip(trained, (shard for _, shard in pairs), strict=True))
-    directed = [named for named in trained.items() if named[0] in inner]
-    others = [named for named in trained.items() if named[0] not in inner]
-    matrices = [named for named in others if named[1].ndim >= 2]
-    vectors = [named for named in others if named[1].ndim < 2]
-    decay = optimizer.weight_decay
+    sorts: dict[str, list[tuple[str, torch.Tensor]]] = {"inner": [], "matrices": [], "vectors": []}
+    for name, parameter in trained.items():
+        outer = "matrices" if parameter.ndim >= 2 else "vectors"
+        sorts["inner" if name in inner else outer].append((name, parameter))
     groups = [
-        {"params": named, "weight_decay": decay, "orthogonalize": named is directed}
-        for named, decay in ((directed, decay), (matrices, decay), (vectors, 0.0))
+        {
+            "params": named,
+            "weight_decay": 0.0 if sort == "vectors" else optimizer.weight_decay,
+            "orthogonalize": sort == "inner",
+        }
+        for sort, named in sorts.items()
         if named
     ]
     made: torch.optim.Optimizer = _make(groups, optimizer, seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import socket
 import statistics
 import time
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from launcher.checkpoint.resume import Resumed
 from launcher.errors import DivergedError
-from launcher.metrics.console import ProgressLine, bytes_as_text, seconds_as_text
+from launcher.metrics.console import ProgressLine, bytes_as_text, finite, seconds_as_text
 from launcher.metrics.recorder import PendingRecord, StepRecorder
 from launcher.metrics.sinks import JsonLines, Sink, open_sinks, remove_later_steps
 from launcher.metrics.slow_ranks import SlowRanks
@@ -205,8 +204,8 @@ class Reporter:
     ) -> dict[str, float]:
         """Logs an evaluation, over all sets and for each. Returns the finite metrics over all."""
         whole = over_all(results)
-        metrics = {"eval_loss": _finite(whole.loss)}
-        metrics |= {f"eval_{name}": _finite(score) for name, score in whole.scores.items()}
+        metrics = {"eval_loss": finite(whole.loss)}
+        metrics |= {f"eval_{name}": finite(score) for name, score in whole.scores.items()}
         known = {name: value for name, value in metrics.items() if value is not None}
         if not self._main:
             return known
@@ -219,7 +218,7 @@ class Reporter:
         if len(results) > 1:
             if whole.scores:
                 record["eval_scores"] = {name: dict(one.scores) for name, one in results.items()}
-            record["eval_losses"] = {name: _finite(one.loss) for name, one in results.items()}
+            record["eval_losses"] = {name: finite(one.loss) for name, one in results.items()}
             text += "; " + ", ".join(f"{name} {one.loss:.4f}" for name, one in results.items())
         samples = [
             {"step": step, "set": name, **sample}
@@ -350,7 +349,3 @@ class Reporter:
         if state == "finished":
             check = f"launcher selftest recipe={recipe}"
             logger.info(f"next: check that every strategy gives the same losses: {check}")
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

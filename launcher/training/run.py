@@ -59,11 +59,8 @@ class Rank:
 
 
 def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int:
-    """Joins the other ranks and trains with them. Returns the exit status.
-
-    A failure of any rank ends this process (`FailureWatch`). Raises TrainingError if the ranks
-    do not meet or lack a GPU.
-    """
+    """Joins the other ranks and trains with them. Returns the exit status. A failure of any rank
+    ends this process (`FailureWatch`). Raises TrainingError if the ranks do not meet."""
     settings, progress = loaded.recipe.run, Progress()
     process_group.set_numerics(
         deterministic=settings.deterministic, float32_matmul=settings.float32_matmul
@@ -303,9 +300,7 @@ class Run:
 
     def _rewind(self, error: DivergedError, *, allowed: bool) -> None:
         """Restores the last checkpoint before the steps that diverged, and skips their batches.
-
-        Raises the error again if there is no such checkpoint or the recipe does not allow it.
-        """
+        Raises the error if there is no such checkpoint or the recipe does not allow it."""
         self._progress.step = error.last_step  # the step trained since then is discarded
         self._progress.slow_until_step("rewind")
         checkpoints = self._checkpoints
