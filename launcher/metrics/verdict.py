@@ -56,7 +56,8 @@ def verdict(measured: Measured, recipe: Recipe) -> str:
     name = max(over, key=lambda name: over[name])
     if over[name] <= 1:
         name = "compute"
-    override = next((text for fits, text in _overrides(name, measured, recipe) if fits), None)
+    candidates = _overrides(name, measured, recipe).items()
+    override = next((text for text, applies in candidates if applies), None)
     advice = "no override is likely to help" if override is None else f"try {override}"
     shown = "compute (forward and backward)" if name == "compute" else name
     if name == "communication":
@@ -67,64 +68,54 @@ def verdict(measured: Measured, recipe: Recipe) -> str:
     return f"bottleneck: {shown}, {measured.shares[name]:.0%} of a step; {advice}"
 
 
-def _overrides(name: str, measured: Measured, recipe: Recipe) -> list[tuple[bool, str]]:
-    """Whether each candidate applies, and its text. The most effective first."""
+def _overrides(name: str, measured: Measured, recipe: Recipe) -> dict[str, bool]:
+    """Whether each candidate applies. The most effective comes first."""
     strategy, batch, checkpointing = recipe.strategy, recipe.batch, recipe.activation_checkpointing
     gpu, accumulates = measured.free_memory is not None, measured.micro_batches > 1
     memory = measured.free_memory is None or measured.free_memory >= FREE_MEMORY
-    fsdp = strategy.kind != "ddp" and memory
+    fsdp, offload = strategy.kind != "ddp" and memory, strategy.cpu_offload is not None and memory
     syncs = strategy.sync_every_micro_batch
-    workers = recipe.data.workers
-    micro = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 0
+    gathers = strategy.reshard_after_forward is not False
+    gathers_again = accumulates and strategy.reshard_after_backward
     mode = None if checkpointing is None else checkpointing.mode
-    offload = (strategy.cpu_offload is not None and memory, "strategy.cpu_offload=null")
-    larger = (True, f"batch.global_batch_size={2 * batch.global_batch_size}")
+    whole_state = strategy.kind == "ddp" and not strategy.shard_optimizer
+    workers, low = recipe.data.workers, recipe.optimizer.state_dtype != "float32"
+    micro = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 0
+    larger = f"batch.global_batch_size={2 * batch.global_batch_size}"
     return {
-        "data": [
-            (workers < 8, f"data.workers={max(2, 2 * workers)}"),
-            (True, f"data.prefetch_factor={2 * recipe.data.prefetch_factor}"),
-        ],
-        "communication": [
-            offload,
-            (
-                fsdp and measured.nodes > 1 and strategy.replicate == 1,
-                f"strategy.replicate={measured.nodes}",
+        "data": {
+            f"data.workers={max(2, 2 * workers)}": workers < 8,
+            f"data.prefetch_factor={2 * recipe.data.prefetch_factor}": True,
+        },
+        "communication": {
+            "strategy.cpu_offload=null": offload,
+            f"strategy.replicate={measured.nodes}": (
+                fsdp and measured.nodes > 1 and strategy.replicate == 1
             ),
-            (
-                accumulates and (syncs is True or (fsdp and syncs is not False)),
-                "strategy.sync_every_micro_batch=false",
+            "strategy.sync_every_micro_batch=false": (
+                accumulates and (syncs is True or (fsdp and syncs is not False))
             ),
-            (
-                fsdp and accumulates and strategy.reshard_after_backward,
-                "strategy.reshard_after_backward=false",
+            "strategy.reshard_after_backward=false": fsdp and gathers_again,
+            "strategy.reshard_after_forward=false": fsdp and gathers,
+            larger: True,
+        },
+        "recomputation": {
+            "activation_checkpointing.mode=selective": mode == "full",
+            "activation_checkpointing=null": mode is not None and memory,
+            "model.chunked_loss=false": mode is None and memory,
+        },
+        "optimizer": {
+            "strategy.cpu_offload=null": offload,
+            "strategy.shard_optimizer=true": whole_state and measured.ranks > 1,
+            "optimizer.state_dtype=float32": memory and low,
+            larger: True,
+        },
+        "logging": {f"logging.every_steps={10 * recipe.logging.every_steps}": True},
+        "compute": {
+            "strategy.mixed_precision={param_dtype: bfloat16}": (
+                gpu and strategy.mixed_precision is None
             ),
-            (
-                fsdp and strategy.reshard_after_forward is not False,
-                "strategy.reshard_after_forward=false",
-            ),
-            larger,
-        ],
-        "recomputation": [
-            (mode == "full", "activation_checkpointing.mode=selective"),
-            (mode is not None and memory, "activation_checkpointing=null"),
-            (mode is None and memory, "model.chunked_loss=false"),
-        ],
-        "optimizer": [
-            offload,
-            (
-                strategy.kind == "ddp" and measured.ranks > 1 and not strategy.shard_optimizer,
-                "strategy.shard_optimizer=true",
-            ),
-            (memory and recipe.optimizer.state_dtype != "float32", "optimizer.state_dtype=float32"),
-            larger,
-        ],
-        "logging": [(True, f"logging.every_steps={10 * recipe.logging.every_steps}")],
-        "compute": [
-            (
-                gpu and strategy.mixed_precision is None,
-                "strategy.mixed_precision={param_dtype: bfloat16}",
-            ),
-            (gpu and not recipe.model.compile, "model.compile=true"),
-            (gpu and memory and accumulates and micro > 0, f"batch.micro_batch_size={2 * micro}"),
-        ],
+            "model.compile=true": gpu and not recipe.model.compile,
+            f"batch.micro_batch_size={2 * micro}": gpu and memory and accumulates and micro > 0,
+        },
     }[name]
