@@ -255,8 +255,8 @@ class Run:
         evaluator = self._training.evaluator
         if evaluator is None:
             return {}
-        started = time.perf_counter()
         with self._reporter.excluded(), task("evaluating", 0) as advance:
+            started = time.perf_counter()
 
             def heartbeat(phase: str) -> None:
                 self._progress.heartbeat(phase)

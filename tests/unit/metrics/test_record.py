@@ -156,23 +156,18 @@ def test_shares_of_a_step():
 
 
 def test_the_peak_is_that_since_the_last_record(monkeypatch):
-    peaks = iter([500, 300])
+    peaks, allocated = iter([500, 300]), [700]
     monkeypatch.setattr(host_memory, "take_peak", lambda: next(peaks))
-    recorder = StepRecorder(ALONE, Flops(0.0))
+    on_cpu = StepRecorder(ALONE, Flops(0.0))
     for number, expected in ((1, 500), (2, 300)):
-        recorder.add(step(number))
-        assert recorder.collect(recorder.launch(step(number)))["peak_memory_bytes"] == expected
-
-
-def test_the_peak_of_a_gpu_is_reset_once_it_was_read(monkeypatch):
-    peak = [700]
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
-    monkeypatch.setattr(
-        torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 200)
-    )
+        on_cpu.add(step(number))
+        assert on_cpu.collect(on_cpu.launch(step(number)))["peak_memory_bytes"] == expected
+    reset = lambda device: allocated.__setitem__(0, 200)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocated[0])
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 900)
-    peaks = [recorder._peak_memory(torch.device("cuda")) for _ in range(2)]
-    assert peaks == [(700, 900), (200, 900)]
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    found = [recorder._peak_memory(torch.device("cuda")) for _ in range(2)]
+    assert found == [(700, 900), (200, 900)]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -104,20 +105,29 @@ def steps_of_both(mine, others, ours, theirs, steps):
             optimizer.step()
 
 
-def test_adafactor_is_that_of_torch():
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("adafactor", torch.optim.Adafactor),
+        ("sgd", functools.partial(torch.optim.SGD, momentum=0.9)),
+    ],
+)
+def test_adafactor_and_sgd_are_those_of_torch(name, theirs):
     """Also for a parameter of three dimensions."""
     torch.manual_seed(0)
-    ours = nn.Linear(6, 7)
-    ours.experts = nn.Parameter(torch.randn(3, 4, 5))
-    theirs = copy.deepcopy(ours)
-    mine = make_optimizer(ours, schema.Optimizer(name="adafactor", learning_rate=0.05))
+    model = nn.Linear(6, 7)
+    model.experts = nn.Parameter(torch.randn(3, 4, 5))
+    other = copy.deepcopy(model)
+    mine = make_optimizer(model, schema.Optimizer(name=name, learning_rate=0.05))
     groups = [
-        {"params": [theirs.experts, theirs.weight], "weight_decay": 0.1},
-        {"params": [theirs.bias], "weight_decay": 0.0},
+        {"params": [other.experts, other.weight], "weight_decay": 0.1},
+        {"params": [other.bias], "weight_decay": 0.0},
     ]
-    steps_of_both(mine, [torch.optim.Adafactor(groups, lr=0.05)], ours, theirs, 8)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+    steps_of_both(mine, [theirs(groups, lr=0.05)], model, other, 8)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    plain = make_optimizer(model, schema.Optimizer(name="sgd", momentum=0.0))
+    assert not plain.state[model.weight]
 
 
 def test_muon_is_that_of_torch():
@@ -178,15 +188,3 @@ def test_a_step_that_is_skipped_changes_nothing(name):
             states = (value for state in optimizer.state.values() for value in state.values())
             assert not any(value.any() for value in states)
     assert all((p < b).all() for p, b in zip(model.parameters(), before, strict=True))
-
-
-def test_sgd_has_momentum():
-    model = nn.Linear(1, 1, bias=False)
-    section = schema.Optimizer(name="sgd", learning_rate=0.1, momentum=0.5, weight_decay=0.0)
-    optimizer, before = make_optimizer(model, section), model.weight.item()
-    for _ in range(2):
-        model.weight.grad = torch.ones(1, 1)
-        optimizer.step()
-    assert model.weight.item() == pytest.approx(before - 0.1 * (1 + 1.5))
-    plain = make_optimizer(model, schema.Optimizer(name="sgd", momentum=0.0))
-    assert not plain.state[model.weight]
