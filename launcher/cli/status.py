@@ -90,16 +90,15 @@ def find_runs(folder: Path) -> list[Path]:
     """The folder if it is that of a run, or those of the runs in it. Raises RecipeError."""
     if not folder.is_dir():
         raise RecipeError(f"{folder}: there is no such folder")
-    if _is_run(folder):
-        return [folder]
-    runs = [path for path in sorted(folder.iterdir()) if path.is_dir() and _is_run(path)]
+    files = ("status.json", "owner", "metrics.jsonl")
+    runs = [
+        path
+        for path in (folder, *sorted(folder.iterdir()))
+        if any((path / name).exists() for name in files)
+    ]
     if not runs:
         raise RecipeError(f"{folder}: neither the folder of a run nor one that holds runs")
-    return runs
-
-
-def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in ("status.json", "owner", "metrics.jsonl"))
+    return [folder] if folder in runs else runs
 
 
 def summarize(path: Path, now: float) -> Summary:

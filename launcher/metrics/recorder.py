@@ -22,8 +22,7 @@ from launcher.training.loop import Step
 PHASES = ("data", "forward", "backward", "optimizer", "logging")
 """The phases of a step. All other time, such as that of a checkpoint, belongs to no step."""
 TIMED_EVERY = 10
-"""CUDA: in each so many steps the waits for communication are measured. It takes some events for
-each group of parameters."""
+"""CUDA: steps between two whose waits for communication are measured, by events."""
 SENSOR_SECONDS = 5.0
 """Between two readings of a GPU's sensors."""
 GATHERED = ("loss", "waited", "cpu", "peak", "reserved", "own", "power", "temperature", "busy")
@@ -52,10 +51,7 @@ def _seconds(begin: Any, end: Any) -> float:
 
 
 class _Interval:
-    """How a rank spends the time between two records: phases of steps, and waits for other ranks.
-
-    It begins with the logging of the previous step.
-    """
+    """How a rank spends the time between two records. Begins with the logging of a step."""
 
     def __init__(self, begin: Moment) -> None:
         self.steps = self.timed_steps = 0
@@ -93,8 +89,7 @@ class _Interval:
 
     @property
     def own_seconds(self) -> float:
-        """Of a step, without waits for other ranks and without logging, which only rank 0 does; NaN
-        if the waits were not measured."""
+        """Of a step, without logging (only on rank 0) and waits for other ranks; NaN: unknown."""
         waits, logging = self.communication_seconds, self.seconds["logging"] / self.steps
         return math.nan if waits is None else self.step_seconds - waits - logging
 
@@ -164,10 +159,7 @@ class PendingRecord:
 
 class StepRecorder:
     """Turns steps into records, with one all-gather of a few numbers. All ranks must make the same
-    calls.
-
-    Neither `add` nor `launch` waits for the device. If a record is collected after the next step
-    has started, the device has work meanwhile.
+    calls. Neither `add` nor `launch` waits for the device; `collect` does.
     """
 
     def __init__(self, ranks: DataParallel, flops: Flops) -> None:
@@ -183,13 +175,12 @@ class StepRecorder:
         self.restart(skipped=0, skipped_in_a_row=0)
 
     def restart(self, *, skipped: int, skipped_in_a_row: int) -> None:
-        """Starts the clock of the next record, for example after a checkpoint was loaded."""
+        """Starts the clock of the next record."""
         self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
         self._interval = _Interval(moment(self._device))
         self._timed = not self._cuda
 
     def phase(self, name: str) -> None:
-        """A phase of a step begins."""
         self._interval.marks.append((name, moment(self._device)))
 
     @contextmanager

@@ -1,9 +1,8 @@
 """Muon (Jordan et al., 2024): momentum, whose direction for a matrix is made nearly orthogonal. Its
 update has the root mean square of AdamW's (Liu et al., 2025), so both take one learning rate.
 
-A sharded matrix is exchanged whole, at one matrix for each rank at a time: an all-to-all brings its
-rows to one rank, and another one brings the rows of the result back. Experts (three dimensions) are
-sharded as whole matrices.
+Of sharded matrices, each rank computes one at a time: an all-to-all brings its rows, and another one
+brings the rows of the result back. Experts (three dimensions) are sharded as whole matrices.
 """
 
 from __future__ import annotations

@@ -39,9 +39,8 @@ def make_optimizer(
 
     Its step reads two scalars on the device: `grad_scale`, which divides the gradients, and
     `found_inf`, which skips the step. The loop clips and skips through them, without waiting and
-    without another pass over the gradients. seed: of stochastic rounding. optimizer_mesh: of the
-    strategy (`WrappedModel.optimizer_mesh`). offload: of the strategy. blocks: whose matrices Muon
-    orthogonalizes. Raises RecipeError if it finds none.
+    without another pass over the gradients. seed: of stochastic rounding. optimizer_mesh, offload:
+    of the strategy. blocks: whose matrices Muon orthogonalizes. Raises RecipeError if it finds none.
     """
     trained = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     inner: set[str] = set()

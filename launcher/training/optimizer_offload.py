@@ -1,10 +1,9 @@
 """Optimizer state in host memory or in a file. A step streams it through the device.
 
-Parameters form buckets. For each bucket, a step copies the state to the device, lets the optimizer
-update these parameters, and copies the state back. On CUDA, copies in both directions run at the
-same time, on streams of their own. Of a file, threads read the next buckets and write earlier ones.
-
-Parameters are updated whole, by the same operators as without offload: results are the same bits.
+For each bucket of parameters, a step copies the state to the device, lets the optimizer update them
+by the same operators as without offload, and copies the state back. On CUDA, copies in both
+directions run at the same time, on streams of their own. Of a file, threads read the next buckets
+and write earlier ones.
 """
 
 from __future__ import annotations

@@ -75,16 +75,16 @@ class Reporter:
         self.phase, self.waiting = self._recorder.phase, self._recorder.waiting
 
     def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
-        """Writes the rows of the data that could not be used, one JSON object per line."""
+        """Writes the rows of the data that could not be used."""
         if self._main and rows:
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             file.write_text("".join(lines), encoding="utf-8")
 
     def step(self, step: Step) -> None:
-        """Logs the previous step if it is due, and starts to gather the numbers of this one.
+        """Logs the previous step if it is due, and starts to gather the numbers of this one. The
+        device works on the next step meanwhile: logging leaves no gap.
 
-        The device works on this step while the host waits for the previous one: logging leaves no
-        gap. Raises DivergedError after too many skipped steps in a row, or if the loss jumps.
+        Raises DivergedError after too many skipped steps in a row, or if the loss jumps.
         """
         self._last_step = step.number
         self._recorder.add(step)
@@ -242,10 +242,8 @@ class Reporter:
     def resumed(
         self, resumed: Resumed, *, skipped_batches: int, diverged: DivergedError | None = None
     ) -> None:
-        """The run resumes from a checkpoint, or went back to it because it diverged.
-
-        skipped_batches: from now on.
-        """
+        """The run resumes from a checkpoint, or goes back to it because it diverged.
+        skipped_batches: from now on."""
         observed, step, ranks = resumed.observed, resumed.position.step, len(self._hosts)
         self._recorder.restart(
             skipped=observed["skipped"], skipped_in_a_row=observed["skipped_in_a_row"]
@@ -287,11 +285,8 @@ class Reporter:
             sink.close(state)
 
     def abort(self) -> None:
-        """The run fails: logs the last step if its numbers arrive, and closes the sinks.
-
-        A rank that fails first waits too, so that its numbers reach the others before it ends. May
-        be called from any thread, since the main thread may be stuck.
-        """
+        """The run fails: logs the last step if its numbers arrive, and closes the sinks. For any
+        thread. A rank that fails first waits too, so that its numbers reach the others."""
         pending, self._pending = self._pending, None
         deadline = time.monotonic() + _LAST_RECORD_SECONDS
         with suppress(Exception):  # the device may have failed, or another run may own the folder
@@ -309,10 +304,8 @@ class Reporter:
         exported: str | None,
         kept: int | None,
     ) -> None:
-        """Writes the final status and logs where everything is.
-
-        exported: a description of the export. kept: step of the newest checkpoint.
-        """
+        """Writes the final status and logs where everything is. exported: a description. kept:
+        step of the newest checkpoint."""
         if not self._main:
             return
         if state == "finished" and self._last_step > self._first_step + 1:
