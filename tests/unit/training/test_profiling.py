@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ import torch
 from launcher.data.loader import GlobalBatch, StepStatistics
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
-from launcher.strategies.base import WrappedModel
 from launcher.training.loop import Update, train_steps
 from launcher.training.optimizer import LossScale, make_optimizer
 from launcher.training.profiling import make_profiler
@@ -51,22 +51,10 @@ def test_start_step_is_a_step_of_the_run(first_step, expected, tmp_path):
 
 
 def test_only_some_ranks_are_profiled(tmp_path):
-    profile = schema.Profile(start_step=1, steps=1, ranks=(1, 3))
-    for rank in range(3):
-        ranks = dataclasses.replace(ALONE, rank=rank)
-        profiler = make_profiler(profile, tmp_path, ranks=ranks, done=0)
-        assert (profiler is not None) == (rank == 1)
-
-
-class Wrapped(WrappedModel):
-    def description(self):
-        return "one process"
-
-    def micro_batch(self, *, last):
-        return nullcontext()
-
-    def grad_norm(self):
-        return self.module.weight.grad.norm()
+    profile = schema.Profile(start_step=2, steps=1, ranks=(1, 3))
+    ranks = [dataclasses.replace(ALONE, rank=rank) for rank in range(3)]
+    made = [make_profiler(profile, tmp_path, ranks=one, done=0) is not None for one in ranks]
+    assert made == [False, True, False]
 
 
 def test_a_step_ends_before_the_next_batch_is_fetched():
@@ -79,8 +67,14 @@ def test_a_step_ends_before_the_next_batch_is_fetched():
             events.append("batch")
             yield GlobalBatch(step, [{}], StepStatistics([1, 1, 0, 0], ALONE), step, 0.0)
 
+    wrapped = SimpleNamespace(
+        model=model,
+        forward_context=nullcontext,
+        micro_batch=lambda last: nullcontext(),
+        grad_norm=lambda: model.weight.grad.norm(),
+    )
     steps = train_steps(
-        Wrapped(model, module=model),
+        wrapped,
         batches(),
         loss=lambda model, batch: model(torch.ones(2)).sum(),
         update=Update(
