@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from launcher.models.shards import local_rows, sharded_zeros
+from launcher.training.low_precision import State
 
 EPS1, EPS2 = torch.finfo(torch.float32).eps, 1e-3
 """Least square root of a second moment; least root mean square of a weight."""
@@ -30,9 +31,7 @@ class Adafactor(torch.optim.Optimizer):
     grad_scale: torch.Tensor | None = None
     found_inf = torch.zeros(())
 
-    def initial_state(
-        self, group: dict[str, Any], parameter: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
         """Zeros. Every rank has all columns of a matrix."""
         step, shape = torch.zeros((), device=parameter.device), parameter.shape
         if parameter.ndim < 2:

@@ -30,6 +30,7 @@ AT_ONCE = {"cpu": 2**18}
 2^18 and 2^20 on one core."""
 _LEVELS = {torch.int8: 127, torch.uint8: 255}
 _INT8 = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+State = dict[str, torch.Tensor]
 Part = tuple[slice, slice]
 """Rows and columns of a tensor seen as a matrix."""
 
@@ -56,9 +57,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._dtype, self._seed = state_dtype, seed
 
-    def initial_state(
-        self, group: dict[str, Any], parameter: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
         """Zeros. A scale `NAME_scale` has a row for each row of the parameter."""
         state = {"step": torch.zeros((), device=parameter.device)}
         for key, code in _INT8.items():
@@ -147,7 +146,7 @@ def _blocks(part: Part) -> Part:
     return rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
 
 
-def _load(state: dict[str, torch.Tensor], key: str, part: Part) -> torch.Tensor:
+def _load(state: State, key: str, part: Part) -> torch.Tensor:
     """Part of a moment in float32; of a float32 moment a view."""
     kept = _matrix(state[key])[part]
     moment = kept.float()
@@ -159,9 +158,7 @@ def _load(state: dict[str, torch.Tensor], key: str, part: Part) -> torch.Tensor:
     return moment
 
 
-def _store(
-    state: dict[str, torch.Tensor], key: str, part: Part, moment: torch.Tensor, noise: torch.Tensor
-) -> None:
+def _store(state: State, key: str, part: Part, moment: torch.Tensor, noise: torch.Tensor) -> None:
     """Rounds up with the probability of the remainder. Keeps what `_load` returned as it was."""
     kept = _matrix(state[key])[part]
     if kept.dtype == torch.bfloat16:  # the upper half of a float32

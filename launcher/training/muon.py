@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from launcher.models.shards import compute_device, local_rows
-from launcher.training.low_precision import LowPrecisionAdamW
+from launcher.training.low_precision import LowPrecisionAdamW, State
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 """Of the Newton-Schulz iteration, by Jordan: singular values end between 0.7 and 1.2."""
@@ -32,9 +32,7 @@ def is_matrix(shape: Sequence[int]) -> bool:
 class Muon(LowPrecisionAdamW):
     """Updates groups without `orthogonalize` as AdamW. Changes the gradients of the others."""
 
-    def initial_state(
-        self, group: dict[str, Any], parameter: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
         if group["orthogonalize"]:
             return {"momentum_buffer": torch.zeros_like(parameter)}
         return super().initial_state(group, parameter)

@@ -16,13 +16,12 @@ from launcher.models.shards import local_rows
 from launcher.recipe import schema
 from launcher.strategies.zero import shard_rows, shard_update
 from launcher.training.adafactor import Adafactor
-from launcher.training.low_precision import LowPrecisionAdamW
+from launcher.training.low_precision import LowPrecisionAdamW, State
 from launcher.training.muon import Muon, is_matrix
 from launcher.training.optimizer_offload import OffloadedOptimizer
 
 LearningRate = Callable[[int], float]
 """Learning rate of a step; steps count from 1."""
-State = dict[str, torch.Tensor]
 
 
 def make_optimizer(

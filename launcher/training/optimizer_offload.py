@@ -29,12 +29,12 @@ from launcher.errors import TrainingError
 from launcher.metrics.console import bytes_as_text
 from launcher.models.shards import local_rows
 from launcher.recipe import schema
+from launcher.training.low_precision import State
 
 BUCKET = 2**26
 """Bytes of state in a bucket; more if one parameter has more."""
 SLOTS, FILE_BUFFERS = 2, 4
 """Buckets on the device, and in host memory if the state is in a file."""
-State = dict[str, torch.Tensor]
 
 
 class _Piece(NamedTuple):
