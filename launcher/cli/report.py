@@ -16,7 +16,7 @@ from launcher.cli.app import option
 from launcher.cli.status import Summary, describe, find_runs, summarize, time_spent
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.metrics import report as page
-from launcher.metrics.console import bytes_as_text, seconds_as_text
+from launcher.metrics.console import bytes_as_text, finite, seconds_as_text
 from launcher.planner.formatting import NAMES, as_json
 from launcher.planner.machine import known_machine
 from launcher.planner.page import component_amounts
@@ -67,6 +67,8 @@ def report(
       launcher report runs/fsdp
       launcher report runs/one runs/two --out report.html
     """
+    from rich.console import Console
+
     paths = list(dict.fromkeys(path for folder in folders for path in find_runs(folder)))
     names = [path.resolve().name for path in paths]
     runs, notes = [], []
@@ -82,10 +84,13 @@ def report(
         runs.append(_Run(shown, summary, records, read_jsonl(run.events), recipe))
     charts, missing = page.make_charts([(run.records, run.start) for run in runs])
     differences = _differences(runs)
-    from rich.console import Console
-
     with Console(stderr=True).status("planning the memory of the runs"):
         memory = _memory(runs)
+    recipes = [
+        {"kind": "text", "title": f"{run.name}: recipe.yaml", "text": to_yaml(run.recipe)}
+        for run in runs
+        if run.recipe is not None
+    ]
     content = {
         "title": f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs",
         "runs": [{"name": run.name, "events": list(_events(run))} for run in runs],
@@ -97,11 +102,7 @@ def report(
             memory,
             *_samples(runs),
             differences,
-            *(
-                {"kind": "text", "title": f"{run.name}: recipe.yaml", "text": to_yaml(run.recipe)}
-                for run in runs
-                if run.recipe is not None
-            ),
+            *recipes,
             _environment(runs),
         ],
         "footer": f"launcher {__version__}, {time.strftime('%Y-%m-%d %H:%M:%S')}: "
@@ -136,7 +137,7 @@ def _overview(runs: list[_Run], differences: dict[str, Any]) -> dict[str, Any]:
     facts = []
     for number, run in enumerate(runs, start=2):
         texts = {name: text for name, text, _ in describe(run.summary, time.time()) if name}
-        evaluated = [loss for r in run.records if (loss := page.finite(r.get("eval_loss")))]
+        evaluated = [loss for r in run.records if (loss := finite(r.get("eval_loss")))]
         texts |= {"lowest evaluation": f"{min(evaluated):.4f}"} if evaluated else {}
         texts |= {"error": run.summary.status.get("error") or ""}
         facts.append({row[0]: row[number] for row in swept} | texts)
@@ -150,15 +151,13 @@ def _times(runs: list[_Run]) -> Iterator[dict[str, Any]]:
     """Where the time went: of each run, and of a step."""
     labels = {"counted": "steps that counted", "repeated": "steps trained again"}
     labels |= {"between": "no process", "rest": "starting, evaluating, saving"}
-    rows = []
+    rows, parts = [], []
     for run in runs:
         spent = time_spent(run.summary) if run.summary.attempts else {}
         rows.append((run.name, {text: spent[name] for name, text in labels.items() if spent}))
-    yield page.bars("Time", rows, seconds_as_text)
-    parts = []
-    for run in runs:
         for name, (seconds, share) in page.step_shares(run.records).items():
             parts.append((f"{run.name}: {name}, {share:.1%}", {name: seconds}))
+    yield page.bars("Time", rows, seconds_as_text)
     note = "Means of all steps, and their shares of step_seconds; parts may overlap."
     yield page.bars("Time of a step", parts, lambda s: f"{1000 * s:,.3g} ms") | {"note": note}
 
@@ -172,18 +171,17 @@ def _memory(runs: list[_Run]) -> dict[str, Any]:
         except RecipeError as error:
             notes.append(f"{run.name} is not planned: {error}.")
         # Of the last start, which the plan is for: others may have had another number of ranks
-        attempts = run.summary.attempts
-        since = [r for r in run.records if not attempts or r["step"] > attempts[-1].resumed]
-        peaks = [r["peak_memory_bytes"] for r in since if r.get("peak_memory_bytes")]
-        held = {NAMES[name]: size for name, size in run.built.get("held", {}).items()}
-        if peaks:
-            rest = {"other, measured": max(0, max(peaks) - sum(held.values()))}
+        first = run.summary.attempts[-1].resumed if run.summary.attempts else -1
+        peaks = [r.get("peak_memory_bytes") or 0 for r in run.records if r["step"] > first]
+        if peak := max(peaks, default=0):
+            held = {NAMES[name]: size for name, size in run.built.get("held", {}).items()}
+            rest = {"other, measured": max(0, peak - sum(held.values()))}
             rows.append((f"{run.name}, measured", held | rest))
     return page.bars("Memory at the peak", rows, bytes_as_text) | {"note": " ".join(notes)}
 
 
 def _planned(run: _Run) -> dict[str, int]:
-    """Bytes of each component of a rank at the peak. Raises RecipeError if they are not known."""
+    """Bytes of each component at the peak. Raises RecipeError if they are not known."""
     recipe, built = run.recipe, run.built
     if recipe is None or open_keys(recipe) or not built:
         raise RecipeError("its recipe or its device is not recorded")
@@ -195,9 +193,12 @@ def _planned(run: _Run) -> dict[str, int]:
         memory=built["device_memory"],
     )
     # Without what memory does not depend on: a sweep is traced once
-    settings, optimizer = replace(recipe.run, name="", dir="", seed=0), recipe.optimizer
-    optimizer = replace(optimizer, learning_rate=1.0)
-    same = replace(recipe, run=settings, optimizer=optimizer, schedule=DEFAULT.schedule)
+    same = replace(
+        recipe,
+        run=replace(recipe.run, name="", dir="", seed=0),
+        optimizer=replace(recipe.optimizer, learning_rate=1.0),
+        schedule=DEFAULT.schedule,
+    )
     from launcher.planner.plan import make_plan  # imports torch
 
     plan = as_json(same, make_plan(same, machine), None)
@@ -248,7 +249,7 @@ def _environment(runs: list[_Run]) -> dict[str, Any]:
     """Devices and versions of the last start of each run."""
     shown = ("host", "ranks", "ranks_per_node", "device", "device_memory")
     facts = []
-    for run in runs:
-        found = {name: run.built.get(name) for name in shown} | run.built.get("versions", {})
+    for built in (run.built for run in runs):
+        found = {name: built.get(name) for name in shown} | built.get("versions", {})
         facts.append({name: str(value) for name, value in found.items() if value is not None})
     return _table("Environment", [run.name for run in runs], facts)

@@ -1,7 +1,4 @@
-"""`launcher status`: state, progress and lost time of a run, or a table of several runs.
-
-Reads files only.
-"""
+"""`launcher status`: state, progress and lost time of runs, by their files."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class Summary:
     path: Path
     state: str
     """As in status.json, or `starting` before it exists, or `died`: running without an owner."""
-    reason: str | None
+    reason: str
     step: int
     status: dict[str, Any]
     last: dict[str, Any]
@@ -93,16 +90,15 @@ def find_runs(folder: Path) -> list[Path]:
     """The folder if it is that of a run, or those of the runs in it. Raises RecipeError."""
     if not folder.is_dir():
         raise RecipeError(f"{folder}: there is no such folder")
-    if _is_run(folder):
-        return [folder]
-    runs = [path for path in sorted(folder.iterdir()) if path.is_dir() and _is_run(path)]
+    files = ("status.json", "owner", "metrics.jsonl")
+    runs = [
+        path
+        for path in (folder, *sorted(folder.iterdir()))
+        if any((path / name).exists() for name in files)
+    ]
     if not runs:
         raise RecipeError(f"{folder}: neither the folder of a run nor one that holds runs")
-    return runs
-
-
-def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in ("status.json", "owner", "metrics.jsonl"))
+    return [folder] if folder in runs else runs
 
 
 def summarize(path: Path, now: float) -> Summary:
@@ -110,7 +106,7 @@ def summarize(path: Path, now: float) -> Summary:
     run = RunFolder(path)
     status, last = run.read_status(), last_line(run.metrics, having="loss")
     owner, alive = current_owner(path) or (None, False)
-    state, reason = status.get("state", "starting"), status.get("reason")
+    state, reason = status.get("state", "starting"), status.get("reason") or ""
     if state in ("running", "starting") and alive is False:
         state, reason = "died", "its process ended without a message, or its machine was lost"
     liveness = {True: "alive", False: "ended", None: "no heartbeat for some minutes"}[alive]
@@ -137,7 +133,7 @@ def summarize(path: Path, now: float) -> Summary:
 
 
 def read_attempts(events: list[dict[str, Any]]) -> list[Attempt]:
-    """Attempts of events.jsonl. If one has no end, the start of the next one has what it found."""
+    """Of events.jsonl. If an attempt has no end, the start of the next one has what it found."""
     attempts: dict[int, Attempt] = {}
     for event in events:
         number, name = event["attempt"], event["event"]
@@ -163,9 +159,8 @@ def time_spent(summary: Summary) -> dict[str, float]:
     """Where the time of a run went, in seconds: `counted` in steps of the result, `repeated` in
     `repeated_steps` that were lost (by the mean step), `between` without a process, and the `rest`
     add up to `wall`."""
-    attempts = summary.attempts
-    counted, first = 0.0, attempts[0].resumed
-    trained = first
+    attempts, counted = summary.attempts, 0.0
+    first = trained = attempts[0].resumed
     for record in read_jsonl(RunFolder(summary.path).metrics):
         if "step_seconds" in record:  # a mean over the steps since the last line
             counted += record["step_seconds"] * (record["step"] - trained)
@@ -202,9 +197,13 @@ def _print(*parts: Any) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 1000
-    console.print(*parts, sep="\n")
+    if console.is_terminal:
+        console.print(*parts, sep="\n")
+        return
+    console.width = 1000
+    with console.capture() as captured:
+        console.print(*parts, sep="\n")
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _print_one(summary: Summary, now: float) -> None:
@@ -213,12 +212,22 @@ def _print_one(summary: Summary, now: float) -> None:
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
-    table.add_column()
     for name, text, style in describe(summary, now):
         table.add_row(name, Text(text, style=style))
     _print(Text(str(summary.path), style="bold"), table)
     if len(summary.attempts) > 1:
-        _print(_attempts_table(summary.attempts))
+        attempts = _table(">attempt", "started", "on", ">ranks", ">from step", ">to step", "ended")
+        for attempt in summary.attempts[-_SHOWN_ATTEMPTS:]:
+            attempts.add_row(
+                str(attempt.number),
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.started)),
+                attempt.host,
+                str(attempt.ranks or ""),
+                f"{attempt.resumed:,}",
+                "" if attempt.reached is None else f"{attempt.reached:,}",
+                attempt.ended,
+            )
+        _print(attempts)
     if summary.status.get("error"):
         _print(Text(summary.status["error"], style="red"))
 
@@ -255,19 +264,23 @@ def describe(summary: Summary, now: float) -> Iterator[tuple[str, str, str]]:
         if text := summary.status.get(name):
             yield name, text, "yellow"
     yield "owner", summary.owner, ""
-    if not summary.attempts:
-        return
+    if summary.attempts:
+        yield from _lost_time(summary)
+        yield "restarts", str(len(summary.attempts) - 1 or "none"), ""
+
+
+def _lost_time(summary: Summary) -> Iterator[tuple[str, str, str]]:
     spent = time_spent(summary)
     text = {name: seconds_as_text(seconds) for name, seconds in spent.items()}
     share = f"{spent['counted'] / spent['wall']:.0%}" if spent["wall"] else "0 %"
     yield "goodput", f"{share}: {text['counted']} in steps that counted, of {text['wall']}", ""
-    lost = [f"{text['rest']} starting, evaluating and saving"]
-    if steps := spent["repeated_steps"]:
-        lost.insert(0, f"about {text['repeated']} in {steps:,} steps trained again")
+    lost = []
     if spent["between"] >= 1:
-        lost.insert(0, f"{text['between']} without a running process")
+        lost.append(f"{text['between']} without a running process")
+    if steps := spent["repeated_steps"]:
+        lost.append(f"about {text['repeated']} in {steps:,} steps trained again")
+    lost.append(f"{text['rest']} starting, evaluating and saving")
     yield "", "the rest: " + ", ".join(lost), ""
-    yield "restarts", str(len(summary.attempts) - 1 or "none"), ""
 
 
 def _table(*columns: str) -> Any:
@@ -279,21 +292,6 @@ def _table(*columns: str) -> Any:
         name = column.removeprefix(">")
         justify: Any = "left" if name == column else "right"
         table.add_column(name, justify=justify, no_wrap=name != "reason")
-    return table
-
-
-def _attempts_table(attempts: list[Attempt]) -> Any:
-    table = _table(">attempt", "started", "on", ">ranks", ">from step", ">to step", "ended")
-    for attempt in attempts[-_SHOWN_ATTEMPTS:]:
-        table.add_row(
-            str(attempt.number),
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.started)),
-            attempt.host,
-            str(attempt.ranks or ""),
-            f"{attempt.resumed:,}",
-            "" if attempt.reached is None else f"{attempt.reached:,}",
-            attempt.ended,
-        )
     return table
 
 
@@ -314,6 +312,6 @@ def _print_table(summaries: list[Summary], now: float) -> None:
             f"{last['tokens_per_second']:,.0f}" if last else "",
             f"step {step:,}, {_ago(when, now)}" if summary.checkpoints else "none",
             str(max(0, len(summary.attempts) - 1)),
-            Text((summary.reason or "") if state not in ("running", "finished") else ""),
+            Text("" if state in ("running", "finished") else summary.reason),
         )
     _print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -62,6 +63,11 @@ def seconds_as_text(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def finite(value: Any) -> float | None:
+    """The value if it is a finite number."""
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
 def bytes_as_text(size: float) -> str:
     """`3.2 MiB`, `41.0 GiB`."""
     for unit in ("bytes", "KiB", "MiB"):
@@ -71,101 +77,79 @@ def bytes_as_text(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def _short(number: float) -> str:
-    """`812`, `12.2K`, `1.31M`."""
-    for unit, size in (("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.0f}"
+def _terminal() -> Any:
+    """The stream of messages if it is a terminal, else None."""
+    stream = getattr(sys, _stream) if _stream is not None else None
+    return stream if stream is not None and stream.isatty() else None
 
 
-class _Terminal:
-    """The last line of a terminal, redrawn in place. Log messages erase it."""
+def _draw(terminal: Any, done: float, total: float, fields: list[tuple[int, str]]) -> None:
+    """Redraws the last line of a terminal, which log messages erase: a bar and fields. It never
+    wraps: a narrow terminal shows only the fields with the lowest numbers."""
+    from rich.console import Console
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
 
-    def __init__(self) -> None:
-        self._stream = getattr(sys, _stream or "stdout")
-        self.live = _stream is not None and self._stream.isatty()
-
-    def draw(self, done: float, total: float, fields: list[tuple[int, str]]) -> None:
-        """A bar and fields in a line that never wraps. fields: priority and text; a narrow terminal
-        shows only those with the lowest numbers."""
-        from rich.console import Console
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
-        console = Console(file=self._stream, highlight=False)
-        left, kept = console.width - 1 - _SHORTEST_BAR, set()
-        for field in sorted(fields):
-            if len(field[1]) + 2 <= left:
-                left -= len(field[1]) + 2
-                kept.add(field)
-        line = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-        bar = ProgressBar(total=total, completed=done, width=_SHORTEST_BAR + min(left, 24))
-        line.add_row(bar, *(field[1] for field in fields if field in kept))
-        with console.capture() as captured:
-            console.print(line, end="", no_wrap=True)
-        # In one piece: text with a carriage return is not written to the log of the rank
-        self._stream.write(_CLEAR + captured.get().rstrip("\n"))
-        self._stream.flush()
-
-    def clear(self) -> None:
-        self._stream.write(_CLEAR)
-        self._stream.flush()
-
-
-class _Task:
-    """A long task that is under way. Any thread may advance it."""
-
-    def __init__(self, what: str, total: float, *, background: bool) -> None:
-        self._what, self._total, self._done = what, total, 0.0
-        self._terminal, self._lock = _Terminal(), threading.Lock()
-        self._live, self._drawn = self._terminal.live and not background, False
-        self._started = self._last = time.monotonic()
-
-    def advance(self, amount: float = 1) -> None:
-        with self._lock:
-            self._done += amount
-            now = time.monotonic()
-            if now - self._last < (0.5 if self._live else LINE_SECONDS):
-                return
-            self._last, passed = now, now - self._started
-            share = min(self._done / self._total, 1.0) if self._total else 0.0
-            state = f"{share:.0%}" if self._total else f"{self._done:,.0f} micro-batches"
-            left = f"{seconds_as_text(passed / share - passed)} left" if share else ""
-            if self._live:
-                fields = [(0, self._what), (1, state), (2, left)]
-                self._terminal.draw(self._done, self._total, fields)
-                self._drawn = True
-            else:
-                logger.info(f"{self._what}: {state}" + f", {left}" * bool(left))
-
-    def close(self) -> None:
-        if self._drawn:
-            self._terminal.clear()
+    console = Console(file=terminal, highlight=False)
+    left, kept = console.width - 1 - _SHORTEST_BAR, set()
+    for field in sorted(fields):
+        if len(field[1]) + 2 <= left:
+            left -= len(field[1]) + 2
+            kept.add(field)
+    line = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    bar = ProgressBar(total=total, completed=done, width=_SHORTEST_BAR + min(left, 24))
+    line.add_row(bar, *(field[1] for field in fields if field in kept))
+    with console.capture() as captured:
+        console.print(line, end="", no_wrap=True)
+    # In one piece: text with a carriage return is not written to the log of the rank
+    terminal.write(_CLEAR + captured.get().rstrip("\n"))
+    terminal.flush()
 
 
 @contextmanager
 def task(what: str, total: float, *, background: bool = False) -> Iterator[Callable[[float], None]]:
     """Shows the progress of a long task: in a line that is redrawn on a terminal, elsewhere in a
-    log line every 10 seconds. Yields a function that adds to the amount done.
+    log line every 10 seconds. Yields a function that adds to the amount done, for any thread.
 
     total: amount to be done; 0: not known, and the amount is a number of micro-batches. background:
     training continues and uses the terminal's line, so this task only logs.
     """
-    shown = _Task(what, total, background=background)
+    terminal, lock = None if background else _terminal(), threading.Lock()
+    started = last = time.monotonic()
+    done = 0.0
+
+    def advance(amount: float = 1) -> None:
+        nonlocal done, last
+        with lock:
+            done += amount
+            now = time.monotonic()
+            if now - last < (LINE_SECONDS if terminal is None else 0.5):
+                return
+            last = now
+            share = min(done / total, 1.0) if total else 0.0
+            fields = [what, f"{share:.0%}" if total else f"{done:,.0f} micro-batches"]
+            if share:
+                passed = now - started
+                fields.append(f"{seconds_as_text(passed / share - passed)} left")
+            if terminal is None:
+                logger.info(f"{what}: {', '.join(fields[1:])}")
+            else:
+                _draw(terminal, done, total, list(enumerate(fields)))
+
     try:
-        yield shown.advance
+        yield advance
     finally:
-        shown.close()
+        if terminal is not None:
+            terminal.write(_CLEAR)
+            terminal.flush()
 
 
 class ProgressLine:
     """One line for each logged step: redrawn on a terminal, elsewhere printed every few seconds."""
 
     def __init__(self, steps: int) -> None:
-        self._steps, self._terminal = steps, _Terminal()
+        self._steps, self._terminal = steps, _terminal()
         self._last = 0.0
-        self._width = len(str(steps))
         self._seconds: float | None = None
         self._loss: float | None = None
 
@@ -175,45 +159,31 @@ class ProgressLine:
         if record["loss"] is not None:
             self._loss = _smoothed(self._loss, record["loss"])
         edge, now = record["step"] in (1, self._steps), time.monotonic()
-        pause = 0.5 if self._terminal.live else 5.0
+        pause = 5.0 if self._terminal is None else 0.5
         if not edge and "skipped" not in record and now - self._last < pause:
             return
         self._last = now
-        short = self._terminal.live and not edge
-        fields = [*self._fields(record, short=short), *([(0, note)] if note else [])]
-        if short:
-            self._terminal.draw(record["step"], self._steps, fields)
-        else:
-            logger.info("  ".join(text for _, text in fields))
-
-    def _fields(self, record: dict[str, Any], *, short: bool) -> list[tuple[int, str]]:
-        """Each with its priority: 0 is the most important."""
-        assert self._seconds is not None
         left = (self._steps - record["step"]) * self._seconds
         loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
         mean = "" if self._loss is None else f" mean {self._loss:.4f}"
         norm = "not finite" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
-        mfu, memory = record["mfu"], bytes_as_text(record["peak_memory_bytes"])
-        rate = record["tokens_per_second"]
-        count = f"{record['step']:>{self._width}}/{self._steps}"
-        if short:
-            texts = (count, f"norm {norm}", f"lr {record['learning_rate']:.1e}")
-            speed, used = f"{_short(rate):>5} tok/s", memory
-        else:
-            texts = (f"step {count}", f"grad norm {norm}", f"lr {record['learning_rate']:.2e}")
-            speed, used = f"{rate:,.0f} tokens/s", f"{memory} peak"
-        fields = [
-            (0, texts[0]),
+        fields = [  # the lowest numbers are the most important
+            (0, f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"),
             (1, f"loss {loss}{mean}"),
-            (5, texts[1]),
-            (7, texts[2]),
-            (3, speed),
-            (4, "" if mfu is None else f"MFU {mfu:.1%}"),
-            (6, used),
+            (5, f"grad norm {norm}"),
+            (7, f"lr {record['learning_rate']:.2e}"),
+            (3, f"{record['tokens_per_second']:,.0f} tokens/s"),
+            (4, "" if record["mfu"] is None else f"MFU {record['mfu']:.1%}"),
+            (6, f"{bytes_as_text(record['peak_memory_bytes'])} peak"),
             (0, "SKIPPED" if "skipped" in record else ""),
             (2, f"{seconds_as_text(left)} left"),
+            (0, note or ""),
         ]
-        return [field for field in fields if field[1]]
+        fields = [field for field in fields if field[1]]
+        if self._terminal is None or edge:
+            logger.info("  ".join(text for _, text in fields))
+        else:
+            _draw(self._terminal, record["step"], self._steps, fields)
 
 
 def _smoothed(mean: float | None, value: float) -> float:

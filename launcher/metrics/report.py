@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import RecipeError
+from launcher.metrics.console import finite
 
 MOST_POINTS = 2000
 """Of a curve in the page."""
@@ -24,13 +25,10 @@ _CHARTS = (
 )
 """Title, unit, and keys of metrics.jsonl. eval_*: what no other chart shows of an evaluation."""
 
+_NO_METRICS = ("eval_loss", "eval_losses", "eval_scores", "eval_tokens")
+
 Point = tuple[int, float, float | None]
 """Step, time and value; None where it is not finite."""
-
-
-def finite(value: Any) -> float | None:
-    """The value if it is a finite number."""
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def make_charts(
@@ -69,23 +67,16 @@ def _curves(records: list[dict[str, Any]], keys: tuple[str, ...]) -> list[tuple[
         if "eval_loss" in keys:
             values |= record.get("eval_losses", {})
         elif "eval_*" in keys:
-            values = dict(_evaluation_metrics(record))
+            others = [key for key in record if key.startswith("eval_") and key not in _NO_METRICS]
+            values = {key.removeprefix("eval_"): record[key] for key in others}
+            for name, scores in record.get("eval_scores", {}).items():
+                values |= {f"{metric}, {name}": score for metric, score in scores.items()}
         for name, value in values.items():
             point = (record["step"], record.get("time", 0.0), finite(value))
             found.setdefault(name, []).append(point)
     return [
         (name, points) for name, points in found.items() if any(p[2] is not None for p in points)
     ]
-
-
-def _evaluation_metrics(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and values of metrics other than the loss, over all sets and for each."""
-    for key, value in record.items():
-        if key == "eval_scores":
-            for name, scores in value.items():
-                yield from ((f"{metric}, {name}", score) for metric, score in scores.items())
-        elif key.startswith("eval_") and key not in ("eval_loss", "eval_losses", "eval_tokens"):
-            yield key.removeprefix("eval_"), value
 
 
 def thin(points: list[Point]) -> list[Point]:
@@ -128,9 +119,9 @@ def bars(
 def write(page: dict[str, Any], file: Path) -> None:
     """Writes a page. Raises RecipeError if that is not possible.
 
-    page: `title`, `footer`; `runs`, of each `name` and `events` (kind, step, time); `charts`, as
-    `make_charts` returns them; `sections` with `kind`, `title` and maybe `note`: table (columns,
-    rows), bars (as `bars` returns it), text (text), and charts, whose content is above.
+    page: `title`, `footer`; `runs`, of each `name` and `events` (kind, step, time); `charts` of
+    `make_charts`; `sections` with `kind`, `title` and maybe `note`: table (columns, rows), bars (of
+    `bars`), text (text), and charts, whose content is above.
     """
     import jinja2
 

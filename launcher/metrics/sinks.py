@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from launcher.errors import first_line
 from launcher.recipe import schema
+from launcher.reliability.run_directory import RunFolder, replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +24,12 @@ uploaded at the end. In between wandb has a process of its own."""
 
 
 class Sink(Protocol):
-    """Takes records."""
+    """Takes the records of steps and evaluations; `samples` are an evaluation's answers."""
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Takes the record of a step or of an evaluation; `samples` are its generated answers."""
+    def write(self, record: dict[str, Any]) -> None: ...
 
     def close(self, state: str) -> None:
-        """Called at the end of the run with its state."""
+        """state: of the run at its end."""
 
 
 class JsonLines:
@@ -35,22 +37,16 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._open()
+
+    def _open(self) -> None:
+        self._file = self._path.open("a", buffering=1, encoding="utf-8")
 
     def remove_later_steps(self, step: int) -> int:
-        """Removes the lines after `step`, and an incomplete last line; returns how many.
-
-        A reader sees the old lines or the new ones.
-        """
         self._file.close()
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        if len(kept) < len(lines):
-            scratch = self._path.with_name(f".{self._path.name}")
-            scratch.write_text("".join(kept), encoding="utf-8")
-            scratch.replace(self._path)
-        self._file = self._path.open("a", buffering=1, encoding="utf-8")
-        return len(lines) - len(kept)
+        removed = remove_later_steps(self._path, step)
+        self._open()
+        return removed
 
     def write(self, record: dict[str, Any]) -> None:
         record = {key: value for key, value in record.items() if key != "samples"}
@@ -58,6 +54,16 @@ class JsonLines:
 
     def close(self, state: str) -> None:
         self._file.close()
+
+
+def remove_later_steps(path: Path, step: int) -> int:
+    """Removes the lines after `step`, and an incomplete last line; returns how many. A reader sees
+    the old lines or the new ones."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    if len(kept) < len(lines):
+        replace_text(path, "".join(kept))
+    return len(lines) - len(kept)
 
 
 class OptionalSink:
@@ -91,17 +97,13 @@ class OptionalSink:
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
     prefix = "evaluation" if "eval_loss" in record else "training"
-    numbers = {
-        f"{prefix}/{key}": value
-        for key, value in record.items()
-        if isinstance(value, (int, float)) and key not in ("step", "time")
+    values = {name: value for name, value in record.items() if name not in ("step", "time")}
+    values |= {f"eval_loss/{name}": loss for name, loss in record.get("eval_losses", {}).items()}
+    return {
+        f"{prefix}/{name}": value
+        for name, value in values.items()
+        if isinstance(value, (int, float))
     }
-    named = {
-        f"{prefix}/eval_loss/{name}": loss
-        for name, loss in record.get("eval_losses", {}).items()
-        if loss is not None
-    }
-    return numbers | named
 
 
 class Wandb:
@@ -172,15 +174,14 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_sinks(
-    settings: schema.Logging, *, name: str, folder: Path, metrics: Path, config: dict[str, Any]
-) -> list[Sink]:
+def open_sinks(recipe: schema.Recipe, run: RunFolder) -> list[Sink]:
     """metrics.jsonl, then the sinks that the recipe enables."""
-    sinks: list[Sink] = [JsonLines(metrics)]
-    if (wandb := settings.wandb) is not None:
-        sinks.append(
-            OptionalSink("wandb", lambda: Wandb(wandb, name=name, folder=folder, config=config))
-        )
-    if settings.tensorboard:
-        sinks.append(OptionalSink("tensorboard", lambda: TensorBoard(folder / "tensorboard")))
+    sinks: list[Sink] = [JsonLines(run.metrics)]
+    if (wandb := recipe.logging.wandb) is not None:
+        name, config = recipe.run.name, dataclasses.asdict(recipe)
+        make = partial(Wandb, wandb, name=name, folder=run.path, config=config)
+        sinks.append(OptionalSink("wandb", make))
+    if recipe.logging.tensorboard:
+        make_board = partial(TensorBoard, run.path / "tensorboard")
+        sinks.append(OptionalSink("tensorboard", make_board))
     return sinks

@@ -27,7 +27,8 @@ class SlowRanks:
         self._recent: deque[tuple[int, float, Sequence[float]]] = deque(maxlen=RECORDS)
         self._since: dict[int, tuple[int, float]] = {}
         """For each slow rank, the step and time since which it is slow."""
-        self._factors: dict[int, float] = {}
+        self.note: str | None = None
+        """The slowest rank now, for a line of a step."""
 
     def update(self, step: int, own_seconds: Sequence[float]) -> list[str]:
         """Messages about ranks that became slow or are no longer slow.
@@ -41,23 +42,21 @@ class SlowRanks:
         # Of two ranks, the median would be half of the slow one
         usual = float(medians.min() if len(medians) == 2 else np.median(medians))
         factors, messages = medians / max(usual, 1e-9), []
-        found = (factors >= SLOW) & (medians - usual >= LEAST_SECONDS)
-        for rank in sorted({*map(int, np.flatnonzero(found)), *self._since}):
-            factor, where = float(factors[rank]), f"rank {rank} on {self._hosts[rank]}"
-            new = rank not in self._since
-            if new:
-                self._since[rank] = self._begin(rank, SLOW * usual)
-            first, started = self._since[rank]
+        slow = np.flatnonzero((factors >= SLOW) & (medians - usual >= LEAST_SECONDS)).tolist()
+        for rank in sorted({*slow, *self._since}):
+            where, known = f"rank {rank} on {self._hosts[rank]}", rank in self._since
+            first, started = self._since.setdefault(rank, self._begin(rank, SLOW * usual))
             passed = seconds_as_text(time.monotonic() - started)
-            self._factors[rank] = factor
-            if new:
+            if not known:
                 messages.append(
-                    f"slow: {where} takes {factor:.1f} times as long for a step as the others, "
-                    f"which wait for it, since step {first} ({passed})"
+                    f"slow: {where} takes {factors[rank]:.1f} times as long for a step as the "
+                    f"others, which wait for it, since step {first} ({passed})"
                 )
-            elif factor < FAST:
-                del self._since[rank], self._factors[rank]
+            elif factors[rank] < FAST:
+                del self._since[rank]
                 messages.append(f"{where} is no longer slow, after {passed}, since step {first}")
+        slowest = max(self._since, key=lambda rank: factors[rank], default=None)
+        self.note = None if slowest is None else f"rank {slowest} slow x{factors[slowest]:.1f}"
         return messages
 
     def _begin(self, rank: int, limit: float) -> tuple[int, float]:
@@ -68,10 +67,3 @@ class SlowRanks:
                 break
             begin = step, moment
         return begin
-
-    def note(self) -> str | None:
-        """The slowest rank now, for a line of a step."""
-        if not self._factors:
-            return None
-        rank = max(self._factors, key=lambda rank: self._factors[rank])
-        return f"rank {rank} slow x{self._factors[rank]:.1f}"

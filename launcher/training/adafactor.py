@@ -1,17 +1,21 @@
-"""Adafactor (Shazeer and Stern, 2018), in the form of torch.optim.Adafactor: of the second moment
-of a matrix only the means of its rows and of its columns are kept.
+"""Adafactor (Shazeer and Stern, 2018) in the form of torch.optim.Adafactor, which waits for the
+device and cannot skip a step: of the second moment of a matrix only the means of its rows and of
+its columns are kept.
 
-torch's own waits for the device, and cannot skip a step. This one takes two all-reduces a step if
-parameters are sharded: of column sums and squared weights, and of squared updates.
+A step takes two all-reduces if parameters are sharded: of column sums and squared weights, and of
+squared updates.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from launcher.models.shards import local_rows, sharded_zeros
+from launcher.training.low_precision import State
 
 EPS1, EPS2 = torch.finfo(torch.float32).eps, 1e-3
 """Least square root of a second moment; least root mean square of a weight."""
@@ -25,9 +29,9 @@ class Adafactor(torch.optim.Optimizer):
     """`grad_scale` and `found_inf` as in torch's fused optimizers. Changes the gradients."""
 
     grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
+    found_inf = torch.zeros(())
 
-    def initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
         """Zeros. Every rank has all columns of a matrix."""
         step, shape = torch.zeros((), device=parameter.device), parameter.shape
         if parameter.ndim < 2:
@@ -42,7 +46,6 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all parameters with a gradient."""
         groups = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
         gradients = {p: local_rows(p.grad)[0] for p, _ in groups}
         squares: Values = {}
@@ -65,17 +68,14 @@ class Adafactor(torch.optim.Optimizer):
             rate = rms.clamp(min=EPS2) * state["step"].rsqrt().clamp(max=group["lr"])
             rate = rate / (updates[parameter][0] / parameter.numel()).sqrt().clamp(min=1.0)
             update = gradients[parameter] * rate + local * (group["lr"] * group["weight_decay"])
-            local.sub_(self._unless_skipped(update, torch.zeros_like(rate)))
-
-    def _unless_skipped(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
+            local.sub_(torch.where(self.found_inf > 0, torch.zeros_like(rate), update))
 
     def _inverse_root(
         self, parameter: torch.Tensor, gradient: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
         """Of the second moment, which it updates. columns: sums of a matrix's squared gradients."""
         state = self.state[parameter]
-        state["step"] += 1 if self.found_inf is None else 1 - self.found_inf
+        state["step"] += 1 - self.found_inf
         new = {"variance": gradient.square()}
         if parameter.ndim >= 2:
             rows = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True).square_()
@@ -85,7 +85,7 @@ class Adafactor(torch.optim.Optimizer):
         moments = {key: local_rows(state[key])[0] for key in new}
         for key, moment in moments.items():
             changed = moment.lerp(new[key].view_as(moment), state["step"] ** BETA2_DECAY)
-            moment.copy_(self._unless_skipped(changed, moment))
+            moment.copy_(torch.where(self.found_inf > 0, moment, changed))
         if parameter.ndim < 2:
             return moments["variance"].clamp(min=EPS1 * EPS1).rsqrt_()
         row_var, col_var = moments["row_var"], moments["col_var"]

@@ -24,16 +24,14 @@ from launcher.training.scores import ratio
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The loss of a validation set."""
+    """Loss and scores of a validation set."""
 
     loss: float
-    """Mean over the tokens with a target."""
+    """Mean over `tokens`, those with a target."""
     tokens: int
-    """Tokens with a target."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """Other metrics by name: means over the samples, but for a classifier's F1."""
+    """Other metrics by name: means over `scored` samples, but for a classifier's F1."""
     scored: int = 0
-    """How many samples they are over."""
     samples: Sequence[Mapping[str, Any]] = ()
     """Generated answers, on rank 0."""
 
@@ -51,8 +49,7 @@ class Evaluator:
         ranks: DataParallel,
         generator: Generator | None = None,
     ) -> None:
-        """generator: evaluation.generate."""
-        self._generator = generator
+        self._ranks, self._generator = ranks, generator
         self._loaders: dict[str, tuple[MapData, Iterable[dict[str, Any]]]] = {}
         global_batch_size = micro_batch_size * ranks.size
         for name, dataset in datasets.items():
@@ -76,7 +73,6 @@ class Evaluator:
                 device=ranks.device,
             )
             self._loaders[name] = (dataset, loader)
-        self._ranks = ranks
 
     @torch.no_grad()
     def evaluate(
@@ -86,56 +82,50 @@ class Evaluator:
         stop_requested: Callable[[], bool] = lambda: False,
         heartbeat: Callable[[str], None] = lambda phase: None,
     ) -> dict[str, Evaluated]:
-        """The loss of each set over all ranks, in the order of the recipe; empty if a
-        stop was requested on a rank.
-
-        The ranks agree on a stop at each micro-batch. heartbeat: called at each micro-batch.
-        """
+        """The loss of each set over all ranks, in the order of the recipe; empty if a stop was
+        requested on a rank, on which the ranks agree at each micro-batch."""
         device, ranks = self._ranks.device, self._ranks
         stop_requests: StepStatistics | None = None
         totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
-        more: dict[str, dict[str, Any]] = {name: {} for name in self._loaders}
+        more: list[dict[str, Any]] = []
 
         def proceed() -> bool:
             heartbeat("evaluation")
             return not stop_requested()
 
         with _evaluating(wrapped):
-            for total, (name, (dataset, loader)) in zip(totals, self._loaders.items(), strict=True):
+            for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
                 counts: Any = None
                 for collated in loader:
-                    heartbeat("evaluation")
                     # The answer at the previous micro-batch, so that nothing waits. All ranks get
                     # it at the same one
+                    going = proceed()
                     if stop_requests is not None and stop_requests.read()[0] > 0:
                         return {}
-                    stop_requests = StepStatistics([int(stop_requested())], ranks)
+                    stop_requests = StepStatistics([int(not going)], ranks)
                     micro_batch = to_device(collated["tensors"], device)
                     loss, found = _measure(dataset, wrapped, micro_batch)
                     total[0] += loss
-                    counts = found if counts is None else counts + found
                     total[1] += collated["loss_tokens"]
+                    counts = found if counts is None else counts + found
                 if stop_requests is not None:
                     stop_requests.read()
-                if (scored := self._scores(dataset, wrapped, counts, proceed)) is None:
+                scored: dict[str, Any] | None = {}
+                if counts is not None:
+                    dist.all_reduce(counts, group=ranks.group)
+                    scored = _classification_scores(counts)
+                elif self._generator is not None:
+                    store = dataset.store  # type: ignore[union-attr]
+                    scored = self._generator.answer(wrapped, store, ranks, proceed)
+                if scored is None:
                     return {}
-                more[name] = scored
+                more.append(scored)
         dist.all_reduce(totals, group=ranks.group)
+        sets = zip(self._loaders, totals.tolist(), more, strict=True)
         return {
-            name: Evaluated(loss / max(tokens, 1.0), int(tokens), **more[name])
-            for name, (loss, tokens) in zip(self._loaders, totals.tolist(), strict=True)
+            name: Evaluated(loss / max(tokens, 1.0), int(tokens), **scored)
+            for name, (loss, tokens), scored in sets
         }
-
-    def _scores(
-        self, dataset: Any, wrapped: WrappedModel, counts: Any, proceed: Callable[[], bool]
-    ) -> dict[str, Any] | None:
-        """The further fields of `Evaluated` for a set; None if a stop was requested."""
-        if counts is not None:
-            dist.all_reduce(counts, group=self._ranks.group)
-            return _classification_scores(counts)
-        if self._generator is None:
-            return {}
-        return self._generator.answer(wrapped, dataset.store, self._ranks, proceed)
 
 
 def _measure(
@@ -160,7 +150,7 @@ def _class_counts(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _classification_scores(counts: torch.Tensor) -> dict[str, Any]:
-    """Accuracy, and the mean F1 of the classes that occur (macro). counts: of `_class_counts`."""
+    """Accuracy, and the mean F1 of the classes that occur (macro)."""
     by_class = [ratio(right, one + other) for right, one, other in counts.T.tolist() if one + other]
     scored = int(counts[2].sum())
     accuracy = float(counts[0].sum()) / max(1, scored)
@@ -178,13 +168,13 @@ def _evaluating(wrapped: WrappedModel) -> Iterator[None]:
 
 def over_all(results: Mapping[str, Evaluated]) -> Evaluated:
     """The loss over the tokens of all sets, and the means of the scores over their samples."""
-    sets = results.values()
+    sets = list(results.values())
     tokens, scored = sum(one.tokens for one in sets), sum(one.scored for one in sets)
     scores = {
         name: sum(one.scores[name] * one.scored for one in sets) / max(scored, 1)
-        for name in next(iter(sets)).scores
+        for name in sets[0].scores
     }
-    loss = sum(result.loss * result.tokens for result in sets)
+    loss = sum(one.loss * one.tokens for one in sets)
     return Evaluated(loss / max(tokens, 1), tokens, scores, scored)
 
 
@@ -202,7 +192,6 @@ class EarlyStopping:
         self._since = 0
 
     def add(self, scores: Mapping[str, float]) -> None:
-        """An evaluation. scores: the finite ones."""
         value = scores.get(self._metric)
         self._since += 1
         if value is not None and is_better(self._metric, value, self._best):
@@ -210,14 +199,12 @@ class EarlyStopping:
 
     @property
     def over(self) -> bool:
-        """Whether the run ends now."""
         return self._stop_after is not None and self._since >= self._stop_after
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
         return {"early_stopping": [self._metric, self._best, self._since]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """state: of a checkpoint, perhaps of an older version or for another metric."""
+        """state: of a checkpoint, perhaps for another metric."""
         metric, best, since = state.get("early_stopping", (None, None, 0))
         self._best, self._since = (best, since) if metric == self._metric else (None, 0)

@@ -1,8 +1,7 @@
 """Greedy answers of the model in training, the same under every strategy and number of ranks.
 
-Prompts are divided into micro-batches in their order, padded to one width; a rank computes every
-n-th. The model is called on the whole sequence for each new token: caches of keys and values
-differ from architecture to architecture, and answers are short.
+The model is called on the whole sequence for each new token: caches of keys and values differ from
+architecture to architecture, and answers are short.
 """
 
 from __future__ import annotations
@@ -53,18 +52,16 @@ class Generator:
     def __init__(
         self, settings: schema.Generate, *, tokenizer: str, rows: int, longest: int
     ) -> None:
-        """rows: of a micro-batch. longest: tokens of prompt and answer.
-
-        Raises RecipeError if a user's metric does not exist."""
+        """rows: of a micro-batch. longest: tokens of prompt and answer. Raises RecipeError if a
+        user's metric does not exist."""
         self._settings, self._rows, self._longest = settings, rows, longest
         self._tokenizer: Any = hugging_face_tokenizer(tokenizer)
-        key = "evaluation.generate.metrics"
-        self._scores = {
-            name.rpartition(":")[2]: import_function(name, key=key)
-            if ":" in name
-            else getattr(scores, name)
-            for name in settings.metrics
-        }
+        self._scores: dict[str, Callable[[str, str], float]] = {}
+        for metric in settings.metrics:
+            _, colon, name = metric.rpartition(":")
+            key = "evaluation.generate.metrics"
+            function = import_function(metric, key=key) if colon else getattr(scores, name)
+            self._scores[name] = function
 
     @torch.no_grad()
     def answer(
@@ -82,7 +79,7 @@ class Generator:
         width = max((len(prompt.ids) for prompt in prompts), default=0) + most
         # 0: no token, so that a sum over the ranks gathers the rows
         answers = torch.zeros(len(prompts) + rows, most, dtype=torch.int64, device=ranks.device)
-        for first in range(0, len(prompts), rows * ranks.size):
+        for first in range(0, len(prompts), rows * ranks.size):  # micro-batches, in turn
             mine = first + rows * ranks.rank
             chunk = prompts[mine : mine + rows]
             found = self._complete(wrapped, chunk, ranks, proceed, width=width)
@@ -95,12 +92,12 @@ class Generator:
             for prompt, row in zip(prompts, answers.tolist(), strict=False)
             if ranks.rank == 0  # a user's function may draw random numbers
         ]
-        sums = [sum(sample[name] for sample in samples) for name in self._scores]
-        agreed = torch.tensor(sums, dtype=torch.float64, device=ranks.device)
+        count = len(prompts)
+        means = [sum(one[name] for one in samples) / max(1, count) for name in self._scores]
+        agreed = torch.tensor(means, dtype=torch.float64, device=ranks.device)
         dist.broadcast(agreed, group=ranks.group, group_src=0)
-        means = (agreed / max(1, len(prompts))).tolist()
-        scored = dict(zip(self._scores, means, strict=True))
-        return {"scores": scored, "scored": len(prompts), "samples": samples}
+        agreed_scores = dict(zip(self._scores, agreed.tolist(), strict=True))
+        return {"scores": agreed_scores, "scored": count, "samples": samples}
 
     def _complete(
         self,
@@ -143,10 +140,9 @@ class Generator:
         decode: Any = self._tokenizer.decode
         reference = decode(prompt.reference, skip_special_tokens=True).strip()
         answered = decode(answer, skip_special_tokens=True).strip()
+        scored = {name: float(score(answered, reference)) for name, score in self._scores.items()}
         texts = {"prompt": decode(prompt.ids), "reference": reference, "answer": answered}
-        return texts | {
-            name: float(score(answered, reference)) for name, score in self._scores.items()
-        }
+        return texts | scored
 
 
 def _next_token(

@@ -22,7 +22,6 @@ class Step:
     """One optimizer step. Its tensors are scalars; reading one waits for the device."""
 
     number: int
-    """Counts from 1."""
     loss: torch.Tensor
     """This rank's part of the global batch's token mean: the sum over ranks is the loss."""
     grad_norm: torch.Tensor
@@ -38,7 +37,6 @@ class Update:
     """How gradients update the weights."""
 
     optimizer: torch.optim.Optimizer
-    """As `make_optimizer` returns it."""
     learning_rate: LearningRate
     loss_scale: LossScale
     max_grad_norm: float | None
@@ -46,8 +44,8 @@ class Update:
     def apply(self, step: int, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Clips the gradients, updates the weights, and frees the gradients.
 
-        norm: of the scaled gradients, on the optimizer's device (the host with offload).
-        Returns the unscaled norm, whether the step was skipped (1 or 0), and the learning rate.
+        norm: of the scaled gradients, on the optimizer's device (the host with offload). Returns
+        the unscaled norm, whether the step was skipped (1 or 0), and the learning rate.
         """
         optimizer, loss_scale = self.optimizer, self.loss_scale
         divisor = loss_scale.value.to(norm.device) if loss_scale.enabled else None
@@ -78,11 +76,10 @@ def train_steps(
     ranks: int,
     heartbeat: Callable[[str], None] = lambda phase: None,
 ) -> Iterator[Step]:
-    """Trains on each global batch and yields it as a Step.
+    """Trains on each global batch and yields it as a Step. heartbeat: called with each phase.
 
-    The loss of a global batch is the sum over its tokens, divided by all its tokens with a target;
-    these are counted over all micro-batches and ranks before the first forward pass. The strategy
-    averages gradients over `ranks`, hence the factor. heartbeat: called with each phase.
+    The loss of a global batch is the sum over its tokens, divided by all its tokens with a target,
+    of all micro-batches and ranks. The strategy averages gradients over `ranks`, hence the factor.
     """
     model = wrapped.model
     model.train()

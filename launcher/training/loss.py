@@ -22,10 +22,9 @@ def summed_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tenso
     If the model config sets the router's auxiliary loss (output_router_logits), the gradient
     includes it; the value does not, to be comparable with an evaluation.
 
-    micro_batch: `input_ids` and `targets` (batch, tokens). Targets are shifted: targets[b, t]
-    follows input_ids[b, t], and is IGNORED where there is no loss. `position_ids` (batch, tokens)
-    for packed documents, `target_positions` (see `collate_sequences`), and further arguments of the
-    model's forward.
+    micro_batch: `input_ids` and `targets` (batch, tokens), where targets[b, t] follows
+    input_ids[b, t], and is IGNORED where there is no loss; `target_positions` (see
+    `collate_sequences`), and further arguments of the model's forward.
     """
     targets = micro_batch["targets"]
     inputs = {name: value for name, value in micro_batch.items() if name not in _TARGETS}
@@ -48,12 +47,11 @@ def summed_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tenso
 
 
 def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-    """Load-balancing loss of a mixture of experts, times its coefficient and the number of targets.
+    """Load-balancing loss of a mixture of experts, times its coefficient and the number of targets:
+    with one micro-batch, the mean over targets is what transformers adds to its loss.
 
-    Summed over micro-batches m and ranks, and divided by the targets T of the global batch, it is
-    coefficient * sum_m(targets_m / T * auxiliary_m): with one micro-batch, what transformers adds
-    to its loss. Padding (everything more than one token after the last target of its row) counts
-    only in models without `num_experts` and `num_experts_per_tok`.
+    Padding (everything more than one token after the last target of its row) counts only in models
+    without `num_experts` and `num_experts_per_tok`.
     """
     model = getattr(model, "module", model)  # unwrap DistributedDataParallel
     config: Any = model.config
@@ -64,11 +62,10 @@ def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch
     )
     if coefficient is None:
         raise ValueError(
-            f"{type(model).__name__} returns an auxiliary loss and has no router_aux_loss_coef to "
-            "weight it with; set output_router_logits to false in its config to train without it"
+            f"{type(model).__name__} returns an auxiliary loss and has no router_aux_loss_coef; "
+            "train without it: output_router_logits: false in its config"
         )
-    auxiliary = outputs.aux_loss
-    trained = targets != IGNORED
+    auxiliary, trained = outputs.aux_loss, targets != IGNORED
     if hasattr(model, "num_experts") and hasattr(model, "num_experts_per_tok"):
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -83,7 +80,7 @@ def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch
 
 
 def classification_logits(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-    """(batch, classes), float32. micro_batch: as in `summed_classification_loss`."""
+    """(batch, classes), float32."""
     inputs = {name: value for name, value in micro_batch.items() if name != "targets"}
     logits: torch.Tensor = model(**inputs).logits
     return logits.float()
@@ -98,5 +95,4 @@ def summed_classification_loss(model: nn.Module, micro_batch: Mapping[str, Any])
 
 
 def class_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies, a scalar."""
     return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")

@@ -1,16 +1,15 @@
 """AdamW whose moments are kept in bfloat16 or int8.
 
 A step converts a part of the moments to float32, updates it with torch's fused AdamW, and rounds it
-stochastically: without noise a moment would not change where the change is smaller than half the
-distance of two neighbouring values. The noise is a function of the seed, the parameter's name, the
-position in the whole tensor and the step (`philox`), and blocks of int8 lie inside of a row, which
-FSDP never divides. So the state does not depend on how parameters are sharded.
+stochastically: without noise, changes below half the distance of two neighbouring values would be
+lost. The noise is a function of the seed, the parameter's name, the position in the whole tensor
+and the step (`philox`), and blocks of int8 lie inside of a row, which FSDP never divides. So the
+state does not depend on how parameters are sharded.
 
 int8 (Dettmers et al., 2022, with other codes): a block of 256 numbers x has a float32 scale s, its
-largest absolute value. The second moment is kept as 255 * (x / s)^(1/4): the fourth root gives
-small numbers, which a linear code would set to 0, as many codes as large ones. Of the first moment
-its ratio to the root of the second one is kept, which is the update but for its bias corrections,
-as 127 * x / s. Ratios differ less than moments do, so the code can be linear.
+largest absolute value. The second moment is kept as 255 * (x / s)^(1/4), because a linear code
+would set small numbers to 0. Of the first moment its ratio to the root of the second one is kept,
+as 127 * x / s: ratios differ less than moments do, so the code can be linear.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ AT_ONCE = {"cpu": 2**18}
 2^18 and 2^20 on one core."""
 _LEVELS = {torch.int8: 127, torch.uint8: 255}
 _INT8 = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+State = dict[str, torch.Tensor]
 Part = tuple[slice, slice]
 """Rows and columns of a tensor seen as a matrix."""
 
@@ -43,7 +43,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
     """
 
     grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
+    found_inf = torch.zeros(())
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._dtype, self._seed = state_dtype, seed
 
-    def initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
         """Zeros. A scale `NAME_scale` has a row for each row of the parameter."""
         state = {"step": torch.zeros((), device=parameter.device)}
         for key, code in _INT8.items():
@@ -74,24 +74,22 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all parameters with a gradient."""
         for group in self.param_groups:
             self.update(group)
 
     def update(self, group: dict[str, Any]) -> None:
-        """Updates the parameters of a group."""
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if parameter.grad is not None:
                 self._update(name, parameter, group)
 
     def _update(self, name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        state["step"] += 1 if self.found_inf is None else 1 - self.found_inf
+        state["step"] += 1 - self.found_inf
         local, first_row = local_rows(parameter)
         if not local.numel():
             return
         weights, gradient = _matrix(parameter), _matrix(parameter.grad)  # type: ignore[arg-type]
-        keys = {key: _key(self._seed, f"{name}.{key}") for key in _INT8}
+        seeds = {key: derived_seed(self._seed, f"{name}.{key}") for key in _INT8}
         for part in parts_of(weights, weights.device):
             moments = {key: _load(state, key, part) for key in _INT8}
             ratio, is_ratio = moments["exp_avg"], _matrix(state["exp_avg"]).dtype == torch.int8
@@ -117,19 +115,14 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             if is_ratio:
                 root = moments["exp_avg_sq"].sqrt().clamp_(min=torch.finfo(torch.float32).tiny)
                 moments["exp_avg"] /= root
-                if self.found_inf is not None:
-                    moments["exp_avg"] = torch.where(self.found_inf > 0, ratio, moments["exp_avg"])
+                moments["exp_avg"] = torch.where(self.found_inf > 0, ratio, moments["exp_avg"])
             rows, columns = part
             first = (first_row + rows.start) * weights.shape[1] + columns.start
             for key, moment in moments.items():
                 if _matrix(state[key]).dtype != torch.float32:
-                    noise = philox.random_bytes(keys[key], first, moment.numel(), state["step"])
+                    words = seeds[key] & 0xFFFFFFFF, seeds[key] >> 32
+                    noise = philox.random_bytes(words, first, moment.numel(), state["step"])
                     _store(state, key, part, moment, noise.view(moment.shape))
-
-
-def _key(seed: int, name: str) -> philox.Key:
-    number = derived_seed(seed, name)
-    return number & 0xFFFFFFFF, number >> 32
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,7 +146,7 @@ def _blocks(part: Part) -> Part:
     return rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
 
 
-def _load(state: dict[str, torch.Tensor], key: str, part: Part) -> torch.Tensor:
+def _load(state: State, key: str, part: Part) -> torch.Tensor:
     """Part of a moment in float32; of a float32 moment a view."""
     kept = _matrix(state[key])[part]
     moment = kept.float()
@@ -165,9 +158,7 @@ def _load(state: dict[str, torch.Tensor], key: str, part: Part) -> torch.Tensor:
     return moment
 
 
-def _store(
-    state: dict[str, torch.Tensor], key: str, part: Part, moment: torch.Tensor, noise: torch.Tensor
-) -> None:
+def _store(state: State, key: str, part: Part, moment: torch.Tensor, noise: torch.Tensor) -> None:
     """Rounds up with the probability of the remainder. Keeps what `_load` returned as it was."""
     kept = _matrix(state[key])[part]
     if kept.dtype == torch.bfloat16:  # the upper half of a float32

@@ -1,9 +1,8 @@
 """Muon (Jordan et al., 2024): momentum, whose direction for a matrix is made nearly orthogonal. Its
 update has the root mean square of AdamW's (Liu et al., 2025), so both take one learning rate.
 
-A sharded matrix is exchanged whole, at one matrix for each rank at a time: an all-to-all brings its
-rows to one rank, and another one brings the rows of the result back. Experts (three dimensions) are
-sharded as whole matrices.
+Of sharded matrices, each rank computes one at a time: an all-to-all brings its rows, and another one
+brings the rows of the result back. Experts (three dimensions) are sharded as whole matrices.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from launcher.models.shards import compute_device, local_rows
-from launcher.training.low_precision import LowPrecisionAdamW
+from launcher.training.low_precision import LowPrecisionAdamW, State
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 """Of the Newton-Schulz iteration, by Jordan: singular values end between 0.7 and 1.2."""
@@ -33,24 +32,23 @@ def is_matrix(shape: Sequence[int]) -> bool:
 class Muon(LowPrecisionAdamW):
     """Updates groups without `orthogonalize` as AdamW. Changes the gradients of the others."""
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all parameters with a gradient."""
-        for group in self.param_groups:
-            if group["orthogonalize"]:
-                self._muon([p for p in group["params"] if p.grad is not None], group)
-            else:
-                self.update(group)
+    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
+        if group["orthogonalize"]:
+            return {"momentum_buffer": torch.zeros_like(parameter)}
+        return super().initial_state(group, parameter)
 
-    def _muon(self, trained: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
-        updates = 1.0 if self.found_inf is None else 1 - self.found_inf
+    def update(self, group: dict[str, Any]) -> None:
+        if not group["orthogonalize"]:
+            super().update(group)
+            return
+        trained = [p for p in group["params"] if p.grad is not None]
+        updates = 1 - self.found_inf
         for parameter in trained:
-            gradient = local_rows(parameter.grad)[0]  # type: ignore[arg-type]
+            gradient = local_rows(parameter.grad)[0]
             momentum = local_rows(self.state[parameter]["momentum_buffer"])[0]
             if self.grad_scale is not None:
                 gradient.div_(self.grad_scale)
-            if self.found_inf is not None:
-                gradient.masked_fill_(self.found_inf > 0, 0)
+            gradient.masked_fill_(self.found_inf > 0, 0)
             momentum.lerp_(gradient, updates * (1 - group["momentum"]))
             gradient.lerp_(momentum, group["momentum"])  # Nesterov's
         for parameter, direction in _directions(trained):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from launcher.models.shards import local_rows
 from launcher.recipe import schema
 from launcher.strategies.zero import shard_rows, shard_update
 from launcher.training.adafactor import Adafactor
-from launcher.training.low_precision import LowPrecisionAdamW
+from launcher.training.low_precision import LowPrecisionAdamW, State
 from launcher.training.muon import Muon, is_matrix
 from launcher.training.optimizer_offload import OffloadedOptimizer
 
@@ -39,55 +38,62 @@ def make_optimizer(
 
     Its step reads two scalars on the device: `grad_scale`, which divides the gradients, and
     `found_inf`, which skips the step. The loop clips and skips through them, without waiting and
-    without another pass over the gradients. seed: of stochastic rounding. optimizer_mesh: of the
-    strategy (`WrappedModel.optimizer_mesh`). offload: of the strategy. blocks: whose matrices Muon
-    orthogonalizes. Raises RecipeError if it finds none.
+    without another pass over the gradients. seed: of stochastic rounding. optimizer_mesh, offload:
+    of the strategy. blocks: whose matrices Muon orthogonalizes. Raises RecipeError if it finds none.
     """
     trained = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
-    muon, inside = optimizer.name == "muon", {id(p) for block in blocks for p in block.parameters()}
-    inner = {name for name, p in trained.items() if muon and id(p) in inside and is_matrix(p.shape)}
-    if muon and not inner:
-        raise RecipeError("optimizer.name: muon: the model has no matrix in a block; use adamw")
+    inner: set[str] = set()
+    if optimizer.name == "muon":
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        inner = {name for name, p in trained.items() if id(p) in inside and is_matrix(p.shape)}
+        if not inner:
+            raise RecipeError("optimizer.name: muon: the model has no matrix in a block; use adamw")
     pairs = []
     if optimizer_mesh is not None:
         pairs = [(p, nn.Parameter(shard_rows(p, optimizer_mesh))) for p in trained.values()]
         trained = dict(zip(trained, (shard for _, shard in pairs), strict=True))
-    directed = [named for named in trained.items() if named[0] in inner]
-    others = [named for named in trained.items() if named[0] not in inner]
-    matrices = [named for named in others if named[1].ndim >= 2]
-    vectors = [named for named in others if named[1].ndim < 2]
-    decay = optimizer.weight_decay
+    sorts: dict[str, list[tuple[str, torch.Tensor]]] = {"inner": [], "matrices": [], "vectors": []}
+    for name, parameter in trained.items():
+        outer = "matrices" if parameter.ndim >= 2 else "vectors"
+        sorts["inner" if name in inner else outer].append((name, parameter))
     groups = [
-        {"params": named, "weight_decay": decay, "orthogonalize": named is directed}
-        for named, decay in ((directed, decay), (matrices, decay), (vectors, 0.0))
+        {
+            "params": named,
+            "weight_decay": 0.0 if sort == "vectors" else optimizer.weight_decay,
+            "orthogonalize": sort == "inner",
+        }
+        for sort, named in sorts.items()
         if named
     ]
-    made = _make(groups, optimizer, seed)
+    made: torch.optim.Optimizer = _make(groups, optimizer, seed)
     if offload is not None and (offload.what == "optimizer" or offload.optimizer_path):
-        return OffloadedOptimizer(made, partial(_initial_state, made), offload)
+        return OffloadedOptimizer(made, offload)
     shard_update(made, pairs)
     create_state(made)
     return made
 
 
-def _make(
-    groups: list[dict[str, Any]], optimizer: schema.Optimizer, seed: int
-) -> torch.optim.Optimizer:
-    rates: dict[str, Any] = {
-        "lr": optimizer.learning_rate,
-        "betas": optimizer.betas,
-        "eps": optimizer.eps,
-    }
-    low: dict[str, Any] = {"state_dtype": optimizer.state_dtype, "seed": seed}
+def _make(groups: list[dict[str, Any]], optimizer: schema.Optimizer, seed: int) -> Any:
+    rate = optimizer.learning_rate
+    adamw: dict[str, Any] = {"lr": rate, "betas": optimizer.betas, "eps": optimizer.eps}
+    low = adamw | {"state_dtype": optimizer.state_dtype, "seed": seed}
     if optimizer.name == "muon":
-        return Muon(groups, momentum=optimizer.momentum, **low, **rates)
+        return Muon(groups, momentum=optimizer.momentum, **low)
     if optimizer.state_dtype != "float32":
-        return LowPrecisionAdamW(groups, **low, **rates)
+        return LowPrecisionAdamW(groups, **low)
     if optimizer.name == "sgd":
-        return Sgd(groups, lr=optimizer.learning_rate, momentum=optimizer.momentum)
+        return Sgd(groups, lr=rate, momentum=optimizer.momentum)
     if optimizer.name == "adafactor":
-        return Adafactor(groups, {"lr": optimizer.learning_rate})
-    return torch.optim.AdamW(groups, **rates, fused=True)
+        return Adafactor(groups, {"lr": rate})
+    return AdamW(groups, **adamw, fused=True)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's, with its state made before the first step."""
+
+    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
+        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 class Sgd(torch.optim.SGD):
@@ -96,9 +102,11 @@ class Sgd(torch.optim.SGD):
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 
+    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
+        return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all parameters with a gradient."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             if not trained:
@@ -120,25 +128,12 @@ class Sgd(torch.optim.SGD):
             )
 
 
-def create_state(optimizer: torch.optim.Optimizer) -> None:
+def create_state(optimizer: Any) -> None:
     """Creates missing state, of zeros, as the first step would."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
-                optimizer.state[parameter] |= _initial_state(optimizer, group, parameter)
-
-
-def _initial_state(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    if group["orthogonalize"]:
-        return {"momentum_buffer": torch.zeros_like(parameter)}
-    if isinstance(optimizer, LowPrecisionAdamW | Adafactor):
-        return optimizer.initial_state(parameter)
-    if isinstance(optimizer, Sgd):
-        return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
-    moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.zeros((), device=parameter.device), **moments}
+                optimizer.state[parameter] |= optimizer.initial_state(group, parameter)
 
 
 def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> LearningRate:
@@ -186,10 +181,9 @@ class LossScale:
         return {"value": self.value.item(), "good_steps": self._good_steps.item()}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restores what `state` returned; does nothing without float16."""
         if self.enabled:
-            self.value = torch.full_like(self.value, state["value"])
-            self._good_steps = torch.full_like(self._good_steps, state["good_steps"])
+            self.value.fill_(state["value"])
+            self._good_steps.fill_(state["good_steps"])
 
     def update(self, skipped: torch.Tensor) -> None:
         """skipped: a scalar, 1 if the step's gradients were not finite, else 0."""

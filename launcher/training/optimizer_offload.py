@@ -1,10 +1,9 @@
 """Optimizer state in host memory or in a file. A step streams it through the device.
 
-Parameters form buckets. For each bucket, a step copies the state to the device, lets the optimizer
-update these parameters, and copies the state back. On CUDA, copies in both directions run at the
-same time, on streams of their own. Of a file, threads read the next buckets and write earlier ones.
-
-Parameters are updated whole, by the same operators as without offload: results are the same bits.
+For each bucket of parameters, a step copies the state to the device, lets the optimizer update them
+by the same operators as without offload, and copies the state back. On CUDA, copies in both
+directions run at the same time, on streams of their own. Of a file, threads read the next buckets
+and write earlier ones.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,12 +29,31 @@ from launcher.errors import TrainingError
 from launcher.metrics.console import bytes_as_text
 from launcher.models.shards import local_rows
 from launcher.recipe import schema
+from launcher.training.low_precision import State
 
 BUCKET = 2**26
 """Bytes of state in a bucket; more if one parameter has more."""
 SLOTS, FILE_BUFFERS = 2, 4
 """Buckets on the device, and in host memory if the state is in a file."""
-State = dict[str, torch.Tensor]
+
+
+class _Piece(NamedTuple):
+    """A tensor of a parameter's state, as bytes of a bucket."""
+
+    parameter: torch.Tensor
+    key: str
+    span: slice
+    shape: torch.Size
+    dtype: torch.dtype
+    spec: Any
+    """Of a DTensor, else None."""
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        local = memory[self.span].view(self.dtype).view(self.shape)
+        if self.spec is None:
+            return local
+        wrap: Any = DTensor  # `DTensor.from_local` would copy to the mesh's device
+        return wrap(local, self.spec, requires_grad=False)  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -45,35 +63,23 @@ class _Bucket:
     size: int = 0
     members: dict[int, list[int]] = field(default_factory=dict)
     """Parameters: indices in each parameter group."""
-    views: list[tuple[torch.Tensor, str, Callable[[torch.Tensor], torch.Tensor]]] = field(
-        default_factory=list
-    )
-    """Parameter, key of its state, and the function that views the bucket's bytes as that state."""
+    pieces: list[_Piece] = field(default_factory=list)
 
     def add(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         local, spec = local_rows(value)[0], getattr(value, "_spec", None)
         span = slice(self.size, self.size + local.nbytes)
-        view = partial(_view, span=span, shape=local.shape, dtype=local.dtype, spec=spec)
-        self.views.append((parameter, key, view))
-        self.size += _padded(local, 256)
+        self.pieces.append(_Piece(parameter, key, span, local.shape, local.dtype, spec))
+        self.size += _padded(value)
 
     def states(self, memory: torch.Tensor) -> dict[torch.Tensor, State]:
         found: dict[torch.Tensor, State] = {}
-        for parameter, key, view in self.views:
-            found.setdefault(parameter, {})[key] = view(memory)
+        for piece in self.pieces:
+            found.setdefault(piece.parameter, {})[piece.key] = piece.view(memory)
         return found
 
 
-def _view(
-    memory: torch.Tensor, span: slice, shape: torch.Size, dtype: torch.dtype, spec: Any
-) -> torch.Tensor:
-    """spec: of a DTensor, else None. `DTensor.from_local` would copy to the mesh's device."""
-    local, wrap = memory[span].view(dtype).view(shape), DTensor
-    return local if spec is None else wrap(local, spec, requires_grad=False)  # type: ignore
-
-
-def _padded(tensor: torch.Tensor, unit: int) -> int:
-    return -(-tensor.nbytes // unit) * unit
+def _padded(value: torch.Tensor) -> int:
+    return -(-local_rows(value)[0].nbytes // 256) * 256
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -83,19 +89,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """
 
     grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
+    found_inf = torch.zeros(())
 
-    def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        initial_state: Callable[[dict[str, Any], torch.Tensor], State],
-        offload: schema.CpuOffload,
-    ) -> None:
-        """initial_state(group, parameter): scalars, and tensors of zeros. Raises TrainingError if
-        the file cannot be made."""
+    def __init__(self, inner: Any, offload: schema.CpuOffload) -> None:
+        """inner: with `initial_state(group, parameter)`, which returns scalars, and tensors of
+        zeros. Raises TrainingError if the file cannot be made."""
         super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
-        self._buckets = self._lay_out(initial_state)
+        self._buckets = self._lay_out()
         size = self._buckets[-1].start + self._buckets[-1].size
         self._largest = max(bucket.size for bucket in self._buckets)
         self.file: StateFile | None = None
@@ -119,16 +120,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for buffer in self.host_buffers if offload.pin_memory else ():
                 _pin(buffer, owner=self)
 
-    def _lay_out(
-        self, initial_state: Callable[[dict[str, Any], torch.Tensor], State]
-    ) -> list[_Bucket]:
+    def _lay_out(self) -> list[_Bucket]:
         buckets = [_Bucket(0)]
         for number, group in enumerate(self.param_groups):
             for index, parameter in enumerate(group["params"]):
-                state, bucket = initial_state(group, parameter), buckets[-1]
+                state, bucket = self._inner.initial_state(group, parameter), buckets[-1]
                 moved = {key: state.pop(key) for key in list(state) if state[key].ndim}
                 self.state[parameter] = state
-                size = sum(_padded(local_rows(value)[0], 256) for value in moved.values())
+                size = sum(map(_padded, moved.values()))
                 if bucket.size and bucket.size + size > BUCKET:
                     bucket.size += -bucket.size % ALIGNMENT
                     bucket = _Bucket(bucket.start + bucket.size)
@@ -141,8 +140,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all parameters with a gradient. Waits for the disk if there is a file."""
-        inner: Any = self._inner
+        """Waits for the disk if there is a file."""
+        inner = self._inner
         inner.grad_scale, inner.found_inf = self.grad_scale, self.found_inf
         for bucket, memory in self._on_device():
             inner.state = {p: self.state[p] | state for p, state in bucket.states(memory).items()}
@@ -187,21 +186,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _through_buffers(self, file: StateFile) -> Iterator[tuple[_Bucket, torch.Tensor]]:
         """Reads ahead. Writes a buffer when the copy into it has ended, and all before it ends."""
-        count = len(self.host_buffers)
+        count, buckets = len(self.host_buffers), self._buckets
         parts = [
             self.host_buffers[number % count][: bucket.size]
-            for number, bucket in enumerate(self._buckets)
+            for number, bucket in enumerate(buckets)
         ]
 
         def read(number: int, written: Future[None] | None = None) -> None:
             if written is not None:
                 written.result()
-            file.read(parts[number], self._buckets[number].start)
+            file.read(parts[number], buckets[number].start)
 
         def write(number: int, stored: Any) -> None:
             if stored is not None:
                 stored.synchronize()
-            file.write(parts[number], self._buckets[number].start)
+            file.write(parts[number], buckets[number].start)
 
         # A new thread starts on device 0
         on_gpu = self._device.type == "cuda"
@@ -209,11 +208,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with ThreadPoolExecutor(2, initializer=start) as pool:
             reads = [pool.submit(read, number) for number in range(count)]
             writes = []
-            for number, bucket in enumerate(self._buckets):
+            for number, bucket in enumerate(buckets):
                 reads[number].result()
                 yield bucket, parts[number]
                 writes.append(pool.submit(write, number, self._stored))
-                if number + count < len(self._buckets):
+                if number + count < len(buckets):
                     reads.append(pool.submit(read, number + count, writes[number]))
             for each in writes:
                 each.result()
@@ -241,22 +240,20 @@ class StateFile:
     """Zeros in a file without a name, which the kernel deletes however this process ends."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        """Raises TrainingError, as if the disk is full."""
+        """Raises TrainingError, for example if the disk is full."""
         self.size = size
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-            if size > shutil.disk_usage(folder).free:  # otherwise the disk would be filled first
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            free = shutil.disk_usage(folder).free
+            if size > free:  # otherwise the disk would be filled first
+                raise OSError(errno.ENOSPC, f"only {bytes_as_text(free)} are free")
             os.posix_fallocate(self._file.fileno(), 0, size)
         except OSError as problem:
-            free = ""
-            if folder.is_dir():
-                free = f", and {bytes_as_text(shutil.disk_usage(folder).free)} are free"
             raise TrainingError(
                 f"strategy.cpu_offload.optimizer_path: {folder}: {problem.strerror}; a rank needs "
-                f"{bytes_as_text(size)} there{free}. Name a folder on another disk, or shard over "
-                "more ranks",
+                f"{bytes_as_text(size)} there. Name a folder on another disk, or shard over more "
+                "ranks",
                 reason="optimizer_path",
             ) from None
         path = f"/proc/self/fd/{self._file.fileno()}"
@@ -265,10 +262,11 @@ class StateFile:
         self._direct = DirectFile(self._file)
 
     def read(self, buffer: torch.Tensor, start: int) -> None:
-        """Raises OSError."""
-        read: Any = lambda file, memory, at: os.preadv(file, [memory], at)  # noqa: E731
+
+        def read(file: int, memory: memoryview, at: int) -> int:
+            return os.preadv(file, [memory], at)
+
         self._direct.move(read, buffer.numpy().data, start)
 
     def write(self, buffer: torch.Tensor, start: int) -> None:
-        """Raises OSError."""
         self._direct.move(os.pwrite, buffer.numpy().data, start)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, record_function, schedule
 from torch.profiler import profile as torch_profile
 
+from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
 
 _ROWS = 40
@@ -17,7 +18,7 @@ _ROWS = 40
 
 
 class Profiler:
-    """Names the phases of a step in the trace, and profiles the recipe's steps.
+    """A context that names the phases of a step in the trace, and profiles the recipe's steps.
 
     Writes to `profile/`: `rank_N.pt.trace.json`, a trace for TensorBoard and Perfetto;
     `rank_N_time.txt` and `rank_N_memory.txt`, the operators by their own time and memory; and
@@ -25,52 +26,49 @@ class Profiler:
     """
 
     def __init__(
-        self, profile: schema.Profile, target: Path, *, rank: int, device: torch.device, done: int
+        self, profile: schema.Profile, folder: Path, *, ranks: DataParallel, done: int
     ) -> None:
         """done: steps of the run before this start."""
-        self._target, self._rank = target, rank
-        self._on_gpu, self._done = device.type == "cuda", done
-        self._snapshot, self._recording = profile.memory_snapshot and self._on_gpu, False
+        self._target, self._rank = folder / "profile", ranks.rank
+        self._on_gpu, self._done = ranks.device.type == "cuda", done
+        self._snapshot = profile.memory_snapshot and self._on_gpu
         self._phase = ExitStack()
-        target.mkdir(parents=True, exist_ok=True)
+        self._target.mkdir(parents=True, exist_ok=True)
         before = profile.start_step - 1
         warmup = min(profile.warmup, before)
-        self._first, self._last = before - warmup, before + profile.steps
+        self._first = before - warmup
         action = schedule(wait=self._first, warmup=warmup, active=profile.steps, repeat=1)
+        cuda = [ProfilerActivity.CUDA] if self._on_gpu else []
         self._torch = torch_profile(
-            activities=[
-                ProfilerActivity.CPU,
-                *([ProfilerActivity.CUDA] if self._on_gpu else []),
-            ],
+            activities=[ProfilerActivity.CPU, *cuda],
             schedule=lambda calls: action(self._done),  # steps of the run, not calls of this start
             on_trace_ready=self._write,
             record_shapes=True,
             profile_memory=True,
         )
 
-    def start(self) -> None:
-        self._record_memory()
+    def __enter__(self) -> None:
+        if self._done >= self._first:
+            self._record_memory()
         self._torch.start()
 
-    def stop(self) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._phase.close()
         self._torch.stop()
 
     def phase(self, name: str) -> None:
-        """A phase of a step begins."""
         self._phase.close()
         self._phase.enter_context(record_function(name))
 
     def step_done(self, step: int) -> None:
-        """Call it with each finished step."""
         self._phase.close()
         self._done = step
-        self._record_memory()
+        if step == self._first:
+            self._record_memory()
         self._torch.step()
 
     def _record_memory(self) -> None:
-        if self._snapshot and not self._recording and self._first <= self._done < self._last:
-            self._recording = True
+        if self._snapshot:
             torch.cuda.memory._record_memory_history()
 
     def _write(self, trace: torch_profile) -> None:
@@ -86,30 +84,16 @@ class Profiler:
             (self._target / f"{name}_{table}.txt").write_text(text + "\n")
 
 
-@contextmanager
-def profiled(
-    profile: schema.Profile | None,
-    *,
-    folder: Path,
-    rank: int,
-    device: torch.device,
-    first_step: int,
-) -> Iterator[Profiler | None]:
-    """Yields the profiler of this start; None if it profiles nothing.
+def make_profiler(
+    profile: schema.Profile | None, folder: Path, *, ranks: DataParallel, done: int
+) -> Profiler | None:
+    """The profiler of this start; None if it profiles nothing.
 
-    first_step: steps done before this start. `profile.start_step` counts steps of the run: after a
-    resume among the profiled steps only the rest of them is profiled, and after them none.
+    done: steps before this start. `profile.start_step` counts steps of the run: a resume among the
+    profiled steps profiles the rest of them.
     """
-    if (
-        profile is None
-        or first_step >= profile.start_step - 1 + profile.steps
-        or (profile.ranks is not None and rank not in profile.ranks)
-    ):
-        yield None
-        return
-    profiler = Profiler(profile, folder / "profile", rank=rank, device=device, done=first_step)
-    profiler.start()
-    try:
-        yield profiler
-    finally:
-        profiler.stop()
+    if profile is None or done >= profile.start_step - 1 + profile.steps:
+        return None
+    if profile.ranks is not None and ranks.rank not in profile.ranks:
+        return None
+    return Profiler(profile, folder, ranks=ranks, done=done)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
-import math
 import socket
 import statistics
 import time
@@ -19,17 +17,17 @@ import torch
 import torch.distributed as dist
 
 from launcher.checkpoint.resume import Resumed
-from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
-from launcher.metrics.console import ProgressLine, bytes_as_text, seconds_as_text
-from launcher.metrics.recorder import Flops, PendingRecord, StepRecorder
-from launcher.metrics.sinks import JsonLines, Sink, open_sinks
+from launcher.metrics.console import ProgressLine, bytes_as_text, finite, seconds_as_text
+from launcher.metrics.recorder import PendingRecord, StepRecorder
+from launcher.metrics.sinks import JsonLines, Sink, open_sinks, remove_later_steps
 from launcher.metrics.slow_ranks import SlowRanks
-from launcher.metrics.verdict import measure, verdict
-from launcher.recipe.schema import Recipe
-from launcher.reliability.run_directory import RunFolder, State, append_line
+from launcher.metrics.verdict import Measured, step_shares, verdict
+from launcher.planner.comparison import PATIENCE, Forecast
+from launcher.reliability.run_directory import RunFolder, append_line
 from launcher.training.evaluation import Evaluated, over_all
 from launcher.training.loop import Step
+from launcher.training.setup import Training
 
 logger = logging.getLogger(__name__)
 
@@ -45,63 +43,54 @@ class Reporter:
     """Logs steps and evaluations. Every rank has one for its numbers; rank 0 writes and prints."""
 
     def __init__(
-        self,
-        ranks: DataParallel,
-        folder: RunFolder,
-        *,
-        recipe: Recipe,
-        steps: int,
-        first_step: int,
-        flops: Flops,
+        self, training: Training, folder: RunFolder, *, first_step: int, forecast: Forecast | None
     ) -> None:
-        self._device = ranks.device
-        self._main, self._run, self._recipe = ranks.rank == 0, recipe.run, recipe
-        self._folder, self._steps, self._samples = folder, steps, folder.path / "samples.jsonl"
-        self._every_steps = recipe.logging.every_steps
-        self._progress = ProgressLine(steps)
+        """first_step: done before this start. forecast: compared with the measured memory."""
+        ranks, recipe = training.ranks, training.recipe
+        self._device, self._main = ranks.device, ranks.rank == 0
+        self._recipe, self._folder, self._steps = recipe, folder, training.data.steps
+        self._flops, self._forecast = training.flops, forecast
+        self._first_step = self._last_step = first_step
         self._started = time.monotonic()
         self._losses: list[float] = []
+        """The first one of this start, and the last one."""
         self._recent: deque[float] = deque(maxlen=_LOSSES)
-        self._first_step = self._last_step = first_step
-        self._warning: dict[str, str] = {}
-        self._peak: tuple[int, int] | None = None
+        self._peak = 0
+        """Largest peak of a rank in the last record, in bytes."""
         self._pending: PendingRecord | None = None
+        self._micro_batches, self._judged = 1, False
+        self._progress = ProgressLine(self._steps)
+        self._status: dict[str, Any] = {"steps": self._steps}
+        self._samples = folder.path / "samples.jsonl"
         self._sinks: list[Sink] = []
         if self._main:
-            self._sinks = open_sinks(
-                recipe.logging,
-                name=recipe.run.name,
-                folder=folder.path,
-                metrics=folder.metrics,
-                config=dataclasses.asdict(recipe),
-            )
-            folder.write_status("running", step=first_step, steps=steps)
-        hosts = [socket.gethostname()] * ranks.size
+            self._sinks = open_sinks(recipe, folder)
+            folder.write_status("running", step=first_step, **self._status)
+        self._hosts = [socket.gethostname()] * ranks.size
         if ranks.size > 1:
-            dist.all_gather_object(hosts, hosts[0], group=ranks.group)
-        self._slow = SlowRanks(hosts)
-        self._hosts, self._flops, self._micro_batches = hosts, flops, 1
-        self._judged = False
+            dist.all_gather_object(self._hosts, self._hosts[0], group=ranks.group)
+        self._slow = SlowRanks(self._hosts)
         # Last, because it starts the first step's clock
-        self._recorder = StepRecorder(ranks, flops)
+        self._recorder = StepRecorder(ranks, training.flops)
         self.phase, self.waiting = self._recorder.phase, self._recorder.waiting
 
     def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
-        """Writes the rows of the data that could not be used, one JSON object per line."""
+        """Writes the rows of the data that could not be used."""
         if self._main and rows:
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             file.write_text("".join(lines), encoding="utf-8")
 
     def step(self, step: Step) -> None:
-        """Logs the previous step if it is due, and starts to gather the numbers of this one.
+        """Logs the previous step if it is due, and starts to gather the numbers of this one. The
+        device works on the next step meanwhile: logging leaves no gap.
 
-        The device works on this step while the host waits for the previous one: logging leaves no
-        gap. Raises DivergedError after too many skipped steps in a row, or if the loss jumps.
+        Raises DivergedError after too many skipped steps in a row, or if the loss jumps.
         """
         self._last_step = step.number
         self._recorder.add(step)
         self._micro_batches = len(step.batch.micro_batches)
-        due = step.number % self._every_steps == 0 or step.number in (1, self._steps)
+        every_steps = self._recipe.logging.every_steps
+        due = step.number % every_steps == 0 or step.number in (1, self._steps)
         previous, self._pending = self._pending, self._recorder.launch(step) if due else None
         if previous is not None:
             self._log(previous)
@@ -122,80 +111,84 @@ class Reporter:
             yield
 
     def _log(self, pending: PendingRecord) -> None:
-        step, record = pending.step, self._recorder.collect(pending)
-        self._peak = (step.number, record["peak_memory_bytes"])
+        step, record = pending.step.number, self._recorder.collect(pending)
+        self._peak = record["peak_memory_bytes"]
         if record["loss"] is not None:
             self._losses = [*self._losses[:1], record["loss"]]
         if self._main:
             self._write(record)
             if own := self._recorder.own_seconds:
-                for message in self._slow.update(step.number, own):
+                for message in self._slow.update(step, own):
                     logger.warning(message)
-            self._progress.step(record, note=self._slow.note())
-            if step.number >= self._first_step + VERDICT_STEPS and not self._judged:
-                self._judge(step.number)
-            self._folder.note_step(step.number, steps=self._steps, **self._warning)
+            self._progress.step(record, note=self._slow.note)
+            if step >= self._first_step + VERDICT_STEPS and not self._judged:
+                self._judge()
+            if step > self._first_step + 1:  # the second one is the first that is like all others
+                self._compare_memory()
+            self._folder.note_step(step, **self._status)
         try:
             self._check(record)
         except DivergedError:
             self._pending = None  # the following step is not logged
             raise
 
-    def _judge(self, step: int) -> None:
+    def _judge(self) -> None:
         """Logs what limits the speed, and records it in events.jsonl."""
         self._judged = True
         totals, free = self._recorder.totals, None
-        if self._device.type == "cuda" and self._peak is not None:
-            free = 1 - self._peak[1] / torch.cuda.get_device_properties(self._device).total_memory
-        found = measure(
-            totals,
-            recomputed_share=self._flops.recomputed_share,
+        if not totals["step"]:
+            return
+        if self._device.type == "cuda":
+            free = 1 - self._peak / torch.cuda.get_device_properties(self._device).total_memory
+        shares = step_shares(totals, recomputed_share=self._flops.recomputed_share)
+        measured = Measured(
+            shares,
             ranks=len(self._hosts),
             nodes=len(set(self._hosts)),
             micro_batches=self._micro_batches,
             free_memory=free,
-            slow_rank=self._slow.note(),
+            slow_rank=self._slow.note,
         )
-        if found is None:
-            return
-        text, rate = verdict(found, self._recipe), totals["tokens"] / totals["step"]
-        peak = f", {bytes_as_text(self._peak[1])} at the peak" if self._peak is not None else ""
-        shares = {name: round(share, 4) for name, share in found.shares.items()}
+        text, rate = verdict(measured, self._recipe), totals["tokens"] / totals["step"]
         parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-        logger.info(f"{text}\n  {rate:,.0f} tokens/s{peak}; {parts}")
-        self._folder.note("verdict", step=step, text=text, shares=shares)
+        peak = f"{bytes_as_text(self._peak)} at the peak"
+        logger.info(f"{text}\n  {rate:,.0f} tokens/s, {peak}; {parts}")
+        rounded = {name: round(share, 4) for name, share in shares.items()}
+        self._folder.note("verdict", step=self._last_step, text=text, shares=rounded)
 
-    def peak_memory(self, *, after: int) -> int | None:
-        """Largest peak of a rank in the last record; None if no step after `after` was logged."""
-        return self._peak[1] if self._peak is not None and self._peak[0] > after else None
+    def _compare_memory(self, *, seconds: float = 0) -> None:
+        """Once. seconds: to wait for the plan."""
+        if self._forecast is not None and (
+            text := self._forecast.compare(self._peak, seconds=seconds)
+        ):
+            logger.info(text)
+            self._forecast = None
 
     def _check(self, record: dict[str, Any]) -> None:
         """Raises DivergedError. Every rank has the same record and makes the same decision."""
-        step, loss, in_a_row = record["step"], record["loss"], self._recorder.skipped_in_a_row
-        most, ratio = self._run.max_skipped_steps, self._run.max_loss_ratio
+        step, loss, run = record["step"], record["loss"], self._recipe.run
+        in_a_row, most = self._recorder.skipped_in_a_row, run.max_skipped_steps
+        lower = "try a lower optimizer.learning_rate"
         if in_a_row >= most:
             raise DivergedError(
-                f"gradients not finite in {in_a_row} steps in a row "
-                f"(run.max_skipped_steps={most}); try a lower optimizer.learning_rate, a longer "
-                "schedule.warmup_steps, or bfloat16 instead of float16",
+                f"gradients not finite in {in_a_row} steps in a row (run.max_skipped_steps={most});"
+                f" {lower}, a longer schedule.warmup_steps, or bfloat16 instead of float16",
                 reason="not_finite",
                 first_step=step - in_a_row + 1,
                 last_step=step,
             )
         if loss is None:
             return
-        if ratio is not None and len(self._recent) >= _FEWEST_LOSSES:
-            median = statistics.median(self._recent)
-            if loss > ratio * median:
-                raise DivergedError(
-                    f"the loss of step {step}, {loss:.4g}, is more than "
-                    f"run.max_loss_ratio={ratio:g} times the median of the {len(self._recent)} "
-                    f"before it, {median:.4g}; try a lower optimizer.learning_rate, or "
-                    "run.on_divergence: rewind",
-                    reason="loss_spike",
-                    first_step=step - self._every_steps + 1,
-                    last_step=step,
-                )
+        median = statistics.median(self._recent) if len(self._recent) >= _FEWEST_LOSSES else None
+        if run.max_loss_ratio and median is not None and loss > run.max_loss_ratio * median:
+            raise DivergedError(
+                f"the loss of step {step}, {loss:.4g}, is more than run.max_loss_ratio="
+                f"{run.max_loss_ratio:g} times the median of the {len(self._recent)} before it, "
+                f"{median:.4g}; {lower}, or run.on_divergence: rewind",
+                reason="loss_spike",
+                first_step=step - self._recipe.logging.every_steps + 1,
+                last_step=step,
+            )
         self._recent.append(loss)
 
     def state(self) -> dict[str, Any]:
@@ -206,22 +199,13 @@ class Reporter:
             "recent_losses": list(self._recent),
         }
 
-    def _restore(self, resumed: Resumed) -> None:
-        """Restores what `state` returned, and restarts the clock."""
-        state = resumed.observed
-        self._recorder.restart(skipped=state["skipped"], skipped_in_a_row=state["skipped_in_a_row"])
-        self._recent = deque(state["recent_losses"], maxlen=_LOSSES)
-        self._pending = None
-        self._last_step = resumed.position.step
-
     def evaluation(
         self, step: int, results: Mapping[str, Evaluated], seconds: float
     ) -> dict[str, float]:
         """Logs an evaluation, over all sets and for each. Returns the finite metrics over all."""
         whole = over_all(results)
-        loss = _finite(whole.loss)
-        scores = {f"eval_{name}": _finite(score) for name, score in whole.scores.items()}
-        metrics = {"eval_loss": loss} | scores
+        metrics = {"eval_loss": finite(whole.loss)}
+        metrics |= {f"eval_{name}": finite(score) for name, score in whole.scores.items()}
         known = {name: value for name, value in metrics.items() if value is not None}
         if not self._main:
             return known
@@ -231,6 +215,11 @@ class Reporter:
             f"({seconds_as_text(seconds)})"
         )
         text += "".join(f", {name} {score:.4f}" for name, score in whole.scores.items())
+        if len(results) > 1:
+            if whole.scores:
+                record["eval_scores"] = {name: dict(one.scores) for name, one in results.items()}
+            record["eval_losses"] = {name: finite(one.loss) for name, one in results.items()}
+            text += "; " + ", ".join(f"{name} {one.loss:.4f}" for name, one in results.items())
         samples = [
             {"step": step, "set": name, **sample}
             for name, result in results.items()
@@ -238,81 +227,66 @@ class Reporter:
         ]
         for sample in samples:
             append_line(self._samples, sample)
-        if len(results) > 1:
-            if whole.scores:
-                record["eval_scores"] = {name: dict(one.scores) for name, one in results.items()}
-            record["eval_losses"] = {name: _finite(result.loss) for name, result in results.items()}
-            text += "; " + ", ".join(f"{name} {one.loss:.4f}" for name, one in results.items())
         self._write(record | {"time": time.time(), "samples": samples})
         logger.info(text)
         return known
 
     def warn(self, text: str | None) -> None:
         """Sets the warning in status.json. None removes it."""
-        before, self._warning = self._warning, {"warning": text} if text else {}
-        if self._warning != before and self._main:
-            self._folder.write_status(
-                "running", step=self._last_step, steps=self._steps, **self._warning
-            )
+        if text == self._status.get("warning"):
+            return
+        self._status = {"steps": self._steps} | ({"warning": text} if text else {})
+        if self._main:
+            self._folder.write_status("running", step=self._last_step, **self._status)
 
-    def resumed(self, resumed: Resumed, *, ranks: int) -> None:
-        """The run resumes from a checkpoint: logs it and removes later lines from metrics.jsonl."""
-        self._restore(resumed)
+    def resumed(
+        self, resumed: Resumed, *, skipped_batches: int, diverged: DivergedError | None = None
+    ) -> None:
+        """The run resumes from a checkpoint, or goes back to it because it diverged.
+        skipped_batches: from now on."""
+        observed, step, ranks = resumed.observed, resumed.position.step, len(self._hosts)
+        self._recorder.restart(
+            skipped=observed["skipped"], skipped_in_a_row=observed["skipped_in_a_row"]
+        )
+        self._recent = deque(observed["recent_losses"], maxlen=_LOSSES)
+        self._pending, self._last_step = None, step
         if not self._main:
             return
-        step, removed = resumed.position.step, self._remove_later_steps(resumed.position.step)
-        logger.info(
-            f"resumed from {resumed.path}, step {step}"
-            + (f", written by {resumed.ranks} ranks" if resumed.ranks != ranks else "")
-            + (f"; {removed} lines of later steps removed from metrics.jsonl" if removed else "")
-        )
-        for change in resumed.changes:
-            logger.info(f"  changed since: {change}")
-        more: dict[str, Any] = {"skipped_batches": resumed.position.skipped_batches}
-        if resumed.origin is not None:
-            more["origin"] = str(resumed.origin)
-        self._folder.note("resumed", ranks=ranks, step=step, **more)
-
-    def rewound(self, resumed: Resumed, error: DivergedError, *, skipped_batches: int) -> None:
-        """The run went back to a step before it diverged. skipped_batches: from now on."""
-        self._restore(resumed)
-        if self._main:
-            step = resumed.position.step
-            self._remove_later_steps(step)
-            logger.info(
-                f"diverged: {error}\nback to the checkpoint of step {step}; the samples of steps "
-                f"{step + 1} to {error.last_step} are skipped (run.on_divergence: rewind)"
-            )
-            self._folder.note(
-                "resumed", step=step, reason=error.reason, skipped_batches=skipped_batches
-            )
-
-    def _remove_later_steps(self, step: int) -> int:
         self._folder.check()
         files = (sink for sink in self._sinks if isinstance(sink, JsonLines))
         removed = sum(file.remove_later_steps(step) for file in files)
         if self._samples.exists():
-            samples = JsonLines(self._samples)
-            samples.remove_later_steps(step)
-            samples.close("running")
-        return removed
+            remove_later_steps(self._samples, step)
+        more: dict[str, Any] = {"step": step, "skipped_batches": skipped_batches}
+        if diverged is not None:
+            more["reason"] = diverged.reason
+            text = (
+                f"diverged: {diverged}\nback to the checkpoint of step {step}; the samples of "
+                f"steps {step + 1} to {diverged.last_step} are skipped (run.on_divergence: rewind)"
+            )
+        else:
+            text = f"resumed from {resumed.path}, step {step}"
+            text += f", written by {resumed.ranks} ranks" if resumed.ranks != ranks else ""
+            text += f"; {removed} later lines removed from metrics.jsonl" if removed else ""
+            text += "".join(f"\n  changed since: {change}" for change in resumed.changes)
+            if resumed.origin is not None:
+                more["origin"] = str(resumed.origin)
+        logger.info(text)
+        self._folder.note("resumed", ranks=ranks, **more)
 
     def _write(self, record: dict[str, Any]) -> None:
         self._folder.check()
         for sink in self._sinks:
             sink.write(record)
 
-    def _close(self, state: State) -> None:
+    def _close(self, state: str) -> None:
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close(state)
 
     def abort(self) -> None:
-        """The run fails: logs the last step if its numbers arrive, and closes the sinks.
-
-        A rank that fails first waits too, so that its numbers reach the others before it ends. May
-        be called from any thread, since the main thread may be stuck.
-        """
+        """The run fails: logs the last step if its numbers arrive, and closes the sinks. For any
+        thread. A rank that fails first waits too, so that its numbers reach the others."""
         pending, self._pending = self._pending, None
         deadline = time.monotonic() + _LAST_RECORD_SECONDS
         with suppress(Exception):  # the device may have failed, or another run may own the folder
@@ -330,48 +304,41 @@ class Reporter:
         exported: str | None,
         kept: int | None,
     ) -> None:
-        """Writes the final status and logs where everything is.
-
-        exported: a description of the export. kept: step of the newest checkpoint.
-        """
+        """Writes the final status and logs where everything is. exported: a description. kept:
+        step of the newest checkpoint."""
         if not self._main:
             return
-        self._judge(self._last_step)
+        if state == "finished" and self._last_step > self._first_step + 1:
+            self._compare_memory(seconds=PATIENCE)
+        self._judge()
         self._close(state)
-        folder, step, skipped = self._folder, self._last_step, self._recorder.skipped
-        folder.write_status(state, step=step, reason=reason, steps=self._steps, **self._warning)
+        step, folder = self._last_step, self._folder
+        folder.write_status(state, step=step, reason=reason, **self._status)
         folder.note(state, step=step, reason=reason)
-        losses = f"; loss {self._losses[0]:.3f} -> {self._losses[-1]:.3f}" if self._losses else ""
-        seconds = seconds_as_text(time.monotonic() - self._started)
-        logger.info(
-            f"{state} after {step} of {self._steps} steps in {seconds}{losses}"
-            + (f", {skipped} steps skipped" if skipped else "")
-        )
+        text = f"{state} after {step} of {self._steps} steps"
+        text += f" in {seconds_as_text(time.monotonic() - self._started)}"
+        if self._losses:
+            text += f"; loss {self._losses[0]:.3f} -> {self._losses[-1]:.3f}"
+        if self._recorder.skipped:
+            text += f", {self._recorder.skipped} steps skipped"
+        logger.info(text)
         if reason == "early_stopping":
-            logger.info(
-                "  the last evaluations were not better than before (evaluation.stop_after)"
-            )
+            logger.info("  the last evaluations were not better (evaluation.stop_after)")
         if state == "stopped":
             nothing = "nothing was saved (checkpoint.every_steps: null)"
             saved = "start it again to resume" if kept == step else nothing
             logger.info(f"  stopped by {reason}; {saved}")
         path, recipe = folder.path, f"{folder.path}/recipe.yaml"
         more = "to resume with more run.max_steps, or on another number of GPUs"
-        repeat = f"resolved recipe; to repeat the run: recipe={recipe} run.dir=ANOTHER"
-        files = {
-            f"{path}/checkpoints/": more if kept is not None else None,
-            folder.metrics: "metrics of every step, one JSON object per line",
-            recipe: repeat,
-            f"{path}/status.json, {folder.log}/": "outcome, output of each rank",
-            f"{folder.export}/": exported,
-        }
-        for file, text in files.items():
-            if text is not None:
-                logger.info(f"  {file}  {text}")
+        for file, what in (
+            (f"{path}/checkpoints/", more if kept is not None else None),
+            (folder.metrics, "metrics of every step, one JSON object per line"),
+            (recipe, f"to repeat the run: recipe={recipe} run.dir=ANOTHER"),
+            (f"{path}/status.json, {folder.log}/", "outcome, output of each rank"),
+            (f"{folder.export}/", exported),
+        ):
+            if what is not None:
+                logger.info(f"  {file}  {what}")
         if state == "finished":
-            test = f"launcher selftest recipe={recipe}"
-            logger.info(f"next: check that every strategy gives the same losses: {test}")
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
+            check = f"launcher selftest recipe={recipe}"
+            logger.info(f"next: check that every strategy gives the same losses: {check}")

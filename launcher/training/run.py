@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,13 +14,12 @@ import torch.distributed as dist
 from launcher.checkpoint.manager import CheckpointManager
 from launcher.checkpoint.resume import Resumed
 from launcher.data.batching import Position
-from launcher.data.loader import GlobalBatch
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
 from launcher.metrics.console import configure_logging, task
-from launcher.planner.comparison import PATIENCE, Forecast
+from launcher.planner.comparison import Forecast
 from launcher.planner.detect import detect_machine, resolve_auto
 from launcher.planner.out_of_memory import PostMortem
 from launcher.recipe.load import LoadedRecipe
@@ -32,13 +32,15 @@ from launcher.strategies.base import compute_dtype, offloads_parameters
 from launcher.strategies.wrap import graph_breaks
 from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
-from launcher.training.profiling import Profiler, profiled
+from launcher.training.profiling import make_profiler
 from launcher.training.reporting import Reporter
 from launcher.training.setup import Hooks, assemble
 from launcher.training.summary import describe_start, summarize
 
 logger = logging.getLogger(__name__)
 
+Scores = Mapping[str, float]
+"""Finite metrics of an evaluation by name, as in metrics.jsonl; empty if none was due."""
 MAX_REWINDS = 5
 """In one start. A run that diverges more often needs another learning rate, not other samples."""
 
@@ -57,11 +59,8 @@ class Rank:
 
 
 def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int:
-    """Joins the other ranks and trains with them. Returns the exit status.
-
-    A failure of any rank ends this process (`FailureWatch`). Raises TrainingError if the ranks
-    do not meet or lack a GPU.
-    """
+    """Joins the other ranks and trains with them. Returns the exit status. A failure of any rank
+    ends this process (`FailureWatch`). Raises TrainingError if the ranks do not meet."""
     settings, progress = loaded.recipe.run, Progress()
     process_group.set_numerics(
         deterministic=settings.deterministic, float32_matmul=settings.float32_matmul
@@ -105,7 +104,7 @@ class Run:
         rank.failures.post_mortem = post_mortem
         self._check_device(loaded)
         compares = recipe.logging.memory_plan and environment.main
-        self._forecast = Forecast(recipe, machine) if compares else None
+        forecast = Forecast(recipe, machine) if compares else None
         skipped_rows = directory.path / "skipped_rows.jsonl"
         self._training = training = assemble(
             recipe,
@@ -119,28 +118,25 @@ class Run:
         self._steps, self._graph_breaks = training.data.steps, 0
         keep_best = recipe.checkpoint.keep_best or "eval_loss"
         self._early_stopping = EarlyStopping(keep_best, recipe.evaluation.stop_after)
-        self._checkpoints, self._resumed = self._open_checkpoints()
-        self._position = Position() if self._resumed is None else self._resumed.position
-        self._saved_after = self._progress.step = self._position.step
-        self._reporter = Reporter(
-            rank.ranks,
-            directory,
-            recipe=recipe,
-            steps=self._steps,
-            first_step=self._position.step,
-            flops=training.flops,
+        self._checkpoints, resumed = self._open_checkpoints()
+        self._evaluation_due = recipe.evaluation.at_start
+        self._position = Position()
+        if resumed is not None:
+            self._evaluation_due, self._position = resumed.evaluation_due, resumed.position
+        first_step = self._saved_after = self._progress.step = self._position.step
+        self._profiler = make_profiler(
+            recipe.profile, directory.path, ranks=rank.ranks, done=first_step
         )
+        self._reporter = Reporter(training, directory, first_step=first_step, forecast=forecast)
         training.wrapped.waiting = self._reporter.waiting
         rank.failures.on_end = self._reporter.abort
         self._reporter.list_skipped(training.data.training.skipped, skipped_rows)
-        for line in summarize(recipe, training, rank.ranks):
+        for line in summarize(training):
             logger.info(line)
         if environment.main:
-            on_node = environment.local_world_size
-            directory.note("built", **describe_start(training, rank.ranks.device, on_node))
-        if self._resumed is not None:
-            self._reporter.resumed(self._resumed, ranks=rank.ranks.size)
-            self._early_stopping.restore(self._resumed.observed)
+            directory.note("built", **describe_start(training, environment.local_world_size))
+        if resumed is not None:
+            self._resume(resumed, self._position.skipped_batches)
 
     def _check_device(self, loaded: LoadedRecipe) -> None:
         strategy, device = self._recipe.strategy, self._ranks.device
@@ -154,51 +150,51 @@ class Run:
 
     def _open_checkpoints(self) -> tuple[CheckpointManager | None, Resumed | None]:
         """The manager of the run's checkpoints, and the checkpoint that it loaded."""
-        recipe, directory = self._recipe, self._rank.directory
+        directory = self._rank.directory
         # Rank 0 decides: another node may see the folder a little later
         decided: list[Any] = [directory.resume]
         dist.broadcast_object_list(decided, group=self._ranks.group, group_src=0)
         resume: str = decided[0]
-        if recipe.checkpoint.every_steps is None and resume == "never":
+        if self._recipe.checkpoint.every_steps is None and resume == "never":
             return None, None
         manager = CheckpointManager(directory, self._training)
         return manager, manager.restore(resume)
 
+    def _resume(
+        self, resumed: Resumed, skipped_batches: int, diverged: DivergedError | None = None
+    ) -> None:
+        """After the checkpoint was loaded. skipped_batches: from now on."""
+        self._position = replace(resumed.position, skipped_batches=skipped_batches)
+        self._saved_after = resumed.position.step
+        self._early_stopping.restore(resumed.observed)
+        self._reporter.resumed(resumed, skipped_batches=skipped_batches, diverged=diverged)
+
     def execute(self) -> bool:
         """Evaluates, trains, saves, exports. Returns False if stopped before the end."""
-        at_start = self._recipe.evaluation.at_start and self._position.step == 0
-        if at_start or (self._resumed is not None and self._resumed.evaluation_due):
+        if self._evaluation_due:
             self._evaluate(self._position.step)
         finished = self._train()
-        early = self._early_stopping.over and self._progress.step < self._steps
         self._finish_checkpoints(finished)
-        if finished:
-            with self._progress.slow("plan"):
-                self._compare_memory(seconds=PATIENCE)
-        exported = self._export() if finished else None
-        kept = None if self._checkpoints is None else self._checkpoints.saved_step
-        reason = "early_stopping" if early else None
+        reason, exported = None, None
         if not finished:
             reason = self._rank.stop.signal or "signal"
+        else:
+            if self._early_stopping.over and self._progress.step < self._steps:
+                reason = "early_stopping"
+            exported = self._export()
         with self._progress.slow("end"):
             self._reporter.end(
                 "finished" if finished else "stopped",
                 reason=reason,
                 exported=exported,
-                kept=kept,
+                kept=None if self._checkpoints is None else self._checkpoints.saved_step,
             )
         return finished
 
     def _train(self) -> bool:
         """Trains to the end or until the run is stopped; rewinds if it diverges."""
         rewinds = 0
-        with profiled(
-            self._recipe.profile,
-            folder=self._rank.directory.path,
-            rank=self._ranks.rank,
-            device=self._ranks.device,
-            first_step=self._position.step,
-        ) as self._profiler:
+        with self._profiler or nullcontext():
             while True:
                 try:
                     return self._train_from_position()
@@ -212,11 +208,11 @@ class Run:
             return True
         for step in self._training.steps_from(self._position):
             self._record(step)
-            evaluation = self._evaluate_if_due(step)
+            scores = self._evaluate_if_due(step.number)
             *_, stop_requested, save_requested = step.batch.statistics.read()
             early = self._early_stopping.over
-            stopping = bool(stop_requested) or not evaluation.complete or early
-            self._save_if_due(step, evaluation, stopping=stopping, requested=bool(save_requested))
+            stopping = bool(stop_requested) or scores is None or early
+            self._save_if_due(step, scores, stopping=stopping, requested=bool(save_requested))
             if stopping and step.number < self._steps:
                 self._reporter.flush()
                 return early
@@ -228,43 +224,37 @@ class Run:
         self._reporter.phase(phase)
         if self._profiler is not None:
             if phase == "data" and self._progress.phase == "optimizer":
-                self._profile_finished_step(self._profiler)
+                # No collective of gloo is running: its threads would write to memory that a
+                # profiler frees when it stops (torch 2.13). `excluded` waits for the gathered
+                # numbers of the step before
+                with self._progress.slow("profile"), self._reporter.excluded("profile"):
+                    self._profiler.step_done(self._progress.step + 1)
             self._profiler.phase(phase)
         self._progress.heartbeat(phase)
-
-    def _profile_finished_step(self, profiler: Profiler) -> None:
-        """Between the optimizer and the next batch, where no collective of gloo is running: its
-        threads would write to memory that a profiler frees when it stops (torch 2.13). `excluded`
-        waits for the gathered numbers of the step before."""
-        with self._progress.slow("profile"), self._reporter.excluded("profile"):
-            profiler.step_done(self._progress.step + 1)
 
     def _record(self, step: Step) -> None:
         self._progress.step_done(step.number)
         self._reporter.step(step)
-        self._compare_memory()
         if self._recipe.model.compile and self._ranks.rank == 0:
-            self._log_graph_breaks()
+            # Most are known after the first step, but a micro-batch of another kind, such as the
+            # first one with a packed row, is compiled when it comes
+            for reason in graph_breaks()[self._graph_breaks :]:
+                self._graph_breaks += 1
+                logger.info(f"compile: the graph of a block is split. {reason}")
         if step.number == self._position.step + 1:
             process_group.set_timeout(self._recipe.run.timeout)
 
-    def _log_graph_breaks(self) -> None:
-        """Logs new reasons. Most are known after the first step, but a micro-batch of another kind,
-        such as the first one with a packed row, is compiled when it comes."""
-        for reason in graph_breaks()[self._graph_breaks :]:
-            self._graph_breaks += 1
-            logger.info(f"compile: the graph of a block is split. {reason}")
-
-    def _evaluate_if_due(self, step: Step) -> Evaluation:
+    def _evaluate_if_due(self, step: int) -> Scores | None:
         every_steps = self._recipe.evaluation.every_steps
-        if step.number == self._steps or (every_steps and step.number % every_steps == 0):
-            return self._evaluate(step.number)
-        return Evaluation()
+        if step == self._steps or (every_steps and step % every_steps == 0):
+            return self._evaluate(step)
+        return {}
 
-    def _evaluate(self, step: int) -> Evaluation:
+    def _evaluate(self, step: int) -> Scores | None:
+        """None if it was interrupted, because the run is stopped."""
         evaluator = self._training.evaluator
         if evaluator is None:
-            return Evaluation()
+            return {}
         with self._reporter.excluded(), task("evaluating", 0) as advance:
             started = time.perf_counter()
 
@@ -278,15 +268,15 @@ class Run:
                 heartbeat=heartbeat,
             )
         if not results:
-            return Evaluation(complete=False)
+            return None
         scores = self._reporter.evaluation(step, results, time.perf_counter() - started)
         self._early_stopping.add(scores)
-        return Evaluation(scores)
+        return scores
 
     def _save_if_due(
-        self, step: Step, evaluation: Evaluation, *, stopping: bool, requested: bool
+        self, step: Step, scores: Scores | None, *, stopping: bool, requested: bool
     ) -> None:
-        checkpoints = self._checkpoints
+        checkpoints, batch = self._checkpoints, step.batch
         if checkpoints is None:
             return
         checkpoints.report()
@@ -294,30 +284,23 @@ class Run:
         requested_now = requested and step.number > self._saved_after + 1
         last = step.number == self._steps
         if last or stopping or requested_now or checkpoints.due(step.number):
-            self._save(checkpoints, step.batch, evaluation)
+            self._saved_after = step.number
+            skipped_batches = self._position.skipped_batches
+            stream = self._training.data.stream_state(batch, skipped_batches, self._ranks)
+            with self._reporter.excluded("checkpoint"), self._progress.slow("checkpoint"):
+                checkpoints.save(
+                    Position(step.number, skipped_batches, stream),
+                    observed=self._reporter.state() | self._early_stopping.state(),
+                    scores=scores or {},
+                    evaluated=scores is not None,
+                )
+            self._reporter.warn(checkpoints.trouble)
         if requested:
             self._rank.watch.save_done()
 
-    def _save(
-        self, checkpoints: CheckpointManager, batch: GlobalBatch, evaluation: Evaluation
-    ) -> None:
-        self._saved_after = batch.step
-        skipped_batches = self._position.skipped_batches
-        stream = self._training.data.stream_state(batch, skipped_batches, self._ranks)
-        with self._reporter.excluded("checkpoint"), self._progress.slow("checkpoint"):
-            checkpoints.save(
-                Position(batch.step, skipped_batches, stream),
-                observed=self._reporter.state() | self._early_stopping.state(),
-                scores=evaluation.scores,
-                evaluated=evaluation.complete,
-            )
-        self._reporter.warn(checkpoints.trouble)
-
     def _rewind(self, error: DivergedError, *, allowed: bool) -> None:
         """Restores the last checkpoint before the steps that diverged, and skips their batches.
-
-        Raises the error again if there is no such checkpoint or the recipe does not allow it.
-        """
+        Raises the error if there is no such checkpoint or the recipe does not allow it."""
         self._progress.step = error.last_step  # the step trained since then is discarded
         self._progress.slow_until_step("rewind")
         checkpoints = self._checkpoints
@@ -327,12 +310,8 @@ class Run:
         resumed = checkpoints.restore("auto", at_most=error.first_step - 1)
         if resumed is None:
             raise error
-        found = resumed.position
-        skipped_batches = self._position.skipped_batches + error.last_step - found.step
-        self._early_stopping.restore(resumed.observed)
-        self._reporter.rewound(resumed, error, skipped_batches=skipped_batches)
-        self._position = Position(found.step, skipped_batches, found.stream)
-        self._saved_after = found.step
+        again = error.last_step - resumed.position.step
+        self._resume(resumed, self._position.skipped_batches + again, error)
 
     def _finish_checkpoints(self, finished: bool) -> None:
         checkpoints = self._checkpoints
@@ -355,25 +334,3 @@ class Run:
         if self._recipe.lora is not None and not checkpoint.export_merged:
             return "the adapter, for peft's PeftModel.from_pretrained"
         return "the weights, for transformers' from_pretrained"
-
-    def _compare_memory(self, *, seconds: float = 0) -> None:
-        """Compares the measured peak with the plan once, as soon as both are known.
-
-        The second step is the first that is like all others. seconds: to wait for the plan.
-        """
-        measured = self._reporter.peak_memory(after=self._position.step + 1)
-        if self._forecast is None or measured is None:
-            return
-        if text := self._forecast.compare(measured, seconds=seconds):
-            logger.info(text)
-            self._forecast = None
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Outcome of an evaluation that was due, or of none."""
-
-    scores: Mapping[str, float] = field(default_factory=dict)
-    """Finite metrics by name, as in metrics.jsonl."""
-    complete: bool = True
-    """False if it was interrupted because the run was stopped."""

@@ -54,12 +54,11 @@ from launcher.training.optimizer import LossScale, learning_rate, make_optimizer
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions that the training loop calls. Tools that train a few steps need none of them."""
+    """Functions that the training loop calls. heartbeat: with the phase that begins."""
 
     stop_requested: Callable[[], bool] = lambda: False
     save_requested: Callable[[], bool] = lambda: False
     heartbeat: Callable[[str], None] = lambda phase: None
-    """Called with the phase that begins."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +79,19 @@ class Training:
     """Writes the weights as a Hugging Face folder. Every rank must call it."""
 
     def steps_from(self, position: Position) -> Iterator[Step]:
-        """Trains one step for each item, from a position that model and optimizer are at."""
-        recipe, hooks = self.recipe, self.hooks
-        batches = self.data.batches(
-            position,
-            ranks=self.ranks,
-            stop_requested=hooks.stop_requested,
-            save_requested=hooks.save_requested,
-        )
-        optimizer = recipe.optimizer
-        rate = learning_rate(recipe.schedule, peak=optimizer.learning_rate, steps=self.data.steps)
+        """Trains a step for each item, from the position of model and optimizer."""
+        optimizer, hooks, data = self.recipe.optimizer, self.hooks, self.data
+        peak = optimizer.learning_rate
+        rate = learning_rate(self.recipe.schedule, peak=peak, steps=data.steps)
         return train_steps(
             self.wrapped,
-            batches,
-            loss=self.data.training.loss,
+            data.batches(
+                position,
+                ranks=self.ranks,
+                stop_requested=hooks.stop_requested,
+                save_requested=hooks.save_requested,
+            ),
+            loss=data.training.loss,
             update=Update(self.optimizer, rate, self.loss_scale, optimizer.max_grad_norm),
             ranks=self.ranks.size,
             heartbeat=hooks.heartbeat,
@@ -101,7 +99,6 @@ class Training:
 
     @property
     def all_steps(self) -> Iterator[Step]:
-        """Trains all steps, from the first."""
         return self.steps_from(Position())
 
 
@@ -112,7 +109,6 @@ class PreparedModel:
     model: nn.Module
     blocks: dict[str, nn.Module]
     init_fn: InitFn
-    """Initialises the weights of the wrapped model."""
     export_dtype: torch.dtype
     compute_dtype: torch.dtype
     packed: bool
@@ -129,10 +125,8 @@ class PreparedModel:
     def wrap(
         self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None
     ) -> WrappedModel:
-        """Distributes it over the ranks. init_fn: instead of its own.
-
-        Raises RecipeError if the budget of activation checkpointing cannot be met.
-        """
+        """Distributes it over the ranks. init_fn: instead of its own. Raises RecipeError if the
+        budget of activation checkpointing cannot be met."""
         checkpointing, kept = recipe.activation_checkpointing, None
         if checkpointing is not None and checkpointing.budget is not None:
             # Other runs do not need the plan's code
@@ -160,7 +154,6 @@ class PreparedModel:
     def make_optimizer(
         self, wrapped: WrappedModel, optimizer: schema.Optimizer, *, seed: int = 0
     ) -> torch.optim.Optimizer:
-        """Of the wrapped model. Raises RecipeError as `launcher.training.optimizer`."""
         return make_optimizer(
             wrapped.module,
             optimizer,
@@ -197,10 +190,7 @@ class PreparedModel:
 
 
 def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
-    """Builds the recipe's model, with adapters and document masking.
-
-    device: of the run; this decides the attention.
-    """
+    """Builds the recipe's model, with adapters and document masking. device: of the run."""
     data, dtype = recipe.data, compute_dtype(recipe.strategy)
     model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
     blocks = find_blocks(model)
@@ -247,7 +237,7 @@ def assemble(
     skipped_rows: Path | None = None,
     hooks: Hooks | None = None,
 ) -> Training:
-    """Builds the model, its strategy, the data and the optimizer. Every rank must call this.
+    """Builds everything. Every rank must call this.
 
     build_data: whether this process tokenizes what is not cached (one process of a node).
     skipped_rows: file for the rows of a stream that cannot be used.
@@ -303,20 +293,20 @@ def assemble(
 def _count_flops(
     prepared: PreparedModel, wrapped: WrappedModel, recipe: Recipe, device: torch.device
 ) -> Flops:
-    """Recomputation: of checkpointed blocks, and of the logits with a chunked loss."""
+    """Recomputed are checkpointed blocks, and the logits with a chunked loss."""
     model, tokens = prepared.model, recipe.data.sequence_length
     blocks = [module for module in wrapped.module.modules() if is_checkpointed(module)]
-    checkpointing, again = recipe.activation_checkpointing, 0.0
+    checkpointing = recipe.activation_checkpointing
     if checkpointing is not None and checkpointing.mode == "selective":  # half of the products
-        again = recomputed_flops(model, blocks, tokens=0) / 2
-    elif checkpointing is not None:
-        again = recomputed_flops(model, blocks, tokens=tokens)
+        recomputed = recomputed_flops(model, blocks, tokens=0) / 2
+    else:
+        recomputed = recomputed_flops(model, blocks, tokens=tokens)
     if prepared.chunked_loss:
-        again += 2.0 * embeddings(model)[1].weight.numel()
+        recomputed += 2.0 * embeddings(model)[1].weight.numel()
     known = checkpointing is None or checkpointing.budget is None
     return Flops(
         flops_per_token(model, sequence_length=tokens),
-        again if known else None,
+        recomputed if known else None,
         peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
     )
 
@@ -326,9 +316,8 @@ def _make_evaluator(recipe: Recipe, data: RunData, ranks: DataParallel) -> Evalu
     if not data.validation:
         return None
     length, generate = recipe.data.sequence_length, recipe.evaluation.generate
-    rows = rows_of(recipe.batch, sequence_length=length)
-    generator, tokenizer = None, recipe.data.tokenizer or recipe.model.path
-    if generate is not None and tokenizer is not None:
+    rows, generator = rows_of(recipe.batch, sequence_length=length), None
+    if generate is not None and (tokenizer := recipe.data.tokenizer or recipe.model.path):
         generator = Generator(generate, tokenizer=tokenizer, rows=rows, longest=length)
     return Evaluator(
         data.validation,

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 
 from launcher import __version__
 from launcher.data.loader import expected_padding
-from launcher.data.setup import RunData
-from launcher.distributed.process_group import DataParallel
 from launcher.metrics.console import bytes_as_text
 from launcher.models.chunked_loss import computes_loss
 from launcher.models.shards import local_rows
-from launcher.recipe.schema import Recipe
 from launcher.strategies.activation_checkpointing import (
     is_checkpointed,
     recomputation_changes_state,
@@ -24,20 +21,18 @@ from launcher.strategies.activation_checkpointing import (
 from launcher.training.setup import Training
 
 
-def summarize(recipe: Recipe, training: Training, ranks: DataParallel) -> list[str]:
-    """Model, data and batch of a run, for the console."""
-    return [
-        "\n".join(_model(recipe, training, ranks.device)),
-        "\n".join(_data(training.data, shuffled=recipe.data.shuffle)),
-        "\n".join(_batch(recipe, training.data, ranks=ranks.size)),
-    ]
+def summarize(training: Training) -> Iterator[str]:
+    """Paragraphs on model, data and batch, for the console."""
+    yield "\n".join(_model(training))
+    yield "\n".join(_data(training))
+    yield "\n".join(_batch(training))
 
 
-def describe_start(training: Training, device: torch.device, ranks_per_node: int) -> dict[str, Any]:
+def describe_start(training: Training, ranks_per_node: int) -> dict[str, Any]:
     """What events.jsonl records of a start: the device, versions, and `held`, the bytes of
     parameters, gradients and optimizer state that this rank holds on it."""
+    device, nccl = training.ranks.device, cast(Any, torch.cuda.nccl)
     on_gpu = device.type == "cuda"
-    nccl: Any = torch.cuda.nccl
     held = {
         name: _bytes(tensor for tensor in tensors if tensor.device.type == device.type)
         for name, tensors in _held(training).items()
@@ -59,11 +54,10 @@ def describe_start(training: Training, device: torch.device, ranks_per_node: int
 
 
 def _held(training: Training) -> dict[str, list[torch.Tensor]]:
-    """What a rank holds between steps. Of the gradients, the parameters that they have the size
-    of."""
+    """What a rank holds between steps. For the gradients, the parameters of their size."""
     parameters = list(training.wrapped.module.parameters())
-    state = [tensor for each in training.optimizer.state.values() for tensor in each.values()]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    state = [tensor for each in training.optimizer.state.values() for tensor in each.values()]
     return {"parameters": parameters, "gradients": trained, "optimizer": state}
 
 
@@ -72,24 +66,22 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(local_rows(tensor.detach())[0].nbytes for tensor in tensors)
 
 
-def _model(recipe: Recipe, training: Training, device: torch.device) -> Iterator[str]:
+def _model(training: Training) -> Iterator[str]:
     """Model, strategy and memory: read off the wrapped model, not off the recipe."""
-    module, blocks, data = training.wrapped.module, training.blocks, recipe.data
-    held = _held(training)
-    parameters, trained = held["parameters"], held["gradients"]
+    recipe, device, held = training.recipe, training.ranks.device, _held(training)
+    module, blocks = training.wrapped.module, training.blocks
     name = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
     kind = next((type(block).__name__.removeprefix("FSDP") for block in blocks.values()), "none")
-    total, updates = (sum(p.numel() for p in each) for each in (parameters, trained))
+    total, updates = (sum(p.numel() for p in held[key]) for key in ("parameters", "gradients"))
     share = f", {_count(updates)} of them trained ({updates / total:.2%})"
-    on_gpu = device.type == "cuda"
     cpu = f"CPU with {torch.get_num_threads()} thread(s)"
     yield (
         f"model: {name}, {_count(total)} parameters{share if updates < total else ''}, "
         f"{len(blocks)} blocks ({kind}); a rank is a "
-        f"{torch.cuda.get_device_name(device) if on_gpu else cpu}"
+        f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu}"
     )
     yield training.wrapped.description()
-    sequences = data.builder is None and data.kind != "classification"
+    sequences = recipe.data.builder is None and recipe.data.kind != "classification"
     if recipe.model.chunked_loss and sequences and not computes_loss(module):
         yield "note: full logits are computed: they are not the output of a single linear layer"
     if not blocks:
@@ -98,7 +90,7 @@ def _model(recipe: Recipe, training: Training, device: torch.device) -> Iterator
             "group, and nothing is checkpointed"
         )
     if (checkpointing := recipe.activation_checkpointing) is not None:
-        wrapped = sum(is_checkpointed(module) for module in module.modules())
+        wrapped = sum(map(is_checkpointed, module.modules()))
         yield f"activation checkpointing: {checkpointing.mode}, {wrapped} of {len(blocks)} blocks"
         if unwrapped := sum(map(recomputation_changes_state, blocks.values())):
             yield (
@@ -106,27 +98,24 @@ def _model(recipe: Recipe, training: Training, device: torch.device) -> Iterator
                 "BatchNorm twice"
             )
     sizes = {name: _bytes(tensors) for name, tensors in held.items()}
-    yield (
-        f"a rank holds {bytes_as_text(sum(sizes.values()))}: "
-        f"{', '.join(f'{name} {bytes_as_text(size)}' for name, size in sizes.items())}; "
-        "plus activations and unsharded blocks"
-    )
+    parts = ", ".join(f"{name} {bytes_as_text(size)}" for name, size in sizes.items())
+    whole = bytes_as_text(sum(sizes.values()))
+    yield f"a rank holds {whole}: {parts}; plus activations and unsharded blocks"
 
 
-def _data(data: RunData, *, shuffled: bool) -> Iterator[str]:
-    """Size of the training data, truncation, and padding."""
-    dataset = data.training
-    first, *rest = dataset.describe()
-    padding = expected_padding(dataset, data.sampler)
-    if not dataset.packed and padding is not None:
+def _data(training: Training) -> Iterator[str]:
+    data, shuffled = training.data, training.recipe.data.shuffle
+    first, *rest = data.training.describe()
+    padding = expected_padding(data.training, data.sampler)
+    if not data.training.packed and padding is not None:
         first += f", padded to the longest of a micro-batch ({padding:.1%} padding)"
     yield f"data: {first}, {'shuffled' if shuffled else 'in the order of the files'}"
     for line in rest:
         yield line if line.startswith(("warning", "note")) else f"      {line}"
 
 
-def _batch(recipe: Recipe, data: RunData, *, ranks: int) -> Iterator[str]:
-    """How the global batch is divided, and how often the run sees the data."""
+def _batch(training: Training) -> Iterator[str]:
+    recipe, data, ranks = training.recipe, training.data, training.ranks.size
     batch, sampler, steps = recipe.batch, data.sampler, data.steps
     if batch.micro_batch_size is not None:
         parts = (
@@ -135,24 +124,24 @@ def _batch(recipe: Recipe, data: RunData, *, ranks: int) -> Iterator[str]:
         )
     else:
         counts = [sampler.micro_batches(step) for step in range(min(steps, 20))]
-        number = str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        number = " to ".join(map(str, sorted({min(counts), max(counts)})))
         parts = (
             f"micro-batches of up to {batch.micro_batch_tokens} tokens, "
             f"{number} a step on each of {ranks} ranks"
         )
     text = f"batch: {batch.global_batch_size} sequences = {parts}; {steps} steps"
-    passes = data.order.passes(steps * batch.global_batch_size)
-    if passes:
+    if passes := data.order.passes(steps * batch.global_batch_size):
         numbers = (f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in passes)
         text += f" are {' and '.join(numbers)} passes over the data"
     yield text
-    every = {
-        "evaluation": recipe.evaluation.every_steps if data.validation else None,
-        "checkpoint": recipe.checkpoint.every_steps,
-    }
-    plans = [f"{what} every {number} steps" for what, number in every.items() if number]
-    exported = ["export at the end"] if recipe.checkpoint.export else []
-    yield f"plan: {', '.join([*plans, *exported]) or 'no evaluation and no checkpoints'}"
+    plans = []
+    if data.validation and (every := recipe.evaluation.every_steps):
+        plans.append(f"evaluation every {every} steps")
+    if every := recipe.checkpoint.every_steps:
+        plans.append(f"checkpoint every {every} steps")
+    if recipe.checkpoint.export:
+        plans.append("export at the end")
+    yield f"plan: {', '.join(plans) or 'no evaluation and no checkpoints'}"
     warmup = recipe.schedule.warmup_steps
     if warmup >= steps:
         yield f"note: the warm-up of {warmup} steps does not end within the run's {steps}"

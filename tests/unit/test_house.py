@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "models": "errors metrics recipe",
     "strategies": "distributed recipe",
     "data": "distributed errors metrics models recipe reliability training",
-    "metrics": "distributed errors recipe training",
+    "metrics": "distributed errors recipe reliability training",
     "checkpoint": "data distributed errors metrics models recipe reliability training",
     "planner": "__version__ data distributed errors metrics models recipe reliability strategies training",
     "training": "__version__ checkpoint data distributed errors metrics models planner recipe reliability "

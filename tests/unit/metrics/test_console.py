@@ -48,7 +48,7 @@ def lines_on(stream):
     return [line for line in re.split(r"\r\x1b\[2K|\n", text) if line]
 
 
-@pytest.mark.parametrize("columns", [40, 80, 100, 160])
+@pytest.mark.parametrize("columns", [45, 80, 120, 170])
 def test_the_live_line_fits(columns, printed, monkeypatch):
     stream = printed(columns)
     line = ProgressLine(100_000)
@@ -62,16 +62,9 @@ def test_the_live_line_fits(columns, printed, monkeypatch):
         assert len(text) < columns
         assert "/100000" in text
         assert "rank 3 slow x1.6" in text
-    shown = [
-        "loss 12.3457 mean 12.3457",
-        "left",
-        "1.23M tok/s",
-        "MFU 41.2%",
-        "norm 1234.567",
-        "75.0 GiB",
-        "lr 1.2e-05",
-    ]
-    shown = shown[: {40: 0, 80: 1, 100: 3, 160: 7}[columns]]
+    shown = ["loss 12.3457 mean 12.3457", "left", "1,234,567 tokens/s", "MFU 41.2%"]
+    shown += ["grad norm 1234.567", "75.0 GiB peak", "lr 1.23e-05"]
+    shown = shown[: {45: 0, 80: 1, 120: 3, 170: 7}[columns]]
     assert all(text in live[-1] for text in shown), live
 
 

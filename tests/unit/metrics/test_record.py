@@ -1,6 +1,5 @@
 """Steps to lines of metrics.jsonl: rates, peaks, and when a line is written."""
 
-import json
 import random
 import re
 from collections import defaultdict
@@ -14,12 +13,11 @@ from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
 from launcher.metrics import recorder
-from launcher.metrics.interval import PHASES
 from launcher.metrics.recorder import Flops, StepRecorder
 from launcher.metrics.slow_ranks import SlowRanks
-from launcher.metrics.verdict import TOLERATED, Measured, measure, verdict
+from launcher.metrics.verdict import TOLERATED, Measured, step_shares, verdict
 from launcher.recipe.load import load_recipe
-from launcher.reliability.run_directory import RunFolder
+from launcher.reliability.run_directory import RunFolder, read_jsonl
 from launcher.training.loop import Step
 from launcher.training.reporting import Reporter
 
@@ -56,11 +54,9 @@ def test_rates_are_means_over_the_steps_since_the_last_record(clock):
     second = train([(4, 40)])  # launched before the first one is collected, as in a run
     line = recorder.collect(first)
     assert (line["step"], line["tokens"], line["loss_tokens"]) == (3, 60, 59), "of the step itself"
-    assert line["step_seconds"] == pytest.approx(2.0)
-    assert line["tokens_per_second"] == pytest.approx((10 + 30 + 60) / 6)
-    assert line["mfu"] == pytest.approx(100 / 6 * 3 / 600)
-    assert line["hfu"] == pytest.approx(100 / 6 * (3 + 1) / 600)
-    assert line["data_seconds"] == pytest.approx(0.5)
+    expected = {"step_seconds": 2.0, "tokens_per_second": (10 + 30 + 60) / 6, "data_seconds": 0.5}
+    expected |= {"mfu": 100 / 6 * 3 / 600, "hfu": 100 / 6 * (3 + 1) / 600}
+    assert {key: line[key] for key in expected} == pytest.approx(expected)
     line = recorder.collect(second)
     assert line["step_seconds"] == pytest.approx(2.0), "without the pause"
     assert line["tokens_per_second"] == pytest.approx(20)
@@ -69,17 +65,16 @@ def test_rates_are_means_over_the_steps_since_the_last_record(clock):
 def test_the_time_of_a_step_by_phase(clock):
     recorder = StepRecorder(ALONE, Flops(0.0))
     for number in (1, 2):
-        for phase, seconds in (
-            ("data", 0.5),
-            ("forward", 1.0),
-            ("backward", 3.0),
-            ("optimizer", 1.0),
+        for phase, seconds, waits in (
+            ("data", 0.5, 0.0),
+            ("forward", 1.0, 0.0),
+            ("backward", 1.5, 1.5),
+            ("optimizer", 1.0, 0.0),
         ):
             recorder.phase(phase)
-            clock.now += seconds / 2
+            clock.now += seconds
             with recorder.waiting():
-                clock.now += seconds / 2 if phase == "backward" else 0.0
-            clock.now += seconds / 2 if phase != "backward" else 0.0
+                clock.now += waits
         recorder.phase("data")
         clock.now += 0.5
         recorder.add(step(number))
@@ -88,30 +83,24 @@ def test_the_time_of_a_step_by_phase(clock):
                 clock.now += 7.0
         clock.now += 0.25
     line = recorder.collect(recorder.launch(step(2)))
-    seconds = {name: line[f"{name}_seconds"] for name in (*PHASES, "step") if name != "data"}
     expected = {"forward": 1.0, "backward": 3.0, "optimizer": 1.0, "logging": 0.25, "step": 6.25}
-    assert seconds == pytest.approx(expected)
-    assert line["communication_seconds"] == pytest.approx(1.5), "not the checkpoint's"
-    assert line["checkpoint_seconds"] == pytest.approx(7.0)
-    assert line["slowest_rank_seconds"] == pytest.approx(6.25 - 1.5 - 0.25)
+    expected |= {"communication": 1.5, "checkpoint": 7.0, "slowest_rank": 6.25 - 1.5 - 0.25}
+    assert {name: line[f"{name}_seconds"] for name in expected} == pytest.approx(expected)
     recorder.add(step(3))
     clock.now += 1.0
     recorder.collect(recorder.launch(step(3)))
     assert recorder.totals["step"] == pytest.approx(1.0), "the first record is not typical"
 
 
-def slow_rank_messages(slow_steps, *, ranks=4, steps=60):
-    """Rank 2 takes twice as long in some steps; all ranks have hiccups."""
-    drawn, slow, found = (
-        random.Random(0),
-        SlowRanks([f"node{rank // 2}" for rank in range(ranks)]),
-        [],
-    )
-    for number in range(1, steps + 1):
+def slow_rank_messages(slow_steps, *, ranks=4):
+    """Rank 2 takes twice as long in some of 60 steps; all ranks have hiccups."""
+    drawn, found = random.Random(0), []
+    slow = SlowRanks([f"node{rank // 2}" for rank in range(ranks)])
+    for number in range(1, 61):
         own = [drawn.uniform(0.95, 1.05) * drawn.choice([1.0] * 9 + [3.0]) for _ in range(ranks)]
         own[-2] *= 2.0 if number in slow_steps else 1.0
         found += [(number, message) for message in slow.update(number, own)]
-    return found, slow.note()
+    return found, slow.note
 
 
 def test_a_slow_rank_is_named_once_and_when_it_is_over():
@@ -160,31 +149,25 @@ def test_the_verdict_names_the_bottleneck_and_one_override(
 
 def test_shares_of_a_step():
     totals = defaultdict(float, step=10.0, data=1.0, optimizer=1.0, logging=0.5, communication=1.0)
-    assert measure(defaultdict(float), recomputed_share=0.0) is None
-    found = measure(totals | {"timed": 5.0}, recomputed_share=0.2)
-    assert sum(found.shares.values()) == pytest.approx(1.0)
-    assert found.shares["communication"] == pytest.approx(0.2), "measured in half of the steps"
-    assert found.shares["recomputation"] == pytest.approx(0.2 * (0.75 - 0.2))
+    shares = step_shares(totals | {"timed": 5.0}, recomputed_share=0.2)
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["communication"] == pytest.approx(0.2), "measured in half of the steps"
+    assert shares["recomputation"] == pytest.approx(0.2 * (0.75 - 0.2))
 
 
 def test_the_peak_is_that_since_the_last_record(monkeypatch):
-    peaks = iter([500, 300])
+    peaks, allocated = iter([500, 300]), [700]
     monkeypatch.setattr(host_memory, "take_peak", lambda: next(peaks))
-    recorder = StepRecorder(ALONE, Flops(0.0))
+    on_cpu = StepRecorder(ALONE, Flops(0.0))
     for number, expected in ((1, 500), (2, 300)):
-        recorder.add(step(number))
-        assert recorder.collect(recorder.launch(step(number)))["peak_memory_bytes"] == expected
-
-
-def test_the_peak_of_a_gpu_is_reset_once_it_was_read(monkeypatch):
-    peak = [700]
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
-    monkeypatch.setattr(
-        torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 200)
-    )
+        on_cpu.add(step(number))
+        assert on_cpu.collect(on_cpu.launch(step(number)))["peak_memory_bytes"] == expected
+    reset = lambda device: allocated.__setitem__(0, 200)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocated[0])
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 900)
-    peaks = [recorder._peak_memory(torch.device("cuda")) for _ in range(2)]
-    assert peaks == [(700, 900), (200, 900)]
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    found = [recorder._peak_memory(torch.device("cuda")) for _ in range(2)]
+    assert found == [(700, 900), (200, 900)]
 
 
 @pytest.fixture
@@ -192,16 +175,19 @@ def reporter(folder):
     recipe = load_recipe(["recipe=x.yaml", "run.max_skipped_steps=2"], ranks=1).recipe
     run = RunFolder(folder / "run")
     run.create("")
-    return Reporter(ALONE, run, recipe=recipe, steps=10, first_step=0, flops=Flops(0.0))
+    training = SimpleNamespace(
+        ranks=ALONE, recipe=recipe, data=SimpleNamespace(steps=10), flops=Flops(0.0)
+    )
+    return Reporter(training, run, first_step=0, forecast=None)
 
 
 def lines(folder):
-    return [
-        json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()
-    ]
+    return [line["step"] for line in read_jsonl(folder / "run/metrics.jsonl")]
 
 
 def test_a_line_is_written_after_the_next_step_or_before_a_pause(reporter, folder):
+    closed = []
+    reporter._sinks.append(SimpleNamespace(write=lambda record: None, close=closed.append))
     reporter.step(step(1))
     assert lines(folder) == [1], "the first one at once"
     reporter.step(step(2))
@@ -213,6 +199,11 @@ def test_a_line_is_written_after_the_next_step_or_before_a_pause(reporter, folde
     reporter.step(step(4))
     reporter.flush()
     assert lines(folder) == [1, 2, 3, 4]
+    reporter.step(step(5))
+    reporter.abort()
+    assert lines(folder) == [1, 2, 3, 4, 5], "a run that fails keeps its last line"
+    reporter.abort()
+    assert closed == ["failed"], "once"
 
 
 def test_steps_after_a_diverged_one_are_not_logged(reporter, folder):
@@ -224,15 +215,3 @@ def test_steps_after_a_diverged_one_are_not_logged(reporter, folder):
     assert (raised.value.first_step, raised.value.last_step) == (2, 3)
     reporter.abort()
     assert lines(folder) == [1, 2, 3]
-
-
-def test_a_run_that_fails_keeps_its_last_line_and_closes_everything(reporter, folder):
-    closed = []
-    reporter._sinks.append(SimpleNamespace(write=lambda record: None, close=closed.append))
-    for number in (1, 2, 3):
-        reporter.step(step(number))
-    reporter.abort()
-    assert lines(folder) == [1, 2, 3]
-    assert closed == ["failed"]
-    reporter.abort()
-    assert closed == ["failed"], "once"

@@ -17,17 +17,18 @@ from tests.browser import Browser, unavailable
 from tests.unit.planner.made_plan import RECIPE, made_ladder, made_plan
 
 START = 1_800_000_000.0
-KEYS = {
+CHARTS = {
     "Loss": "loss",
+    "Evaluation loss": "eval_loss",
+    "Evaluation metrics": "eval_exact_match",
     "Learning rate": "learning_rate",
     "Gradient norm before clipping": "grad_norm",
     "Tokens per second, all ranks": "tokens_per_second",
     "Seconds per step": "step_seconds",
     "FLOPs utilization (MFU)": "mfu",
     "Peak memory of a rank": "peak_memory_bytes",
-    "Evaluation loss": "eval_loss",
-    "Evaluation metrics": "eval_exact_match",
 }
+"""Keys by title."""
 FITS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
 """Nothing but tables is wider than the window."""
 UNITS = {"": 1, "%": 0.01, " MiB": 2**20, " GiB": 2**30}
@@ -50,12 +51,11 @@ def browser():
 
 def make_run(path, steps, *, rate=1e-3, every=5, **built):
     """Two attempts; the second resumes from step 10. Step 7 was skipped."""
-    run = RunFolder(path)
+    run, lines = RunFolder(path), []
     overrides = [f"optimizer.learning_rate={rate}", f"run.dir={path}", *TINY]
     loaded = load_recipe(["recipe=quickstart", *overrides], ranks=2, files=False)
     run.create(to_yaml(loaded.recipe))
     run.write_status("finished", step=steps, steps=steps, verdict="Bound by <data>.")
-    lines = []
     for step in range(1, steps + 1):
         when = START + 2 * step + (60 if step > 10 else 0)
         line = {"step": step, "loss": 2 + 3 * math.exp(-step / 20) + math.sin(step) / 10}
@@ -63,9 +63,8 @@ def make_run(path, steps, *, rate=1e-3, every=5, **built):
         line |= {"tokens_per_second": 1000.0 + step, "mfu": 0.4 + step / 1e5, "time": when}
         line |= {"peak_memory_bytes": 2**29 + step * 4096, "data_seconds": 0.25, "cpu_seconds": 3.5}
         line |= {"forward_seconds": 0.5, "checkpoint_seconds": None}
-        if step == 7:
-            line |= {"loss": None, "grad_norm": None, "skipped": True}
-            line |= {"peak_memory_bytes": 2**30}  # of the first attempt
+        if step == 7:  # in the first attempt
+            line |= {"loss": None, "grad_norm": None, "skipped": True, "peak_memory_bytes": 2**30}
         lines.append(line)
         if every and step % every == 0:
             scores = {"eval_loss": 3 - step / 100, "eval_exact_match": step / 100}
@@ -74,19 +73,19 @@ def make_run(path, steps, *, rate=1e-3, every=5, **built):
             sample |= {"reference": str(step + 1), "answer": "<b>5</b>", "exact_match": 0.0}
             append_line(run.path / "samples.jsonl", sample)
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    versions = {"torch": "2.13.0", "cuda": None}
     held = {"parameters": 1 << 20, "gradients": 1 << 20, "optimizer": 2 << 20}
     built = {"device": "cpu", "device_memory": None, "ranks_per_node": 2, "held": held} | built
-    for event in (
-        {"event": "started", "time": START, "attempt": 1},
-        {"event": "built", "time": START, "attempt": 1, "versions": versions, **built},
-        {"event": "saved", "time": START + 21, "attempt": 1, "step": 10},
-        {"event": "started", "time": START + 60, "attempt": 2, "found_step": 12},
-        {"event": "resumed", "time": START + 61, "attempt": 2, "step": 10},
-        {"event": "finished", "time": START + 80 + 2 * steps, "attempt": 2, "step": steps},
+    built["versions"] = {"torch": "2.13.0", "cuda": None}
+    for event, after, attempt, more in (
+        ("started", 0, 1, {}),
+        ("built", 0, 1, built),
+        ("saved", 21, 1, {"step": 10}),
+        ("started", 60, 2, {"found_step": 12}),
+        ("resumed", 61, 2, {"step": 10}),
+        ("finished", 80 + 2 * steps, 2, {"step": steps}),
     ):
-        with run.events.open("a") as stream:
-            stream.write(json.dumps(event | {"host": "node1", "ranks": 2}) + "\n")
+        line = {"event": event, "time": START + after, "attempt": attempt, **more}
+        append_line(run.events, line | {"host": "node1", "ranks": 2})
     return run
 
 
@@ -125,8 +124,8 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
     assert capsys.readouterr().out == f"{out}\n"
     records = read_jsonl(run.metrics)
     charts = {chart["title"]: chart["series"] for chart in embedded(out)["charts"]}
-    assert set(charts) == set(KEYS)
-    for title, key in KEYS.items():
+    assert set(charts) == set(CHARTS)
+    for title, key in CHARTS.items():
         (curve,) = charts[title]
         lines = [record for record in records if key in record]
         assert curve["y"] == [line[key] for line in lines]
@@ -137,7 +136,7 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
     for width in (1280, 400):
         for scheme in ("light", "dark"):
             browser.open(out, width=width, scheme=scheme)
-            assert browser.evaluate("document.querySelectorAll('svg').length") == len(KEYS)
+            assert browser.evaluate("document.querySelectorAll('svg').length") == len(CHARTS)
             assert browser.evaluate(FITS)
             colour = "getComputedStyle(document.body).backgroundColor"
             backgrounds.add(browser.evaluate(colour))
@@ -146,7 +145,7 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
     browser.open(out, width=1280)
     seen = set()
     for axis in ("step", "time"):
-        for title, key in KEYS.items():
+        for title, key in CHARTS.items():
             for share in (0.01, 0.122, 0.4, 0.7, 0.99):
                 ((_, step, text),) = hover(browser, title, share)
                 expected = next(r[key] for r in records if r["step"] == int(step) and key in r)
@@ -168,23 +167,15 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
     assert curve.count("M") == 3  # over time also where no process ran
     for kind in ("restart", "checkpoint", "skipped"):
         marks = f'document.querySelectorAll(".{kind}").length'
-        assert browser.evaluate(marks) == len(KEYS), kind
+        assert browser.evaluate(marks) == len(CHARTS), kind
 
     text = browser.evaluate("document.body.innerText")
     for shown in (
-        "Run a<b> & c",
-        "Bound by <data>.",
-        "lowest evaluation",
-        "data, 14.3%",  # of 1.75 s
-        "forward, 28.6%",
-        "planned",
-        "512.2 MiB",  # measured
-        "driver and libraries",
-        "optimizer.learning_rate",
-        "2.13.0",
-        "answers in the evaluation after step 50",
-        "50 + 1 =",
-        "<b>5</b>",
+        *("Run a<b> & c", "Bound by <data>.", "lowest evaluation"),
+        *("data, 14.3%", "forward, 28.6%"),  # of 1.75 s
+        *("planned", "512.2 MiB", "driver and libraries"),  # 512.2 MiB: measured
+        *("optimizer.learning_rate", "2.13.0"),
+        *("answers in the evaluation after step 50", "50 + 1 =", "<b>5</b>"),
     ):
         assert shown in text
     assert browser.problems == []
@@ -266,19 +257,8 @@ def test_incomplete_runs(tmp_path, capsys):
     assert "torn is not planned: its recipe or its device is not recorded." in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        (["FOLDER/nowhere"], "FOLDER/nowhere: there is no such folder"),
-        (["FOLDER"], "FOLDER: neither the folder of a run nor one that holds runs"),
-        (["FOLDER/run", "out=FOLDER/no/r.html"], "FOLDER/no/r.html: cannot be written: No such"),
-        ([], "Missing argument 'RUN_DIR'"),
-    ],
-)
-def test_wrong_arguments(arguments, shown, tmp_path, capsys):
-    if "FOLDER/run" in arguments:
-        make_run(tmp_path / "run", 3)
-        (tmp_path / "run/events.jsonl").unlink()  # nothing is planned
-    words = [word.replace("FOLDER", str(tmp_path)) for word in arguments]
-    assert main.main(["report", *words]) == 2
-    assert shown.replace("FOLDER", str(tmp_path)) in capsys.readouterr().err
+def test_a_page_that_cannot_be_written(tmp_path, capsys):
+    run, file = make_run(tmp_path / "run", 3), tmp_path / "no/r.html"
+    run.events.unlink()  # nothing is planned
+    assert main.main(["report", str(run.path), f"out={file}"]) == 2
+    assert f"{file}: cannot be written: No such" in capsys.readouterr().err

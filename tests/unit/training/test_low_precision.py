@@ -34,16 +34,21 @@ def equal(one, other):
     return all(torch.equal(a[k], b[k]) for a, b in zip(one, other, strict=True) for k in a)
 
 
-@pytest.mark.parametrize("state_dtype", DTYPES)
-def test_it_trains_as_well_as_float32(state_dtype):
+def test_it_trains_as_well_as_float32():
     first, reference = (trained("float32", steps=steps)[2] for steps in (1, 60))
     assert reference < 0.3 * first
-    assert trained(state_dtype)[2] == pytest.approx(reference, rel=0.05)
+    for state_dtype in DTYPES:
+        assert trained(state_dtype)[2] == pytest.approx(reference, rel=0.05)
 
 
 @pytest.mark.parametrize("state_dtype", DTYPES)
-def test_a_skipped_step_changes_no_bit(state_dtype):
+def test_a_skipped_step_changes_no_bit_and_matrices_take_fewer_bytes(state_dtype):
     model, optimizer, _ = trained(state_dtype, steps=3)
+    matrix, vector = optimizer.state[model[0].weight], optimizer.state[model[0].bias]
+    size = sum(value.nbytes for key, value in matrix.items() if key != "step")
+    numbers = 40 * 300
+    assert size == {"bfloat16": 4 * numbers, "int8": 2 * numbers + 2 * 40 * 2 * 4}[state_dtype]
+    assert vector["exp_avg"].dtype == vector["exp_avg_sq"].dtype == torch.float32
     before, weights = copies(optimizer), [p.detach().clone() for p in model.parameters()]
     model[0].weight.grad[0, 0] = torch.inf
     optimizer.found_inf = torch.ones(())
@@ -54,16 +59,6 @@ def test_a_skipped_step_changes_no_bit(state_dtype):
     model[0].weight.grad.fill_(1)
     optimizer.step()
     assert not equal(copies(optimizer), before)
-
-
-@pytest.mark.parametrize("state_dtype", DTYPES)
-def test_matrices_take_fewer_bytes_and_vectors_float32(state_dtype):
-    model, optimizer, _ = trained(state_dtype, steps=1)
-    matrix, vector = optimizer.state[model[0].weight], optimizer.state[model[0].bias]
-    size = sum(value.nbytes for key, value in matrix.items() if key != "step")
-    numbers = 40 * 300
-    assert size == {"bfloat16": 4 * numbers, "int8": 2 * numbers + 2 * 40 * 2 * 4}[state_dtype]
-    assert vector["exp_avg"].dtype == vector["exp_avg_sq"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("state_dtype", DTYPES)

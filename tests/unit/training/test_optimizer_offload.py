@@ -35,13 +35,7 @@ def test_the_file_has_no_name_and_its_bytes_are_those_of_its_tensor(tmp_path, mo
 def test_a_full_disk_is_an_error_that_names_the_folder_and_the_bytes(tmp_path):
     with pytest.raises(TrainingError) as caught:
         StateFile(tmp_path, 2**60)
-    for part in (
-        str(tmp_path),
-        "optimizer_path",
-        "No space left",
-        "GiB are free",
-        "needs 1073741824.0 GiB",
-    ):
+    for part in (str(tmp_path), "optimizer_path", "GiB are free", "needs 1073741824.0 GiB"):
         assert part in str(caught.value), caught.value
     assert list(tmp_path.iterdir()) == []
 

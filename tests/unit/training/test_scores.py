@@ -62,14 +62,13 @@ def test_early_stopping():
         stopping.add({} if value is None else {"eval_loss": value})
         over.append(stopping.over)
     assert over == [False] * 5 + [True]
-    resumed = EarlyStopping("eval_loss", 3)
+    resumed, other = EarlyStopping("eval_loss", 3), EarlyStopping("eval_f1", 1)
     resumed.restore(stopping.state())
     assert not resumed.over
     resumed.add({"eval_loss": 1.4})
     assert resumed.over
-    other = EarlyStopping("eval_f1", 1)
     other.restore(stopping.state())
-    assert not other.over
+    assert not other.over, "of another metric"
     never = EarlyStopping("eval_loss", None)
     never.restore({})
     never.add({"eval_loss": math.inf})
