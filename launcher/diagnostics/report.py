@@ -64,15 +64,16 @@ class Report:
     """Fields of `planner.machine.Rates`; None for a rate that was not measured."""
 
     @property
+    def bad(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.state == "bad"]
+
+    @property
     def fit(self) -> bool:
-        """Whether no finding is bad."""
-        return not any(finding.state == "bad" for finding in self.findings)
+        return not self.bad
 
     @property
     def bad_nodes(self) -> list[str]:
-        """Hosts with a bad finding."""
-        bad = {finding.host for finding in self.findings if finding.state == "bad"}
-        return sorted(bad - {ALL_NODES})
+        return sorted({finding.host for finding in self.bad} - {ALL_NODES})
 
 
 def rate_as_text(rate: float, unit: str) -> str:
@@ -142,10 +143,10 @@ def finish(report: Report, file: Path | None) -> None:
         verdict = {"fit": report.fit, "bad_nodes": report.bad_nodes}
         file.write_text(json.dumps(verdict | dataclasses.asdict(report), indent=1) + "\n")
         print(f"\nwritten: {file}; plan with it: launcher plan recipe=NAME rates={file}")
-    count = sum(finding.state == "bad" for finding in report.findings)
-    if not count:
+    if report.fit:
         typer.secho("\nFit to train.", fg="green", bold=True)
         return
+    count = len(report.bad)
     bad = f"{count} {'thing is' if count == 1 else 'things are'} bad"
     typer.echo(typer.style("\nNot fit to train", fg="red", bold=True) + f": {bad}")
     if report.nodes > 1 and report.bad_nodes:

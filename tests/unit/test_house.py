@@ -61,24 +61,8 @@ MAY_IMPORT = {
         ),
     },
     "train": {"checkpoint", "distributed", "errors", "recipe", "reliability", "training"},
-    "diagnostics": {
-        "distributed",
-        "errors",
-        "metrics",
-        "planner",
-        "recipe",
-        "reliability",
-        "training",
-    },
-    "slurm": {
-        "__version__",
-        "checkpoint",
-        "distributed",
-        "errors",
-        "metrics",
-        "recipe",
-        "reliability",
-    },
+    "diagnostics": {"distributed", "errors", "metrics", "recipe", "reliability", "training"},
+    "slurm": {"__version__", "checkpoint", "distributed", "errors", "recipe", "reliability"},
     "cli": {
         *(
             "__version__",
