@@ -140,9 +140,8 @@ def query(*, seconds: float = ANSWER_SECONDS) -> tuple[dict[str, Any], dict[str,
 
 def versions(nvml: dict[str, Any], torch: dict[str, Any]) -> dict[str, Any]:
     """Versions of this node, None for what it has not; and `gpus`, how many torch sees."""
-    names = ("python", "torch", "cuda", "rocm", "nccl")
-    numbers = {"driver": nvml["driver"], "gpus": len(torch["gpus"])}
-    return {name: torch[name] for name in names} | numbers
+    known = {name: version for name, version in torch.items() if name != "error"}
+    return known | {"driver": nvml["driver"], "gpus": len(torch["gpus"])}
 
 
 def visible_gpus(nvml: dict[str, Any], visible: str | None) -> list[dict[str, Any]]:
@@ -170,8 +169,9 @@ def gpu_findings(
     elif expected is not None and there < expected:
         yield Finding("GPUs", "bad", f"{there} of {expected} are there")
     elif names and not gpus:  # parts of GPUs (MIG), AMD's, a container without NVML
-        text = f"{len(names)} x {', '.join(sorted(set(names)))}; NVML does not answer: "
-        yield Finding("GPUs", "note", f"{text}whether they are free and healthy is not known")
+        text = "NVML does not answer: whether they are free and healthy is not known"
+        text = f"{len(names)} x {', '.join(sorted(set(names)))}; {text}"
+        yield Finding("GPUs", "note", text)
     elif not gpus:
         text = "none: training computes on the CPU; a torch built for GPUs needs run.device=cpu"
         yield Finding("GPUs", "note", text)

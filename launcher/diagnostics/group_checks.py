@@ -54,14 +54,14 @@ def sum_is_right(ranks: DataParallel) -> bool:
 
 
 def gather(value: Any, ranks: DataParallel) -> list[Any]:
-    values: list[Any] = [None] * ranks.size
+    values = [None] * ranks.size
     dist.all_gather_object(values, value, group=ranks.group)
     return values
 
 
 def clock_offset(ranks: DataParallel) -> float:
     """Seconds that this rank's clock is ahead of rank 0's: median of five, each after a barrier."""
-    offsets: list[float] = []
+    offsets = []
     for _ in range(5):
         dist.barrier(group=ranks.group)
         clocks = gather(time.time(), ranks)
@@ -137,7 +137,7 @@ def _clocks(offsets: Mapping[str, float]) -> list[Finding]:
     """offsets: seconds by host, against any one clock."""
     usual = statistics.median_low(offsets.values())
     off = {host: by - usual for host, by in offsets.items() if abs(by - usual) > CLOCKS_WARN}
-    first, last = min(offsets, key=offsets.__getitem__), max(offsets, key=offsets.__getitem__)
+    first, *_, last = sorted(offsets, key=offsets.__getitem__)
     spread = offsets[last] - offsets[first]
     if not off:
         return [Finding("clocks", "good", f"within {spread:.2g} s of one another", host=ALL_NODES)]
@@ -163,12 +163,12 @@ def _sharing(shared: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     wrote = {host: one for host, one in shared.items() if host not in failed}
     readers = Counter(name for one in wrote.values() for name in one["seen"])
     within = f"within {SHARED_SECONDS:.0f} s"
-    what = f"this node and the others do not see {within} what the other writes: is it a local disk"
+    what = f"this node and the others do not see {within} what the other writes"
     faults = {}
     for host, one in wrote.items():
         mine = one["wrote"] in one["seen"]  # does not count
         if 2 * (min(readers[one["wrote"]], len(one["seen"])) - mine) < len(wrote) - 1:
-            faults[host] = f"{what}?"
+            faults[host] = f"{what}: is it a local disk?"
     text = f"no node sees {within} what another one writes: it is not shared"
     return [
         *(Finding("shared folder", "bad", problem, host=host) for host, problem in failed.items()),

@@ -114,22 +114,22 @@ def measure(ranks: DataParallel, *, local: int, quick: bool) -> dict[str, float]
 
     local: ranks per node. quick: only what shows whether a node is healthy.
     """
-    device = ranks.device
+    device, partial = ranks.device, functools.partial
     torch.set_float32_matmul_precision("high")  # as the recipes set it
     steps: dict[str, Callable[[], float]] = {
-        "half_flops": lambda: product_rate(device, torch.bfloat16),
-        "memory_bandwidth": lambda: memory_rate(device),
-        "host_bandwidth": lambda: host_rate(device),
+        "half_flops": partial(product_rate, device, torch.bfloat16),
+        "memory_bandwidth": partial(memory_rate, device),
+        "host_bandwidth": partial(host_rate, device),
     }
     if not quick:
-        steps["float32_flops"] = lambda: product_rate(device, torch.float32)
+        steps["float32_flops"] = partial(product_rate, device, torch.float32)
         steps["host_adamw"] = adamw_rate
     if local > 1:
         node, _ = dist.new_subgroups(local)  # type: ignore[no-untyped-call]
-        steps["intra_node_bandwidth"] = lambda: collective_rate(node, device)
+        steps["intra_node_bandwidth"] = partial(collective_rate, node, device)
     if ranks.size > local:
-        steps["inter_node_bandwidth"] = lambda: collective_rate(ranks.group, device)
-        steps["link"] = lambda: link_rate(ranks, local=local)
+        steps["inter_node_bandwidth"] = partial(collective_rate, ranks.group, device)
+        steps["link"] = partial(link_rate, ranks, local=local)
     rates = {}
     for name, step in steps.items():
         dist.barrier(group=ranks.group)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -86,9 +86,9 @@ def rate_as_text(rate: float, unit: str) -> str:
 
 def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
     """One line each. hosts: also the host; findings that several hosts share are printed once."""
-    findings = list(_merged(findings)) if hosts else findings
+    findings = _merged(findings) if hosts else findings
     names = max((len(finding.name) for finding in findings), default=0)
-    width = max((len(finding.host) for finding in findings), default=0) + 2 if hosts else 0
+    width = max((len(finding.host) for finding in findings), default=0) + 2
     for finding in findings:
         mark, color = _MARKS[finding.state]
         host = f"{finding.host:<{width}}" if hosts else ""
@@ -96,9 +96,9 @@ def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
         typer.echo(typer.style(f"  {mark}", fg=color) + line)
 
 
-def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
+def _merged(findings: Sequence[Finding]) -> list[Finding]:
     """Merges equal findings of several hosts. Good findings merge even if their texts differ."""
-    everywhere = {finding.host for finding in findings}
+    everywhere, merged = {finding.host for finding in findings}, []
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         text = "" if finding.state in ("good", "note") else finding.text
@@ -110,7 +110,8 @@ def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
             differ = any(finding.text != first.text for finding in group)
             text = f"{first.host}: {first.text}" if differ else first.text
             first = dataclasses.replace(first, host=host, text=text)
-        yield first
+        merged.append(first)
+    return merged
 
 
 def print_node(findings: Sequence[Finding], versions: dict[str, Any]) -> bool:
