@@ -54,14 +54,14 @@ def sum_is_right(ranks: DataParallel) -> bool:
 
 
 def gather(value: Any, ranks: DataParallel) -> list[Any]:
-    values = [None] * ranks.size
+    values: list[Any] = [None] * ranks.size
     dist.all_gather_object(values, value, group=ranks.group)
     return values
 
 
 def clock_offset(ranks: DataParallel) -> float:
     """Seconds that this rank's clock is ahead of rank 0's: median of five, each after a barrier."""
-    offsets = []
+    offsets: list[float] = []
     for _ in range(5):
         dist.barrier(group=ranks.group)
         clocks = gather(time.time(), ranks)
@@ -74,18 +74,17 @@ def check_shared(
 ) -> dict[str, Any] | None:
     """The first rank of each node writes a file, and looks for the files of the other nodes.
 
-    Returns `wrote`, its file's name, or None and the `problem`; and `seen`, the names that it sees.
-    Other ranks return None.
+    Returns `wrote`, its file's name; `problem`, if it could not write; and `seen`, the names that
+    it sees. Other ranks return None.
     """
     file, problem = folder / f".launcher-doctor-{uuid.uuid4().hex}", None
     if first:
         try:
-            file.write_text("seen")
+            file.touch()
         except OSError as error:
             problem = f"{folder} cannot be written to: {error.strerror or error}"
-    name = file.name if first and problem is None else None
-    wanted, seen = set(filter(None, gather(name, ranks))), set[str]()
-    deadline = time.monotonic() + seconds
+    wanted = set(gather(file.name if first and problem is None else None, ranks)) - {None}
+    seen, deadline = set[str](), time.monotonic() + seconds
     while first and seen != wanted and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             # Lists the folder: network file systems cache that a single name was missing
@@ -94,7 +93,7 @@ def check_shared(
     dist.barrier(group=ranks.group)
     with contextlib.suppress(OSError):
         file.unlink()
-    return {"wrote": name, "problem": problem, "seen": sorted(seen)} if first else None
+    return {"wrote": file.name, "problem": problem, "seen": sorted(seen)} if first else None
 
 
 # Judging what the ranks measured. `results`: the dictionary `mine` of `run`, of each rank
@@ -161,13 +160,14 @@ def _sharing(shared: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     """
     failed = {host: one["problem"] for host, one in shared.items() if one["problem"]}
     wrote = {host: one for host, one in shared.items() if host not in failed}
-    readers = Counter(name for one in wrote.values() for name in one["seen"])
     within = f"within {SHARED_SECONDS:.0f} s"
     what = f"this node and the others do not see {within} what the other writes"
     faults = {}
     for host, one in wrote.items():
-        mine = one["wrote"] in one["seen"]  # does not count
-        if 2 * (min(readers[one["wrote"]], len(one["seen"])) - mine) < len(wrote) - 1:
+        others = [other for other in wrote.values() if other is not one]
+        readers = sum(one["wrote"] in other["seen"] for other in others)
+        read = sum(other["wrote"] in one["seen"] for other in others)
+        if 2 * min(readers, read) < len(others):
             faults[host] = f"{what}: is it a local disk?"
     text = f"no node sees {within} what another one writes: it is not shared"
     return [

@@ -56,6 +56,7 @@ Values = tuple[list[float], list[float]]
 class Variant:
     name: str
     ranks: int
+    accumulation: int
     recipe: Recipe
 
 
@@ -99,7 +100,7 @@ def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
                 activation_checkpointing=checkpointing,
                 batch=Batch(global_batch_size=sequences, micro_batch_size=size),
             )
-            variants.append(Variant(name, count, changed))
+            variants.append(Variant(name, count, sequences // (size * count), changed))
     return variants
 
 
@@ -159,8 +160,7 @@ def _table(variants: list[Variant], results: list[Values]) -> tuple[list[str], b
     head += f"  {'loss differs by':>22}  {'grad_norm differs by':>22}"
     lines, good = [head, "-" * len(head)], True
     for variant, values in zip(variants, results, strict=True):
-        mixed, batch = variant.recipe.strategy.mixed_precision, variant.recipe.batch
-        accumulation = batch.global_batch_size // (batch.micro_batch_size * variant.ranks)
+        mixed = variant.recipe.strategy.mixed_precision
         limits = FLOAT32_TOLERANCES if mixed is None else MIXED_TOLERANCES
         found = list(map(largest_difference, values, results[0]))
         fine = all(off <= limit for off, limit in zip(found, limits, strict=True))
@@ -169,7 +169,7 @@ def _table(variants: list[Variant], results: list[Values]) -> tuple[list[str], b
             cells = ["reference", "reference"]
         precision = "float32" if mixed is None else mixed.param_dtype
         line = f"{variant.name:<{width}}  {precision:<9}  {variant.ranks:>5}"
-        line += f"  {accumulation:>12}  {cells[0]:>22}  {cells[1]:>22}"
+        line += f"  {variant.accumulation:>12}  {cells[0]:>22}  {cells[1]:>22}"
         lines.append(line + ("" if fine else "  TOO MUCH"))
         good = good and fine
     return lines, good

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -251,10 +252,17 @@ def test_documented_commands(tmp_path, monkeypatch, capsys):
 # The plan
 
 
-def test_another_process_makes_the_plan(folder, capfd):
+def test_another_process_makes_the_plan(folder, monkeypatch, capsys):
+    def run(words, env):
+        assert words[:3] == [sys.executable, "-m", "launcher.cli.main"]
+        assert "SLURM_JOB_ID" not in env
+        return types.SimpleNamespace(returncode=launcher(words[3:]))
+
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(command.subprocess, "run", run)
     words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100", "gpu_memory=1MiB"]
     assert launcher(["submit", *words]) == 3
-    assert "does not fit" in capfd.readouterr().out
+    assert "does not fit" in capsys.readouterr().out
 
 
 def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypatch, capsys):
