@@ -42,8 +42,6 @@ Sweep = list[tuple[str, list[str]]]
 
 @dataclass(frozen=True)
 class Request:
-    """The options of the command."""
-
     plan: Sequence[str] = ()
     """Arguments for `launcher plan`."""
     dependency: str | None = None
@@ -328,7 +326,6 @@ def _print_new(file: Path, offset: int) -> int:
 
 
 def _print_end(job: str, folder: Path) -> int:
-    """Prints how a run ended; returns the exit status for it."""
     refusals = sorted((folder / "slurm" / f"job_{job}").glob("restart_*/refused"))
     if refusals:
         print(f"{shown_path(folder)}: refused\n  {refusals[-1].read_text().strip()}")

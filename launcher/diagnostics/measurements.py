@@ -29,7 +29,7 @@ def median_seconds(body: Callable[[], Any], device: torch.device) -> float:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s in products of square matrices."""
+    """FLOP/s."""
     size = 8192 if device.type == "cuda" else 768
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)

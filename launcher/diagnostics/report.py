@@ -42,8 +42,6 @@ def host_name() -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
-
     name: str
     state: State
     """bad: not fit to train; warning: trains, but slower or not for long; note: information."""
@@ -53,8 +51,6 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of all checks and measurements."""
-
     findings: list[Finding]
     device: str
     nodes: int

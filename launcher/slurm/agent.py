@@ -90,7 +90,6 @@ def run(command: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status of torchrun."""
     block_signals()
     parser = argparse.ArgumentParser(prog="python -m launcher.slurm.agent")
     parser.add_argument("--interface")

@@ -26,8 +26,6 @@ _HOPELESS = ("recipe", "no_valid_checkpoint")
 
 
 class Decision(NamedTuple):
-    """What follows from how an attempt ended."""
-
     requeue: bool
     status: int
     """Exit status of the job."""
@@ -205,11 +203,9 @@ def measured_lead(run_dir: Path) -> int | None:
 
 
 def note_submission(run_dir: Path, job: str, **more: str) -> None:
-    """Adds a line to RUN_DIR/slurm/submissions.jsonl."""
     line = {"job": job, "time": time.time(), **more}
     append_line(run_dir / "slurm" / "submissions.jsonl", line)
 
 
 def submitted_jobs(run_dir: Path) -> list[str]:
-    """Ids of all jobs of this folder."""
     return [line["job"] for line in read_jsonl(run_dir / "slurm" / "submissions.jsonl")]

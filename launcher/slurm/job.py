@@ -265,7 +265,6 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status of the job."""
     block_signals()
     try:
         job = Job(read_options(arguments))

@@ -14,8 +14,6 @@ from launcher.recipe.schema import Slurm
 
 @dataclass(frozen=True, kw_only=True)
 class JobScript:
-    """What a script is rendered from."""
-
     name: str
     slurm: Slurm
     lead: int

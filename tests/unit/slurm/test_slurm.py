@@ -261,7 +261,7 @@ def test_another_process_makes_the_plan(folder, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(command.subprocess, "run", run)
     words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100", "gpu_memory=1MiB"]
-    assert launcher(["submit", *words]) == 3
+    assert launcher(["submit", *words, "model.config.num_hidden_layers=1"]) == 3
     assert "does not fit" in capsys.readouterr().out
 
 
