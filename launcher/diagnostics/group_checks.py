@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from launcher.diagnostics import gpus
 from launcher.diagnostics.measurements import measure
-from launcher.diagnostics.node_checks import examine
+from launcher.diagnostics.node_checks import SHARED_SECONDS, examine
 from launcher.diagnostics.report import ALL_NODES, RATES, Finding, Report, host_name
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
@@ -42,8 +42,6 @@ SLOW = {
 """Share of the median rank's rate below which a rank is slow, and makes all others wait."""
 CLOCKS_WARN, CLOCKS_BAD = 0.5, 5.0
 """Seconds between clocks: logs, and the lock of the run folder, depend on them."""
-SHARED_SECONDS = 10.0
-"""Time until a node sees what another one wrote: network file systems cache for seconds."""
 _ADVICE = "let chrony or ntpd keep"
 
 
@@ -160,7 +158,7 @@ def _sharing(shared: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     """
     failed = {host: one["problem"] for host, one in shared.items() if one["problem"]}
     wrote = {host: one for host, one in shared.items() if host not in failed}
-    within = f"within {SHARED_SECONDS:.0f} s"
+    within = f"within {SHARED_SECONDS} s"
     what = f"this node and the others do not see {within} what the other writes"
     faults = {}
     for host, one in wrote.items():

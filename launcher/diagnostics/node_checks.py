@@ -20,7 +20,8 @@ from launcher.distributed import host_memory
 from launcher.metrics.console import bytes_as_text
 
 SHARED_SECONDS = 10
-"""Time to write and read a small file in the shared folder."""
+"""Time to write and read a file in the shared folder, and to see those of other nodes: network
+file systems cache for seconds."""
 
 
 def free_bytes(folder: Path) -> int:

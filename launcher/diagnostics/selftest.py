@@ -156,20 +156,20 @@ def largest_difference(values: list[float], reference: list[float]) -> float:
 def _table(variants: list[Variant], results: list[Values]) -> tuple[list[str], bool]:
     """Lines, and whether all differences are within their tolerances."""
     width = max(len(variant.name) for variant in variants)
-    head = f"{'strategy':<{width}}  precision  ranks  accumulation"
-    head += f"  {'loss differs by':>22}  {'grad_norm differs by':>22}"
+    row = f"{{:<{width}}}  {{:<9}}  {{:>5}}  {{:>12}}  {{:>22}}  {{:>22}}".format
+    differs = ("loss differs by", "grad_norm differs by")
+    head = row("strategy", "precision", "ranks", "accumulation", *differs)
     lines, good = [head, "-" * len(head)], True
     for variant, values in zip(variants, results, strict=True):
         mixed = variant.recipe.strategy.mixed_precision
         limits = FLOAT32_TOLERANCES if mixed is None else MIXED_TOLERANCES
-        found = list(map(largest_difference, values, results[0]))
-        fine = all(off <= limit for off, limit in zip(found, limits, strict=True))
-        cells = [f"{off:.1e} of {limit:.0e}" for off, limit in zip(found, limits, strict=True)]
+        pairs = list(zip(map(largest_difference, values, results[0]), limits, strict=True))
+        fine = all(off <= limit for off, limit in pairs)
+        cells = [f"{off:.1e} of {limit:.0e}" for off, limit in pairs]
         if variant is variants[0]:
             cells = ["reference", "reference"]
         precision = "float32" if mixed is None else mixed.param_dtype
-        line = f"{variant.name:<{width}}  {precision:<9}  {variant.ranks:>5}"
-        line += f"  {variant.accumulation:>12}  {cells[0]:>22}  {cells[1]:>22}"
+        line = row(variant.name, precision, variant.ranks, variant.accumulation, *cells)
         lines.append(line + ("" if fine else "  TOO MUCH"))
         good = good and fine
     return lines, good

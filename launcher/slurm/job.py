@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, RecipeError
 from launcher.recipe.load import load_recipe
@@ -213,11 +213,19 @@ class Job:
             log("the run folder belongs to another job now: this one ends")
             self.attempts.remove_successor()
             return EXIT_FAILED
-        before, status = replace(self.attempts), self._status(bad_nodes)
+        status = RunFolder(self.run_dir).read_status()
+        if status == self.attempts.found:  # this attempt did not write it
+            status = {}
+        state, before = status.get("state"), replace(self.attempts)
+        if self.refused.exists() and state != "finished":
+            print(self.refused.read_text().strip(), file=sys.stderr, flush=True)
+            status = {"state": "failed", "reason": "recipe"}
+        elif bad_nodes:
+            status = {"reason": f"not fit to train: {', '.join(bad_nodes)}"}
         decision = self.attempts.decide(
             status, known, warned=self.warned, terminated=self.terminated
         )
-        self.attempts.end(decision, killed=status.get("state") == "running")
+        self.attempts.end(decision, killed=state == "running")
         log(f"{decision.why} (srun's exit status: {exit_status})")
         if not decision.requeue:
             self.attempts.remove_successor()
@@ -226,16 +234,6 @@ class Job:
             before.write()  # still open, so the job's successor resumes the run
             return EXIT_FAILED
         return EXIT_DONE
-
-    def _status(self, bad_nodes: Sequence[str]) -> dict[str, Any]:
-        """status.json; empty if this attempt did not write it."""
-        if self.refused.exists():
-            print(self.refused.read_text().strip(), file=sys.stderr, flush=True)
-            return {"state": "failed", "reason": "recipe"}
-        if bad_nodes:
-            return {"reason": f"not fit to train: {', '.join(bad_nodes)}"}
-        status = RunFolder(self.run_dir).read_status()
-        return status if status != self.attempts.found else {}
 
     def requeue(self, known: JobInfo, bad_nodes: Sequence[str]) -> bool:
         """Requeues the job, without bad nodes. False: that is not possible."""

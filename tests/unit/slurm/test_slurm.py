@@ -549,6 +549,27 @@ def test_a_job_that_slurm_has_ended_is_left_to_its_successor(started, said):
         assert Attempts.read(job.run_dir, "7", max_failures=3).open
 
 
+def test_how_a_job_ends(started, capsys):
+    job, _ = started({}, "JobState=RUNNING Restarts=0")
+    run = RunFolder(job.run_dir)
+    job.attempts.begin()
+    job.refused.write_text("x: wrong\n")
+    assert job.end(1, []) == 2
+    assert "x: wrong" in capsys.readouterr().err
+    run.write_status("running", step=3)
+    assert job.end(1, []) == 2, "refused when torchrun restarted it"
+    assert run.read_status()["reason"] == "killed"
+    run.write_status("finished", step=9)
+    assert job.end(0, []) == 0, "refused once, but trained after a restart"
+    job.refused.unlink()
+    run.write_status("failed", step=9, reason="error")
+    assert job.end(1, []) == 0, "requeued"
+    assert job.end(0, ["n1"]) == 0
+    assert "failed (not fit to train: n1); 2 in a row without" in capsys.readouterr().err
+    job.terminated = True
+    assert job.end(1, []) == 75
+
+
 @pytest.mark.parametrize(
     ("known", "warned", "terminated"),
     [
