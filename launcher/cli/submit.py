@@ -20,27 +20,21 @@ from launcher import __version__
 from launcher.checkpoint.resume import choose_resume
 from launcher.cli.app import Overrides, flag, option
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, EXIT_USAGE, RecipeError
-from launcher.recipe.load import LoadedRecipe, load_recipe, to_yaml
+from launcher.recipe.find import shown_path
+from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Recipe, Slurm
 from launcher.reliability.run_directory import RunFolder
 from launcher.slurm import scheduler
-from launcher.slurm.attempts import (
-    DEFAULT_LEAD,
-    measured_lead,
-    note_submission,
-    submitted_jobs,
-)
-from launcher.slurm.render import JobScript, node_counts, ranks_per_node, render
+from launcher.slurm.attempts import measured_lead, note_submission, submitted_jobs
+from launcher.slurm.render import JobScript, node_counts, plural, ranks_per_node, render
 
-_NUMBERS = (
-    *("nodes", "gpus_per_node", "ranks_per_node", "cpus"),
-    *("max_restarts", "max_failures", "lead"),
-)
+_NUMBERS = ("nodes", "gpus_per_node", "ranks_per_node", "cpus", "max_restarts", "max_failures")
 _LISTS = ("sbatch_extra", "srun_extra", "setup")
 _SQUEUE_SECONDS = 5.0
 """Between calls of squeue, which all users of the cluster share."""
 _MOST_PLANS = 8
 """Of a sweep; each takes seconds."""
+_CHANGE_MEMORY = ("model", "batch", "strategy", "activation_checkpointing", "lora", "data")
 _VALUE = re.compile(r"""(?:[^,\[{"']|\[[^]]*\]|\{[^}]*\}|"[^"]*"|'[^']*')+""")
 """A value of a sweep: `1,[2,3]` is two of them."""
 
@@ -50,8 +44,6 @@ Sweep = list[tuple[str, list[str]]]
 
 @dataclass(frozen=True)
 class Request:
-    """The options of the command."""
-
     plan: Sequence[str] = ()
     """Arguments for `launcher plan`."""
     dependency: str | None = None
@@ -68,21 +60,12 @@ class Run:
     def __init__(self, recipe: Recipe, label: str = "") -> None:
         self.recipe, self.label, self.yaml = recipe, label, to_yaml(recipe)
         self.folder = Path(recipe.run.dir).absolute()  # the job may have another working folder
+        self.parent = self.folder.parent if label else self.folder
+        """Of the runs of a sweep."""
         name = time.strftime("%Y%m%d_%H%M%S") + f"_{os.getpid()}"
         self.recipe_file = self.folder / "slurm" / f"recipe_{name}.yaml"
         """What the job trains, even if the submitted recipe changes."""
         self.script_file = self.folder / "slurm" / f"train_{name}.sbatch"
-
-    def refuse_if_queued(self) -> None:
-        """Raises RecipeError if a job of this folder is queued or runs."""
-        jobs = submitted_jobs(self.folder)
-        active = scheduler.active_jobs() if jobs else {}
-        for job in jobs:
-            if job in active:
-                raise RecipeError(
-                    f"run.dir: {self.folder} has job {job} already ({active[job].lower()}); "
-                    f"wait for it, end it (scancel {job}), or give another run.dir"
-                )
 
 
 def submit(
@@ -138,14 +121,18 @@ def main(arguments: Sequence[str], request: Request) -> int:
         raise RecipeError("command line: throttle: needs a sweep, whose runs it limits")
     runs = make_runs(overrides, sweep)
     for run in runs:  # what the job would be refused for
-        run.refuse_if_queued()
+        for job, state in _queued([run]).items():
+            raise RecipeError(
+                f"run.dir: {run.folder} has job {job} already ({state}); wait for it, "
+                f"end it (scancel {job}), or give another run.dir"
+            )
         choose_resume(RunFolder(run.folder), run.recipe, run.yaml, restarted=False)
     script = _make_script(request, runs)
     text = render(script)
     if request.dry_run:
         print(text, end="")
         return EXIT_DONE
-    status = _plan(overrides, sweep, request, script.slurm)
+    status = EXIT_DONE if request.force else _plan(overrides, sweep, request.plan, script.slurm)
     if status in (EXIT_NO, EXIT_USAGE):
         return status
     ids = _submit(script, text, runs)
@@ -153,6 +140,13 @@ def main(arguments: Sequence[str], request: Request) -> int:
     if request.wait or request.follow:
         return _wait(ids, runs, follow=request.follow)
     return EXIT_DONE
+
+
+def _queued(runs: Sequence[Run]) -> dict[str, str]:
+    """States of the runs' jobs in the queue, by id. Raises RecipeError."""
+    jobs = [job for run in runs for job in submitted_jobs(run.folder)]
+    active = scheduler.active_jobs() if jobs else {}
+    return {job: active[job].lower() for job in jobs if job in active}
 
 
 # What to submit
@@ -166,7 +160,7 @@ def sort_arguments(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
     overrides: list[str] = []
     sweep: Sweep = []
     lists: dict[str, list[str]] = {}
-    keys = {field.name for field in dataclasses.fields(Slurm)} - {"environment"}
+    keys = {field.name for field in dataclasses.fields(Slurm)} - {"environment", *_LISTS}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         name = key.removeprefix("slurm.")
@@ -174,8 +168,8 @@ def sort_arguments(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
             sweep.append((key.removeprefix("sweep."), _VALUE.findall(value) or [value]))
         elif equals and key in _LISTS:
             lists.setdefault(key, []).append(value)
-        elif equals and name in keys.difference(_LISTS):
-            plain = name == "preflight" or (name in _NUMBERS and value.isdigit())
+        elif equals and name in keys:
+            plain = name == "preflight" or (name in (*_NUMBERS, "lead") and value.isdigit())
             overrides.append(f"slurm.{name}={value if plain else json.dumps(value)}")
         else:
             overrides.append(argument)
@@ -183,11 +177,10 @@ def sort_arguments(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
     return overrides, sweep
 
 
-def _load(arguments: Sequence[str]) -> LoadedRecipe:
-    """Loads the recipe, checked for every number of ranks that the job may get. Raises
-    RecipeError."""
-    loaded = load_recipe(arguments, ranks=None)
-    slurm = loaded.recipe.slurm or Slurm()
+def _load(arguments: Sequence[str]) -> Recipe:
+    """The recipe, checked for every number of ranks that the job may get."""
+    recipe = load_recipe(arguments, ranks=None).recipe
+    slurm = recipe.slurm or Slurm()
     counts = node_counts(slurm)
     for nodes in counts:
         try:
@@ -195,26 +188,24 @@ def _load(arguments: Sequence[str]) -> LoadedRecipe:
         except RecipeError as error:
             where = f"on {nodes} of {slurm.nodes} nodes: " if len(counts) > 1 else ""
             raise RecipeError([where + problem for problem in error.problems]) from None
-    return loaded
+    return recipe
 
 
-def _combinations(sweep: Sweep) -> Iterator[list[str]]:
-    values = [[f"{key}={value}" for value in values] for key, values in sweep]
-    return map(list, itertools.product(*values))
+def _combinations(sweep: Sweep) -> Iterator[tuple[str, ...]]:
+    return itertools.product(*([f"{key}={value}" for value in values] for key, values in sweep))
 
 
 def make_runs(overrides: Sequence[str], sweep: Sweep) -> list[Run]:
-    """The run, or a run for each combination of a sweep's values, in folders below run.dir. Raises
-    RecipeError."""
+    """The run, or a run for each combination of a sweep's values, in folders below run.dir."""
     if not sweep:
-        return [Run(_load(overrides).recipe)]
+        return [Run(_load(overrides))]
     runs = []
     short = [key.rsplit(".", 1)[-1] for key, _ in sweep]
     names = [
         name if short.count(name) == 1 else key for name, (key, _) in zip(short, sweep, strict=True)
     ]
     for values in _combinations(sweep):
-        recipe = _load([*overrides, *values]).recipe
+        recipe = _load([*overrides, *values])
         plain = [re.sub(r"[^-+.=A-Za-z0-9_]", "_", value.partition("=")[2]) for value in values]
         label = ",".join(f"{name}={value}" for name, value in zip(names, plain, strict=True))
         folder = str(Path(recipe.run.dir) / label)
@@ -232,23 +223,20 @@ def _half(limit: str | None) -> int:
         return sys.maxsize
     days, dash, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    if dash:  # days-hours, days-hours:minutes, days-hours:minutes:seconds
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    elif len(parts) < 3:  # minutes, minutes:seconds
-        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
-    else:
-        hours, minutes, seconds = parts
+    if not dash and len(parts) < 3:  # minutes, minutes:seconds
+        parts.insert(0, 0)
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
     return max(1, (((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds) // 2)
 
 
 def _make_script(request: Request, runs: Sequence[Run]) -> JobScript:
     first, slurm = runs[0], runs[0].recipe.slurm or Slurm()
-    folder = Path(str(_folder(runs)).replace("%", "%%"))  # sbatch replaces what follows a %
+    folder = Path(str(runs[0].parent).replace("%", "%%"))  # sbatch replaces what follows a %
     measured = [lead for run in runs if (lead := measured_lead(run.folder)) is not None]
     return JobScript(
         name=first.recipe.run.name.removesuffix(f" {first.label}"),
         slurm=slurm,
-        lead=slurm.lead or min(max(measured, default=DEFAULT_LEAD), _half(slurm.time)),
+        lead=slurm.lead or min(max(measured, default=300), _half(slurm.time)),
         log=folder / "slurm" / ("job_%A_%a.log" if len(runs) > 1 else "job_%j.log"),
         directory=Path.cwd(),
         runs=tuple((run.folder, run.recipe_file) for run in runs),
@@ -258,26 +246,26 @@ def _make_script(request: Request, runs: Sequence[Run]) -> JobScript:
     )
 
 
-def _folder(runs: Sequence[Run]) -> Path:
-    return runs[0].folder.parent if runs[0].label else runs[0].folder
-
-
 # Whether it fits
 
 
-def _plan(overrides: Sequence[str], sweep: Sweep, request: Request, slurm: Slurm) -> int:
+def _plan(overrides: Sequence[str], sweep: Sweep, plan: Sequence[str], slurm: Slurm) -> int:
     """The exit status of the plan that does not fit, or of the last one."""
-    status = EXIT_DONE
-    if slurm.gpus_per_node is None or request.force:
-        return status
-    if not request.plan:
+    if slurm.gpus_per_node is None:
+        return EXIT_DONE
+    if not plan:
         print("note: whether it fits was not checked: name the GPU, such as gpu=h100")
-        return status
+        return EXIT_DONE
     nodes = node_counts(slurm)[0]  # with more nodes, each GPU holds less
-    size = [f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *request.plan]
+    size = [f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *plan]
     memory = re.fullmatch(r"([1-9]\d*)([KMGT]?)", (slurm.host_memory or "").upper())
     size += [f"host_memory={memory[1]}{memory[2] or 'M'}iB"] if memory else []
-    for values in itertools.islice(_combinations(_of_different_memory(sweep)), _MOST_PLANS):
+    different = [
+        (key, values if key.split(".")[0] in _CHANGE_MEMORY else values[:1])
+        for key, values in sweep
+    ]
+    status = EXIT_DONE
+    for values in itertools.islice(_combinations(different), _MOST_PLANS):
         if values:
             print(" ".join(values), flush=True)
         status = print_plan([*overrides, *values, *size])
@@ -288,12 +276,6 @@ def _plan(overrides: Sequence[str], sweep: Sweep, request: Request, slurm: Slurm
         if status != EXIT_DONE:
             print("note: whether it fits was not checked: the plan failed")
     return status
-
-
-def _of_different_memory(sweep: Sweep) -> Sweep:
-    """The sweep without further values of keys that do not change the memory."""
-    sections = ("model", "batch", "strategy", "activation_checkpointing", "lora", "data")
-    return [(key, values if key.split(".")[0] in sections else values[:1]) for key, values in sweep]
 
 
 def print_plan(arguments: Sequence[str]) -> int:
@@ -310,21 +292,20 @@ def print_plan(arguments: Sequence[str]) -> int:
 
 def _submit(script: JobScript, text: str, runs: Sequence[Run]) -> list[str]:
     """Returns the ids of the job, or of the tasks of its array."""
-    file = runs[0].script_file
+    files = {run.recipe_file: run.yaml for run in runs} | {runs[0].script_file: text}
     try:
-        for run in runs:
-            run.recipe_file.parent.mkdir(parents=True, exist_ok=True)
-            run.recipe_file.write_text(run.yaml)
-        file.write_text(text)
-        Path(str(script.log.parent).replace("%%", "%")).mkdir(parents=True, exist_ok=True)
+        (runs[0].parent / "slurm").mkdir(parents=True, exist_ok=True)  # of the logs
+        for file, content in files.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content)
     except OSError as error:
         problem = f"{error.filename} cannot be written to: {error.strerror}"
         raise RecipeError(f"run.dir: {problem}") from None
     try:
-        job = scheduler.sbatch(file)
+        job = scheduler.sbatch(runs[0].script_file)
     except RecipeError:
-        for written in (file, *(run.recipe_file for run in runs)):
-            written.unlink(missing_ok=True)
+        for file in files:
+            file.unlink()
         raise
     ids = [job] if len(runs) == 1 else [f"{job}_{task}" for task in range(len(runs))]
     for task, run in zip(ids, runs, strict=True):
@@ -332,39 +313,25 @@ def _submit(script: JobScript, text: str, runs: Sequence[Run]) -> list[str]:
     return ids
 
 
-def _relative(path: Path) -> str:
-    with contextlib.suppress(ValueError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)
-
-
-def _plural(count: int | str, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
-
-
 def _print_submitted(script: JobScript, job: str, runs: Sequence[Run]) -> None:
-    slurm, folder = script.slurm, _relative(_folder(runs))
-    gpus = slurm.gpus_per_node
-    each = _plural(gpus, "GPU") if gpus else f"{_plural(ranks_per_node(slurm), 'rank')} on CPUs"
+    slurm, folder, gpus = script.slurm, runs[0].parent, script.slurm.gpus_per_node
+    each = plural(gpus, "GPU") if gpus else f"{plural(ranks_per_node(slurm), 'rank')} on CPUs"
     array = f", {len(runs)} runs" if len(runs) > 1 else ""
     array += f", {script.throttle} at a time" if script.throttle else ""
     limit = f", {slurm.time} at a time" if slurm.time else ""
+    log = "job_ID_*.log" if len(runs) > 1 else "job_ID.log"
+    shown = shown_path(folder)
     print(
-        f"submitted job {job}: {script.name}{array}, {_plural(slurm.nodes, 'node')} x {each}{limit}"
+        f"submitted job {job}: {script.name}{array}, {plural(slurm.nodes, 'node')} x {each}{limit}",
+        f"  run folder  {shown}" + (f"/{runs[0].label} ..." if len(runs) > 1 else ""),
+        f"  log         {shown}/slurm/{log.replace('ID', job)}",
+        f"  follow      launcher status {shown}",
+        f"  stop        touch {shown_path(runs[0].folder)}/stop   "
+        "(saves first, however long that takes)",
+        f"  cancel      scancel {job}   (saves within Slurm's KillWait, 30 s by default)",
+        sep="\n",
+        flush=True,
     )
-    log = str(script.log).replace("%j", job).replace("%A", job).replace("%a", "*")
-    for name, value in (
-        ("run folder", folder + (f"/{runs[0].label} ..." if len(runs) > 1 else "")),
-        ("log", _relative(Path(log.replace("%%", "%")))),
-        ("follow", f"launcher status {folder}"),
-        (
-            "stop",
-            f"touch {_relative(runs[0].folder)}/stop   (saves first, however long that takes)",
-        ),
-        ("cancel", f"scancel {job}   (saves within Slurm's KillWait, 30 s by default)"),
-    ):
-        print(f"  {name:<11} {value}")
-    sys.stdout.flush()
 
 
 # Waiting
@@ -380,7 +347,9 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
             if time.monotonic() - queried_at > _SQUEUE_SECONDS:
                 queried_at = time.monotonic()
                 with contextlib.suppress(RecipeError):  # a controller that restarts is back soon
-                    before, state = state, _queue_state(runs)
+                    states, before = set(_queued(runs).values()), state
+                    # Successors are always pending
+                    state = ", ".join(sorted(states - {"pending"} or states))
                     if follow and state and state != before:
                         print(f"-- job {ids[0]}: {state}", flush=True)
             if follow:
@@ -391,14 +360,6 @@ def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
         return 130
     statuses = [_print_end(job, run.folder) for job, run in zip(ids, runs, strict=True)]
     return max(statuses, key=(EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXIT_FAILED).index)
-
-
-def _queue_state(runs: Sequence[Run]) -> str:
-    """States of the runs' jobs; empty: none is queued. Raises RecipeError."""
-    active = scheduler.active_jobs()
-    jobs = {job for run in runs for job in submitted_jobs(run.folder)}
-    states = {active[job].lower() for job in jobs if job in active}
-    return ", ".join(sorted(states - {"pending"} or states))  # successors are always pending
 
 
 def _print_new(file: Path, offset: int) -> int:
@@ -413,15 +374,14 @@ def _print_new(file: Path, offset: int) -> int:
 
 
 def _print_end(job: str, folder: Path) -> int:
-    """Prints how a run ended; returns the exit status for it."""
     refusals = sorted((folder / "slurm" / f"job_{job}").glob("restart_*/refused"))
     if refusals:
-        print(f"{_relative(folder)}: refused\n  {refusals[-1].read_text().strip()}")
+        print(f"{shown_path(folder)}: refused\n  {refusals[-1].read_text().strip()}")
         return EXIT_USAGE
     status = RunFolder(folder).read_status()
     ended = status.get("state") or "ended before training began"
     step = f" after step {status['step']}" if "step" in status else ""
-    print(f"{_relative(folder)}: {ended}{step}")
+    print(f"{shown_path(folder)}: {ended}{step}")
     if ended != "finished":
         logs = f"see the logs in {folder}/slurm"
         print(f"  {status.get('error') or status.get('reason') or logs}")

@@ -1,7 +1,7 @@
 """The GPUs of this node, as NVML and torch see them.
 
-A driver that hangs blocks the process that queries it, so a separate process does:
-`python -m launcher.diagnostics.gpus` prints what NVML reports as a line of JSON, then torch.
+A driver that hangs blocks the process that queries it. Therefore another process,
+`python -m launcher.diagnostics.gpus`, prints two lines of JSON: of NVML and of torch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ GIB = 1024**3
 ANSWER_SECONDS = 90
 """Time for NVML and torch to answer: importing torch from a busy network disk takes long."""
 COMMAND = (sys.executable, "-m", "launcher.diagnostics.gpus")
+_NO_NVML: dict[str, Any] = {"driver": None, "gpus": [], "error": None}
 _NO_TORCH: dict[str, Any] = {
     **dict.fromkeys(("torch", "cuda", "rocm", "nccl", "error")),
     "python": platform.python_version(),
@@ -32,9 +33,8 @@ _NO_TORCH: dict[str, Any] = {
 
 def query_nvml() -> dict[str, Any]:
     """driver: its version; gpus: index, uuid, name, memory (bytes) and problems (state and text) of
-    each; error: of NVML as a whole, or None. Without NVIDIA's driver there are no GPUs, which is no
-    error."""
-    found: dict[str, Any] = {"driver": None, "gpus": [], "error": None}
+    each; error: of NVML as a whole, or None. No driver of NVIDIA is no error."""
+    found = _NO_NVML | {"gpus": []}
     try:
         import pynvml as nvml
     except ImportError:
@@ -56,12 +56,12 @@ def query_nvml() -> dict[str, Any]:
                 gpu["problems"] = [("bad", f"NVML does not answer for it: {error}")]
             found["gpus"].append(gpu)
     except nvml.NVMLError as error:
-        none = (
+        no_driver = (
             nvml.NVML_ERROR_LIBRARY_NOT_FOUND,
             nvml.NVML_ERROR_DRIVER_NOT_LOADED,
             nvml.NVML_ERROR_FUNCTION_NOT_FOUND,  # a library that is not NVIDIA's
         )
-        found["error"] = None if error.value in none else str(error)
+        found["error"] = None if error.value in no_driver else str(error)
     return found
 
 
@@ -69,33 +69,31 @@ def _problems(nvml: Any, handle: Any) -> Iterator[tuple[State, str]]:
     def ask(name: str, *arguments: Any, **options: Any) -> Any:
         """None where the GPU or its driver does not support the query."""
         with contextlib.suppress(nvml.NVMLError):
-            return getattr(nvml, name)(handle, *arguments, **options)
+            return getattr(nvml, name)(*arguments, **options)
         return None
 
-    processes = []
-    for process in ask("nvmlDeviceGetComputeRunningProcesses") or ():
-        name = "a process"
-        with contextlib.suppress(nvml.NVMLError):
-            name = Path(nvml.nvmlSystemGetProcessName(process.pid)).name
-        processes.append(f"{name} (pid {process.pid})")
+    users = []
+    for process in ask("nvmlDeviceGetComputeRunningProcesses", handle) or ():
+        path = ask("nvmlSystemGetProcessName", process.pid) or "a process"
+        users.append(f"{Path(path).name} (pid {process.pid})")
     # Version 2 does not count what the driver reserves as used. Some drivers still count several
     # hundred MiB of their own
-    memory = ask("nvmlDeviceGetMemoryInfo", version=nvml.nvmlMemory_v2)
+    memory = ask("nvmlDeviceGetMemoryInfo", handle, version=nvml.nvmlMemory_v2)
     memory = memory or nvml.nvmlDeviceGetMemoryInfo(handle)
-    if processes or memory.used > max(GIB, memory.total // 50):
-        names = ", ".join(processes) or "no process that can be seen from here"
+    if users or memory.used > max(GIB, memory.total // 50):
+        names = ", ".join(users) or "no process that can be seen from here"
         used = f"{bytes_as_text(memory.used)} of {bytes_as_text(memory.total)}"
         yield "bad", f"not free: {used} in use, by {names}"
     counter = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-    if errors := ask("nvmlDeviceGetTotalEccErrors", *counter):
+    if errors := ask("nvmlDeviceGetTotalEccErrors", handle, *counter):
         text = f"{errors} uncorrected memory errors since its driver was loaded"
         yield "bad", f"{text}: reset or replace it"
-    *_, pending, failed = ask("nvmlDeviceGetRemappedRows") or (False, False)
+    *_, pending, failed = ask("nvmlDeviceGetRemappedRows", handle) or (False, False)
     if failed:
         yield "bad", "a bad row of its memory could not be remapped: replace it"
     if pending:
         yield "bad", "a bad row of its memory waits to be remapped: reset it"
-    slowed = ask("nvmlDeviceGetCurrentClocksEventReasons") or 0
+    slowed = ask("nvmlDeviceGetCurrentClocksEventReasons", handle) or 0
     if slowed & nvml.nvmlClocksThrottleReasonHwThermalSlowdown:
         yield "bad", "slowed down by heat: every rank would wait for it"
     if slowed & nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown:
@@ -103,10 +101,8 @@ def _problems(nvml: Any, handle: Any) -> Iterator[tuple[State, str]]:
 
 
 def query_torch(*, compute: bool = True) -> dict[str, Any]:
-    """python, torch, cuda, rocm, nccl: versions; gpus: their names; error: or None.
-
-    compute: also computes something on each GPU.
-    """
+    """python, torch, cuda, rocm, nccl: versions; gpus: their names; error: or None. compute: also
+    computes something on each GPU."""
     found = _NO_TORCH | {"gpus": []}
     try:
         import torch
@@ -127,50 +123,45 @@ def query_torch(*, compute: bool = True) -> dict[str, Any]:
 
 
 def query(*, seconds: float = ANSWER_SECONDS) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `query_nvml` and `query_torch` return in another process within this time. `error` says
-    which of them did not answer."""
+    """`query_nvml` and `query_torch` in another process, within this time."""
     process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         printed, how = process.communicate(timeout=seconds)[0], "ended without an answer"
     except subprocess.TimeoutExpired as expired:
         process.kill()  # without waiting: a process in a hanging driver call does not end
         printed, how = expired.output or b"", f"did not answer within {seconds:.0f} s"
-    nvml: dict[str, Any] = {"driver": None, "gpus": [], "error": f"NVML {how}: reboot the node"}
-    torch = _NO_TORCH | {"error": f"torch {how}: a GPU or a file system hangs"}
     answers = [json.loads(line) for line in printed.splitlines() if line.startswith(b"{")]
-    answers += [nvml, torch][len(answers) :]
+    answers += [
+        _NO_NVML | {"error": f"NVML {how}: reboot the node"},
+        _NO_TORCH | {"error": f"torch {how}: a GPU or a file system hangs"},
+    ][len(answers) :]
     return answers[0], answers[1]
 
 
 def versions(nvml: dict[str, Any], torch: dict[str, Any]) -> dict[str, Any]:
     """Versions of this node, None for what it has not; and `gpus`, how many torch sees."""
-    names = ("python", "torch", "cuda", "rocm", "nccl")
-    numbers = {"driver": nvml["driver"], "gpus": len(torch["gpus"])}
-    return {name: torch[name] for name in names} | numbers
+    known = {name: version for name, version in torch.items() if name != "error"}
+    return known | {"driver": nvml["driver"], "gpus": len(torch["gpus"])}
 
 
 def visible_gpus(nvml: dict[str, Any], visible: str | None) -> list[dict[str, Any]]:
     """The GPUs of `query_nvml` that this process may use.
 
-    visible: CUDA_VISIBLE_DEVICES: indices or the beginnings of UUIDs; None: all. A part of a GPU
-    (MIG-...) matches none: NVML reports about the whole GPU.
+    visible: CUDA_VISIBLE_DEVICES, indices or the beginnings of UUIDs; None: all. A part of a GPU
+    (MIG-...) matches none.
     """
+    gpus: list[dict[str, Any]] = nvml["gpus"]
     if visible is None:
-        return list(nvml["gpus"])
-    names = [name.strip() for name in visible.split(",") if name.strip()]
+        return gpus
+    names = [name.strip() for name in visible.split(",")]
     uuids = tuple(name for name in names if name.startswith("GPU-"))
-    return [
-        gpu
-        for gpu in nvml["gpus"]
-        if str(gpu["index"]) in names or (uuids and gpu["uuid"].startswith(uuids))
-    ]
+    return [gpu for gpu in gpus if str(gpu["index"]) in names or gpu["uuid"].startswith(uuids)]
 
 
 def gpu_findings(
     nvml: dict[str, Any], torch: dict[str, Any], *, visible: str | None, expected: int | None
 ) -> Iterator[Finding]:
-    """Whether the GPUs are there, free and healthy, and torch computes on all of them. expected:
-    how many there must be."""
+    """Whether the GPUs are there, free and healthy, and torch computes on all of them."""
     gpus, names = visible_gpus(nvml, visible), torch["gpus"]
     there = len(gpus) or len(names)
     if nvml["error"]:
@@ -178,17 +169,17 @@ def gpu_findings(
     elif expected is not None and there < expected:
         yield Finding("GPUs", "bad", f"{there} of {expected} are there")
     elif names and not gpus:  # parts of GPUs (MIG), AMD's, a container without NVML
-        text = f"{len(names)} x {', '.join(sorted(set(names)))}; NVML does not answer: "
-        yield Finding("GPUs", "note", f"{text}whether they are free and healthy is not known")
+        text = "NVML does not answer: whether they are free and healthy is not known"
+        text = f"{len(names)} x {', '.join(sorted(set(names)))}; {text}"
+        yield Finding("GPUs", "note", text)
     elif not gpus:
         text = "none: training computes on the CPU; a torch built for GPUs needs run.device=cpu"
         yield Finding("GPUs", "note", text)
     else:
-        models = sorted({gpu["name"] for gpu in gpus})
-        mixed = len(models) > 1 or len({gpu["memory"] for gpu in gpus}) > 1
-        memory = bytes_as_text(min(gpu["memory"] for gpu in gpus))
-        text = f"{len(gpus)} x {', '.join(models)} of {memory}, driver {nvml['driver']}"
-        text += "; not all alike" if mixed else ""
+        models, sizes = ({gpu[key] for gpu in gpus} for key in ("name", "memory"))
+        mixed = len(models) > 1 or len(sizes) > 1
+        text = f"{len(gpus)} x {', '.join(sorted(models))} of {bytes_as_text(min(sizes))}"
+        text += f", driver {nvml['driver']}" + ("; not all alike" if mixed else "")
         yield Finding("GPUs", "warning" if mixed else "good", text)
     for gpu in gpus:
         for state, text in gpu["problems"]:

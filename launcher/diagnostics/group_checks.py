@@ -1,7 +1,6 @@
 """Checks that ranks do together: rates, clocks, shared folder, and nodes that are unlike others.
 
-`launcher doctor` starts this module under torchrun. Over several nodes torchrun starts the
-command itself, as it starts training.
+`launcher doctor` starts this module under torchrun; on several nodes the user starts it so.
 """
 
 from __future__ import annotations
@@ -22,22 +21,13 @@ import torch.distributed as dist
 
 from launcher.diagnostics import gpus
 from launcher.diagnostics.measurements import measure
-from launcher.diagnostics.node_checks import examine
-from launcher.diagnostics.report import (
-    ALL_NODES,
-    RATES,
-    Finding,
-    Report,
-    State,
-    host_name,
-    rate_as_text,
-)
+from launcher.diagnostics.node_checks import SHARED_SECONDS, examine
+from launcher.diagnostics.report import ALL_NODES, RATES, Finding, Report, host_name
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import DataParallel
 from launcher.distributed.spawn import rank_main
-from launcher.errors import EXIT_DONE, RecipeError
-from launcher.planner.machine import known_machine
+from launcher.errors import EXIT_DONE
 from launcher.reliability.failures import end_process
 
 INIT_SECONDS = 180
@@ -52,22 +42,16 @@ SLOW = {
 """Share of the median rank's rate below which a rank is slow, and makes all others wait."""
 CLOCKS_WARN, CLOCKS_BAD = 0.5, 5.0
 """Seconds between clocks: logs, and the lock of the run folder, depend on them."""
-SHARED_SECONDS = 10.0
-"""Time until a node sees what another one wrote: network file systems cache for seconds."""
-ASSUMED = 0.5
-"""Share of the plan's rates below which the plan's ranking of strategies may be wrong."""
 _ADVICE = "let chrony or ntpd keep"
 
 
-def check_sum(ranks: DataParallel) -> bool:
-    """Whether an all-reduce returns the right sum."""
+def sum_is_right(ranks: DataParallel) -> bool:
     values = torch.full((1 << 16,), float(ranks.rank + 1), device=ranks.device)
     dist.all_reduce(values, group=ranks.group)
     return bool((values == ranks.size * (ranks.size + 1) / 2).all())
 
 
 def gather(value: Any, ranks: DataParallel) -> list[Any]:
-    """The value of each rank."""
     values: list[Any] = [None] * ranks.size
     dist.all_gather_object(values, value, group=ranks.group)
     return values
@@ -88,44 +72,35 @@ def check_shared(
 ) -> dict[str, Any] | None:
     """The first rank of each node writes a file, and looks for the files of the other nodes.
 
-    Returns `wrote`, its file's name, or None and the `problem`; and `seen`, the names that it sees.
-    None: not the first rank of its node.
+    Returns `wrote`, its file's name; `problem`, if it could not write; and `seen`, the names that
+    it sees. Other ranks return None.
     """
     file, problem = folder / f".launcher-doctor-{uuid.uuid4().hex}", None
     if first:
         try:
-            file.write_text("seen")
+            file.touch()
         except OSError as error:
             problem = f"{folder} cannot be written to: {error.strerror or error}"
-    name = file.name if first and problem is None else None
-    wanted, seen = set(filter(None, gather(name, ranks))), set[str]()
-    deadline = time.monotonic() + seconds
+    wanted = set(gather(file.name if first and problem is None else None, ranks)) - {None}
+    seen, deadline = set[str](), time.monotonic() + seconds
     while first and seen != wanted and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             # Lists the folder: network file systems cache that a single name was missing
             seen = wanted & set(os.listdir(folder))
         time.sleep(0.0 if seen == wanted else 0.1)
     dist.barrier(group=ranks.group)
-    if not first:
-        return None
     with contextlib.suppress(OSError):
-        file.unlink(missing_ok=True)
-    return {"wrote": name, "problem": problem, "seen": sorted(seen)}
+        file.unlink()
+    return {"wrote": file.name, "problem": problem, "seen": sorted(seen)} if first else None
 
 
-# Judging what the ranks measured. `results` has a dictionary of each rank: host, gpu (its local
-# rank), rates, offset (of its clock), shared (of `check_shared`), and sum (whether it was right).
-# A finding names a host, or all nodes where there is no majority.
+# Judging what the ranks measured. `results`: the dictionary `mine` of `run`, of each rank
 
 
 def judge(results: Sequence[Mapping[str, Any]], *, cpu: bool) -> list[Finding]:
-    """Which ranks and nodes are unlike the others.
-
-    cpu: slow ranks are only a warning, because other programs share the cores.
-    """
-    offsets: dict[str, float] = {}
-    for result in results:
-        offsets.setdefault(result["host"], result["offset"])
+    """Which ranks and nodes are unlike the others. cpu: slow ranks are only a warning, because
+    other programs share the cores."""
+    offsets = {result["host"]: result["offset"] for result in results}
     wrong = {result["host"]: "gives a wrong sum" for result in results if not result["sum"]}
     return [
         *_slow_ranks(results, cpu=cpu),
@@ -136,30 +111,30 @@ def judge(results: Sequence[Mapping[str, Any]], *, cpu: bool) -> list[Finding]:
 
 
 def _blame(name: str, faults: Mapping[str, str], *, nodes: int, all_nodes: str) -> list[Finding]:
-    """A bad finding for each fault by host; one for all nodes where half of them have it."""
+    """A bad finding for each fault by host; one for all nodes where there is no majority."""
     if faults and nodes > 1 and 2 * len(faults) >= nodes:
         faults = {ALL_NODES: all_nodes}
-    return [Finding(name, "bad", faults[host], host=host) for host in faults]
+    return [Finding(name, "bad", text, host=host) for host, text in faults.items()]
 
 
 def _slow_ranks(results: Sequence[Mapping[str, Any]], *, cpu: bool) -> Iterator[Finding]:
-    state: State = "warning" if cpu else "bad"
     for key, (what, limit) in SLOW.items():
         rates = {rank: one["rates"][key] for rank, one in enumerate(results) if key in one["rates"]}
         median = statistics.median(rates.values()) if rates else 0.0
         for rank, rate in rates.items():
             if rate < limit * median:
-                result, share = results[rank], f"{rate / median:.0%} of the median rank"
-                which = f"rank {rank}" if cpu else f"GPU {result['gpu']} (rank {rank})"
+                which = f"rank {rank}" if cpu else f"GPU {results[rank]['gpu']} (rank {rank})"
+                share = f"{rate / median:.0%} of the median rank"
                 text = f"{which} {what} at {share}: all would wait for it"
-                yield Finding("speed", state, text, host=result["host"])
+                host = results[rank]["host"]
+                yield Finding("speed", "warning" if cpu else "bad", text, host=host)
 
 
 def _clocks(offsets: Mapping[str, float]) -> list[Finding]:
     """offsets: seconds by host, against any one clock."""
     usual = statistics.median_low(offsets.values())
     off = {host: by - usual for host, by in offsets.items() if abs(by - usual) > CLOCKS_WARN}
-    first, last = min(offsets, key=offsets.__getitem__), max(offsets, key=offsets.__getitem__)
+    first, *_, last = sorted(offsets, key=offsets.__getitem__)
     spread = offsets[last] - offsets[first]
     if not off:
         return [Finding("clocks", "good", f"within {spread:.2g} s of one another", host=ALL_NODES)]
@@ -181,19 +156,20 @@ def _sharing(shared: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     A node is at fault where fewer than half of the others see what it writes, or where it sees
     fewer than half of the others' files.
     """
-    within = f"within {SHARED_SECONDS:.0f} s"
-    wrote = {host: one for host, one in shared.items() if one["wrote"] is not None}
-    readers = Counter(name for one in wrote.values() for name in one["seen"])
+    failed = {host: one["problem"] for host, one in shared.items() if one["problem"]}
+    wrote = {host: one for host, one in shared.items() if host not in failed}
+    within = f"within {SHARED_SECONDS} s"
     what = f"this node and the others do not see {within} what the other writes"
     faults = {}
     for host, one in wrote.items():
-        mine = one["wrote"] in one["seen"]  # does not count
-        if 2 * (min(readers[one["wrote"]], len(one["seen"])) - mine) < len(wrote) - 1:
+        others = [other for other in wrote.values() if other is not one]
+        readers = sum(one["wrote"] in other["seen"] for other in others)
+        read = sum(other["wrote"] in one["seen"] for other in others)
+        if 2 * min(readers, read) < len(others):
             faults[host] = f"{what}: is it a local disk?"
     text = f"no node sees {within} what another one writes: it is not shared"
-    failed = {host: one["problem"] for host, one in shared.items() if host not in wrote}
     return [
-        *_blame("shared folder", failed, nodes=1, all_nodes=""),
+        *(Finding("shared folder", "bad", problem, host=host) for host, problem in failed.items()),
         *_blame("shared folder", faults, nodes=len(wrote), all_nodes=text),
     ]
 
@@ -202,51 +178,33 @@ def compare_versions(versions: Mapping[str, Mapping[str, Any]]) -> list[Finding]
     """Versions that differ from those of most hosts. versions: by host."""
     findings = []
     for name in next(iter(versions.values()), {}):
-        counts = Counter(one[name] for one in versions.values())
-        most, count = counts.most_common(1)[0]
+        counts = Counter(one[name] for one in versions.values()).most_common()
+        most, count = counts[0]
         faults = {
             host: f"{name} {one[name]}, but {most} on {count} of {len(versions)} nodes"
             for host, one in versions.items()
             if one[name] != most
         }
-        values = ", ".join(f"{value} on {count}" for value, count in counts.most_common())
+        values = ", ".join(f"{value} on {count}" for value, count in counts)
         text = f"{name} {values} nodes: should be the same on all"
         findings += _blame("versions", faults, nodes=len(versions), all_nodes=text)
     return findings
 
 
-def compare_with_plan(
-    rates: Mapping[str, Any], *, device: str, nodes: int, ranks_per_node: int
-) -> list[Finding]:
-    """Warns of rates far below those that the plan assumes for this GPU, if it knows the GPU."""
-    try:
-        machine = known_machine(device, nodes=nodes, gpus_per_node=ranks_per_node)
-    except RecipeError:
-        return []
-    findings = []
-    for name, (what, unit) in RATES.items() if machine.device == "cuda" else ():
-        measured, assumed = rates[name], getattr(machine.rates, name)
-        if measured is not None and measured < ASSUMED * assumed:
-            share = f"{measured / assumed:.0%} of the {rate_as_text(assumed, unit)}"
-            text = f"{what}: {rate_as_text(measured, unit)}, {share} that the plan assumes"
-            findings.append(Finding("rates", "warning", text, host=ALL_NODES))
-    return findings
-
-
 def slowest_rates(results: Sequence[Mapping[str, Any]], *, source: str) -> dict[str, Any]:
-    """Fields of `planner.machine.Rates`: of the slowest rank; None where not measured."""
-    rates: dict[str, Any] = {"source": source}
-    for name in RATES:
-        values = [result["rates"][name] for result in results if name in result["rates"]]
-        rates[name] = min(values, default=None)
-    return rates
+    """Fields of `planner.machine.Rates`; None where not measured."""
+    slowest = {
+        name: min((one["rates"][name] for one in results if name in one["rates"]), default=None)
+        for name in RATES
+    }
+    return {"source": source} | slowest
 
 
 def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False) -> Report:
     """Checks and measures on all ranks; each gets the report.
 
-    node: arguments of `examine`, for each node; None: the node was examined already. quick: nodes
-    were examined already, only their versions are compared, and less is measured.
+    node: arguments of `examine`; None: the node was examined already. quick: the nodes were
+    examined already, only their versions are compared, and less is measured.
     """
     environment = read_environment()
     first, local = environment.local_rank == 0, environment.local_world_size
@@ -265,7 +223,7 @@ def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False
             "gpu": environment.local_rank,
             "findings": findings,
             "versions": versions,
-            "sum": check_sum(ranks),
+            "sum": sum_is_right(ranks),
             "offset": clock_offset(ranks),
             "shared": None if shared is None else check_shared(shared, ranks, first=first),
             "rates": measure(ranks, local=local, quick=quick),
@@ -273,20 +231,17 @@ def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False
         results = gather(mine, ranks)
         cpu = ranks.device.type == "cpu"
         name = "CPU" if cpu else torch.cuda.get_device_name(ranks.device)
-    nodes = len(results) // local
     source = f"measured by launcher doctor on {results[0]['host']}, {time.strftime('%Y-%m-%d')}"
-    rates = slowest_rates(results, source=source)
     return Report(
         findings=[
             *(finding for result in results for finding in result["findings"]),
             *judge(results, cpu=cpu),
             *compare_versions({one["host"]: one["versions"] for one in results if one["versions"]}),
-            *compare_with_plan(rates, device=name, nodes=nodes, ranks_per_node=local),
         ],
         device=name,
-        nodes=nodes,
+        nodes=len(results) // local,
         ranks_per_node=local,
-        rates=rates,
+        rates=slowest_rates(results, source=source),
         versions=results[0]["versions"],
     )
 

@@ -18,7 +18,6 @@ REPEATS = 8
 
 
 def median_seconds(body: Callable[[], Any], device: torch.device) -> float:
-    """Median time of a call."""
     seconds = []
     for _ in range(2 + REPEATS):
         started = time.perf_counter()
@@ -30,7 +29,7 @@ def median_seconds(body: Callable[[], Any], device: torch.device) -> float:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s in products of square matrices: 2 n^3 each."""
+    """FLOP/s."""
     size = 8192 if device.type == "cuda" else 768
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
@@ -64,8 +63,7 @@ def adamw_rate() -> float:
 
 
 def collective_rate(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Bytes/s that a rank sends in the slower of all-gather and all-reduce, with buffers as large
-    as a block's weights.
+    """Bytes/s that a rank sends in the slower of all-gather and all-reduce.
 
     A ring of n ranks sends (n - 1) / n of the buffer in an all-gather, twice that in an all-reduce.
     """
@@ -81,23 +79,18 @@ def collective_rate(group: dist.ProcessGroup, device: torch.device) -> float:
     return min(sent / gather, 2 * sent / reduce)
 
 
-def link_rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """Pairs of neighbours in a ring of nodes, in rounds in which no node is in two pairs.
+def node_links(nodes: int) -> list[tuple[int, int]]:
+    """Pairs of neighbours in a ring of nodes, every other one first: those do not share a node.
 
     Each node has two links (of two nodes one), so a slow node differs from its neighbours.
     """
     links = [(node, (node + 1) % nodes) for node in range(nodes if nodes > 2 else nodes - 1)]
-    paired = nodes // 2 * 2
-    rounds = links[0:paired:2], links[1:paired:2], links[paired:]
-    return [pairs for pairs in rounds if pairs]
+    return links[::2] + links[1::2]
 
 
 def link_rate(ranks: DataParallel, *, local: int) -> float:
-    """Bytes/s that this rank exchanges with its counterpart on a neighbouring node.
-
-    The better of both neighbours: a slow node does not make its neighbours look slow. local: ranks
-    per node.
-    """
+    """Bytes/s that this rank exchanges with its counterpart on a neighbouring node, the better of
+    both: a slow node does not make its neighbours look slow. local: ranks per node."""
     node, device = ranks.rank // local, ranks.device
     size = 1 << 24 if device.type == "cuda" else 1 << 20
     mine, other = torch.zeros(size, device=device), torch.empty(size, device=device)
@@ -109,11 +102,10 @@ def link_rate(ranks: DataParallel, *, local: int) -> float:
             work.wait()
 
     rates = []
-    for pairs in link_rounds(ranks.size // local):
-        dist.barrier(group=ranks.group)
-        for peer in (sum(pair) - node for pair in pairs if node in pair):
-            rank = peer * local + ranks.rank % local
-            rates.append(4 * size / median_seconds(functools.partial(exchange, rank), device))
+    for link in node_links(ranks.size // local):
+        if node in link:  # a neighbour that is still busy delays the first call only
+            peer = (sum(link) - node) * local + ranks.rank % local
+            rates.append(4 * size / median_seconds(functools.partial(exchange, peer), device))
     return max(rates)
 
 
@@ -122,24 +114,22 @@ def measure(ranks: DataParallel, *, local: int, quick: bool) -> dict[str, float]
 
     local: ranks per node. quick: only what shows whether a node is healthy.
     """
-    device, nodes = ranks.device, ranks.size // local
+    device, partial = ranks.device, functools.partial
     torch.set_float32_matmul_precision("high")  # as the recipes set it
     steps: dict[str, Callable[[], float]] = {
-        "half_flops": lambda: product_rate(device, torch.bfloat16),
-        "memory_bandwidth": lambda: memory_rate(device),
-        "host_bandwidth": lambda: host_rate(device),
+        "half_flops": partial(product_rate, device, torch.bfloat16),
+        "memory_bandwidth": partial(memory_rate, device),
+        "host_bandwidth": partial(host_rate, device),
     }
     if not quick:
-        steps["float32_flops"] = lambda: product_rate(device, torch.float32)
+        steps["float32_flops"] = partial(product_rate, device, torch.float32)
         steps["host_adamw"] = adamw_rate
     if local > 1:
-        members = [range(first, first + local) for first in range(0, ranks.size, local)]
-        groups = [dist.new_group(list(node)) for node in members]
-        own = groups[ranks.rank // local]
-        steps["intra_node_bandwidth"] = lambda: collective_rate(own, device)
-    if nodes > 1:
-        steps["inter_node_bandwidth"] = lambda: collective_rate(ranks.group, device)
-        steps["link"] = lambda: link_rate(ranks, local=local)
+        node, _ = dist.new_subgroups(local)  # type: ignore[no-untyped-call]
+        steps["intra_node_bandwidth"] = partial(collective_rate, node, device)
+    if ranks.size > local:
+        steps["inter_node_bandwidth"] = partial(collective_rate, ranks.group, device)
+        steps["link"] = partial(link_rate, ranks, local=local)
     rates = {}
     for name, step in steps.items():
         dist.barrier(group=ranks.group)

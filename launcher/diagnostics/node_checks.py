@@ -20,15 +20,14 @@ from launcher.distributed import host_memory
 from launcher.metrics.console import bytes_as_text
 
 SHARED_SECONDS = 10
-"""Time to write and read a small file in the shared folder."""
+"""Time to write and read a file in the shared folder, and to see those of other nodes: network
+file systems cache for seconds."""
 
 
 def free_bytes(folder: Path) -> int:
     """Free bytes on the disk of a folder, which need not exist yet."""
     folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(next(f for f in (folder, *folder.parents) if f.exists())).free
 
 
 def can_listen(port: int) -> str | None:
@@ -49,7 +48,6 @@ def can_listen(port: int) -> str | None:
 
 
 def _write_and_read(folder: Path) -> Finding:
-    """Writes a small file to disk and reads it again."""
     started = time.monotonic()
     file = folder / f".launcher-doctor-{uuid.uuid4().hex}"
     try:
@@ -71,7 +69,7 @@ def _write_and_read(folder: Path) -> Finding:
 
 
 def _rated(name: str, value: float, text: str, *, bad: float, warning: float) -> Finding:
-    """A finding that is bad, or a warning, where the value is below these limits."""
+    """A finding that is bad, or a warning, if the value is below these limits."""
     return Finding(name, "bad" if value < bad else "warning" if value < warning else "good", text)
 
 
@@ -80,9 +78,9 @@ def host_findings(*, ranks: int | None) -> Iterator[Finding]:
     whole, available = host_memory.allowed() or 0, host_memory.available() or 0
     text = f"{bytes_as_text(available)} of {bytes_as_text(whole)} available"
     yield _rated("host memory", available, text, bad=GIB, warning=whole // 4)
-    cores = len(os.sched_getaffinity(0))
-    text = f"{cores}, fewer than {ranks} ranks" if cores < (ranks or 0) else str(cores)
-    yield _rated("cores", cores, text, bad=0, warning=ranks or 0)
+    cores, ranks = len(os.sched_getaffinity(0)), ranks or 0
+    text = f"{cores}, fewer than {ranks} ranks" if cores < ranks else str(cores)
+    yield _rated("cores", cores, text, bad=0, warning=ranks)
     shared = free_bytes(Path("/dev/shm")) if Path("/dev/shm").is_dir() else 0
     text = f"{bytes_as_text(shared)} free"
     if shared < GIB:

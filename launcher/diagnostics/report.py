@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -42,8 +42,6 @@ def host_name() -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
-
     name: str
     state: State
     """bad: not fit to train; warning: trains, but slower or not for long; note: information."""
@@ -53,8 +51,6 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of all checks and measurements."""
-
     findings: list[Finding]
     device: str
     nodes: int
@@ -64,15 +60,16 @@ class Report:
     """Fields of `planner.machine.Rates`; None for a rate that was not measured."""
 
     @property
+    def bad(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.state == "bad"]
+
+    @property
     def fit(self) -> bool:
-        """Whether no finding is bad."""
-        return not any(finding.state == "bad" for finding in self.findings)
+        return not self.bad
 
     @property
     def bad_nodes(self) -> list[str]:
-        """Hosts with a bad finding."""
-        bad = {finding.host for finding in self.findings if finding.state == "bad"}
-        return sorted(bad - {ALL_NODES})
+        return sorted({finding.host for finding in self.bad} - {ALL_NODES})
 
 
 def rate_as_text(rate: float, unit: str) -> str:
@@ -85,9 +82,9 @@ def rate_as_text(rate: float, unit: str) -> str:
 
 def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
     """One line each. hosts: also the host; findings that several hosts share are printed once."""
-    findings = list(_merged(findings)) if hosts else findings
+    findings = _merged(findings) if hosts else findings
     names = max((len(finding.name) for finding in findings), default=0)
-    width = max((len(finding.host) for finding in findings), default=0) + 2 if hosts else 0
+    width = max((len(finding.host) for finding in findings), default=0) + 2
     for finding in findings:
         mark, color = _MARKS[finding.state]
         host = f"{finding.host:<{width}}" if hosts else ""
@@ -95,9 +92,9 @@ def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
         typer.echo(typer.style(f"  {mark}", fg=color) + line)
 
 
-def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
+def _merged(findings: Sequence[Finding]) -> list[Finding]:
     """Merges equal findings of several hosts. Good findings merge even if their texts differ."""
-    everywhere = {finding.host for finding in findings}
+    everywhere, merged = {finding.host for finding in findings}, []
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         text = "" if finding.state in ("good", "note") else finding.text
@@ -109,7 +106,8 @@ def _merged(findings: Sequence[Finding]) -> Iterator[Finding]:
             differ = any(finding.text != first.text for finding in group)
             text = f"{first.host}: {first.text}" if differ else first.text
             first = dataclasses.replace(first, host=host, text=text)
-        yield first
+        merged.append(first)
+    return merged
 
 
 def print_node(findings: Sequence[Finding], versions: dict[str, Any]) -> bool:
@@ -142,10 +140,10 @@ def finish(report: Report, file: Path | None) -> None:
         verdict = {"fit": report.fit, "bad_nodes": report.bad_nodes}
         file.write_text(json.dumps(verdict | dataclasses.asdict(report), indent=1) + "\n")
         print(f"\nwritten: {file}; plan with it: launcher plan recipe=NAME rates={file}")
-    count = sum(finding.state == "bad" for finding in report.findings)
-    if not count:
+    if report.fit:
         typer.secho("\nFit to train.", fg="green", bold=True)
         return
+    count = len(report.bad)
     bad = f"{count} {'thing is' if count == 1 else 'things are'} bad"
     typer.echo(typer.style("\nNot fit to train", fg="red", bold=True) + f": {bad}")
     if report.nodes > 1 and report.bad_nodes:

@@ -1,13 +1,10 @@
-"""The same losses, checked on the user's own recipe and machine.
-
-`launcher selftest` starts this module under torchrun. It trains a few steps with each strategy,
-accumulation and number of ranks, and compares losses and gradient norms with the first of them.
-"""
+"""Trains a few steps of a recipe with each strategy, accumulation and number of ranks, and compares
+losses and gradient norms. `launcher selftest` starts this module under torchrun."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +33,7 @@ from launcher.reliability.failures import end_process
 from launcher.training.setup import assemble
 
 SEQUENCES_PER_RANK = 4
-"""Size of the global batch per rank."""
-MICRO_BATCHES = (SEQUENCES_PER_RANK, 1)
+"""In a global batch."""
 FLOAT32_TOLERANCES, MIXED_TOLERANCES = (1e-5, 1e-5), (1e-3, 2e-2)
 """Largest relative differences of losses and of gradient norms."""
 SMALL = {
@@ -51,70 +47,52 @@ SMALL = {
     "n_embd": 64,
     "n_head": 4,
 }
-"""Sizes of a shrunk model, where its config has these keys."""
+"""Sizes of a shrunk model, if its config has these keys."""
 Values = tuple[list[float], list[float]]
 """Losses and gradient norms of a variant."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A combination of strategy, precision, ranks and accumulation."""
-
     name: str
     ranks: int
     accumulation: int
     recipe: Recipe
 
-    @property
-    def precision(self) -> str:
-        mixed = self.recipe.strategy.mixed_precision
-        return mixed.param_dtype if mixed is not None else "float32"
-
-    @property
-    def tolerances(self) -> tuple[float, float]:
-        mixed = self.recipe.strategy.mixed_precision
-        return FLOAT32_TOLERANCES if mixed is None else MIXED_TOLERANCES
-
 
 def shrunk(model: Model) -> Model:
     """The same architecture with random weights, a few layers deep and a few heads wide."""
-    config = model.config
+    config = dict(model.config or {})
     if model.path is not None:
         folder = model_folder(model.path, key="model.path", weights=False)
         config = json.loads((folder / "config.json").read_text())
-    assert config is not None
-    unused = ("architectures", "dtype", "torch_dtype", "transformers_version")
-    kept = {key: value for key, value in config.items() if model.path is None or key not in unused}
-    small = {key: value for key, value in SMALL.items() if key in kept}
-    return replace(model, path=None, init=None, config=kept | small)
+        for unused in ("architectures", "dtype", "torch_dtype", "transformers_version"):
+            config.pop(unused, None)
+    config |= {key: value for key, value in SMALL.items() if key in config}
+    return replace(model, path=None, init=None, config=config)
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Sets all dropout probabilities to zero: each rank draws its own, so losses would differ.
-
-    Of `nn.Dropout`, and of modules that keep a probability themselves (`attention_dropout`).
-    """
+    """Sets all dropout probabilities to zero: each rank draws its own, so losses would differ."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in list(vars(module).items()):
+        for name, value in list(vars(module).items()):  # such as attention_dropout
             if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
                 setattr(module, name, 0.0)
 
 
 def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
     """The first one is the reference: fsdp in float32 on all ranks, one micro-batch a step."""
-    own, variants = recipe.strategy.mixed_precision, []
-    for name, strategy, checkpointing in _strategies(recipe, ranks=ranks):
+    own, sequences, variants = recipe.strategy.mixed_precision, SEQUENCES_PER_RANK * ranks, []
+    for name, (strategy, checkpointing) in _strategies(recipe, ranks=ranks).items():
         counts = (ranks, 1) if ranks > 1 and strategy.replicate == 1 else (ranks,)
-        cases: list[tuple[MixedPrecision | None, int, int]] = [
-            (None, count, size) for count, size in itertools.product(counts, MICRO_BATCHES)
-        ]
+        cases: list[tuple[MixedPrecision | None, int, int]]
+        cases = [(None, count, size) for count in counts for size in (SEQUENCES_PER_RANK, 1)]
         if own is not None and own.param_dtype != "float32":
             # ddp reduces in float32
             ddp = MixedPrecision(param_dtype=own.param_dtype)
             cases.append((ddp if strategy.kind == "ddp" else own, ranks, SEQUENCES_PER_RANK))
-        sequences = SEQUENCES_PER_RANK * ranks
         for precision, count, size in cases:
             changed = replace(
                 recipe,
@@ -128,9 +106,10 @@ def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
 
 def _strategies(
     recipe: Recipe, *, ranks: int
-) -> list[tuple[str, Strategy, ActivationCheckpointing | None]]:
+) -> dict[str, tuple[Strategy, ActivationCheckpointing | None]]:
     """The strategies that the recipe could name, in float32."""
     own = recipe.strategy
+    ddp = Strategy(kind="ddp", mixed_precision=None)
     fsdp = Strategy(
         kind="fsdp",
         mixed_precision=None,
@@ -139,19 +118,19 @@ def _strategies(
     )
     offload = replace(fsdp, cpu_offload=CpuOffload())
     checkpointing = recipe.activation_checkpointing or ActivationCheckpointing()
-    found: list[tuple[str, Strategy, ActivationCheckpointing | None]] = [
-        ("fsdp", fsdp, None),
-        ("ddp", Strategy(kind="ddp", mixed_precision=None), None),
-        ("ddp, ZeRO-1", Strategy(kind="ddp", mixed_precision=None, shard_optimizer=True), None),
-        ("fsdp, offload, checkpointing", offload, checkpointing),
-    ]
+    found: dict[str, tuple[Strategy, ActivationCheckpointing | None]] = {
+        "fsdp": (fsdp, None),
+        "ddp": (ddp, None),
+        "ddp, ZeRO-1": (replace(ddp, shard_optimizer=True), None),
+        "fsdp, offload, checkpointing": (offload, checkpointing),
+    }
     if recipe.optimizer.name in ("adamw", "sgd"):
         only_state = replace(fsdp, cpu_offload=CpuOffload(what="optimizer"))
-        found.append(("fsdp, optimizer state offloaded", only_state, None))
+        found["fsdp, optimizer state offloaded"] = only_state, None
     copies = own.replicate if own.replicate > 1 else 2
     if ranks > copies and ranks % copies == 0:
-        hybrid = replace(fsdp, replicate=copies)
-        found.append((f"fsdp, hybrid {copies} x {ranks // copies}", hybrid, None))
+        name = f"fsdp, hybrid {copies} x {ranks // copies}"
+        found[name] = replace(fsdp, replicate=copies), None
     return found
 
 
@@ -168,45 +147,45 @@ def train_variant(variant: Variant, ranks: DataParallel) -> Values:
 
 
 def largest_difference(values: list[float], reference: list[float]) -> float:
-    """The largest relative difference; infinite where a value is not finite."""
+    """The largest relative difference; infinite if a value is not finite."""
     pairs = zip(values, reference, strict=True)
     differences = [abs(a - b) / abs(b) if b else abs(a) for a, b in pairs]
-    return max(float("inf") if off != off else off for off in differences)
+    return max(math.inf if math.isnan(off) else off for off in differences)
 
 
 def _table(variants: list[Variant], results: list[Values]) -> tuple[list[str], bool]:
+    """Lines, and whether all differences are within their tolerances."""
     width = max(len(variant.name) for variant in variants)
-    head = f"{'strategy':<{width}}  precision  ranks  accumulation"
-    head += f"  {'loss differs by':>22}  {'grad_norm differs by':>22}"
+    row = f"{{:<{width}}}  {{:<9}}  {{:>5}}  {{:>12}}  {{:>22}}  {{:>22}}".format
+    differs = ("loss differs by", "grad_norm differs by")
+    head = row("strategy", "precision", "ranks", "accumulation", *differs)
     lines, good = [head, "-" * len(head)], True
     for variant, values in zip(variants, results, strict=True):
-        pairs = zip(values, results[0], strict=True)
-        found = [largest_difference(own, reference) for own, reference in pairs]
-        limits = list(zip(found, variant.tolerances, strict=True))
-        fine = all(off <= tolerance for off, tolerance in limits)
-        good = good and fine
-        cells = [f"{off:.1e} of {tolerance:.0e}" for off, tolerance in limits]
+        mixed = variant.recipe.strategy.mixed_precision
+        limits = FLOAT32_TOLERANCES if mixed is None else MIXED_TOLERANCES
+        pairs = list(zip(map(largest_difference, values, results[0]), limits, strict=True))
+        fine = all(off <= limit for off, limit in pairs)
+        cells = [f"{off:.1e} of {limit:.0e}" for off, limit in pairs]
         if variant is variants[0]:
             cells = ["reference", "reference"]
-        line = f"{variant.name:<{width}}  {variant.precision:<9}  {variant.ranks:>5}"
-        line += f"  {variant.accumulation:>12}  {cells[0]:>22}  {cells[1]:>22}"
+        precision = "float32" if mixed is None else mixed.param_dtype
+        line = row(variant.name, precision, variant.ranks, variant.accumulation, *cells)
         lines.append(line + ("" if fine else "  TOO MUCH"))
+        good = good and fine
     return lines, good
 
 
 def selftest_recipe(setting: dict[str, Any]) -> Recipe:
     """The user's recipe for a few steps, without validation data. Raises RecipeError."""
     recipe = load_recipe(setting["recipe"], ranks=None).recipe
-    data, model = recipe.data, recipe.model
-    tokenizer = data.tokenizer if data.tokenizer is not None else model.path
-    schedule: dict[str, Any] = {"kind": "constant", "warmup_steps": 1, "decay_steps": None}
-    has_sizes = model.path is not None or model.config is not None
+    data, model, schedule = recipe.data, recipe.model, recipe.schedule
+    built = model.path is None and model.config is None  # by the user's own function
     return replace(
         recipe,
         run=replace(recipe.run, max_steps=setting["steps"], epochs=None),
-        model=shrunk(model) if setting["shrink"] and has_sizes else model,
-        data=replace(data, validation=None, workers=0, tokenizer=tokenizer),
-        schedule=replace(recipe.schedule, **schedule),
+        model=shrunk(model) if setting["shrink"] and not built else model,
+        data=replace(data, validation=None, workers=0, tokenizer=data.tokenizer or model.path),
+        schedule=replace(schedule, kind="constant", warmup_steps=1, decay_steps=None),
     )
 
 
@@ -227,7 +206,7 @@ def train_all(variants: list[Variant], everyone: DataParallel) -> list[Values]:
 
 
 def run(setting: dict[str, Any]) -> int:
-    """On every rank: trains all variants; rank 0 prints the table. Returns the exit status."""
+    """On every rank; rank 0 prints the table. Returns the exit status."""
     environment = read_environment()
     process_group.set_numerics(deterministic=False, float32_matmul="highest")
     group = process_group.process_group(environment, device=setting["device"], init_timeout=600)
@@ -247,9 +226,9 @@ def run(setting: dict[str, Any]) -> int:
         cuda = ranks.device.type == "cuda"
         where = torch.cuda.get_device_name(ranks.device) if cuda else "CPU"
         sequences = f"{setting['steps']} steps of {SEQUENCES_PER_RANK * ranks.size} sequences"
-        print("\r\x1b[2K" if sys.stdout.isatty() else "")
-        print("\n".join([*lines, "", f"{sequences} on {ranks.size} x {where}, dropout off."]))
         same = "All configurations give the same losses."
+        print("\r\x1b[2K" if sys.stdout.isatty() else "")
+        print(*lines, "", f"{sequences} on {ranks.size} x {where}, dropout off.", sep="\n")
         print(same if good else "Not the same: see the lines marked TOO MUCH.")
         return EXIT_DONE if good else EXIT_NO
 

@@ -2,14 +2,10 @@
 
     python -m launcher.slurm.agent [--interface NAME] torchrun ...
 
-Slurm signals only the first process of a task, which is this one. torchrun would die of SIGUSR1; at
-SIGTERM it ends its ranks after 30 seconds and reports a failure. The ranks themselves save and
-stop. So torchrun ignores SIGUSR1, and each of its ranks gets that signal once, as soon as it has a
-handler: a rank that still imports torch ignores it until then.
-
-Words of the command that depend on the node are replaced: `{address}`, `is_host={is_host}`.
-
-Standard library only.
+Slurm signals only the first process of a task, which is this one. torchrun would die of SIGUSR1,
+and after SIGTERM it gives its ranks 30 seconds. So torchrun ignores SIGUSR1, and each of its ranks
+gets it once, as soon as it has a handler. In the command, the words `{address}` and
+`is_host={is_host}` are replaced. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,14 +22,12 @@ from pathlib import Path
 
 from launcher.distributed.network import interface_address
 
-_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGCHLD)
+_REQUESTS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM)
+_SIGNALS = (*_REQUESTS, signal.SIGCHLD)
 
 
 def address(interface: str | None) -> str:
-    """Where other nodes reach this one: its name in Slurm, or the address of an interface.
-
-    Raises SystemExit if the interface has none.
-    """
+    """Where other nodes reach this one: its name in Slurm, or the address of an interface."""
     if interface is None:
         return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:
@@ -49,18 +43,18 @@ def address(interface: str | None) -> str:
 def block_signals() -> None:
     """Makes signals wait for `next_signal`, so that none is missed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    for number in _SIGNALS[:2]:  # the kernel discards signals that the shell before has ignored
+    for number in _REQUESTS:  # the kernel discards signals that the shell before has ignored
         signal.signal(number, lambda *_: None)
 
 
-def next_signal(seconds: float) -> str | None:
-    """SIGUSR1, SIGTERM or SIGCHLD (the end of a child); None: none within so many seconds."""
+def next_signal(seconds: float) -> int | None:
+    """One of the signals, SIGCHLD at the end of a child; None: none within so many seconds."""
     arrived = signal.sigtimedwait(_SIGNALS, seconds)
-    return None if arrived is None else signal.Signals(arrived.si_signo).name
+    return None if arrived is None else arrived.si_signo
 
 
 def in_child() -> None:
-    """Resets the signals in a child, apart from SIGUSR1, which it must survive."""
+    """Resets the signals in a child, which must survive SIGUSR1."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -71,9 +65,8 @@ def listeners(parent: int) -> list[int]:
     found = []
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-            with contextlib.suppress(OSError, StopIteration):
-                lines = Path(f"/proc/{child}/status").read_text().splitlines()
-                caught = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+            with contextlib.suppress(OSError, IndexError):
+                caught = Path(f"/proc/{child}/status").read_text().split("SigCgt:")[1].split()[0]
                 if int(caught, 16) >> (signal.SIGUSR1 - 1) & 1:
                     found.append(int(child))
     return found
@@ -81,14 +74,14 @@ def listeners(parent: int) -> list[int]:
 
 def run(command: Sequence[str]) -> int:
     """Runs torchrun; returns its exit status."""
-    block_signals()
     child = subprocess.Popen(command, preexec_fn=in_child)
     stopping, signaled = False, set[int]()
     while child.poll() is None:
         arrived = next_signal(0.25 if stopping else 5.0)
-        if arrived in ("SIGUSR1", "SIGTERM") and not stopping:
+        if arrived in _REQUESTS and not stopping:
             stopping = True
-            print(f"{arrived}: the ranks on {address(None)} save and stop", flush=True)
+            name = signal.Signals(arrived).name
+            print(f"{name}: the ranks on {address(None)} save and stop", flush=True)
         for rank in set(listeners(child.pid)) - signaled if stopping else ():
             signaled.add(rank)
             with contextlib.suppress(ProcessLookupError):
@@ -97,7 +90,7 @@ def run(command: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status of torchrun."""
+    block_signals()
     parser = argparse.ArgumentParser(prog="python -m launcher.slurm.agent")
     parser.add_argument("--interface")
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -108,5 +101,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    block_signals()
     sys.exit(main())

@@ -14,25 +14,21 @@ from launcher.recipe.schema import Slurm
 
 @dataclass(frozen=True, kw_only=True)
 class JobScript:
-    """What a script is rendered from."""
-
     name: str
-    """Of the job."""
     slurm: Slurm
     lead: int
-    """Seconds before the time limit at which Slurm warns."""
+    """Seconds between Slurm's warning and the time limit."""
     log: Path
-    """The job's log, as sbatch's --output, in which Slurm replaces %j."""
+    """sbatch --output, in which Slurm replaces %j."""
     directory: Path
-    """Where the script runs: relative paths of the recipe start there."""
+    """Relative paths of the recipe start there."""
     runs: tuple[tuple[Path, Path], ...]
-    """Run folder and recipe of each task of the job array; one: no array."""
+    """Run folder and recipe of each task of the job array; one run: no array."""
     python: Path
     """Python with the launcher, on the first node."""
     throttle: int | None = None
-    """Tasks of the array that run at a time; None: all."""
+    """Runs at a time; None: all."""
     dependency: str | None = None
-    """sbatch --dependency."""
 
 
 def ranks_per_node(slurm: Slurm) -> int:
@@ -46,14 +42,16 @@ def node_counts(slurm: Slurm) -> range:
     return range(int(first), int(last or first) + 1)
 
 
-_SAME_NAMES = ("time", "partition", "account", "qos", "constraint", "exclude", "reservation")
-"""Keys of the section slurm that are options of sbatch."""
+def plural(count: int | str, what: str) -> str:
+    """`1 node`, `2 nodes`, `2-4 nodes`."""
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _options(job: JobScript) -> list[str]:
     slurm, array = job.slurm, None
     if len(job.runs) > 1:
-        array = f"0-{len(job.runs) - 1}" + (f"%{job.throttle}" if job.throttle is not None else "")
+        array = f"0-{len(job.runs) - 1}" + (f"%{job.throttle}" if job.throttle else "")
+    same_names = ("time", "partition", "account", "qos", "constraint", "exclude", "reservation")
     values = {
         "job-name": job.name,
         # --ntasks-per-node only for srun: of a range of nodes Slurm would take the fewest
@@ -61,9 +59,9 @@ def _options(job: JobScript) -> list[str]:
         "gpus-per-node": slurm.gpus_per_node,
         "cpus-per-task": slurm.cpus,
         "mem": slurm.host_memory,
-        **{name: getattr(slurm, name) for name in _SAME_NAMES},
+        **{name: getattr(slurm, name) for name in same_names},
         "mail-user": slurm.mail,
-        "mail-type": "END,FAIL,REQUEUE" if slurm.mail is not None else None,
+        "mail-type": slurm.mail and "END,FAIL,REQUEUE",
         "array": array,
         "dependency": job.dependency,
         "signal": f"B:USR1@{job.lead}",
@@ -83,9 +81,9 @@ def quote_for_sbatch(option: str) -> str:
     if not option.isprintable():
         what = "holds a character that cannot be written in a line of a script"
         raise RecipeError(f"{option!r} {what}")
-    name, equals, value = option.partition("=")
     if re.fullmatch(r"[\w@%+=:,./\[\]-]*", option, flags=re.ASCII):
         return option
+    name, equals, value = option.partition("=")
     escaped = re.sub(r'(["\\])', r"\\\1", value)
     return f'{name}{equals}"{escaped}"'
 
@@ -105,14 +103,12 @@ def render(job: JobScript) -> str:
     )
     environment.filters["sbatch"] = quote_for_sbatch
     environment.filters["shell"] = lambda value: shlex.quote(str(value))
-    slurm, ranks = job.slurm, ranks_per_node(job.slurm)
-    nodes = f"{slurm.nodes} node{'s' * (slurm.nodes != 1)}"
-    title = f"{job.name}: {nodes}, {ranks} rank{'s' * (ranks != 1)} on each"
+    nodes, ranks = plural(job.slurm.nodes, "node"), plural(ranks_per_node(job.slurm), "rank")
     return environment.get_template("train.sbatch.j2").render(
-        title=" ".join(title.split()),
+        title=" ".join(f"{job.name}: {nodes}, {ranks} on each".split()),
         version=__version__,
         options=_options(job),
         job=job,
-        slurm=slurm,
-        environment=sorted((slurm.environment or {}).items()),
+        slurm=job.slurm,
+        environment=sorted((job.slurm.environment or {}).items()),
     )

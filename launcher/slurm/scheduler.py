@@ -50,31 +50,22 @@ def sbatch(script: Path | str, *options: str, arguments: tuple[str, ...] = ()) -
 
 
 def active_jobs() -> dict[str, str]:
-    """State (PENDING, RUNNING, ...) of all queued and running jobs, by id; tasks as ARRAY_TASK."""
+    """State (PENDING, ...) of all jobs in the queue, by id; of tasks by ARRAY_TASK."""
     lines = slurm_command("squeue", "--noheader", "--array", "--format=%i %T").splitlines()
     return dict(line.split() for line in lines)
 
 
 def scontrol(*words: str) -> str | None:
     """What scontrol prints; None: it failed, and the job's log says why."""
-    for pause in (1, 3, 10, None):  # a controller that restarts is back soon
-        try:
-            done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=60)
-            if done.returncode == 0:
-                return done.stdout
-            problem = done.stderr.strip()
-        except (OSError, subprocess.TimeoutExpired) as error:
-            problem = str(error)
-        log(f"scontrol {' '.join(words)}: {problem}")
-        if pause is None or "nvalid" in problem:
-            break
+    for pause in (0, 1, 3, 10):  # a controller that restarts is back soon
         time.sleep(pause)
+        try:
+            return slurm_command("scontrol", *words)
+        except RecipeError as error:
+            log(f"scontrol {' '.join(words)}: {error}")
+            if "nvalid" in str(error):
+                break
     return None
-
-
-def hostnames(nodes: str) -> list[str]:
-    """`n[1-3]` as n1, n2 and n3; empty if Slurm does not answer."""
-    return (scontrol("show", "hostnames", nodes) or "").split()
 
 
 @dataclass(frozen=True)

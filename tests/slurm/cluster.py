@@ -6,6 +6,7 @@ only the first process of each task gets a signal.
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from tests.distributed.launching import PATIENCE
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare")
 FREEZER = Path("/sys/fs/cgroup/freezer")
+UNSHARE = "unshare --pid --mount --uts --fork --kill-child --mount-proc sh -c".split()  # noqa: SIM905
 _PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/sbin:/sbin"
 
 _NODE = """
@@ -83,38 +85,16 @@ def unavailable():
     missing = [program for program in PROGRAMS if shutil.which(program, path=_PATH) is None]
     if missing:
         return f"{', '.join(missing)} not found (Debian: apt-get install --no-install-recommends munge slurmctld slurmd slurm-client)"
-    probe = subprocess.run(
-        [
-            "unshare",
-            "--pid",
-            "--mount",
-            "--uts",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-            "sh",
-            "-c",
-            "echo n > /proc/sys/kernel/hostname",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=10,
-        check=False,
-    )
-    return (
-        f"namespaces cannot be made here, which takes root and CAP_SYS_ADMIN: {probe.stderr.strip()}"
-        if probe.returncode
-        else None
-    )
+    probe = [*UNSHARE, "echo n > /proc/sys/kernel/hostname"]
+    done = subprocess.run(probe, capture_output=True, text=True, timeout=10, check=False)
+    why = "namespaces cannot be made here, which takes root and CAP_SYS_ADMIN"
+    return f"{why}: {done.stderr.strip()}" if done.returncode else None
 
 
 class Cluster:
     def __init__(self, bed, nodes, gpus):
-        self.bed, self.nodes, self._gpus = (
-            Path(bed),
-            [f"n{number}" for number in range(1, nodes + 1)],
-            gpus,
-        )
+        self.bed, self._gpus = Path(bed), gpus
+        self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self.environment = dict(os.environ, PATH=_PATH, SLURM_CONF=str(self.bed / "slurm.conf"))
         self.proctrack = "cgroup" if os.access(FREEZER, os.W_OK) else "linuxproc"
         self._processes = {}
@@ -122,20 +102,14 @@ class Cluster:
     def __enter__(self):
         try:
             self._configure()
-            munge = f"munged -F --key-file={self.bed}/key --socket={self.bed}/munge.socket --pid-file={self.bed}/munge.pid"
-            self._start(
-                "munged",
-                [
-                    *munge.split(),
-                    f"--log-file={self.bed}/munge.log",
-                    f"--seed-file={self.bed}/seed",
-                ],
-            )
-            self.wait_for(lambda: (self.bed / "munge.socket").exists(), 10, "munged")
+            files = {"key-file": "key", "socket": "munge.socket", "pid-file": "munge.pid"}
+            files |= {"log-file": "munge.log", "seed-file": "seed"}
+            munge = [f"--{option}={self.bed / name}" for option, name in files.items()]
+            self._start("munged", ["munged", "-F", *munge])
+            self.wait_for((self.bed / "munge.socket").exists, 10, "munged")
             self._start("slurmctld", ["slurmctld", "-D", "-c"])
-            self.wait_for(
-                lambda: self.run("scontrol", "ping", check=False).returncode == 0, 15, "slurmctld"
-            )
+            ping = functools.partial(self.run, "scontrol", "ping", check=False)
+            self.wait_for(lambda: ping().returncode == 0, 15, "slurmctld")
             for node in self.nodes:
                 self.boot(node)
             self.wait_for(lambda: self.idle() == len(self.nodes), 20, "the nodes")
@@ -150,9 +124,8 @@ class Cluster:
             process.wait(timeout=20)
         left = [self._cgroup(node) for node in self.nodes if self.proctrack == "cgroup"]
         deadline = time.monotonic() + 10
-        while (
-            left and time.monotonic() < deadline
-        ):  # a killed process is in its group until it has been reaped
+        # A killed process is in its group until it has been reaped
+        while left and time.monotonic() < deadline:
             for cgroup in left:
                 for folder, _, _ in os.walk(cgroup, topdown=False):
                     with contextlib.suppress(OSError):
@@ -177,54 +150,35 @@ class Cluster:
     def _configure(self):
         self.bed.chmod(0o755)
         (self.bed / "state").mkdir()
-        names, devices = "127.0.0.1 localhost\n", []
-        port = _free_ports(len(self.nodes) + 1)
-        host = socket.gethostname().split(".")[0]
-        lines = _CONFIGURATION.format(
-            host=host, port=port, bed=self.bed, proctrack=self.proctrack, nodes=len(self.nodes)
-        )
+        count, port = len(self.nodes), _free_ports(len(self.nodes) + 1)
+        settings = {"bed": self.bed, "proctrack": self.proctrack, "nodes": count, "port": port}
+        lines = _CONFIGURATION.format(host=socket.gethostname().split(".")[0], **settings)
+        names = "127.0.0.1 localhost\n"
         for number, node in enumerate(self.nodes, 1):
             (self.bed / "spool" / node).mkdir(parents=True)
             names += f"127.0.1.{number} {node}\n"
-            gres = f"Gres=gpu:{self._gpus}" if self._gpus else ""
-            lines += f"NodeName={node} NodeAddr=127.0.1.{number} Port={port + number} CPUs=2 RealMemory=4000 {gres} State=UNKNOWN\n"
-        for number in range(self._gpus):  # Slurm takes a GPU for one only where it has a device
-            os.mknod(self.bed / f"gpu{number}", 0o020666, os.makedev(1, 3))
-            devices.append(str(self.bed / f"gpu{number}"))
-        (self.bed / "slurm.conf").write_text(lines)
-        gres = (
-            f"NodeName=n[1-{len(self.nodes)}] Name=gpu File={','.join(devices)}\n"
-            if devices
-            else ""
-        )
-        (self.bed / "gres.conf").write_text("AutoDetect=off\n" + gres)
-        (self.bed / "cgroup.conf").write_text(
-            "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n" if self.proctrack == "cgroup" else ""
-        )
-        (self.bed / "hosts").write_text(names)
-        (self.bed / "resolv.conf").write_text(
-            "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
-        )
-        key = self.bed / "key"
-        key.touch(mode=0o600)
-        key.write_bytes(os.urandom(256))
+            lines += f"NodeName={node} NodeAddr=127.0.1.{number} Port={port + number} CPUs=2 "
+            lines += f"RealMemory=4000 Gres=gpu:{self._gpus} State=UNKNOWN\n"
+        devices = [str(self.bed / f"gpu{number}") for number in range(self._gpus)]
+        for device in devices:  # Slurm takes a GPU for one only if it has a device
+            os.mknod(device, 0o020666, os.makedev(1, 3))
+        cgroup = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
+        gres = f"AutoDetect=off\nNodeName=n[1-{count}] Name=gpu File={','.join(devices)}\n"
+        for name, text in {
+            "slurm.conf": lines,
+            "gres.conf": gres,
+            "cgroup.conf": cgroup if self.proctrack == "cgroup" else "",
+            "hosts": names,
+            "resolv.conf": "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n",
+        }.items():
+            (self.bed / name).write_text(text)
+        (self.bed / "key").touch(mode=0o600)
+        (self.bed / "key").write_bytes(os.urandom(256))
 
     def boot(self, node):
         """Starts a node, or starts it again."""
-        unshare = [
-            "unshare",
-            "--pid",
-            "--mount",
-            "--uts",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-            "sh",
-            "-c",
-            _NODE,
-        ]
         cgroup = str(self._cgroup(node)) if self.proctrack == "cgroup" else ""
-        self._start(node, unshare, NODE=node, BED=str(self.bed), CGROUP=cgroup)
+        self._start(node, [*UNSHARE, _NODE], NODE=node, BED=str(self.bed), CGROUP=cgroup)
 
     def crash(self, node):
         """Ends all processes of a node at once."""
@@ -233,41 +187,33 @@ class Cluster:
 
     def kill_daemon(self, node):
         """Ends a node's slurmd alone: Slurm gives the node up, and what runs there goes on."""
-        first = (
-            Path(f"/proc/{self._processes[node].pid}/task/{self._processes[node].pid}/children")
-            .read_text()
-            .split()[0]
-        )
+        pid = self._processes[node].pid
+        first = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
         space = os.readlink(f"/proc/{first}/ns/pid")
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if os.readlink(folder / "ns/pid") == space and (
-                    folder / "comm"
-                ).read_text().startswith("slurmd\n"):
+                same = os.readlink(folder / "ns/pid") == space
+                if same and (folder / "comm").read_text().startswith("slurmd\n"):
                     os.kill(int(folder.name), signal.SIGKILL)
 
-    def run(self, *command, check=True, **variables):
+    def run(self, *command, check=True):
         """A command that knows the cluster."""
         done = subprocess.run(
             [str(word) for word in command],
-            env=self.environment | variables,
+            env=self.environment,
             capture_output=True,
             text=True,
             timeout=120,
             check=False,
         )
-        assert not check or done.returncode == 0, (
-            f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
-        )
+        said = f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
+        assert not check or done.returncode == 0, said
         return done
 
     def idle(self):
         """Number of nodes that have nothing to do."""
-        return (
-            self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%T", check=False)
-            .stdout.split()
-            .count("idle")
-        )
+        said = self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%T", check=False).stdout
+        return said.split().count("idle")
 
     def job(self, job):
         """What Slurm says of a job, key by key; empty where it does not know it."""
@@ -278,30 +224,22 @@ class Cluster:
         return self.job(job).get("JobState")
 
     def wait_for(self, condition, seconds, what):
-        deadline = time.monotonic() + PATIENCE * seconds
+        seconds *= PATIENCE
+        deadline = time.monotonic() + seconds
         while not (result := condition()):
-            assert time.monotonic() < deadline, (
-                f"{what}: not within {PATIENCE * seconds} s\n{self.diagnosis()}"
-            )
+            late = time.monotonic() > deadline
+            assert not late, f"{what}: not within {seconds} s\n{self.diagnosis()}"
             time.sleep(0.2)
         return result
 
     def diagnosis(self):
         """For who looks into a failed test."""
-        told = [
-            self.run("squeue", check=False).stdout,
-            self.run("sinfo", "-N", "-l", check=False).stdout,
-        ]
-        logs = [
-            log for log in (*self.bed.glob("*.out"), self.bed / "slurmctld.log") if log.exists()
-        ]
-        return "\n".join(
-            told
-            + [
-                f"{log.name}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-                for log in logs
-            ]
-        )
+        queries = ["squeue"], ["sinfo", "-N", "-l"]
+        told = [self.run(*query, check=False).stdout for query in queries]
+        for log in (*self.bed.glob("*.out"), *self.bed.glob("slurmctld.log")):
+            lines = log.read_text(errors="replace").splitlines()
+            told.append("\n".join([f"{log.name}:", *lines[-15:]]))
+        return "\n".join(told)
 
 
 def _free_ports(count):

@@ -4,6 +4,7 @@ The cluster has four nodes of two CPUs. All jobs of the first part are submitted
 disturbed has n1 and n2 for itself.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -18,142 +19,120 @@ from tests.unit.small_recipe import says
 RECIPE = """
 run: {name: job, device: cpu, max_steps: 60, seed: 3}
 model: {builder: "tests.slurm.job:model"}
-data: {builder: "tests.slurm.job:data", arguments: {seconds: 0.05, fail: FOLDER/fail}, workers: 0}
+data: {builder: "tests.slurm.job:data", arguments: {seconds: 0.05, fail: FOLDER/no}, workers: 0}
 batch: {global_batch_size: 12, micro_batch_size: 2}
 strategy: {kind: ddp, mixed_precision: null}
 optimizer: {learning_rate: 2.0e-3}
 schedule: {kind: constant, warmup_steps: 2}
-checkpoint: {every_steps: 30, keep_last: 20}
+checkpoint: {every_steps: EVERY, keep_last: 20}
 slurm: {max_restarts: 0, lead: 60, time: "30"}
 """
+WARN = ("scancel", "--batch", "--signal=USR1")
 OTHERS = "sbatch_extra=--exclude=n1,n2"
 CANCELLED = "we ird'\"; $(touch HACKED) `touch HACKED` # %j &"
 """The name of a job, and of its folder."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("jobs")
-    (folder / "job.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
-    return folder
-
-
 class Jobs:
     """`launcher submit` in a folder, as a user types it there."""
 
-    def __init__(self, cluster, folder):
+    def __init__(self, cluster, folder, *, every_steps=30):
         self.cluster, self.folder = cluster, folder
-
-    def launcher(self, *words, status=0, timeout=120):
-        done = subprocess.run(
-            [sys.executable, "-m", "launcher.cli.main", *map(str, words)],
-            cwd=self.folder,
-            env=self.cluster.environment | {"PYTHONPATH": str(REPOSITORY)},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-        assert done.returncode == status, (
-            f"{words}: {done.returncode}\n{done.stdout}{done.stderr}\n{self.cluster.diagnosis()}"
-        )
-        return done.stdout + done.stderr
+        recipe = RECIPE.replace("FOLDER", str(folder)).replace("EVERY", str(every_steps))
+        (folder / "job.yaml").write_text(recipe)
+        self.fails = f"data.arguments.fail={folder}/fail"
+        """Makes a run fail while there is such a file."""
+        (folder / "fail").touch()
 
     def begin(self, *words):
         """Starts a command that goes on; `communicate` ends it."""
-        environment = self.cluster.environment | {
-            "PYTHONPATH": str(REPOSITORY),
-            "PYTHONUNBUFFERED": "1",
-        }
-        command = [sys.executable, "-m", "launcher.cli.main", *words]
+        variables = {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
         return subprocess.Popen(
-            command,
+            [sys.executable, "-m", "launcher.cli.main", *words],
             cwd=self.folder,
-            env=environment,
+            env=self.cluster.environment | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def submit(self, name, *words):
-        """Returns the job's id."""
-        said = self.launcher("submit", "recipe=job.yaml", f"run.name={json.dumps(name)}", *words)
-        return said.split("submitted job ")[1].split(":")[0]
+    def launcher(self, *words, status=0):
+        process = self.begin(*words)
+        said, _ = process.communicate(timeout=120)
+        ended = f"{words}: {process.returncode}\n{said}\n"
+        assert process.returncode == status, ended + self.cluster.diagnosis()
+        return said
+
+    def submit(self, name, *words, status=0):
+        """Returns the job's id; if it is refused, what is printed."""
+        recipe = ["recipe=job.yaml", f"run.name={json.dumps(name)}"]
+        said = self.launcher("submit", *recipe, *words, status=status)
+        return said if status else said.partition("submitted job ")[2].partition(":")[0]
 
     def run_dir(self, name):
         return self.folder / "runs" / name
 
-    def records(self, name):
-        file = self.run_dir(name) / "metrics.jsonl"
+    def lines(self, name, file):
+        """Of a .jsonl file; the last may not be complete yet."""
+        file = self.run_dir(name) / file
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def records(self, name):
+        return self.lines(name, "metrics.jsonl")
+
+    def steps(self, name):
+        return [line["step"] for line in self.records(name)]
 
     def status(self, name):
         return json.loads((self.run_dir(name) / "status.json").read_text())
 
-    def events(self, name, event):
-        lines = map(json.loads, (self.run_dir(name) / "events.jsonl").read_text().splitlines())
-        return [line for line in lines if line["event"] == event]
-
-    def submission(self, name):
-        """What is kept of the job that was submitted first."""
-        return json.loads(
-            (self.run_dir(name) / "slurm/submissions.jsonl").read_text().splitlines()[0]
-        )
+    def events(self, name, event, key="step"):
+        events = self.lines(name, "events.jsonl")
+        return [line[key] for line in events if line["event"] == event]
 
     def successors(self, name):
         """Ids of the jobs that go on where another one was ended, by Slurm's state of each."""
-        lines = map(
-            json.loads, (self.run_dir(name) / "slurm/submissions.jsonl").read_text().splitlines()
-        )
+        lines = self.lines(name, "slurm/submissions.jsonl")
         return {line["job"]: self.cluster.state(line["job"]) for line in lines if "after" in line}
 
     def starts(self, name):
-        return (
-            len(self.events(name, "started"))
-            if (self.run_dir(name) / "events.jsonl").exists()
-            else 0
-        )
+        return len(self.events(name, "started", "time"))
 
     def log(self, name):
-        return "".join(
-            log.read_text() for log in sorted((self.run_dir(name) / "slurm").glob("job_*.log"))
-        )
+        logs = sorted((self.run_dir(name) / "slurm").glob("job_*.log"))
+        return "".join(log.read_text() for log in logs)
 
-    def all_logs(self, name):
-        files = sorted((self.run_dir(name) / "slurm").rglob("*.log"))
-        return "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files)
-
-    def trains(self, name, *, start, steps=3, seconds=90):
+    def trains(self, name, *, start, steps=3):
         """Waits until the run has trained so many steps in its n-th start."""
 
         def condition():
-            if self.starts(name) < start:
-                return False
-            began = self.events(name, "started")[start - 1]["time"]
-            return sum(line["time"] > began for line in self.records(name)) >= steps
+            began = self.events(name, "started", "time")[start - 1 : start]
+            lines = self.records(name) if began else []
+            return sum(line["time"] > began[0] for line in lines) >= steps
 
-        self._wait(condition, name, seconds, f"{steps} steps of {name} in start {start}")
+        self._wait(condition, name, 90, f"{steps} steps of {name} in start {start}")
 
-    def ends(self, name, job, seconds=120):
-        """Waits until the job has left the queue; returns its state."""
-        over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
-        self._wait(
-            lambda: self.cluster.state(job) in over, name, seconds, f"the end of job {job} ({name})"
-        )
-        return self.cluster.state(job)
+    def ends(self, name, job, expected="COMPLETED", seconds=120):
+        """Waits until the job has left the queue, in this state."""
+        over, what = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}, f"job {job}"
+        self._wait(lambda: self.cluster.state(job) in over, name, seconds, f"the end of {what}")
+        assert self.cluster.state(job) == expected, self.log(name)
+        return True
 
     def _wait(self, condition, name, seconds, what):
         try:
             self.cluster.wait_for(condition, seconds, what)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.all_logs(name)}") from None
+            files = sorted((self.run_dir(name) / "slurm").rglob("*.log"))
+            logs = "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files)
+            raise AssertionError(f"{error}\n{logs}") from None
 
 
 def final_state(run_dir):
     newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
     return {
-        f"{file.name}/{name}": tensor
+        f"{file.name}/{name}": tensor.reshape(-1).view(torch.uint8)
         for file in newest.glob("*.safetensors")
         for name, tensor in load_file(file).items()
     }
@@ -162,70 +141,33 @@ def final_state(run_dir):
 def same_as(jobs, name, other):
     """Each step once, the same losses, and the same bits in the end."""
     mine, whole = jobs.records(name), jobs.records(other)
-    assert (
-        [line["step"] for line in mine]
-        == [line["step"] for line in whole]
-        == list(range(1, len(whole) + 1))
-    )
-    assert [(line["loss"], line["grad_norm"]) for line in mine] == [
-        (line["loss"], line["grad_norm"]) for line in whole
-    ]
+    assert jobs.steps(name) == jobs.steps(other) == list(range(1, len(whole) + 1))
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in mine] == [line[key] for line in whole]
     state, expected = final_state(jobs.run_dir(name)), final_state(jobs.run_dir(other))
     assert state.keys() == expected.keys()
     assert len(state) > 8
-    for key, tensor in state.items():
-        assert torch.equal(
-            tensor.reshape(-1).view(torch.uint8), expected[key].reshape(-1).view(torch.uint8)
-        ), key
+    assert [key for key, bits in state.items() if not torch.equal(bits, expected[key])] == []
     return True
 
 
 @pytest.fixture(scope="module")
-def jobs(cluster, folder):
+def jobs(cluster, tmp_path_factory):
     """All jobs of the first part, submitted."""
-    jobs = Jobs(cluster, folder)
-    (folder / "fail").touch()
-    jobs.disturbed = jobs.submit(
-        "disturbed",
-        "nodes=2",
-        "cpus=2",
-        "sbatch_extra=--nodelist=n1,n2",
-        f"data.arguments.fail={folder}/no",
-    )
-    whole = [
-        "run.name=whole",
-        "nodes=2",
-        "gpus_per_node=1",
-        "cpus=1",
-        OTHERS,
-        f"data.arguments.fail={folder}/no",
-    ]
+    jobs = Jobs(cluster, tmp_path_factory.mktemp("jobs"))
+    two = ["nodes=2", "cpus=2", "sbatch_extra=--nodelist=n1,n2"]
+    jobs.disturbed = jobs.submit("disturbed", *two)
+    whole = ["run.name=whole", "nodes=2", "gpus_per_node=1", "cpus=1", OTHERS]
     jobs.whole = jobs.begin("submit", "recipe=job.yaml", *whole, "--follow")
-    cluster.wait_for(
-        lambda: (jobs.run_dir("whole") / "slurm/submissions.jsonl").exists(), 60, "the submission"
-    )
-    jobs.cancelled = jobs.submit(
-        CANCELLED, "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", "run.max_steps=5000"
-    )
+    submissions = jobs.run_dir("whole") / "slurm/submissions.jsonl"
+    cluster.wait_for(submissions.exists, 60, "the submission")
+    jobs.cancelled = jobs.submit(CANCELLED, "cpus=1", OTHERS, "run.max_steps=5000")
     kill = "[ $# -gt 0 ] || { until [ -s runs/killed/metrics.jsonl ]; do sleep 0.2; done; kill -KILL $$; } &"
-    jobs.killed = jobs.submit(
-        "killed", "cpus=1", OTHERS, f"data.arguments.fail={folder}/no", f"setup={kill}"
-    )
-    jobs.failing = jobs.submit("failing", "cpus=1", OTHERS)
-    sweep = [
-        "sweep.optimizer.learning_rate=1e-3,2e-3,3e-3,4e-3",
-        "throttle=2",
-        "run.max_steps=2",
-        "cpus=1",
-    ]
-    jobs.sweep = jobs.submit("sweep", *sweep, OTHERS, f"data.arguments.fail={folder}/no")
-    jobs.refused = jobs.submit(
-        "refused",
-        "cpus=1",
-        "sbatch_extra=--hold",
-        "sbatch_extra=--exclude=n1,n2",
-        f"data.arguments.fail={folder}/no",
-    )
+    jobs.killed = jobs.submit("killed", "cpus=1", OTHERS, f"setup={kill}")
+    jobs.failing = jobs.submit("failing", "cpus=1", OTHERS, jobs.fails, "max_failures=2")
+    sweep = ["sweep.optimizer.learning_rate=1e-3,2e-3", "throttle=1", "run.max_steps=2"]
+    jobs.sweep = jobs.submit("sweep", *sweep, "cpus=1", OTHERS)
+    jobs.refused = jobs.submit("refused", "cpus=1", "sbatch_extra=--hold", OTHERS)
     (recipe,) = (jobs.run_dir("refused") / "slurm").glob("recipe_*.yaml")
     recipe.write_text(recipe.read_text().replace("seed:", "sed:"))
     cluster.run("scontrol", "release", jobs.refused)
@@ -235,16 +177,10 @@ def jobs(cluster, folder):
 
 
 def test_a_second_submission_of_a_run_folder_is_refused(jobs):
-    said = jobs.launcher("submit", "recipe=job.yaml", "run.name=disturbed", status=2)
+    said = jobs.submit("disturbed", status=2)
     assert f"runs/disturbed has job {jobs.disturbed} already" in said
     assert f"scancel {jobs.disturbed}" in said
-    assert jobs.launcher(
-        "submit",
-        "recipe=job.yaml",
-        "run.name=sweep",
-        "sweep.optimizer.learning_rate=5e-3,4e-3",
-        status=2,
-    )
+    jobs.submit("sweep", "sweep.optimizer.learning_rate=5e-3,2e-3", status=2)
     assert not (jobs.run_dir("sweep") / "learning_rate=5e-3/slurm/submissions.jsonl").exists()
 
 
@@ -255,42 +191,27 @@ def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
     try:
         jobs.trains(name, start=1)
         # On a loaded machine Slurm says for a while that there is no such job
-        warn = ("scancel", "--batch", "--signal=USR1", job)
-        cluster.wait_for(
-            lambda: cluster.run(*warn, check=False).returncode == 0, 30, "the job is warned"
-        )
+        warn = functools.partial(cluster.run, *WARN, job, check=False)
+        cluster.wait_for(lambda: warn().returncode == 0, 30, "the job is warned")
         jobs.trains(name, start=2)
         cluster.run("scontrol", "requeue", job)
         jobs.trains(name, start=3)
-        high = cluster.run(
-            "sbatch",
-            "--parsable",
-            "-p",
-            "high",
-            "-N2",
-            "--nodelist=n1,n2",
-            "--exclusive",
-            "--output=/dev/null",
-            "--wrap=:",
-        )
-        assert jobs.ends(name, job) == "COMPLETED"
-        assert cluster.state(high.stdout.strip()) == "COMPLETED"
+        words = ["--parsable", "-p", "high", "-N2", "--nodelist=n1,n2", "--exclusive"]
+        high = cluster.run("sbatch", *words, "--output=/dev/null", "--wrap=:").stdout.strip()
+        assert jobs.ends(name, job)
+        assert cluster.state(high) == "COMPLETED"
     finally:
         (jobs.folder / "other.yaml").rename(jobs.folder / "job.yaml")
     assert jobs.status(name)["state"] == "finished"
-    reasons = [event["reason"] for event in jobs.events(name, "stopped")]
+    reasons = jobs.events(name, "stopped", "reason")
     assert len(reasons) == 3
-    assert set(reasons) <= (
-        {"SIGUSR1"} if cluster.proctrack == "cgroup" else {"SIGUSR1", "SIGTERM"}
-    )
+    possible = {"SIGUSR1"} if cluster.proctrack == "cgroup" else {"SIGUSR1", "SIGTERM"}
+    assert set(reasons) <= possible
     log = jobs.log(name)
     assert log.count("warned by Slurm, saved: requeued") == 1, log
     assert log.count("preempted, saved: requeued") == 1, log
     assert log.count("Slurm has requeued the job itself") == 1, log
-    ends = [event["step"] for event in jobs.events(name, "stopped")]
-    assert ends == [event["step"] for event in jobs.events(name, "resumed")], (
-        "nothing was trained twice"
-    )
+    assert jobs.events(name, "stopped") == jobs.events(name, "resumed"), "nothing is trained twice"
     assert jobs.starts(name) == 4
     logs = jobs.run_dir(name) / f"slurm/job_{job}"
     assert {str(file.relative_to(logs)) for file in logs.rglob("node_*")} == {
@@ -303,30 +224,25 @@ def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
 def test_a_job_that_is_killed_without_a_warning_is_resumed(jobs):
     """Its script cannot requeue it: its successor resumes the run, and is the last job of it."""
     name = "killed"
-    assert jobs.ends(name, jobs.killed) == "FAILED"
-    successor = next(iter(jobs.successors(name)))
-    assert jobs.ends(name, successor) == "COMPLETED"
+    assert jobs.ends(name, jobs.killed, "FAILED")
+    assert jobs.ends(name, next(iter(jobs.successors(name))))
     assert jobs.status(name)["state"] == "finished"
     assert jobs.starts(name) == 2
-    assert [line["step"] for line in jobs.records(name)] == list(range(1, 61))
+    assert jobs.steps(name) == list(range(1, 61))
     for run in (name, "whole"):
-        assert all(state != "PENDING" for state in jobs.successors(run).values()), (
-            "removed when the run is finished"
-        )
+        assert "PENDING" not in jobs.successors(run).values(), "removed when the run is finished"
 
 
 def test_a_cancelled_job_has_saved_and_is_not_requeued(jobs):
     jobs.trains(CANCELLED, start=1)
     jobs.cluster.run("scancel", jobs.cancelled)
-    assert jobs.ends(CANCELLED, jobs.cancelled) == "CANCELLED"
+    assert jobs.ends(CANCELLED, jobs.cancelled, "CANCELLED")
     status = jobs.status(CANCELLED)
     assert status["state"] == "stopped"
     assert (jobs.run_dir(CANCELLED) / f"checkpoints/step_{status['step']:08}/commit.json").exists()
-    assert [event["step"] for event in jobs.events(CANCELLED, "saved")][-1] == status["step"]
-    assert (
-        jobs.cluster.run("squeue", "-h", "-t", "all", "-j", jobs.cancelled, "-o", "%j").stdout
-        == f"{CANCELLED}\n"
-    )
+    assert jobs.events(CANCELLED, "saved")[-1] == status["step"]
+    known = jobs.cluster.run("squeue", "-h", "-t", "all", "-j", jobs.cancelled, "-o", "%j")
+    assert known.stdout == f"{CANCELLED}\n"
     assert "terminated, saved: not requeued" in jobs.log(CANCELLED)
     assert set(jobs.successors(CANCELLED).values()) == {"CANCELLED"}
     assert not list(jobs.folder.rglob("HACKED"))
@@ -336,87 +252,66 @@ def test_a_cancelled_job_has_saved_and_is_not_requeued(jobs):
 def test_follow_prints_the_run_and_how_it_ends(jobs):
     said, _ = jobs.whole.communicate(timeout=270)
     assert jobs.whole.returncode == 0, said
-    snapshot = jobs.submission("whole")
+    job = jobs.lines("whole", "slurm/submissions.jsonl")[0]["job"]
     for line in (
-        f"submitted job {snapshot['job']}: whole, 2 nodes x 1 GPU, 30 at a time",
+        f"submitted job {job}: whole, 2 nodes x 1 GPU, 30 at a time",
         "  run folder  runs/whole",
-        f"  log         runs/whole/slurm/job_{snapshot['job']}.log",
-        f"-- job {snapshot['job']}: running",
+        f"  log         runs/whole/slurm/job_{job}.log",
+        f"-- job {job}: running",
         "finished after 60 of 60 steps in ...",
         "runs/whole: finished after step 60",
     ):
-        assert any(
-            says(line, printed) or says(f"{line}...", printed) for printed in said.splitlines()
-        ), f"{line}\n{said}"
-
-
-def test_the_job_sees_what_it_asked_for(jobs):
-    assert jobs.whole.wait(timeout=270) == 0
+        printed = said.splitlines()
+        assert any(says(line, one) or says(f"{line}...", one) for one in printed), f"{line}\n{said}"
     assert jobs.starts("whole") == 1
     for rank in range(2):
-        assert (
-            "devices: 0; threads: 1" in (jobs.run_dir("whole") / f"log/rank_{rank}.log").read_text()
-        )
-    job = jobs.cluster.job(jobs.submission("whole")["job"])
-    assert job["NumNodes"] == "2"
-    assert job["TresPerNode"] == "gres:gpu:1"
-    assert job["Requeue"] == "1"
+        log = (jobs.run_dir("whole") / f"log/rank_{rank}.log").read_text()
+        assert "devices: 0; threads: 1" in log, "what the job asked for"
+    expected = {"NumNodes": "2", "TresPerNode": "gres:gpu:1", "Requeue": "1"}
+    assert jobs.cluster.job(job).items() >= expected.items()
 
 
 def test_a_recipe_that_is_at_fault_is_not_tried_again(jobs):
-    assert jobs.ends("refused", jobs.refused) == "FAILED"
-    assert jobs.cluster.job(jobs.refused)["ExitCode"] == "2:0"
-    assert jobs.cluster.job(jobs.refused)["Restarts"] == "0"
+    assert jobs.ends("refused", jobs.refused, "FAILED")
+    expected = {"ExitCode": "2:0", "Restarts": "0"}
+    assert jobs.cluster.job(jobs.refused).items() >= expected.items()
     assert "run.sed: unknown key; did you mean seed?" in jobs.log("refused")
 
 
-def test_a_run_that_fails_three_times_without_a_checkpoint_is_given_up(jobs):
+def test_a_run_that_fails_repeatedly_without_a_checkpoint_is_given_up(jobs):
     name = "failing"
-    assert jobs.ends(name, jobs.failing, 180) == "FAILED"
+    assert jobs.ends(name, jobs.failing, "FAILED", 180)
     status = jobs.status(name)
     assert (status["state"], status["reason"]) == ("failed", "max_failures")
-    assert "3 in a row without a new checkpoint, of slurm.max_failures=3" in status["error"]
+    assert "2 in a row without a new checkpoint, of slurm.max_failures=2" in status["error"]
     assert "a failure of this test" in status["error"]
-    assert jobs.starts(name) == 3
+    assert jobs.starts(name) == 2
     assert set(jobs.successors(name).values()) == {"CANCELLED"}
 
 
 def test_a_sweep_is_an_array_with_a_run_folder_each(jobs):
-    rates = ["1e-3", "2e-3", "3e-3", "4e-3"]
-    for task in range(4):
-        assert (
-            jobs.ends(f"sweep/learning_rate={rates[task]}", f"{jobs.sweep}_{task}") == "COMPLETED"
-        )
-    for rate in rates:
-        line = jobs.records(f"sweep/learning_rate={rate}")[-1]
-        assert (line["step"], line["learning_rate"]) == (2, float(rate))
-    assert jobs.cluster.job(f"{jobs.sweep}_0")["ArrayTaskThrottle"] == "2"
+    names = [f"learning_rate={rate}" for rate in ("1e-3", "2e-3")]
+    for task, name in enumerate(names):
+        assert jobs.ends(f"sweep/{name}", f"{jobs.sweep}_{task}")
+        line, rate = jobs.records(f"sweep/{name}")[-1], float(name.partition("=")[2])
+        assert (line["step"], line["learning_rate"]) == (2, rate)
+    assert jobs.cluster.job(f"{jobs.sweep}_0")["ArrayTaskThrottle"] == "1"
     table = jobs.launcher("status", "runs/sweep").splitlines()
-    assert [line.split()[:2] for line in table if "learning_rate" in line] == [
-        [f"learning_rate={rate}", "finished"] for rate in rates
-    ]
+    shown = [line.split()[:2] for line in table if "learning_rate" in line]
+    assert shown == [[name, "finished"] for name in names]
 
 
 # What takes minutes
 
 
+TWO = ("nodes=2", "cpus=2")
+
+
 @pytest.fixture(scope="module")
 def alone(cluster, tmp_path_factory):
     """A folder of its own, with an undisturbed run."""
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "job.yaml").write_text(
-        RECIPE.replace("FOLDER", str(folder)).replace("every_steps: 30", "every_steps: 5")
-    )
-    jobs = Jobs(cluster, folder)
-    jobs.launcher(
-        "submit",
-        "recipe=job.yaml",
-        "run.name=whole",
-        "nodes=2",
-        "cpus=2",
-        "data.arguments.seconds=0",
-        "--wait",
-    )
+    jobs = Jobs(cluster, tmp_path_factory.mktemp("alone"), every_steps=5)
+    jobs.submit("whole", *TWO, "data.arguments.seconds=0", "--wait")
     yield jobs
     cluster.run("scancel", "--user=root")
 
@@ -436,12 +331,12 @@ def whole_cluster(alone):
 def test_a_node_is_lost(alone, whole_cluster, node):
     """n1 runs the script and rank 0."""
     name = f"lost-{node}"
-    job = alone.submit(name, "nodes=2", "cpus=2")
+    job = alone.submit(name, *TWO)
     alone.trains(name, start=1, steps=12)
     assert alone.cluster.job(job)["NodeList"] == "n[1-2]"
     alone.cluster.crash(node)
     try:
-        assert alone.ends(name, job, 180) == "COMPLETED"
+        assert alone.ends(name, job, seconds=180)
         assert alone.starts(name) == 2
         assert same_as(alone, name, "whole")
     finally:
@@ -452,28 +347,19 @@ def test_a_node_is_lost(alone, whole_cluster, node):
 def test_slurm_gives_up_a_node_where_the_run_continues(alone, whole_cluster):
     """Two copies of one run: the old one ends without writing. (Of several nodes the others would end it: Slurm reaches them.)"""
     cluster, name = alone.cluster, "twice"
-    alone.launcher(
-        "submit",
-        "recipe=job.yaml",
-        "run.name=whole-1",
-        "cpus=2",
-        "data.arguments.seconds=0",
-        "--wait",
-    )
-    job = alone.submit(
-        name, "cpus=2", "data.arguments.seconds=0.15", "sbatch_extra=--exclude=n3,n4"
-    )
+    alone.submit("whole-1", "cpus=2", "data.arguments.seconds=0", "--wait")
+    exclude = "sbatch_extra=--exclude=n3,n4"
+    job = alone.submit(name, "cpus=2", "data.arguments.seconds=0.15", exclude)
     alone.trains(name, start=1, steps=6)
     node = cluster.job(job)["NodeList"]
     cluster.kill_daemon(node)
     try:
-        assert alone.ends(name, job, 240) == "COMPLETED"
+        assert alone.ends(name, job, seconds=240)
         assert alone.starts(name) == 2
         assert same_as(alone, name, "whole-1")
         log = alone.run_dir(name) / f"slurm/job_{job}/restart_0/node_{node}.log"
-        cluster.wait_for(
-            lambda: "this run ends, and writes nothing more" in log.read_text(), 60, log.read_text()
-        )
+        ended = "this run ends, and writes nothing more"
+        cluster.wait_for(lambda: ended in log.read_text(), 60, log.read_text())
     finally:
         cluster.crash(node)
         cluster.boot(node)
@@ -483,53 +369,52 @@ def test_slurm_gives_up_a_node_where_the_run_continues(alone, whole_cluster):
 def test_the_time_limit_itself(alone, whole_cluster):
     """Warned by Slurm; and, once the run is known to need longer than the lead that Slurm has, by the script."""
     name = "limit"
-    job = alone.submit(name, "nodes=2", "cpus=2", "time=2", "lead=45", "data.arguments.seconds=0.9")
-    assert alone.ends(name, job, 500) == "COMPLETED"
+    job = alone.submit(name, *TWO, "time=2", "lead=45", "data.arguments.seconds=0.9")
+    assert alone.ends(name, job, seconds=500)
     assert alone.starts(name) >= 3
     log = alone.log(name)
     assert log.count("warned by Slurm, saved") == alone.starts(name) - 1
     assert "s, more than the lead that Slurm has: it starts in" in log
-    starts, stops = alone.events(name, "started"), alone.events(name, "stopped")
-    assert all(event["reason"] == "SIGUSR1" for event in stops)
-    assert 40 < stops[1]["time"] - starts[1]["time"] < 75, (
-        "60 s before the end of two minutes, which begin before the run does"
-    )
+    assert set(alone.events(name, "stopped", "reason")) == {"SIGUSR1"}
+    began, ended = (alone.events(name, event, "time")[1] for event in ("started", "stopped"))
+    why = "60 s before the end of two minutes, which begin before the run does"
+    assert 40 < ended - began < 75, why
     assert same_as(alone, name, "whole")
+
+
+def python_with(folder, name, module, lines):
+    """A Python that runs these lines of shell first, for which MODULE is a sitecustomize.py."""
+    (folder / name).mkdir()
+    (folder / name / "sitecustomize.py").write_text(module)
+    python = folder / f"python_{name}"
+    path = f'export PYTHONPATH="{folder / name}:$PYTHONPATH"'
+    python.write_text(f'#!/bin/sh\n{lines.replace("PATH", path)}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return f"python={python}"
+
+
+SLOW_SAVE = """
+import os, time
+if os.environ.get('LAUNCHER_START') == '0' and 'RANK' in os.environ:
+    import pathlib
+    original = pathlib.Path.mkdir
+    def mkdir(path, *args, **more):
+        if 'step_' in str(path) and list(path.parent.glob('step_*')): time.sleep(600)
+        return original(path, *args, **more)
+    pathlib.Path.mkdir = mkdir
+"""
 
 
 @pytest.mark.long
 def test_a_save_that_does_not_end_before_the_time_limit(alone, whole_cluster):
     """Slurm ends the first start of the job in its save; the successor resumes from the checkpoint before."""
-    slow, python, name = alone.folder / "slow", alone.folder / "slow_python", "slow"
-    slow.mkdir()
-    (slow / "sitecustomize.py").write_text(
-        "import os, time\n"
-        "if os.environ.get('LAUNCHER_START') == '0' and 'RANK' in os.environ:\n"
-        "    import pathlib\n"
-        "    original = pathlib.Path.mkdir\n"
-        "    def mkdir(path, *args, **more):\n"
-        "        if 'step_' in str(path) and list(path.parent.glob('step_*')): time.sleep(600)\n"
-        "        return original(path, *args, **more)\n"
-        "    pathlib.Path.mkdir = mkdir\n"
-    )
-    python.write_text(
-        f'#!/bin/sh\nexport PYTHONPATH="{slow}:$PYTHONPATH"\nexec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
-    job = alone.submit(
-        name,
-        "nodes=2",
-        "cpus=2",
-        "time=2",
-        "lead=20",
-        f"python={python}",
-        "data.arguments.seconds=0.9",
-    )
-    assert alone.ends(name, job, 300) == "TIMEOUT"
+    name, python = "slow", python_with(alone.folder, "slow", SLOW_SAVE, "PATH")
+    job = alone.submit(name, *TWO, "time=2", "lead=20", python, "data.arguments.seconds=0.9")
+    assert alone.ends(name, job, "TIMEOUT", 300)
     successor = next(iter(alone.successors(name)))
     whole_cluster.run("scontrol", "update", f"JobId={successor}", "TimeLimit=10")
-    assert alone.ends(name, successor, 300) == "COMPLETED"
-    assert alone.events(name, "resumed")[0]["step"] > 0
+    assert alone.ends(name, successor, seconds=300)
+    assert alone.events(name, "resumed")[0] > 0
     assert same_as(alone, name, "whole")
     assert "PENDING" not in alone.successors(name).values()
 
@@ -538,17 +423,16 @@ def test_a_save_that_does_not_end_before_the_time_limit(alone, whole_cluster):
 def test_a_requeue_resumes_from_the_run_and_not_from_its_starting_point(alone, whole_cluster):
     """`checkpoint.resume=PATH` applies to the first start only."""
     name, start = "from-path", alone.run_dir("whole") / "checkpoints/step_00000005"
-    job = alone.submit(
-        name, "nodes=2", "cpus=2", f"checkpoint.resume={start}", "checkpoint.allow_changes=true"
-    )
+    resume = [f"checkpoint.resume={start}", "checkpoint.allow_changes=true"]
+    job = alone.submit(name, *TWO, *resume)
     alone.trains(name, start=1, steps=12)
     alone.cluster.run("scontrol", "requeue", job)
-    assert alone.ends(name, job, 180) == "COMPLETED"
-    first, second = (event["step"] for event in alone.events(name, "resumed"))
+    assert alone.ends(name, job, seconds=180)
+    first, second = alone.events(name, "resumed")
     assert first == 5
     assert second >= 15
+    assert alone.steps(name) == list(range(6, 61))
     mine, whole = alone.records(name), alone.records("whole")
-    assert [line["step"] for line in mine] == list(range(6, 61))
     assert [line["loss"] for line in mine] == [line["loss"] for line in whole[5:]]
 
 
@@ -556,18 +440,22 @@ def test_a_requeue_resumes_from_the_run_and_not_from_its_starting_point(alone, w
 def test_on_other_numbers_of_nodes(alone, whole_cluster):
     """Two nodes, then three, then two again."""
     cluster, name = alone.cluster, "elastic"
-    for node in ("n3", "n4"):
-        cluster.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+
+    def set_state(nodes, *state):
+        cluster.run("scontrol", "update", f"NodeName={nodes}", *state)
+
+    drain = ("State=DRAIN", "Reason=test")
+    set_state("n3,n4", *drain)
     job = alone.submit(name, "nodes=2-3", "cpus=2")
     alone.trains(name, start=1)
-    cluster.run("scontrol", "update", "NodeName=n3", "State=RESUME")
-    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    set_state("n3", "State=RESUME")
+    cluster.run(*WARN, job)
     alone.trains(name, start=2)
-    cluster.run("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")
-    cluster.run("scancel", "--batch", "--signal=USR1", job)
-    assert alone.ends(name, job) == "COMPLETED"
-    assert [event["ranks"] for event in alone.events(name, "started")] == [2, 3, 2]
-    assert [line["step"] for line in alone.records(name)] == list(range(1, 61))
+    set_state("n2", *drain)
+    cluster.run(*WARN, job)
+    assert alone.ends(name, job)
+    assert alone.events(name, "started", "ranks") == [2, 3, 2]
+    assert alone.steps(name) == list(range(1, 61))
     assert alone.records(name)[-1]["samples_seen"] == 720
 
 
@@ -578,17 +466,15 @@ def test_preempted_where_only_a_term_comes(alone, whole_cluster):
     configuration.write_text(text.replace("SlurmctldParameters=preempt_send_user_signal\n", ""))
     cluster.run("scontrol", "reconfigure")
     try:
-        job = alone.submit(
-            name, "nodes=4", "cpus=2", "run.max_steps=30", "batch.micro_batch_size=1"
-        )
+        short = ("run.max_steps=30", "batch.micro_batch_size=1")
+        job = alone.submit(name, "nodes=4", "cpus=2", *short)
         alone.trains(name, start=1)
-        cluster.run(
-            "sbatch", "-p", "high", "-N1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
-        )
-        assert alone.ends(name, job) == "COMPLETED"
+        words = ["-p", "high", "-N1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+        cluster.run("sbatch", *words)
+        assert alone.ends(name, job)
         assert "preempted, saved: requeued" in alone.log(name)
         assert alone.starts(name) == 2
-        assert alone.events(name, "stopped")[0]["step"] == alone.events(name, "resumed")[0]["step"]
+        assert alone.events(name, "stopped")[0] == alone.events(name, "resumed")[0]
     finally:
         configuration.write_text(text)
         cluster.run("scontrol", "reconfigure")
@@ -596,61 +482,46 @@ def test_preempted_where_only_a_term_comes(alone, whole_cluster):
 
 @pytest.mark.long
 def test_a_node_that_is_not_fit_is_excluded(alone, whole_cluster):
-    python = alone.folder / "python"
-    python.write_text(
-        '#!/bin/sh\ncase "$*" in *doctor*) [ "$(hostname)" = n2 ] '
-        f'&& echo "n2 unfit: GPU 3 is gone" && exit 3;; esac\nexec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
-    name = "unfit"
-    job = alone.submit(
-        name,
-        "nodes=2",
-        "cpus=2",
-        "preflight=true",
-        f"python={python}",
-        "exclude=n4",
-        "run.max_steps=6",
-    )
-    assert alone.ends(name, job) == "COMPLETED"
-    log = alone.log(name)
+    unfit = '[ "$(hostname)" = n2 ] && echo "n2 unfit: GPU 3 is gone" && exit 3'
+    python = python_with(alone.folder, "unfit", "", f'case "$*" in *doctor*) {unfit};; esac')
+    name, words = "unfit", ("preflight=true", python, "exclude=n4", "run.max_steps=6")
+    job = alone.submit(name, *TWO, *words)
+    assert alone.ends(name, job)
+    log, logs = alone.log(name), alone.run_dir(name) / f"slurm/job_{job}"
     assert "not fit to train: n2" in log
     assert "GPU 3 is gone" in log
-    assert (
-        "n3 fit: "
-        in (alone.run_dir(name) / f"slurm/job_{job}/restart_1/preflight_nodes.log").read_text()
-    )
-    assert alone.cluster.job(job)["ExcNodeList"] == "n4,n2"
-    assert alone.cluster.job(job)["NodeList"] == "n[1,3]"
+    assert "n3 fit: " in (logs / "restart_1/preflight_nodes.log").read_text()
+    expected = {"ExcNodeList": "n4,n2", "NodeList": "n[1,3]"}
+    assert alone.cluster.job(job).items() >= expected.items()
     assert alone.starts(name) == 1
+
+
+SHIFTED_CLOCK = """
+import os, time
+if 'RANK' in os.environ:
+    read = time.time
+    time.time = lambda: read() + 40
+"""
 
 
 @pytest.mark.long
 def test_a_node_that_differs_from_the_others_is_excluded(alone, whole_cluster):
     """Alone n2 finds nothing wrong with itself: its clock, as the ranks there read it, is ahead."""
-    clock, python = alone.folder / "clock", alone.folder / "python_with_clock"
-    clock.mkdir()
-    shifted = "import os, time\nif 'RANK' in os.environ:\n    read = time.time\n    time.time = lambda: read() + 40\n"
-    (clock / "sitecustomize.py").write_text(shifted)
-    path = f'[ "$(hostname)" = n2 ] && export PYTHONPATH="{clock}:$PYTHONPATH"'
-    python.write_text(
-        f'#!/bin/sh\ncase "$*" in *quick=true*) {path};; esac\nexec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
+    lines = 'case "$*" in *quick=true*) [ "$(hostname)" = n2 ] && PATH;; esac'
+    python = python_with(alone.folder, "clock", SHIFTED_CLOCK, lines)
     name = "beside"
-    job = alone.submit(
-        name, "nodes=3", "cpus=2", "preflight=true", f"python={python}", "run.max_steps=6"
-    )
-    assert alone.ends(name, job, 240) == "COMPLETED"
+    words = ("nodes=3", "cpus=2", "preflight=true", python, "run.max_steps=6")
+    job = alone.submit(name, *words)
+    assert alone.ends(name, job, seconds=240)
     log, logs = alone.log(name), alone.run_dir(name) / f"slurm/job_{job}"
     assert "preflight: not fit to train: n2; details: " in log
-    assert "  n2: clock: 40 s ahead of the other nodes': let chrony or ntpd keep it" in log
+    assert "  n2: clocks: 40 s ahead of the other nodes': let chrony or ntpd keep it" in log
     for node in ("n1", "n2", "n3"):
         assert f"{node} fit: " in (logs / "restart_0/preflight_nodes.log").read_text()
     assert json.loads((logs / "restart_0/preflight_all.json").read_text())["bad_nodes"] == ["n2"]
     assert json.loads((logs / "restart_1/preflight_all.json").read_text())["fit"] is True
-    assert alone.cluster.job(job)["ExcNodeList"] == "n2"
-    assert alone.cluster.job(job)["NodeList"] == "n[1,3-4]"
+    expected = {"ExcNodeList": "n2", "NodeList": "n[1,3-4]"}
+    assert alone.cluster.job(job).items() >= expected.items()
     assert alone.starts(name) == 1
     assert alone.status(name)["state"] == "finished"
 
@@ -658,14 +529,13 @@ def test_a_node_that_differs_from_the_others_is_excluded(alone, whole_cluster):
 @pytest.mark.long
 def test_a_run_of_a_sweep_is_requeued_alone(alone, whole_cluster):
     """The last task's job has the array's own id: by that, all would be requeued."""
-    array = alone.submit(
-        "array", "sweep.optimizer.learning_rate=1e-3,2e-3", "cpus=2", "data.arguments.seconds=0.1"
-    )
+    sweep = ("sweep.optimizer.learning_rate=1e-3,2e-3", "data.arguments.seconds=0.1")
+    array = alone.submit("array", *sweep, "cpus=2")
     names = [f"array/learning_rate={rate}" for rate in ("1e-3", "2e-3")]
     for task, name in enumerate(names):
         alone.trains(name, start=1)
-        alone.cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_{task}")
+        alone.cluster.run(*WARN, f"{array}_{task}")
     for task, name in enumerate(names):
-        assert alone.ends(name, f"{array}_{task}") == "COMPLETED"
+        assert alone.ends(name, f"{array}_{task}")
         assert alone.starts(name) == 2
-        assert alone.events(name, "stopped")[0]["step"] == alone.events(name, "resumed")[0]["step"]
+        assert alone.events(name, "stopped")[0] == alone.events(name, "resumed")[0]

@@ -25,8 +25,8 @@ MAY_IMPORT = {
     "training": "__version__ checkpoint data distributed errors metrics models planner recipe reliability "
     "strategies",
     "train": "checkpoint distributed errors recipe reliability training",
-    "diagnostics": "distributed errors metrics planner recipe reliability training",
-    "slurm": "__version__ checkpoint distributed errors metrics recipe reliability",
+    "diagnostics": "distributed errors metrics recipe reliability training",
+    "slurm": "__version__ checkpoint distributed errors recipe reliability",
     "cli": "__version__ checkpoint data diagnostics distributed errors metrics models planner recipe "
     "reliability slurm",
 }
