@@ -132,18 +132,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _columns(
     targets: torch.Tensor, vocabulary: int, width: int
 ) -> tuple[torch.Tensor, list[tuple[slice, torch.Tensor]]]:
-    """The chunk of each token's target, (tokens, 1), and the chunks of the vocabulary, each with
-    the column of each token's target, (tokens, 1), which is any column if the target is in another
-    chunk."""
+    """The number of the chunk of each token's target, and the chunks of the vocabulary, each with
+    the column of each token's target: any column if the target is in another chunk. All (tokens,
+    1)."""
     number = targets.div(width, rounding_mode="floor")[:, None]
     column = targets.remainder(width)[:, None]
-    chunks = []
-    for begin in range(0, vocabulary, width):
-        end = min(begin + width, vocabulary)
-        if end - begin < width:
-            column = column.clamp(max=end - begin - 1)
-        chunks.append((slice(begin, end), column))
-    return number, chunks
+    chunks = [slice(begin, begin + width) for begin in range(0, vocabulary, width)]
+    last = vocabulary - chunks[-1].start  # entries of the last chunk
+    columns = [column] * (len(chunks) - 1) + [column.clamp(max=last - 1)]
+    return number, list(zip(chunks, columns, strict=True))
 
 
 def _logits(
@@ -156,30 +153,22 @@ def _logits(
     return logits.float()
 
 
-@dataclass(frozen=True)
-class Head:
-    """The linear layer, perhaps with adapters of peft, that the logits are the output of."""
-
-    module: Any
-    transform: Transform
-
-
 class ChunkedHead:
-    """Replaces the forward methods of a model and of its head.
+    """Replaces the forward methods of a model and of its head, a linear layer.
 
     Called with `targets`, the model returns outputs with `loss`, and `logits` None. Otherwise it
     works as before. The head is called once, so that FSDP gathers and reduces it once.
     """
 
-    def __init__(self, model: Any, head: Head) -> None:
-        self._head, self._transform = head.module, head.transform
+    def __init__(self, model: Any, transform: Transform) -> None:
+        """transform: of `logits_transform`."""
+        self._head, self._transform = embeddings(model)[1], transform
         self._model_forward: Callable[..., Any] = model.forward
-        self._head_forward: Callable[..., Any] = head.module.forward
-        self._vocabulary = _base(head.module).out_features
+        self._head_forward: Callable[..., Any] = self._head.forward
         self._targets: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
-        model.forward, head.module.forward = self._forward, self._forward_head
+        model.forward, self._head.forward = self._forward, self._forward_head
 
     def _forward(
         self,
@@ -202,16 +191,16 @@ class ChunkedHead:
             self._targets = self._positions = self._loss = None
         return outputs
 
-    def _forward_head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _forward_head(self, hidden: torch.Tensor) -> Any:
         targets = self._targets
         if targets is None:
-            logits: torch.Tensor = self._head_forward(hidden)
-            return logits
+            return self._head_forward(hidden)
         hidden = hidden.flatten(0, -2)
         if self._positions is not None:
             hidden, targets = hidden.index_select(0, self._positions), targets[self._positions]
-        width = chunk_width(len(targets), self._vocabulary)
-        if width < self._vocabulary:
+        vocabulary = _base(self._head).out_features
+        width = chunk_width(len(targets), vocabulary)
+        if width < vocabulary:
             loss = linear_cross_entropy(
                 *_linear(self._head, hidden), targets, transform=self._transform, width=width
             )
@@ -245,56 +234,54 @@ def _base(head: Any) -> Any:
     return getattr(head, "base_layer", head)
 
 
-def find_head(model: nn.Module) -> Head | None:
-    """The head of a causal language model on the meta device.
-
-    None if its logits are not a linear layer's output, scaled or capped as its config says.
-    """
-    module = embeddings(model)[1]
-    if type(_base(module)) is not nn.Linear or not hasattr(model, "base_model"):
-        return None
-    head = Head(module, _transform_of(model))
-    return head if _is_last(model, head) else None
-
-
 def computes_loss(model: nn.Module) -> bool:
     """Whether the model, perhaps wrapped by DDP, takes `targets`."""
     forward = getattr(model, "module", model).forward
     return isinstance(getattr(forward, "__self__", None), ChunkedHead)
 
 
-def _transform_of(model: Any) -> Transform:
-    """What the config says. Gemma: final_logit_softcapping; Cohere: logit_scale; Granite:
-    logits_scaling, a divisor; Falcon-H1: lm_head_multiplier."""
+def logits_transform(model: Any) -> Transform | None:
+    """What a causal language model on the meta device does to the output of its head.
+
+    None if its logits are not a linear layer's output, perhaps with adapters, scaled or capped as
+    its config says. Gemma: final_logit_softcapping; Cohere: logit_scale; Granite: logits_scaling, a
+    divisor; Falcon-H1: lm_head_multiplier.
+    """
+    head = embeddings(model)[1]
+    if type(_base(head)) is not nn.Linear or not hasattr(model, "base_model"):
+        return None
     config = model.config.get_text_config(decoder=True)
 
     def number(name: str) -> float | None:
         value = getattr(config, name, None)
-        return float(value) if isinstance(value, int | float) and value else None
+        return value if isinstance(value, int | float) and value else None
 
     scale = (number("logit_scale") or 1.0) * (number("lm_head_multiplier") or 1.0)
-    return Transform(scale / (number("logits_scaling") or 1.0), number("final_logit_softcapping"))
+    scale /= number("logits_scaling") or 1.0
+    transform = Transform(scale, number("final_logit_softcapping"))
+    return transform if _is_last(model, head, transform) else None
 
 
-def _is_last(model: Any, head: Head) -> bool:
-    """Whether the model does to the head's output what its transform does, and nothing else.
+def _is_last(model: Any, head: Any, transform: Transform) -> bool:
+    """Whether the model does to the head's output what the transform does, and nothing else.
 
     Runs the model's own forward method, with numbers in place of the head's output and of what
     comes before it.
     """
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    base, width = model.base_model, _base(head.module).in_features
     logits = torch.linspace(-40, 40, 64).view(1, 4, 16)
-    hidden = torch.zeros(1, 4, width, device="meta")
-    base.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden)
-    head.module.forward = lambda hidden: logits.clone()
+    hidden = torch.zeros(1, 4, _base(head).in_features, device="meta")
+    model.base_model.forward = lambda *args, **kwargs: MoeModelOutputWithPast(
+        last_hidden_state=hidden
+    )
+    head.forward = lambda hidden: logits.clone()
     try:
         ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
         with torch.no_grad():
             found = model(input_ids=ids, use_cache=False).logits
-        return bool(torch.allclose(found, head.transform(logits), rtol=1e-5, atol=1e-5))
+        return bool(torch.allclose(found, transform(logits), rtol=1e-5, atol=1e-5))
     except Exception:  # models are called in many ways
         return False
     finally:
-        del base.forward, head.module.forward  # those of their classes remain
+        del model.base_model.forward, head.forward  # those of their classes remain

@@ -1,4 +1,4 @@
-"""Low-rank adapters with peft: adds them to a meta model, writes their config, merges them."""
+"""Low-rank adapters with peft: adds them to a meta model, names them as peft does, merges them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 _PREFIX = "base_model.model."
 """peft's prefix of each name."""
 
+Read = Callable[[str], torch.Tensor]
+"""Returns a whole tensor by name."""
+
 
 def add_adapters(
     model: nn.Module, lora: Lora, *, base_dtype: torch.dtype, base: str | None = None
@@ -33,8 +36,7 @@ def add_adapters(
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = _targets(model, lora)
-    head, adapted = _head(model), _linear_layers(model, targets)
+    targets, head = _targets(model, lora), _head(model)
     if base is not None and Path(base).is_dir():
         base = str(Path(base).resolve())
     config = LoraConfig(
@@ -45,7 +47,7 @@ def add_adapters(
         bias="none",
         task_type="SEQ_CLS" if head else "CAUSAL_LM",
         base_model_name_or_path=base,
-        fan_in_fan_out=any(_is_transposed(model.get_submodule(name)) for name in adapted),
+        fan_in_fan_out=any(map(_is_transposed, _linear_layers(model, targets).values())),
     )
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
@@ -76,19 +78,19 @@ def _is_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
-def _linear_layers(model: nn.Module, targets: list[str] | None = None) -> list[str]:
-    """Names of the linear layers, or of those that end in one of the targets."""
-    ends = ("",) if targets is None else tuple(f".{target}" for target in targets)
-    return [
-        name
+def _linear_layers(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Module]:
+    """The linear layers whose names end in one of the targets, by name."""
+    ends = tuple(f".{target}" if target else "" for target in targets)
+    return {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) or _is_transposed(module)
         if f".{name}".endswith(ends)
-    ]
+    }
 
 
 def _targets(model: nn.Module, lora: Lora) -> list[str]:
-    layers = _linear_layers(model)
+    layers = _linear_layers(model, [""])
     available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
     if lora.target_modules is not None:
         unknown = [target for target in lora.target_modules if not _linear_layers(model, [target])]
@@ -133,51 +135,46 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-class Adapter:
-    """The weights that an adapter changes: W + alpha / rank * B A."""
+def merged_reader(
+    model: nn.Module,
+    config: dict[str, Any],
+    names: Iterable[str],
+    *,
+    read_base: Read,
+    read_adapter: Read,
+) -> Read:
+    """Returns a function that reads the model's tensors by clean name, with the adapter merged in:
+    W + alpha / rank * B A, in float32.
 
-    def __init__(self, config: dict[str, Any], names: Iterable[str]) -> None:
-        """config: peft's adapter_config.json, as `add_adapters` makes it. names: of the adapter's
-        tensors, as peft writes them."""
-        self.scale = config["lora_alpha"] / config["r"]
-        self.factors: dict[str, tuple[str, str]] = {}
-        """The names of A and B for each changed weight."""
-        self.whole: dict[str, str] = {}
-        """Weights that the adapter replaces, such as a classifier's head."""
-        for name in names:
-            changed = name.removeprefix(_PREFIX)
-            if name.endswith(".lora_A.weight"):
-                factors = (name, name.replace(".lora_A.", ".lora_B."))
-                self.factors[changed.removesuffix(".lora_A.weight") + ".weight"] = factors
-            elif ".lora_" not in name:
-                self.whole[changed] = name
+    config: peft's adapter_config.json, as `add_adapters` makes it. names: of the adapter's tensors,
+    as peft writes them. Raises RecipeError if the adapter changes what the model lacks.
+    """
+    adapters = {name.removeprefix(_PREFIX): name for name in names}
+    scale = config["lora_alpha"] / config["r"]
+    transposed = {
+        f"{clean_name(name)}.weight"
+        for name, module in model.named_modules()
+        if _is_transposed(module)
+    }
+    changed = {name.replace(".lora_A.", ".").replace(".lora_B.", ".") for name in adapters}
+    if unknown := changed - {clean_name(name) for name in model.state_dict()}:
+        raise RecipeError(
+            f"export: {config['base_model_name_or_path']} has no {', '.join(sorted(unknown))}, "
+            "which the adapter changes"
+        )
 
-    def reader(
-        self,
-        model: nn.Module,
-        read_base: Callable[[str], torch.Tensor],
-        read_adapter: Callable[[str], torch.Tensor],
-    ) -> Callable[[str], torch.Tensor]:
-        """Returns a function that reads the model's tensors by clean name, with the adapter merged
-        in, in float32.
+    def read(name: str) -> torch.Tensor:
+        if name in adapters:  # such as a classifier's head
+            return read_adapter(adapters[name])
+        weight, layer = read_base(name), name.removesuffix(".weight")
+        if name not in changed:
+            return weight
+        # A: (rank, in); B: (out, rank); weight: (out, in), or transposed
+        down, up = (
+            read_adapter(adapters[f"{layer}.{factor}.weight"]).float()
+            for factor in ("lora_A", "lora_B")
+        )
+        change: torch.Tensor = (up @ down) * scale
+        return weight.float() + (change.T if name in transposed else change)
 
-        read_base: reads by clean name. read_adapter: reads by peft's name.
-        """
-        transposed = {
-            f"{clean_name(name)}.weight"
-            for name, module in model.named_modules()
-            if _is_transposed(module)
-        }
-
-        def read(name: str) -> torch.Tensor:
-            if name in self.whole:
-                return read_adapter(self.whole[name])
-            weight = read_base(name)
-            if name not in self.factors:
-                return weight
-            # A: (rank, in); B: (out, rank); weight: (out, in), or transposed
-            down, up = (read_adapter(factor).float() for factor in self.factors[name])
-            change: torch.Tensor = (up @ down) * self.scale
-            return weight.float() + (change.T if name in transposed else change)
-
-        return read
+    return read

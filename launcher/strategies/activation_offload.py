@@ -1,13 +1,9 @@
 """Activation offload: inputs of blocks in host memory between their forward and backward pass.
 
 `torch.autograd.graph.save_on_cpu` copies on the stream that computes, which waits for each copy.
-Here copies run on a stream of their own:
-
-- forward: the input of a block is copied to the host while the block computes. Its memory is freed
-  when the next block starts, so the last input stays on the device.
-- backward: when a block starts, the input of the block before it is copied back.
-
-The device holds two inputs at a time. No call waits on the host.
+Here copies run on a stream of their own: the input of a block is copied to the host while the block
+computes, and freed when the next block starts. When a block starts its backward pass, the input of
+the block before it is copied back. The device holds two inputs at a time, and the host never waits.
 """
 
 from __future__ import annotations
@@ -42,8 +38,8 @@ class ActivationOffload:
         """In order of their forward passes. autograd owns them: those of a backward pass that
         failed are freed."""
         self._buffers: list[torch.Tensor] = []
-        """Host memory of inputs that are back. The number of blocks bounds it: all copies are on
-        one stream, so that a buffer can be written as soon as its last copy is enqueued."""
+        """Host memory of inputs that are back, at most one for each block. It can be written as
+        soon as its last copy is enqueued: all copies are on one stream."""
         self._stream: Any = None
 
     def forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +86,7 @@ class ActivationOffload:
         return tensor
 
     def _upload(self, one: _Input) -> None:
-        """Allocates on the stream that computes, which will free it."""
-        if one.tensor is None:
+        if one.tensor is None:  # allocated on the stream that computes, which will free it
             one.tensor = torch.empty_like(one.host, device=one.device)
             one.copied = self._copy(one.host, one.tensor)
 

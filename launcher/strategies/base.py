@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from launcher.recipe import schema
 
@@ -51,16 +52,14 @@ class WrappedModel(ABC):
     def reshard(self) -> None:  # noqa: B027 (nothing to do without sharding)
         """Frees unsharded weights, after forward passes without a backward pass."""
 
-    @abstractmethod
+    @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
         """2-norm of all gradients, with any loss scale, over all ranks: a scalar, the same on every
         rank. Does not wait for the device."""
-
-
-def norm_of(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """2-norm of local tensors."""
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    return norm
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(local)))
+        return norm
 
 
 def compute_dtype(strategy: schema.Strategy) -> torch.dtype:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
-from launcher.strategies.base import InitFn, WrappedModel, compute_dtype, dtype_name, norm_of
+from launcher.strategies.base import InitFn, WrappedModel, compute_dtype, dtype_name
 
 
 class Ddp(WrappedModel):
@@ -27,10 +27,8 @@ class Ddp(WrappedModel):
         init_fn(model, ranks.device, ranks.device)
         # torch 2.13 renames broadcast_buffers
         names = inspect.signature(DistributedDataParallel.__init__).parameters
-        renamed = "forward_sync_buffers" in names
-        no_buffers: dict[str, Any] = {
-            "forward_sync_buffers" if renamed else "broadcast_buffers": False
-        }
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        no_buffers: dict[str, Any] = {buffers: False}
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
@@ -53,23 +51,22 @@ class Ddp(WrappedModel):
         self._sync_every_micro_batch = strategy.sync_every_micro_batch is True
         self._reductions = 0
         self._reduction, self._reducing = ExitStack(), False
-        # Its gradient is one of the last: what follows is the wait for the last buckets
         if ranks.size > 1:
-            this = weakref.ref(self)  # the garbage collector does not find cycles through hooks
+            self._time_reduction()
 
-            def wait_begins(parameter: torch.Tensor) -> None:
-                if (wrapped := this()) is not None:
-                    wrapped._wait_begins()
+    def _time_reduction(self) -> None:
+        """Marks the wait for the last buckets: what follows the first parameter's gradient, which
+        is one of the last."""
+        this = weakref.ref(self)  # the garbage collector does not find cycles through hooks
 
-            first: Any = self._parameters[0]
-            first.register_post_accumulate_grad_hook(wait_begins)
+        def wait_begins(parameter: torch.Tensor) -> None:
+            if (wrapped := this()) is not None and wrapped._reducing:
+                wrapped._reduction.enter_context(wrapped.waiting())
 
-    def _wait_begins(self) -> None:
-        if self._reducing:
-            self._reduction.enter_context(self.waiting())
+        first: Any = self._parameters[0]
+        first.register_post_accumulate_grad_hook(wait_begins)
 
     def description(self) -> str:
-        """Read off the first parameter and DDP itself."""
         master, compute = dtype_name(self._parameters[0].dtype), dtype_name(self._param_dtype)
         when = "each micro-batch" if self._sync_every_micro_batch else "the last micro-batch"
         return (
@@ -97,9 +94,3 @@ class Ddp(WrappedModel):
         with self._reduction, nullcontext() if self._reducing else self._ddp.no_sync():
             yield
         self._reductions += self._reducing
-
-    @torch.no_grad()
-    def grad_norm(self) -> torch.Tensor:
-        """Computed without communication: reduced gradients are the same on all ranks."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return norm_of(gradients)

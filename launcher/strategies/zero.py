@@ -15,6 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+Pairs = list[tuple[nn.Parameter, Any]]
+"""Each whole parameter with its shard (of `shard_rows`), which is the optimizer's."""
+
 
 def shard_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """A view of this rank's rows as a DTensor, divided as by FSDP; a scalar itself."""
@@ -29,21 +32,17 @@ def shard_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return sharded
 
 
-def shard_update(
-    optimizer: torch.optim.Optimizer, pairs: list[tuple[nn.Parameter, nn.Parameter]]
-) -> None:
+def shard_update(optimizer: torch.optim.Optimizer, pairs: Pairs) -> None:
     """Makes the optimizer's step read gradients of whole parameters, update shards, gather them,
-    and free the gradients.
-
-    pairs: each whole parameter with its shard (of `shard_rows`), which is the optimizer's.
-    """
+    and free the gradients."""
+    pairs = [(whole, shard) for whole, shard in pairs if isinstance(shard, DTensor)]
     optimizer.register_step_pre_hook(partial(_shard_gradients, pairs))
     optimizer.register_step_post_hook(partial(_gather, pairs))
 
 
-def _shard_gradients(pairs: list[tuple[nn.Parameter, nn.Parameter]], *unused: Any) -> None:
+def _shard_gradients(pairs: Pairs, *unused: Any) -> None:
     for whole, shard in pairs:
-        if isinstance(shard, DTensor) and whole.grad is not None:
+        if whole.grad is not None:
             shard.grad = shard_rows(whole.grad, shard.device_mesh)
 
 
@@ -52,11 +51,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 @torch.no_grad()
-def _gather(pairs: list[tuple[nn.Parameter, nn.Parameter]], *unused: Any) -> None:
+def _gather(pairs: Pairs, *unused: Any) -> None:
     works = []
     for whole, shard in pairs:
-        if not isinstance(shard, DTensor):
-            continue
         whole.grad = None
         group, mine = shard.device_mesh.get_group(), shard.to_local()
         if whole.shape[0] % group.size() == 0 and whole.is_contiguous():

@@ -15,8 +15,8 @@ from launcher.models.chunked_loss import (
     Transform,
     chunk_width,
     computes_loss,
-    find_head,
     linear_cross_entropy,
+    logits_transform,
 )
 from launcher.models.lora import add_adapters
 from launcher.recipe.schema import Lora, Model
@@ -112,7 +112,7 @@ def built(config, *, lora=None):
     model = build_model(Model(config=config, attention=attention), sequence_length=16, labels=None)
     if lora is not None:
         add_adapters(model, lora, base_dtype=torch.float32)
-    ChunkedHead(model, find_head(model))
+    ChunkedHead(model, logits_transform(model))
     assert computes_loss(model)
     model.to_empty(device="cpu")
     for index, parameter in enumerate(model.parameters()):
@@ -194,7 +194,7 @@ def test_a_model_that_changes_its_logits_computes_them_in_full():
                 Model(config=SMALL | {"model_type": "llama"}), sequence_length=16, labels=None
             )
         )
-    assert find_head(model) is None
+    assert logits_transform(model) is None
     assert not computes_loss(model)
     assert "forward" not in vars(model) | vars(model.lm_head) | vars(model.base_model)
 

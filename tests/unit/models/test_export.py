@@ -14,7 +14,7 @@ from launcher.models.export import export_hugging_face
 from launcher.models.initialization import initialize, materialize
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
-from launcher.models.safetensors_files import WeightFiles, open_folder
+from launcher.models.safetensors_files import open_folder, write_tensors
 from launcher.recipe.schema import Lora, Model
 from tests.unit.models.test_checkpoint import CPU, logits, reference, save
 
@@ -131,13 +131,13 @@ def test_gpt2s_adapted_projections_start_at_zero(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "expected"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16)]
+    ("options", "expected"), [({}, torch.float32), ({"dtype": torch.bfloat16}, torch.bfloat16)]
 )
-def test_dtype_of_an_export(llama, tmp_path, dtype, expected):
+def test_dtype_of_an_export(llama, tmp_path, options, expected):
     model = build_model(Model(path=str(llama)), sequence_length=16)
     found = open_checkpoint(llama, model)
     pretrained_weights(model, CPU, CPU, checkpoint=found, seed=1)
-    exported(model, tmp_path / "out", dtype=dtype)
+    exported(model, tmp_path / "out", **options)
     assert {tensor.dtype for tensor in load_file(tmp_path / "out/model.safetensors").values()} == {
         expected
     }
@@ -196,10 +196,7 @@ def test_the_written_file_is_what_safetensors_reads(tmp_path):
         "view": torch.arange(12).view(3, 4).T,
         "flags": torch.tensor([True, False]),
     }
-    files = WeightFiles(tmp_path)
-    for name, tensor in tensors.items():
-        files.add(name, tensor, tensor.dtype)
-    files.close()
+    write_tensors(tmp_path, ((name, tensor, tensor.dtype) for name, tensor in tensors.items()))
     read = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     stored = open_folder(tmp_path)

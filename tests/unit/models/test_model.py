@@ -298,7 +298,7 @@ def test_freeze():
         ),
         (
             ("model.layers.0",),
-            r"model.freeze: model.layers.0 matches no parameter; did you mean model.layers.0.\*\?",
+            r"model.freeze: model.layers.0 matches no parameter; the nearest names are model.layers.0",
         ),
         (("*",), r"model.freeze: \* leaves no parameter to train, of 21"),
     ],
