@@ -1,9 +1,8 @@
 """Attention within the documents of packed sequences, without a mask.
 
-transformers separates packed documents with a mask of tokens x tokens. It builds the mask in every
-forward pass, and waits for the device to find the documents. Here attention receives the documents'
-bounds instead (`cu_seq_lens_q` and so on, transformers' names): torch's variable-length kernel on
-CUDA, elsewhere one scaled-dot-product attention per document.
+transformers builds a mask of tokens x tokens in every forward pass, and waits for the device to find
+the documents. Here attention receives their bounds instead (`cu_seq_lens_q` and so on): torch's
+variable-length kernel on CUDA, elsewhere one scaled-dot-product attention per document.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ Masking = Literal["mask", "varlen"]
 VARLEN = "launcher_varlen"
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
-_FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 """Whether the kernel of this version of torch takes fewer heads of keys and values."""
 
 Call = dict[str, Any]
-"""Arguments of a call of attention, with `head_size`, the largest of q and v, and `plain`: whether
-it is causal attention without masks, biases, caps and sinks."""
+"""Arguments of a call of attention, with `head_size`, and `plain`: whether it is causal attention
+without masks, biases, caps and sinks."""
 
 
 def isolate_documents(
@@ -43,8 +41,7 @@ def isolate_documents(
 
     Replaces attention by `varlen_attention` if the model uses `sdpa`, passes the bounds to its
     layers (which is tried here), and the device has a kernel. sequence_length: tokens of a packed
-    row. Raises RecipeError if another layer mixes tokens of different documents, or if attention is
-    chunked within a row.
+    row. Raises RecipeError if a layer mixes tokens of different documents.
     """
     _refuse_other_layers(model, sequence_length)
     bounds = torch.zeros(2, dtype=torch.int32, device="meta")
@@ -59,7 +56,7 @@ def isolate_documents(
         return has_bounds(call) and call["plain"] and not too_wide
 
     implementation, passed = model.config._attn_implementation, False
-    if implementation in _FLASH:
+    if implementation.startswith("flash_attention"):
         passed = _all_calls(model, inputs, has_bounds)
     elif implementation == "sdpa" and _has_kernel(model, device, compute_dtype):
         passed = _use_varlen(model, inputs, fits)
@@ -67,9 +64,7 @@ def isolate_documents(
 
 
 def _refuse_other_layers(model: Any, sequence_length: int) -> None:
-    """Raises RecipeError unless all layers are attention that can keep documents apart."""
-    config, name = model.config.get_text_config(decoder=True), type(model).__name__
-    layer_types = set(_layer_types(model))
+    name, layer_types = type(model).__name__, set(_layer_types(model))
     others = layer_types - {"full_attention", "sliding_attention", "chunked_attention"}
     if others or model._is_stateful:
         what = ", ".join(sorted(others)) or "a state"
@@ -77,7 +72,7 @@ def _refuse_other_layers(model: Any, sequence_length: int) -> None:
             f"data.packing: {name} has layers ({what}) that carry information from one document "
             "of a sequence to the next; use packing: false"
         )
-    chunk = getattr(config, "attention_chunk_size", None)
+    chunk = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None)
     if "chunked_attention" in layer_types and chunk is not None and sequence_length > chunk:
         raise RecipeError(
             f"data.packing: {name} attends within chunks of {chunk} tokens, counted from the start "
@@ -103,16 +98,15 @@ def drop_causal_mask(model: Any) -> None:
     With the mask, transformers waits for the device in every forward pass to see whether
     `position_ids` are those of packed documents. Models with other masks keep them.
     """
-    config = getattr(model, "config", None)
-    if (
-        getattr(config, "_attn_implementation", None) != "sdpa"
-        or config.get_text_config() is not config
-        or not getattr(config, "is_causal", True)
-        or getattr(config, "use_bidirectional_attention", False)
-        or not {*_layer_types(model)} <= {"full_attention", "sliding_attention"}
-    ):
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "_attn_implementation", None) != "sdpa":
         return
-    slides = "sliding_attention" in _layer_types(model) or getattr(config, "sliding_window", None)
+    layers, only_text = set(_layer_types(model)), config.get_text_config() is config
+    causal = getattr(config, "is_causal", True)
+    causal = causal and not getattr(config, "use_bidirectional_attention", False)
+    if not only_text or not causal or not layers <= {"full_attention", "sliding_attention"}:
+        return
+    slides = "sliding_attention" in layers or getattr(config, "sliding_window", None) is not None
     _use_varlen(model, {}, lambda call: call["plain"] and (not slides or "sliding_window" in call))
 
 
@@ -124,8 +118,7 @@ def repeat_heads_for_fused_kernels() -> None:
 
 
 def _use_varlen(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool]) -> bool:
-    """Replaces the model's attention if all its calls fit. transformers makes no mask then, as no
-    mask function is registered."""
+    """Replaces the model's attention if all its calls fit. transformers makes no mask for it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
@@ -137,8 +130,8 @@ def _use_varlen(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool]
 
 
 def _all_calls(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool]) -> bool:
-    """Runs the model on meta until a layer of each kind has called attention. Returns whether all
-    calls fit, and there are any."""
+    """Runs the model on meta until a layer of each kind has called attention. Returns whether there
+    were calls and all fit."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = model.config._attn_implementation
@@ -175,7 +168,7 @@ def _layer_types(model: Any) -> list[str]:
 
 
 def has_varlen_kernel(tensor: torch.Tensor) -> bool:
-    """Whether the device has CUDA's attention kernels. The memory plan replaces this function."""
+    """Whether CUDA's attention kernels run. The memory plan replaces this function."""
     return tensor.device.type == "cuda"
 
 
@@ -193,12 +186,12 @@ def varlen_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within documents, called through transformers' attention interface.
+    """Causal attention within documents, by transformers' attention interface.
 
-    query: (batch, heads, tokens, head size); key and value: the same with key-value heads. options:
-    `cu_seq_lens_q` (documents + 1,): where documents start in the flattened rows; without, each row
-    is one. `max_length_q`: tokens of the longest. `sliding_window`: tokens that a token sees, itself
-    included. Returns (batch, tokens, heads, head size).
+    query, key, value: (batch, heads, tokens, head size). options: `cu_seq_lens_q` (documents + 1,):
+    where documents start in the flattened rows; without, each row is one. `max_length_q`: tokens of
+    the longest. `sliding_window`: tokens that a token sees, itself included. Returns (batch, tokens,
+    heads, head size).
     """
     assert attention_mask is None
     inputs = [query, key, value]
@@ -224,7 +217,6 @@ def _each_document(
     module: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any]
 ) -> torch.Tensor:
     """Not compiled: its graph would depend on the number of documents and on their lengths."""
-    # The backward pass of split is one concatenation; that of slices is not
     sizes = document_lengths(options["cu_seq_lens_q"])
     parts = []
     for document in zip(*(torch.split(tensor, sizes) for tensor in inputs), strict=True):
@@ -285,12 +277,9 @@ def masked_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' `sdpa`, with grouped heads repeated in float32 on CUDA.
-
-    transformers leaves them to torch where there is no mask, and CUDA's fused float32 kernel does
-    not take them: torch then computes all scores, (heads, tokens, tokens), four times in the
-    backward pass (torch 2.11 to 2.13).
-    """
+    """transformers' `sdpa`, with grouped heads repeated in float32 on CUDA. Without a mask it leaves
+    them to torch, whose fused float32 kernel does not take them: all scores, (heads, tokens,
+    tokens), are computed, four times in the backward pass (torch 2.11 to 2.13)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 
     float32 = query.dtype == torch.float32 and not torch.is_autocast_enabled(query.device.type)
@@ -311,28 +300,24 @@ def check_isolation(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Checks that the logits of a packed document do not depend on the document before it: some
+    """Raises RecipeError if the logits of a packed document depend on the document before it: some
     models take position_ids and still attend across documents.
 
-    Every rank must call this. name: of the model's class, for the message. dtype: of computations;
-    differences within its rounding are accepted, since kernels may add in another order. Raises
-    RecipeError.
+    Every rank must call this. name: of the model's class. dtype: of computations; differences within
+    its rounding are accepted, since kernels may add in another order.
     """
     generator = torch.Generator().manual_seed(0)
     first, other, second = torch.randint(vocabulary, (3, 1, 8), generator=generator)
+    pairs = [torch.cat([before, second], dim=1).to(device) for before in (first, other)]
     positions = torch.arange(8).repeat(2).unsqueeze(0).to(device)
     training = model.training
     model.eval()
     try:
         one, two = (
-            model(
-                input_ids=torch.cat([before, second], dim=1).to(device),
-                position_ids=positions,
-                use_cache=False,
-            ).logits[:, 8:]
-            for before in (first, other)
+            model(input_ids=pair, position_ids=positions, use_cache=False).logits[:, 8:].float()
+            for pair in pairs
         )
-        difference = float((one.float() - two.float()).abs().max() / one.float().abs().max())
+        difference = float((one - two).abs().max() / one.abs().max())
     except TypeError:  # no position_ids: it cannot know where a document starts
         difference = float("nan")
     finally:

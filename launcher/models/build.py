@@ -44,9 +44,8 @@ def build_model(
     returns any torch.nn.Module. Its attribute `_no_split_modules` names the classes of its blocks;
     `_init_weights(module)`, or each module's `reset_parameters()`, initializes its weights.
 
-    labels: names of the classes, for sequence_classification; else model.num_labels counts them.
-    Raises RecipeError if the model cannot be built, does not fit the task, has fewer positions than
-    a sequence, or no parameter to train.
+    labels: names of the classes of a classifier; None: model.num_labels counts them. Raises
+    RecipeError if the model cannot be built or trained, or has fewer positions than a sequence.
     """
     if model.builder is not None:
         built = _from_builder(model.builder, model.arguments or {})
@@ -84,10 +83,10 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
             f"data.sequence_length: {length} is more than the {positions} positions of the model; "
             f"shorten it{longer}"
         )
-    if folder is not None and (folder / "generation_config.json").is_file():
-        if hasattr(built, "generation_config"):
-            generation = transformers.GenerationConfig
-            built.generation_config = generation.from_pretrained(folder, local_files_only=True)
+    generates = hasattr(built, "generation_config") and folder is not None
+    if generates and (folder / "generation_config.json").is_file():
+        read = transformers.GenerationConfig.from_pretrained
+        built.generation_config = read(folder, local_files_only=True)
     return built  # type: ignore[no-any-return]
 
 
@@ -113,7 +112,6 @@ def _make_config(model: Model, folder: Path | None, labels: Sequence[str] | None
 
 
 def _refuse_encoder(model: Model, config: Any) -> None:
-    """Raises RecipeError if a model that sees the tokens after each token is to predict them."""
     decodes = model.task == "sequence_classification" or config.model_type in _DECODERS
     if not decodes and getattr(config, "is_decoder", None) is False:
         key, instead = "model.path", "give a causal language model"
@@ -127,7 +125,6 @@ def _refuse_encoder(model: Model, config: Any) -> None:
 
 @contextlib.contextmanager
 def _refusals(folder: Path | None) -> Iterator[None]:
-    """Any error inside is about the user's config: transformers validates it."""
     try:
         yield
     except RecipeError:
@@ -136,18 +133,12 @@ def _refusals(folder: Path | None) -> Iterator[None]:
         key = "model.config" if folder is None else "model.path"
         lines = str(error).strip().splitlines()[:3] or [type(error).__name__]
         what = " ".join(line.strip() for line in lines)[:400]
-        message = f"{key}: transformers refuses it: {what}"
         if "trust_remote_code" in what:
-            message = (
-                f"{key}: {folder} needs its own Python code, which is not run by default: if you "
-                "have read it and trust it, set model.trust_remote_code: true"
-            )
+            what = f"{folder} needs its own Python code, which is not run by default: if you have "
+            what += "read it and trust it, set model.trust_remote_code: true"
         elif "attention implementation" in what or "attn_implementation" in what:
-            message = (
-                "model.attention: transformers refuses it for this model; model.attention: eager "
-                f"works with all: {what}"
-            )
-        raise RecipeError(message) from error
+            key, what = "model.attention", f"{what}; model.attention: eager works with all models"
+        raise RecipeError(f"{key}: transformers refuses it: {what}") from error
 
 
 def _from_builder(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -168,8 +159,8 @@ def _from_builder(name: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freezes the parameters whose clean names match one of the patterns. Raises RecipeError if a
-    pattern matches nothing, or if no parameter is left to train."""
+    """Freezes the parameters whose clean names match a pattern. Raises RecipeError if a pattern
+    matches none, or if no parameter is left to train."""
     named = {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     problems = []
     for pattern in patterns:
@@ -260,8 +251,7 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
     B); 0 for a model without a config.
 
     N: parameters without input embeddings, with only the experts that a token uses; a frozen one
-    counts 4 in place of 6. L, h: blocks and hidden size. T: tokens of a sequence. Attention counts
-    without its causal half, recomputation does not count.
+    counts 4 in place of 6. L, h: blocks and hidden size. T: sequence_length, without causal half.
     """
     config: Any = getattr(model, "config", None)
     layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
@@ -277,11 +267,8 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
 
 
 def recomputed_flops(model: nn.Module, blocks: Iterable[nn.Module], *, tokens: int) -> float:
-    """Floating-point operations per token of another forward pass of these blocks, counted as by
-    `flops_per_token`: 2 N + 4 h T for each.
-
-    tokens: T; 0 if the results of attention are kept.
-    """
+    """Floating-point operations per token of another forward pass of these blocks, 2 N + 4 h T for
+    each (see `flops_per_token`). tokens: T; 0 if the results of attention are kept."""
     config: Any = getattr(model, "config", None)
     total = 0.0
     for block in blocks:

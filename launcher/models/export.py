@@ -34,7 +34,7 @@ def export_hugging_face(
     merged: bool = False,
     tokenizer: Any = None,
 ) -> None:
-    """Writes `folder`, atomically, for transformers' `from_pretrained`, or for peft if the model
+    """Writes `folder`, atomically, for `from_pretrained` of transformers, or of peft if the model
     has adapters.
 
     Every rank must call it: the ranks all-gather one tensor at a time, and rank 0 writes it. dtype:
@@ -85,8 +85,7 @@ def exported_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of an exported model or of its adapters, by the names of the hub or of peft.
 
-    read: reads a whole tensor of the model by its clean name. convert: false: only calls `read`,
-    for a rank that does not write.
+    read: by clean name. convert: false: only calls `read`, for a rank that does not write.
     """
     names = list(named_weights(model))
     if (config := peft_config(model)) is not None:

@@ -2,8 +2,8 @@
 
 Each number of a parameter is a function of the seed, the parameter's clean name and the position in
 the whole tensor (`philox`), so the weights are the same under every strategy and number of ranks.
-Each rank draws only its own shard, on its device: the model's own code runs on `Placeholder`s,
-which record what it does, and `InitialValues` does the same to this rank's part.
+The model's own code runs on `Placeholder`s, which record what it does; then each rank does the same
+to its own shard, on its device.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _UNSET = -24576
 _aten = torch.ops.aten
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 _ARITHMETIC = {_aten.mul_.Tensor, _aten.div_.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor}
-_RECORDED = {*_FILLS, *_ARITHMETIC, _aten.clamp_.default}
-"""In-place and elementwise: recorded if the other operands are numbers."""
+_ARITHMETIC |= {_aten.clamp_.default}
+"""In-place and elementwise, like _FILLS."""
 
 
 def clean_name(name: str) -> str:
@@ -51,16 +51,12 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def materialize(model: nn.Module, *, parameters: torch.device, buffers: torch.device) -> None:
     """Allocates uninitialized storage for a meta model. Tied parameters stay tied."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module, name))
+    meta = [(module, dict(module._parameters)) for module in model.modules()]
     model.to_empty(device=parameters)
-    for (first, first_name), *others in owners.values():
-        for module, name in others:
-            module._parameters[name] = first._parameters[first_name]
-    for module in model.modules():
+    made: dict[int, nn.Parameter | None] = {}  # by id of the meta parameter
+    for module, before in meta:
+        for name, parameter in before.items():
+            module._parameters[name] = made.setdefault(id(parameter), module._parameters[name])
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 value = _UNSET if buffer.dtype.is_signed else 1
@@ -77,11 +73,8 @@ def random_weights(
 
 @torch.no_grad()
 def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> None:
-    """Draws random weights and computes buffers with the model's own code.
-
-    That code is `_init_weights(module)` of the innermost model around a module, else the module's
-    `reset_parameters()`. For random numbers outside of parameters, torch's CPU generator is seeded
-    from (seed, module name).
+    """Draws random weights and computes buffers with the model's own code: `_init_weights(module)`
+    of the innermost model around a module, else the module's `reset_parameters()`.
 
     model: materialized. loaded: clean names of tensors of a checkpoint, which are not drawn. Raises
     RecipeError if a parameter or buffer gets no value.
@@ -101,7 +94,7 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
     whole: list[InitialValues] = []
     placeholders = _placeholders(modules, seed, kept, whole)
     with torch.random.fork_rng(devices=[]), placeholders as initials:
-        for name, module in drawn:
+        for name, module in drawn:  # the generator is for random numbers outside of parameters
             torch.default_generator.manual_seed(derived_seed(seed, clean_name(name)))
             _draw(module, name, owner.get(module))
             while whole:
@@ -154,10 +147,8 @@ def _post_order(
 def _placeholders(
     modules: list[tuple[str, nn.Module]], seed: int, kept: set[int], whole: list[InitialValues]
 ) -> Iterator[list[InitialValues]]:
-    """Replaces the modules' parameters by placeholders and their buffers by copies on the CPU.
-
-    A shared parameter is initialized by its first module, those with an id in `kept` by none.
-    """
+    """Replaces the modules' parameters by placeholders and their buffers by copies on the CPU. A
+    shared parameter is initialized by its first module, one whose id is in `kept` by none."""
     saved = [(module, dict(module._parameters), dict(module._buffers)) for _, module in modules]
     initials: dict[int, InitialValues] = {}
     on_cpu: dict[int, torch.Tensor] = {}
@@ -191,8 +182,7 @@ class InitialValues:
     """The initial values of one parameter.
 
     Random draws and arithmetic with plain numbers are recorded, and `store` applies them to this
-    rank's part. Any other operation needs the values immediately: `on_cpu` then makes the whole
-    parameter on the CPU and appends this to `whole_list`.
+    rank's part. Any other operation needs the values at once: `on_cpu` makes the whole parameter.
     """
 
     def __init__(
@@ -203,7 +193,8 @@ class InitialValues:
         seed: int,
         whole_list: list[InitialValues],
     ) -> None:
-        """mine: this rank's tensor; None: none. like: has the parameter's shape and dtype."""
+        """mine: this rank's tensor; None: not initialized. like: has its shape and dtype.
+        whole_list: of those with all values on the CPU."""
         self.name, self.mine, self.shape = name, mine, like.shape
         # float32 even for a weight of fewer bits, so that the draw is the same
         self.dtype = torch.float32 if like.is_floating_point() else like.dtype
@@ -235,7 +226,7 @@ class InitialValues:
         return self.whole
 
     def store(self) -> None:
-        """Writes this rank's part and forgets the recorded operations."""
+        """Writes this rank's part."""
         if self.mine is not None and self.whole is not None:
             copy_local_rows(self.mine, self.whole)
         elif self.mine is not None:
@@ -249,9 +240,9 @@ class InitialValues:
 
     def _apply(self, flat: torch.Tensor, first: int, device: torch.device) -> None:
         """flat: values from position `first` on."""
-        at_once = philox.numbers_at_once(device)
         if not self._operations or self.mine is None:
             return
+        at_once = philox.numbers_at_once(device)
         for start in range(0, flat.numel(), at_once):
             target = flat[start : start + at_once]
             values = target.to(device, self.dtype)  # no copy if both are the same
@@ -275,7 +266,7 @@ class InitialValues:
 
 
 class Placeholder(torch.Tensor):
-    """Stands for a parameter or a row of it during initialization. Records operations."""
+    """Stands for a parameter or a row of it. Records operations."""
 
     initial: InitialValues
     span: range
@@ -306,12 +297,12 @@ class Placeholder(torch.Tensor):
             operation: Operation | None = None
             if func in draws and kwargs.get("generator") is None:
                 operation = lambda values, first: draws[func](values, first, *others)  # noqa: E731
-            elif func in _RECORDED and not any(
+            elif func in _FILLS | _ARITHMETIC and not any(
                 isinstance(value, torch.Tensor) for value in (*others, *kwargs.values())
             ):
                 operation = lambda values, first: func(values, *others, **kwargs)  # noqa: E731
             if operation is not None:
-                overwrites = func in draws or func in _FILLS
+                overwrites = func not in _ARITHMETIC
                 initial.record(self.span, operation, overwrites=overwrites)
                 return self
         args, kwargs = tree_map_only(cls, cls._values, (args, kwargs))

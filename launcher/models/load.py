@@ -2,7 +2,7 @@
 
 `open_checkpoint` plans the conversions from the headers of the files and reports every mismatch.
 After wrapping, each rank copies its rows of the mapped files. A tensor that is made of several is
-built whole first, or just this rank's rows of it where that is possible.
+made whole first, or just this rank's rows of it where that is possible.
 """
 
 from __future__ import annotations
@@ -30,26 +30,25 @@ from launcher.recipe import schema
 logger = logging.getLogger(__name__)
 
 _COMPUTED = (r"rotary_emb\.(inv|original_inv)_freq", r"(^|\.)position_ids$")
-"""Buffers that old checkpoints hold and models compute."""
+"""Buffers that old checkpoints hold."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that fits a model, and its conversions."""
+    """A checkpoint that fits a model."""
 
     stored: StoredTensors
     conversions: list[Conversion]
     loaded: frozenset[str]
-    """The model's tensors that it gives, under all their names. The others are initialized."""
+    """The model's tensors that it gives, under all their names."""
 
     def convert(self, conversion: Conversion) -> Tensors:
-        """Reads the sources of a conversion and returns its whole targets."""
         return conversion.convert({name: self.stored.read(name) for name in conversion.names()})
 
     def reader(self) -> Callable[[str], torch.Tensor]:
         """Returns a function that reads a whole tensor of the model by name."""
         by_target = {name: each for each in self.conversions for name in each.targets}
-        made: Tensors = {}  # the results of the last conversion
+        made: Tensors = {}  # by the last conversion
 
         def read(name: str) -> torch.Tensor:
             nonlocal made
@@ -61,8 +60,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") -> Checkpoint:
-    """Plans how a folder's weights become those of a meta model of transformers that is not yet
-    wrapped.
+    """Plans how a folder's weights become those of a meta model of transformers, not yet wrapped.
 
     Logs what is not loaded and what is initialized. Raises RecipeError with every tensor that is
     missing, unexpected or of another shape.
@@ -96,14 +94,11 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") 
 def starting_weights(
     section: schema.Model, model: nn.Module, *, seed: int
 ) -> tuple[Callable[[nn.Module, torch.device, torch.device], None], torch.dtype]:
-    """The function that gives the wrapped model its weights, and their dtype on disk.
-
-    model: on meta, not yet wrapped. Raises RecipeError like `open_checkpoint`.
-    """
-    if not is_pretrained(section):
-        return partial(random_weights, seed=seed), torch.float32
+    """The function that gives the wrapped model its weights, and their dtype on disk. model: as of
+    `open_checkpoint`, which may raise RecipeError."""
     folder = checkpoint_folder(section)
-    assert folder is not None
+    if folder is None or not is_pretrained(section):
+        return partial(random_weights, seed=seed), torch.float32
     checkpoint = open_checkpoint(folder, model)
     load = partial(pretrained_weights, checkpoint=checkpoint, seed=seed)
     return load, checkpoint.stored.dtype()
@@ -118,8 +113,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _resolve_ties(model: Any, conversions: list[Conversion], stored: StoredTensors) -> list[str]:
-    """For tied tensors that are stored twice: drops one if both are equal, else unties them.
-    Returns notes."""
+    """Drops tied tensors that are stored twice if both are equal, else unties them. Returns notes."""
     notes = []
     single = {each.first: each for each in conversions if each.converter is None}
     for tied in _tied_names(model):
@@ -134,10 +128,7 @@ def _resolve_ties(model: Any, conversions: list[Conversion], stored: StoredTenso
             setattr(model.get_submodule(parent), attribute, own)
             model.config.tie_word_embeddings = False
             getattr(model, "all_tied_weights_keys", {}).pop(name, None)
-            notes.append(
-                f"the config ties {name} to {first}, but the checkpoint holds two different ones: "
-                "they are not tied"
-            )
+            notes.append(f"{name} and {first} differ in the checkpoint: they are not tied")
     return notes
 
 
@@ -155,8 +146,7 @@ def _missing(model: Any, missing: Iterable[str], notes: list[str]) -> list[str]:
 
 
 def _unexpected(model: Any, names: list[str], notes: list[str]) -> list[str]:
-    """Returns problems; heads of other tasks may be there and become a note. Any other unknown
-    tensor would be a part of the model that is silently not loaded."""
+    """Returns problems; heads of other tasks may be there and become a note."""
     prefix = model.base_model_prefix
     base = getattr(model, prefix, None) if prefix else None
     buffers = {name for name, _ in model.named_buffers()}
@@ -193,9 +183,7 @@ def pretrained_weights(
     seed: int,
 ) -> None:
     """Loads a checkpoint into a wrapped meta model: parameters on one device, buffers on the other.
-
-    What the checkpoint lacks (computed buffers, adapters, a new head) is initialized from the seed.
-    """
+    What it lacks (computed buffers, adapters, a new head) is initialized."""
     materialize(model, parameters=parameters, buffers=buffers)
     initialize(model, seed=seed, loaded=checkpoint.loaded)
     tensors = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
@@ -211,7 +199,6 @@ def pretrained_weights(
 
 
 def _convert_rows(conversion: Conversion, checkpoint: Checkpoint, tensors: Tensors) -> None:
-    """Makes this rank's rows of the targets; all rows where the sources are not stacked."""
     begin = 0
     if conversion.stacks_rows():
         local, begin = local_rows(tensors[conversion.first])

@@ -27,10 +27,9 @@ Read = Callable[[str], torch.Tensor]
 def add_adapters(
     model: nn.Module, lora: Lora, *, base_dtype: torch.dtype, base: str | None = None
 ) -> None:
-    """Adds a float32 adapter to each target layer of a meta model. Freezes everything else and
-    stores it in `base_dtype`.
+    """Adds a float32 adapter to each target layer of a meta model. Freezes everything else but a
+    classifier's head, which has no pretrained weights, and stores it in `base_dtype`.
 
-    A classifier's head is trained too and saved with the adapters: it has no pretrained weights.
     base: the checkpoint that the adapters belong to, for peft. Raises RecipeError if target_modules
     names something other than a linear layer of the model.
     """
@@ -53,17 +52,19 @@ def add_adapters(
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
         raise RecipeError(f"lora.target_modules: peft refuses it: {error}") from None
+    config.modules_to_save = head or None  # not before injection: peft would copy the head
+    experts = []
     for name, parameter in model.named_parameters():
         trained = _is_saved(name, head)
         parameter.requires_grad_(trained)
         if not trained and parameter.is_floating_point():
             parameter.data = parameter.data.to(base_dtype)
-    config.modules_to_save = head or None  # not before injection: peft would copy the head
-    experts = [name for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
+        if ".experts." in name and parameter.ndim == 3:
+            experts.append(name)
     if experts:
         logger.info(
             f"note: experts are not linear layers and get no adapters: {len(experts)} tensors such "
-            f"as {clean_name(experts[0])}"
+            f"as {experts[0]}"
         )
 
 
@@ -78,25 +79,35 @@ def _is_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_transposed(module)
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
 def _linear_layers(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Module]:
-    """The linear layers whose names end in one of the targets, by name."""
-    ends = tuple(f".{target}" if target else "" for target in targets)
+    """The linear layers whose names end in a target, by name."""
+    ends = tuple(f".{target}" for target in targets)
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or _is_transposed(module)
-        if f".{name}".endswith(ends)
+        if _is_linear(module) and f".{name}".endswith(ends)
     }
 
 
 def _targets(model: nn.Module, lora: Lora) -> list[str]:
-    layers = _linear_layers(model, [""])
-    available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+    layers = [name for name, module in model.named_modules() if _is_linear(module)]
+    available = ", ".join(_last_parts(layers))
     if lora.target_modules is not None:
-        unknown = [target for target in lora.target_modules if not _linear_layers(model, [target])]
-        if unknown:
-            hint = f"is not a linear layer of the model; available: {available}"
-            raise RecipeError([f"lora.target_modules: {name} {hint}" for name in unknown])
+        if problems := [
+            f"lora.target_modules: {target} is not a linear layer of the model; available: "
+            f"{available}"
+            for target in lora.target_modules
+            if not _linear_layers(model, [target])
+        ]:
+            raise RecipeError(problems)
         return list(lora.target_modules)
     blocks = tuple(f"{block}." for block in find_blocks(model))
     inside = [name for name in layers if name.startswith(blocks)]
@@ -105,19 +116,17 @@ def _targets(model: nn.Module, lora: Lora) -> list[str]:
             f"lora.target_modules: missing; {type(model).__name__} has no linear layers in its "
             f"blocks to choose: name some of {available}"
         )
-    short = sorted({name.rpartition(".")[2] for name in inside})
+    short = _last_parts(inside)
     exist_outside = len(_linear_layers(model, short)) > len(inside)
     return inside if exist_outside else short
 
 
 def _head(model: Any) -> list[str]:
     """A classifier's modules outside its base model."""
-    if not is_classifier(model):
-        return []
     return [
         name
         for name, module in model.named_children()
-        if name != model.base_model_prefix and next(module.parameters(), None) is not None
+        if is_classifier(model) and name != model.base_model_prefix and [*module.parameters()]
     ]
 
 
@@ -146,8 +155,8 @@ def merged_reader(
     """Returns a function that reads the model's tensors by clean name, with the adapter merged in:
     W + alpha / rank * B A, in float32.
 
-    config: peft's adapter_config.json, as `add_adapters` makes it. names: of the adapter's tensors,
-    as peft writes them. Raises RecipeError if the adapter changes what the model lacks.
+    config: peft's adapter_config.json. names: of the adapter's tensors, as peft writes them. Raises
+    RecipeError if the adapter changes what the model lacks.
     """
     adapters = {name.removeprefix(_PREFIX): name for name in names}
     scale = config["lora_alpha"] / config["r"]

@@ -1,8 +1,8 @@
 """Random numbers by position: the counter-based generator Philox4x32-10 in torch's integer
 arithmetic (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-A key of two 32-bit words selects a stream of numbers at positions 0, 1, 2, ... Counter
-`position // 4` gives the words of four positions, so any part of a stream can be drawn alone.
+A key of two 32-bit words selects a stream of numbers. Counter `position // 4` gives the words of
+four positions, so any part of a stream can be drawn alone.
 
 Words and uniform numbers have the same bits on every device. Normal numbers are computed in
 float64: on another processor the last bit of about one in 10^8 may differ.
@@ -36,8 +36,8 @@ def philox(counter: Words, key: Key) -> Words:
 
 
 def numbers_at_once(device: torch.device) -> int:
-    """How many numbers, of up to 28 bytes, to draw at once: enough for a GPU, or what fits the cache
-    of each core. torch uses one thread per 2^15 counters."""
+    """How many numbers, of up to 28 bytes, to draw at once: fills a GPU, or the cache of each core
+    (torch uses one thread per 2^15 counters)."""
     if device.type != "cpu":
         return 2**22
     threads = torch.get_num_threads()
@@ -45,7 +45,7 @@ def numbers_at_once(device: torch.device) -> int:
 
 
 def _words(key: Key, first: int, count: int, device: torch.device) -> tuple[Words, torch.Tensor]:
-    """The words of `count` positions from `first` on, and (counters, 4) for the numbers."""
+    """The words of the counters, and (counters, 4) for their numbers."""
     counters = torch.arange(first // 4, -(-(first + count) // 4), device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     words = philox((counters & _MASK, counters >> 32, zero, zero), key)

@@ -67,7 +67,7 @@ class StoredTensors:
         return sizes.most_common(1)[0][0]
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor; a view of the mapped file if it has one part."""
+        """The whole tensor, perhaps a view of the mapped file."""
         parts = [self._file(part.file).get_tensor(name) for part in self._parts[name]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -99,12 +99,17 @@ class StoredTensors:
 def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
     """The weights in a model's folder: one file, or several with an index.
 
-    key: of the recipe, for messages. Raises RecipeError if weights are missing or damaged.
+    key: for messages. Raises RecipeError if weights are missing or damaged.
     """
     if (folder / SINGLE).is_file():
         return open_files([folder / SINGLE], key=key)
     if not (folder / INDEX).is_file():
-        raise RecipeError(f"{key}: {folder} {_without_weights(folder)}")
+        raise RecipeError(
+            f"{key}: {folder} has neither {SINGLE} nor {INDEX}. For random weights, set model.init: "
+            "random. An adapter is merged by launcher export RUN_DIR OUT merged=true. Pickled weights "
+            "can run code when loaded; if you trust them, from_pretrained(FOLDER).save_pretrained("
+            "NEW_FOLDER) converts them"
+        )
     try:
         file_of: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
     except (ValueError, KeyError, TypeError):
@@ -117,20 +122,6 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
             f"{key}: {folder} lacks {', '.join(lost)}, which its index names; download it again"
         )
     return stored
-
-
-def _without_weights(folder: Path) -> str:
-    if (folder / ADAPTER_CONFIG).is_file():
-        return (
-            "holds an adapter, not a model; merge it first: launcher export RUN_DIR OUT merged=true"
-        )
-    if any(file.suffix in (".bin", ".pt", ".pth") for file in folder.iterdir()):
-        return (
-            "has no safetensors, only pickled weights, which can run code when loaded. If you "
-            "trust them, convert them: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-        )
-    return f"has neither {SINGLE} nor {INDEX}; for random weights, set model.init: random"
 
 
 def open_files(files: Iterable[Path], *, key: str = "model.path") -> StoredTensors:

@@ -12,8 +12,7 @@ def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This rank's part of a tensor, and the row (of dimension 0) of the whole where it starts."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
-    # fully_shard splits dimension 0 like torch.chunk over the mesh's last dimension; the first one
-    # has replicas
+    # fully_shard splits dimension 0 like torch.chunk over the mesh's last dimension
     mesh = tensor.device_mesh
     chunk = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
     return tensor.to_local(), min(mesh.get_local_rank(mesh.ndim - 1) * chunk, tensor.shape[0])
@@ -46,10 +45,9 @@ def compute_device(tensor: torch.Tensor) -> torch.device:
 
 
 def digest(seed: int, name: str) -> int:
-    """A 64-bit number that depends on both."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
 
 
 def derived_seed(seed: int, name: str) -> int:
-    """A seed for a generator of torch that depends on both."""
+    """A seed for a generator of torch."""
     return digest(seed, name) >> 1

@@ -1,9 +1,8 @@
 """Converts between the tensors of a checkpoint on disk and those of the model.
 
-transformers has tables of the differences: renamed keys, and conversions, such as the experts of a
-layer, which are separate on disk and one tensor in the model (`transformers.conversion_mapping`).
-Here they are applied one conversion at a time, and first to meta tensors: this finds wrong shapes
-before any data is read.
+transformers has tables of renamed keys and of conversions, such as the experts of a layer, which are
+separate on disk and one tensor in the model. Here they are applied one at a time, and first to meta
+tensors: this finds wrong shapes before any data is read.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Conversion:
     converter: Any
     """A WeightConverter of transformers; None: one tensor whose name changes."""
     model: SimpleNamespace
-    """What the converter reads of the model (`_shapes_of`)."""
+    """What the converter reads of it."""
     renamings: list[Any] = field(default_factory=list)
     """Of the results, in an export."""
     sources: dict[str, list[str]] = field(default_factory=dict)
@@ -41,7 +40,7 @@ class Conversion:
         return [name for names in self.sources.values() for name in names]
 
     def convert(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Returns the targets. tensors: the sources."""
+        """tensors: the sources. Returns the targets."""
         if self.converter is None:
             (name,) = self.names()
             made: dict[str, Any] = {self.first: tensors[name]}
@@ -57,8 +56,7 @@ class Conversion:
         }
 
     def stacks_rows(self) -> bool:
-        """Whether each row of the target is made from one source of each pattern (stacked experts),
-        so that some rows can be made without the others."""
+        """Whether each row of the target is made from one source of each pattern: experts."""
         from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
         def keeps_rows(operation: Any) -> bool:
@@ -74,13 +72,13 @@ class Conversion:
         return stacks and all(map(keeps_rows, rest))
 
     def some_rows(self, start: int, stop: int) -> Conversion:
-        """The conversion for rows start to stop of the target; see `stacks_rows`."""
+        """The conversion for these rows of the target, if it stacks rows."""
         sources = {pattern: names[start:stop] for pattern, names in self.sources.items()}
         return replace(self, sources=sources)
 
 
 def _shapes_of(model: Any) -> SimpleNamespace:
-    """A stand-in for a sharded model: its config and its parameters' whole shapes."""
+    """The config of a model, sharded or not, and the whole shapes of its parameters."""
     shapes = {
         clean_name(name): torch.empty(tensor.shape, device="meta")
         for name, tensor in model.state_dict().items()
@@ -89,8 +87,8 @@ def _shapes_of(model: Any) -> SimpleNamespace:
 
 
 def record_conversions(model: Any) -> None:
-    """Stores transformers' conversion tables on a model, for `export_conversions`: they depend on
-    class names, which sharding changes."""
+    """Stores transformers' conversions on a model, for `export_conversions`: they depend on class
+    names, which sharding changes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -101,7 +99,7 @@ def record_conversions(model: Any) -> None:
 
 def load_conversions(model: Any, stored: Tensors) -> tuple[list[Conversion], list[str], list[str]]:
     """How a checkpoint's tensors, on meta, become the model's: conversions, unexpected names,
-    problems. Stores the tables that were used on the model, for `export_conversions`."""
+    problems. Stores what was used on the model, for `export_conversions`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
