@@ -185,13 +185,8 @@ def open_exported_weights(source: Path) -> Weights:
         labels=list(json.loads(labels.read_text()).values()) if labels.is_file() else None,
     )
     stored = _open_adapter(source)
-    read = merged_reader(
-        model,
-        settings,
-        stored.tensors,
-        read_base=checkpoint.reader(),
-        read_adapter=stored.read,
-    )
+    readers = {"read_base": checkpoint.reader(), "read_adapter": stored.read}
+    read = merged_reader(model, settings, stored.tensors, **readers)
     return Weights(model, read, checkpoint.stored.dtype())
 
 

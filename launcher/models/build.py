@@ -83,8 +83,8 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
             f"data.sequence_length: {length} is more than the {positions} positions of the model; "
             f"shorten it{longer}"
         )
-    generates = hasattr(built, "generation_config") and folder is not None
-    if generates and (folder / "generation_config.json").is_file():
+    generates = built.can_generate()
+    if generates and folder is not None and (folder / "generation_config.json").is_file():
         read = transformers.GenerationConfig.from_pretrained
         built.generation_config = read(folder, local_files_only=True)
     return built  # type: ignore[no-any-return]
@@ -194,12 +194,10 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def embeddings(model: Any) -> tuple[Any, Any]:
     """The input and the output embedding; None where the model does not name one."""
-    found = []
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            found.append(getattr(model, name)())
-        except (AttributeError, NotImplementedError):
-            found.append(None)
+    found: list[Any] = [None, None]
+    for index, name in enumerate(("get_input_embeddings", "get_output_embeddings")):
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            found[index] = getattr(model, name)()
     return found[0], found[1]
 
 

@@ -94,12 +94,11 @@ def exported_tensors(
             yield from ((key, read(name)) for key, name in stored.items())
             return
         names = [name for name in names if ".lora_" not in name]
+        base = read
         read = merged_reader(
-            model,
-            config.to_dict(),
-            stored,
-            read_base=read,
-            read_adapter=lambda key, read=read: read(stored[key]),
+            *(model, config.to_dict(), stored),
+            read_base=base,
+            read_adapter=lambda key: base(stored[key]),
         )
     ignored = model._keys_to_ignore_on_save or ()
     conversions = export_conversions(model, [name for name in names if name not in ignored])

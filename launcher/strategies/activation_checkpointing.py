@@ -89,10 +89,7 @@ def is_random(operation: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _contexts(chosen: Kept | None) -> Any:
-    """Keeps the chosen operators, or attention and every other matrix product.
-
-    Forward pass and recomputation count calls separately, so both make the same choice.
-    """
+    # Forward pass and recomputation count calls separately, so both make the same choice
     seen: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

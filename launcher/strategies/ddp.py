@@ -1,4 +1,9 @@
-"""DDP: every rank has the whole model; gradients are all-reduced in the backward pass."""
+"""DDP: every rank has the whole model; gradients are all-reduced in the backward pass.
+
+With ZeRO-1 (Rajbhandari et al., 2020) each rank holds the optimizer state of its rows alone. It
+updates these rows, and the ranks gather them. The optimizer's parameters are DTensors as of FSDP, so
+optimizers and checkpoints treat both alike.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,14 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from launcher.distributed.process_group import DataParallel
@@ -37,8 +45,7 @@ class Ddp(WrappedModel):
             **no_buffers,
             gradient_as_bucket_view=True,
         )
-        # DDP times itself with events, and waits for them, in its first ten iterations (always) and
-        # in every 100th
+        # Else it waits for timing events in every 100th iteration, as in its first ten (always)
         self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
         super().__init__(self._ddp, module=model)
         if strategy.shard_optimizer:
@@ -55,8 +62,7 @@ class Ddp(WrappedModel):
             self._time_reduction()
 
     def _time_reduction(self) -> None:
-        """Marks the wait for the last buckets: what follows the first parameter's gradient, which
-        is one of the last."""
+        """Marks the wait for the last buckets: what follows the first parameter's gradient."""
         this = weakref.ref(self)  # the garbage collector does not find cycles through hooks
 
         def wait_begins(parameter: torch.Tensor) -> None:
@@ -83,14 +89,65 @@ class Ddp(WrappedModel):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Reduces gradients in the last micro-batch of a step, or in each.
-
-        DDP makes new buckets after the first reduction, while NCCL's process group may still hold
-        the old ones. Waiting once for that reduction saves a copy of all gradients at the peak.
-        """
+        # DDP makes new buckets after the first reduction, while NCCL's process group may still hold
+        # the old ones. Waiting once for that reduction saves a copy of all gradients at the peak.
         if self._reductions == 1 and self._device_type == "cuda":
             self._group._wait_for_pending_works()
         self._reducing = last or self._sync_every_micro_batch
         with self._reduction, nullcontext() if self._reducing else self._ddp.no_sync():
             yield
         self._reductions += self._reducing
+
+
+Pairs = list[tuple[nn.Parameter, Any]]
+"""Each whole parameter with its shard, which is the optimizer's."""
+
+
+def shard_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A view of this rank's rows as a DTensor, divided as by FSDP; a scalar itself."""
+    if not whole.ndim:
+        return whole
+    size, rank = mesh.size(), mesh.get_local_rank()
+    chunk = -(-whole.shape[0] // size)
+    mine = whole.detach()[rank * chunk : (rank + 1) * chunk]
+    sharded: torch.Tensor = DTensor.from_local(
+        mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return sharded
+
+
+def shard_update(optimizer: torch.optim.Optimizer, pairs: Pairs) -> None:
+    """Makes the optimizer's step read gradients of whole parameters, update shards, gather them,
+    and free the gradients."""
+    pairs = [(whole, shard) for whole, shard in pairs if isinstance(shard, DTensor)]
+    optimizer.register_step_pre_hook(partial(_shard_gradients, pairs))
+    optimizer.register_step_post_hook(partial(_gather, pairs))
+
+
+def _shard_gradients(pairs: Pairs, *unused: Any) -> None:
+    for whole, shard in pairs:
+        if whole.grad is not None:
+            shard.grad = shard_rows(whole.grad, shard.device_mesh)
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 renames it."""
+
+
+@torch.no_grad()
+def _gather(pairs: Pairs, *unused: Any) -> None:
+    works = []
+    for whole, shard in pairs:
+        whole.grad = None
+        group, mine = shard.device_mesh.get_group(), shard.to_local()
+        if whole.shape[0] % group.size() == 0 and whole.is_contiguous():
+            works.append(_all_gather(whole.detach(), mine, group, async_op=True))
+            continue
+        chunk = -(-whole.shape[0] // group.size())
+        rows = whole.new_empty(group.size() * chunk, *whole.shape[1:])
+        padded = rows[group.rank() * chunk :][:chunk]
+        padded[: len(mine)] = mine
+        _all_gather(rows, padded, group)
+        whole.copy_(rows[: len(whole)])
+    for work in works:
+        work.wait()

@@ -38,9 +38,9 @@ class Fsdp(WrappedModel):
         self,
         model: nn.Module,
         strategy: schema.Strategy,
-        *,
         blocks: Sequence[nn.Module],
-        outer_units: tuple[nn.Module, ...],
+        outer_units: Sequence[nn.Module],
+        *,
         ranks: DataParallel,
         init_fn: InitFn,
     ) -> None:
@@ -57,7 +57,6 @@ class Fsdp(WrappedModel):
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
         reshard = strategy.reshard_after_forward
         assert reshard != "auto"  # resolved before
-        # Embedding and head would need one reduction buffer for both as parts of the root
         embedding, last = outer_units[:1], outer_units[1:]
         for unit in (*embedding, *blocks):
             fully_shard(unit, reshard_after_forward=reshard, **policies)
@@ -83,17 +82,17 @@ class Fsdp(WrappedModel):
         self._last: bool | None = None
 
     def _groups(self) -> list[Any]:
-        """The groups that fully_shard made."""
         modules = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
         states = {module._get_fsdp_state(): None for module in modules}
         return [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
 
     def _time_communication(self, device: torch.device) -> None:
-        """Marks where compute waits for all-gathers and reductions, with the copies from and to
-        their buffers. On CPUs collectives block where they start, in `unshard` too."""
+        """Marks where compute waits for all-gathers and reductions."""
         waits = ["wait_for_unshard", "post_backward", "finalize_backward"]
+        if device.type != "cuda":
+            waits.append("unshard")  # collectives block where they start
         for group in self._groups():
-            for name in waits if device.type == "cuda" else ["unshard", *waits]:
+            for name in waits:
                 setattr(group, name, self._timed(getattr(group, name)))
 
     def _timed(self, wait: Callable[..., None]) -> Callable[..., None]:
@@ -128,9 +127,8 @@ class Fsdp(WrappedModel):
             if not self._strategy.reshard_after_backward:
                 self._root.set_reshard_after_backward(last)
                 if self._strategy.reshard_after_forward and not last:
-                    # The backward pass keeps these weights unsharded for the later micro-batches
-                    # anyway. Freeing them after the forward pass would cost an all-gather and not
-                    # lower the peak.
+                    # Freeing weights that the backward pass then keeps for later micro-batches
+                    # would cost an all-gather and not lower the peak.
                     self._root.set_reshard_after_forward(False)
             self._last = last
         yield
@@ -143,7 +141,6 @@ class Fsdp(WrappedModel):
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
-        """Sums over each rank's shards, then one all-reduce of one number over the shard group."""
         squared = super().grad_norm().square()
         with self.waiting():
             dist.all_reduce(squared, group=self._mesh.get_group("shard"))
