@@ -55,7 +55,7 @@ def isolate_documents(
         too_wide = device.type == "cuda" and call["head_size"] > LARGEST_HEAD
         return has_bounds(call) and call["plain"] and not too_wide
 
-    implementation, passed = model.config._attn_implementation, False
+    implementation, passed = model.config._attn_implementation or "", False
     if implementation.startswith("flash_attention"):
         passed = _all_calls(model, inputs, has_bounds)
     elif implementation == "sdpa" and _has_kernel(model, device, compute_dtype):

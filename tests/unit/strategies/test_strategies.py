@@ -163,33 +163,20 @@ def test_all_ranks_compute_on_one_kind_of_device(wanted, nodes, kind):
     assert process_group.agree_on_device(wanted, nodes) == (kind, None)
 
 
-FINDS_NONE = "torch 2.13.0 is built for {} and finds no GPU; check the driver ({}, "
+FINDS_NONE = "node n1: torch 2.13.0 is built for {} and finds no GPU; check the driver ({}, "
+ROCM = node(gpus=0, build="ROCm 6.4")
+BUILT_WITHOUT = "node n1: torch 2.13.0 is built without CUDA or ROCm; install"
+FEW = [node("n2", gpus=4)] * 8
 
 
 @pytest.mark.parametrize(
     ("wanted", "nodes", "lines"),
     [
-        ("auto", [node(gpus=0)], ["node n1: " + FINDS_NONE.format("CUDA 12.8", "nvidia-smi")]),
-        (
-            "auto",
-            [node(gpus=0, build="ROCm 6.4")],
-            ["node n1: " + FINDS_NONE.format("ROCm 6.4", "amd-smi")],
-        ),
-        (
-            "auto",
-            [node(), *[node("n2", gpus=4)] * 8],
-            ["node n2: 4 GPUs for 8 ranks; start --nproc-per-node 4"],
-        ),
-        (
-            "auto",
-            [node("n2"), NOTHING],
-            ["node n1: torch 2.13.0 is built without CUDA or ROCm; install"],
-        ),
-        (
-            "cuda",
-            [NOTHING, node("n2", gpus=1)],
-            ["node n1: torch 2.13.0 is built without", "node n2: 1 GPUs for 8 ranks"],
-        ),
+        ("auto", [node(gpus=0)], [FINDS_NONE.format("CUDA 12.8", "nvidia-smi")]),
+        ("auto", [ROCM], [FINDS_NONE.format("ROCm 6.4", "amd-smi")]),
+        ("auto", [node(), *FEW], ["node n2: 4 GPUs for 8 ranks; start --nproc-per-node 4"]),
+        ("auto", [node("n2"), NOTHING], [BUILT_WITHOUT]),
+        ("cuda", [NOTHING, node("n2", gpus=1)], [BUILT_WITHOUT, "node n2: 1 GPUs for 8 ranks"]),
     ],
 )
 def test_a_rank_without_a_gpu_is_an_error_that_names_the_node(wanted, nodes, lines):
@@ -302,21 +289,12 @@ def test_a_sink_that_fails_is_logged_once_and_not_used_again(messages):
     assert messages() == [f"{disabled} the network is gone", f"{disabled} no API key"]
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L40", 181e12),
-        ("NVIDIA GeForce RTX 4090", 165e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-    ],
-)
-def test_peak_flops_by_name(name, peak):
-    assert peak_flops(name) == peak
+def test_peak_flops_by_name():
+    peaks = {"H100 80GB HBM3": 989, "H100 PCIe": 756, "H200": 989, "A100-SXM4-80GB": 312}
+    peaks |= {"L40S": 362, "L40": 181, "GeForce RTX 4090": 165}
+    for name, teraflops in peaks.items():
+        assert peak_flops(f"NVIDIA {name}") == teraflops * 1e12
+    assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU") is None
 
 
 def test_ddp_does_not_time_itself_after_ten_steps():
@@ -376,16 +354,10 @@ def test_offloaded_inputs_come_back_one_block_ahead(offload):
     checkpointed(model, offload_to_cpu=True)
     assert all(map(torch.equal, gradients_of(model, x), expected))
     assert offload.events == [
-        "copy",  # the first block's input, event 1
-        "wait 1",  # before the second block, which frees it
-        "copy",  # event 3
-        "wait 3",
-        "copy",  # event 5: the last input, which stays on the device
-        "wait 5",  # the last block's backward pass
-        "copy",  # event 7: the second input comes back beside it
-        "wait 7",
-        "copy",  # event 9
-        "wait 9",
+        *("copy", "wait 1"),  # the first block's input; the second block waits and frees it
+        *("copy", "wait 3", "copy"),  # event 5: the last input, which stays on the device
+        *("wait 5", "copy"),  # the last block's backward pass; the second input comes back
+        *("wait 7", "copy", "wait 9"),
     ]
     assert offload.buffers == 3
     assert all(map(torch.equal, gradients_of(model, x), expected))
