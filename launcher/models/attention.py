@@ -230,18 +230,16 @@ def _kernel(inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor
     # appended to q and k change no score; those appended to v give columns that are removed.
     size, value_size = inputs[0].shape[-1], inputs[2].shape[-1]
     width = -(-max(size, value_size) // 8) * 8
+    missing = [width - tensor.shape[-1] for tensor in inputs]
     query, key, value = (
-        functional.pad(tensor, (0, width - tensor.shape[-1]))
-        if tensor.shape[-1] < width
-        else tensor
-        for tensor in inputs
+        functional.pad(tensor, (0, zeros)) if zeros else tensor
+        for tensor, zeros in zip(inputs, missing, strict=True)
     )
     grouped: dict[str, Any] = {}
-    if key.shape[1] != query.shape[1]:
-        if _GROUPS_HEADS:
-            grouped["enable_gqa"] = True
-        else:
-            key, value = _repeat_heads(query, key, value)
+    if key.shape[1] != query.shape[1] and _GROUPS_HEADS:
+        grouped["enable_gqa"] = True
+    elif key.shape[1] != query.shape[1]:
+        key, value = _repeat_heads(query, key, value)
     scaling, window = options.get("scaling"), options.get("sliding_window")
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
     out = varlen.varlen_attn(

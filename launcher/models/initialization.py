@@ -84,7 +84,10 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
         if hasattr(module, "_init_weights"):
             owner |= dict.fromkeys(module.modules(), module)
     kept = {id(tensor) for name, tensor in named_tensors(model).items() if name in loaded}
-    modules = list(_post_order(model, "", set()))
+    order: list[nn.Module] = []
+    model.apply(order.append)  # children before parents, whose code may draw their weights again
+    names = {module: name for name, module in model.named_modules()}
+    modules = [(names[module], module) for module in dict.fromkeys(order)]
     modules.sort(key=lambda named: ".lora_" in named[0])  # last: no parent draws them again
     drawn = [
         (name, module)
@@ -101,11 +104,8 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
                 whole.pop().store()
         unset = [f"parameter {initial.name}" for initial in initials if initial.is_unset()]
         for name, buffer in model.named_buffers():  # on the CPU: this does not wait for the device
-            if (
-                buffer.dtype.is_signed
-                and (buffer == _UNSET).any()
-                and clean_name(name) not in loaded
-            ):
+            is_unset = buffer.dtype.is_signed and bool((buffer == _UNSET).any())
+            if is_unset and clean_name(name) not in loaded:
                 unset.append(f"buffer {clean_name(name)}")
         for initial in initials:
             initial.store()
@@ -132,17 +132,6 @@ def _draw(module: Any, name: str, owner: Any) -> None:
         )
 
 
-def _post_order(
-    module: nn.Module, name: str, seen: set[nn.Module]
-) -> Iterator[tuple[str, nn.Module]]:
-    """Children before parents: a parent's code may draw a child's weights again."""
-    for child_name, child in module.named_children():
-        if child not in seen:
-            yield from _post_order(child, f"{name}.{child_name}" if name else child_name, seen)
-    seen.add(module)
-    yield name, module
-
-
 @contextmanager
 def _placeholders(
     modules: list[tuple[str, nn.Module]], seed: int, kept: set[int], whole: list[InitialValues]
@@ -157,8 +146,7 @@ def _placeholders(
             if parameter is not None:
                 done = id(parameter) in kept or id(parameter) in initials
                 full_name = clean_name(f"{name}.{own}".removeprefix("."))
-                mine = None if done else parameter.detach()
-                initial = InitialValues(full_name, mine, parameter, seed, whole)
+                initial = InitialValues(full_name, parameter, seed, whole, skip=done)
                 initials.setdefault(id(parameter), initial)
                 values = Placeholder(initial, range(parameter.numel()), parameter.shape)
                 module._parameters[own] = nn.Parameter(values, requires_grad=False)
@@ -186,22 +174,16 @@ class InitialValues:
     """
 
     def __init__(
-        self,
-        name: str,
-        mine: torch.Tensor | None,
-        like: torch.Tensor,
-        seed: int,
-        whole_list: list[InitialValues],
+        self, name: str, mine: torch.Tensor, seed: int, whole: list[InitialValues], *, skip: bool
     ) -> None:
-        """mine: this rank's tensor; None: not initialized. like: has its shape and dtype.
-        whole_list: of those with all values on the CPU."""
-        self.name, self.mine, self.shape = name, mine, like.shape
+        """whole: a list of those with all values on the CPU. skip: the parameter is not changed."""
+        self.name, self.mine, self.shape = name, None if skip else mine.detach(), mine.shape
         # float32 even for a weight of fewer bits, so that the draw is the same
-        self.dtype = torch.float32 if like.is_floating_point() else like.dtype
+        self.dtype = torch.float32 if mine.is_floating_point() else mine.dtype
         number = digest(seed, name)
         self.key = number & 0xFFFFFFFF, number >> 32
         self.whole: torch.Tensor | None = None
-        self._whole_list = whole_list
+        self._whole_list = whole
         self._stored = False
         self._operations: list[tuple[range, Operation]] = []
 
@@ -294,16 +276,14 @@ class Placeholder(torch.Tensor):
                 row = others[1] % self.shape[0]
                 return cls(initial, self.span[row * width : (row + 1) * width], self.shape[1:])
             draws = {_aten.normal_.default: initial.normal, _aten.uniform_.default: initial.uniform}
+            operands = (*others, *kwargs.values())
             operation: Operation | None = None
             if func in draws and kwargs.get("generator") is None:
                 operation = lambda values, first: draws[func](values, first, *others)  # noqa: E731
-            elif func in _FILLS | _ARITHMETIC and not any(
-                isinstance(value, torch.Tensor) for value in (*others, *kwargs.values())
-            ):
+            elif func in _FILLS | _ARITHMETIC and not any(map(torch.is_tensor, operands)):
                 operation = lambda values, first: func(values, *others, **kwargs)  # noqa: E731
             if operation is not None:
-                overwrites = func not in _ARITHMETIC
-                initial.record(self.span, operation, overwrites=overwrites)
+                initial.record(self.span, operation, overwrites=func not in _ARITHMETIC)
                 return self
         args, kwargs = tree_map_only(cls, cls._values, (args, kwargs))
         return func(*args, **kwargs)

@@ -73,11 +73,11 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") 
     stored = open_folder(folder, key=key)
     conversions, unexpected, problems = load_conversions(model, stored.tensors)
     state: dict[str, torch.Tensor] = model.state_dict()
-    made = {name: tensor for each in conversions for name, tensor in each.targets.items()}
-    for name, tensor in made.items():
-        there, here = list(tensor.shape), list(state[name].shape) if name in state else "not"
-        if there != here:
-            problems.append(f"{name}: is {there} in the checkpoint, and {here} in the model")
+    made = {name: list(value.shape) for each in conversions for name, value in each.targets.items()}
+    for name, shape in made.items():
+        wanted = list(state[name].shape) if name in state else "not"
+        if shape != wanted:
+            problems.append(f"{name}: is {shape} in the checkpoint, and {wanted} in the model")
     notes = _resolve_ties(model, conversions, stored)
     loaded = set(made).union(*(tied for tied in _tied_names(model) if made.keys() & tied))
     failed = {conversion.first for conversion in conversions if not conversion.targets}

@@ -60,10 +60,9 @@ class StoredTensors:
 
     def dtype(self) -> torch.dtype:
         """The dtype of most of the bytes; float32 if no tensor is floating-point."""
-        sizes: Counter[torch.dtype] = Counter({torch.float32: 0})
+        sizes = Counter({torch.float32: 0})
         for tensor in self.tensors.values():
-            if tensor.dtype.is_floating_point:
-                sizes[tensor.dtype] += tensor.nbytes
+            sizes[tensor.dtype] += tensor.nbytes * tensor.is_floating_point()
         return sizes.most_common(1)[0][0]
 
     def read(self, name: str) -> torch.Tensor:
