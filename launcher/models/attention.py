@@ -66,7 +66,7 @@ def isolate_documents(
 def _refuse_other_layers(model: Any, sequence_length: int) -> None:
     name, layer_types = type(model).__name__, set(_layer_types(model))
     others = layer_types - {"full_attention", "sliding_attention", "chunked_attention"}
-    if others or model._is_stateful:
+    if others or getattr(model, "_is_stateful", False):
         what = ", ".join(sorted(others)) or "a state"
         raise RecipeError(
             f"data.packing: {name} has layers ({what}) that carry information from one document "
