@@ -19,19 +19,18 @@ from torch import nn
 from launcher.checkpoint.reader import open_tensors, read_state
 from launcher.errors import RecipeError
 from launcher.models.build import build_model, checkpoint_folder, is_pretrained
-from launcher.models.export import LABELS, Read, appearing, named_weights, write_weights
+from launcher.models.export import LABELS, appearing, named_weights, write_weights
 from launcher.models.initialization import initialize, materialize
 from launcher.models.load import Checkpoint, open_checkpoint
-from launcher.models.lora import Adapter, add_adapters
+from launcher.models.lora import Read, add_adapters, merged_reader
 from launcher.models.safetensors_files import (
     ADAPTER,
     ADAPTER_CONFIG,
     INDEX,
-    SINGLE,
     StoredTensors,
-    WeightFiles,
     open_files,
     open_folder,
+    write_tensors,
 )
 from launcher.recipe.decode import decode
 from launcher.recipe.hub import model_folder
@@ -64,7 +63,6 @@ def export_checkpoint(
     if (wanted := dtype or recipe.checkpoint.export_dtype) is not None:
         chosen = getattr(torch, wanted)
     with appearing(out) as scratch:
-        assert scratch is not None
         write_weights(weights.model, scratch, weights.read, dtype=chosen, merged=merged)
         save_tokenizer(recipe, scratch)
     return adapter
@@ -131,7 +129,6 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
     wanted: torch.dtype | None = getattr(torch, dtype) if dtype is not None else None
     adapter = (source / ADAPTER_CONFIG).is_file()
     with appearing(out) as scratch:
-        assert scratch is not None
         if adapter and merged:
             _merge(source, scratch, wanted)
         else:
@@ -145,13 +142,10 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
 
 def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bool) -> None:
     stored = _open_adapter(source) if adapter else open_folder(source, key="export")
-    files = WeightFiles(scratch)
-    for name, tensor in stored.tensors.items():
-        files.add(name, stored.read(name), dtype or tensor.dtype)
-    files.close()
-    if adapter:
-        (scratch / SINGLE).rename(scratch / ADAPTER)
-    elif dtype is not None:
+    tensors = stored.tensors.items()
+    written = ((name, stored.read(name), dtype or tensor.dtype) for name, tensor in tensors)
+    write_tensors(scratch, written, adapter=adapter)
+    if not adapter and dtype is not None:
         config = json.loads((source / "config.json").read_text())
         nested = [part for part in config.values() if isinstance(part, dict) and "dtype" in part]
         for part in [config, *nested]:
@@ -191,12 +185,8 @@ def open_exported_weights(source: Path) -> Weights:
         labels=list(json.loads(labels.read_text()).values()) if labels.is_file() else None,
     )
     stored = _open_adapter(source)
-    adapter = Adapter(settings, stored.tensors)
-    unknown = {*adapter.factors, *adapter.whole} - model.state_dict().keys()
-    if unknown:
-        changed = ", ".join(sorted(unknown))
-        raise RecipeError(f"export: {base} has no {changed}, which the adapter changes")
-    read = adapter.reader(model, checkpoint.reader(), stored.read)
+    readers = {"read_base": checkpoint.reader(), "read_adapter": stored.read}
+    read = merged_reader(model, settings, stored.tensors, **readers)
     return Weights(model, read, checkpoint.stored.dtype())
 
 

@@ -81,7 +81,7 @@ def _compare_tensors(weights: Weights, out: Path) -> tuple[list[str], torch.dtyp
         raise RecipeError(f"export: {out} has an adapter, and the run trains none")
     stored = open_files([out / ADAPTER], key="export") if adapter else open_folder(out)
     differences, seen = [], set()
-    for name, tensor, _ in exported_tensors(weights.model, weights.read, merged=not adapter):
+    for name, tensor in exported_tensors(weights.model, weights.read, merged=not adapter):
         seen.add(name)
         if name not in stored.tensors:
             differences.append(f"{name}: missing")

@@ -1,10 +1,8 @@
 """Attention within the documents of packed sequences, without a mask.
 
-transformers separates packed documents with a mask of tokens x tokens. It builds the mask in every
-forward pass, and waits for the device to find the documents. Here attention receives the documents'
-bounds instead (`cu_seq_lens_q` and so on, transformers' names). It uses torch's variable-length
-kernel on CUDA, and elsewhere one scaled-dot-product attention per document. Work and memory then
-depend on the documents' lengths, not on the squared sequence length.
+transformers builds a mask of tokens x tokens in every forward pass, and waits for the device to find
+the documents. Here attention receives their bounds instead (`cu_seq_lens_q` and so on): torch's
+variable-length kernel on CUDA, elsewhere one scaled-dot-product attention per document.
 """
 
 from __future__ import annotations
@@ -25,68 +23,67 @@ Masking = Literal["mask", "varlen"]
 """mask: the model makes a mask from position_ids; varlen: attention receives the bounds."""
 
 VARLEN = "launcher_varlen"
-REPEATED = "launcher_sdpa"
-"""transformers' `sdpa`, with its masks, and heads repeated where the device needs it."""
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
-_FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 """Whether the kernel of this version of torch takes fewer heads of keys and values."""
 
+Call = dict[str, Any]
+"""Arguments of a call of attention, with `head_size`, and `plain`: whether it is causal attention
+without masks, biases, caps and sinks."""
+
 
 def isolate_documents(
-    model: nn.Module, *, sequence_length: int, device: torch.device, compute_dtype: torch.dtype
+    model: Any, *, sequence_length: int, device: torch.device, compute_dtype: torch.dtype
 ) -> Masking:
     """How this model keeps packed documents apart: `varlen` or `mask`.
 
     Replaces attention by `varlen_attention` if the model uses `sdpa`, passes the bounds to its
     layers (which is tried here), and the device has a kernel. sequence_length: tokens of a packed
-    row. Raises RecipeError if another layer mixes tokens of different documents, or if attention is
-    chunked within a row.
+    row. Raises RecipeError if a layer mixes tokens of different documents.
     """
-    pretrained: Any = model
-    config, name = pretrained.config, type(model).__name__
-    layer_types = set(_layer_types(config))
-    others = layer_types - _ATTENTION_LAYERS
+    _refuse_other_layers(model, sequence_length)
+    bounds = torch.zeros(2, dtype=torch.int32, device="meta")
+    positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    inputs = dict(zip(_BOUNDS, (bounds, bounds, 2, 2), strict=True)) | {"position_ids": positions}
+
+    def has_bounds(call: Call) -> bool:
+        return all(call.get(key) is not None for key in _BOUNDS)
+
+    def fits(call: Call) -> bool:
+        too_wide = device.type == "cuda" and call["head_size"] > LARGEST_HEAD
+        return has_bounds(call) and call["plain"] and not too_wide
+
+    implementation, passed = model.config._attn_implementation or "", False
+    if implementation.startswith("flash_attention"):
+        passed = _all_calls(model, inputs, has_bounds)
+    elif implementation == "sdpa" and _has_kernel(model, device, compute_dtype):
+        passed = _use_varlen(model, inputs, fits)
+    return "varlen" if passed else "mask"
+
+
+def _refuse_other_layers(model: Any, sequence_length: int) -> None:
+    name, layer_types = type(model).__name__, set(_layer_types(model))
+    others = layer_types - {"full_attention", "sliding_attention", "chunked_attention"}
     if others or getattr(model, "_is_stateful", False):
         what = ", ".join(sorted(others)) or "a state"
         raise RecipeError(
             f"data.packing: {name} has layers ({what}) that carry information from one document "
             "of a sequence to the next; use packing: false"
         )
-    chunk = getattr(config.get_text_config(decoder=True), "attention_chunk_size", None)
+    chunk = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None)
     if "chunked_attention" in layer_types and chunk is not None and sequence_length > chunk:
         raise RecipeError(
-            f"data.packing: {name} attends within chunks of {chunk} tokens, which are counted "
-            "from the start of a sequence and not of a document; use a data.sequence_length of at "
-            f"most {chunk}, or packing: false"
+            f"data.packing: {name} attends within chunks of {chunk} tokens, counted from the start "
+            f"of a sequence; use a data.sequence_length of at most {chunk}, or packing: false"
         )
-    bounds = torch.zeros(2, dtype=torch.int32, device="meta")
-    positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    inputs = dict(zip(_BOUNDS, (bounds, bounds, 2, 2), strict=True)) | {"position_ids": positions}
-
-    def has_bounds(call: dict[str, Any]) -> bool:
-        return all(call.get(key) is not None for key in _BOUNDS)
-
-    def fits(call: dict[str, Any]) -> bool:
-        too_wide = device.type == "cuda" and call["head_size"] > LARGEST_HEAD
-        return has_bounds(call) and call["plain"] and not too_wide
-
-    implementation, passed = config._attn_implementation, False
-    if implementation in _FLASH:
-        calls = _attention_calls(model, inputs)
-        passed = bool(calls) and all(map(has_bounds, calls))
-    elif implementation == "sdpa" and _has_kernel(model, device, compute_dtype):
-        passed = _use_varlen(model, inputs, fits)
-    return "varlen" if passed else "mask"
 
 
-def _has_kernel(model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -> bool:
+def _has_kernel(model: Any, device: torch.device, compute_dtype: torch.dtype) -> bool:
     if device.type != "cuda":
-        # One document after the other. In bfloat16 the CPU compiles and keeps kernels for each
-        # length: slower than a mask, and 230 MiB more in a small benchmark (torch 2.13)
+        # In bfloat16 the CPU compiles and keeps kernels for each length: slower than a mask, and
+        # 230 MiB more in a small benchmark (torch 2.13)
         return compute_dtype == torch.float32
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return False  # without a GPU, a plan assumes a recent one
@@ -94,76 +91,52 @@ def _has_kernel(model: nn.Module, device: torch.device, compute_dtype: torch.dty
     return compute_dtype in (torch.bfloat16, torch.float16) and not any(dropouts)
 
 
-def drop_causal_mask(model: nn.Module) -> None:
-    """Removes transformers' mask where it is only causal. For rows of one document, padded on the
-    right.
+def drop_causal_mask(model: Any) -> None:
+    """Removes transformers' mask where it is only causal, for rows of one document that are padded
+    on the right: there, `sdpa` without a mask is exact wherever there is a target.
 
-    transformers waits for the device in every forward pass to see whether `position_ids` are those
-    of packed documents. Tokens never see the padding behind them, so `sdpa` without a mask is exact
-    wherever there is a target. Models with other masks (other layers, images, prefixes) keep
-    theirs.
+    With the mask, transformers waits for the device in every forward pass to see whether
+    `position_ids` are those of packed documents. Models with other masks keep them.
     """
     config: Any = getattr(model, "config", None)
     if getattr(config, "_attn_implementation", None) != "sdpa":
         return
-    layers = set(_layer_types(config))
-    if (
-        config.get_text_config() is not config
-        or not getattr(config, "is_causal", True)
-        or getattr(config, "use_bidirectional_attention", False)
-        or not layers <= {"full_attention", "sliding_attention"}
-    ):
+    layers, only_text = set(_layer_types(model)), config.get_text_config() is config
+    causal = getattr(config, "is_causal", True)
+    causal = causal and not getattr(config, "use_bidirectional_attention", False)
+    if not only_text or not causal or not layers <= {"full_attention", "sliding_attention"}:
         return
     slides = "sliding_attention" in layers or getattr(config, "sliding_window", None) is not None
     _use_varlen(model, {}, lambda call: call["plain"] and (not slides or "sliding_window" in call))
 
 
-def repeat_heads_for_fused_kernels(model: nn.Module) -> None:
-    """Makes a model that computes in float32 on CUDA repeat heads, where transformers would not.
-
-    transformers makes no mask for rows that hold one document, and then leaves grouped heads to
-    torch, which computes all scores (see `_dense`).
-    """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+def repeat_heads_for_fused_kernels() -> None:
+    """Replaces transformers' `sdpa` by `masked_attention`, for all models of this process."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    pretrained: Any = model
-    if getattr(pretrained.config, "_attn_implementation", None) == "sdpa":
-        ALL_ATTENTION_FUNCTIONS.register(REPEATED, masked_attention)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(REPEATED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-        pretrained.set_attn_implementation(REPEATED)
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", masked_attention)
 
 
-def _use_varlen(model: Any, inputs: dict[str, Any], fits: Callable[[dict[str, Any]], bool]) -> bool:
-    """Replaces the model's attention if all its calls fit. Registered without a mask function:
-    transformers then makes no mask."""
+def _use_varlen(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool]) -> bool:
+    """Replaces the model's attention if all its calls fit. transformers makes no mask for it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
     model.set_attn_implementation(VARLEN)
-    calls = _attention_calls(model, inputs)
-    if calls and all(map(fits, calls)):
-        return True
-    model.set_attn_implementation("sdpa")
-    return False
+    replaced = _all_calls(model, inputs, fits)
+    if not replaced:
+        model.set_attn_implementation("sdpa")
+    return replaced
 
 
-class _AllSeen(Exception):  # noqa: N818
-    """Ends the trial of `_attention_calls` early."""
-
-
-def _attention_calls(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs the model on meta until a layer of each kind has called attention.
-
-    Returns the arguments of each call, with `head_size`, the largest of q and v, and `plain`:
-    whether it asks for what `varlen_attention` computes, which is causal attention without masks,
-    biases, caps and sinks.
-    """
+def _all_calls(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool]) -> bool:
+    """Runs the model on meta until a layer of each kind has called attention. Returns whether there
+    were calls and all fit."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = model.config._attn_implementation
-    layer_types = _layer_types(model.config) or ["attention"]
-    calls: list[dict[str, Any]] = []
+    layer_types = _layer_types(model) or ["attention"]
+    fitting: list[bool] = []
 
     def trial(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **arguments: Any
@@ -173,29 +146,29 @@ def _attention_calls(model: Any, inputs: dict[str, Any]) -> list[dict[str, Any]]
         others = [arguments.get(key) for key in ("position_bias", "softcap", "s_aux")]
         plain = bool(causal) and all(other is None for other in [attention_mask, *others])
         head_size = max(query.shape[-1], value.shape[-1])
-        calls.append({**arguments, "head_size": head_size, "plain": plain})
-        if set(layer_types[: len(calls)]) == set(layer_types):
-            raise _AllSeen
+        fitting.append(fits({**arguments, "head_size": head_size, "plain": plain}))
+        if set(layer_types[: len(fitting)]) == set(layer_types):
+            raise StopIteration
         batch, heads, tokens, _ = query.shape
         return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
     before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
     ALL_ATTENTION_FUNCTIONS.register(name, trial)
-    # _AllSeen; or the model does not take these arguments; or, like most mixtures of experts, it
-    # cannot run on meta beyond the layers that were seen
+    # Also if the model does not take these arguments or, like most mixtures of experts, cannot run
+    # on meta beyond the layers that were seen
     with contextlib.suppress(Exception):
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
         model(input_ids=ids, use_cache=False, **inputs)
     ALL_ATTENTION_FUNCTIONS.register(name, before)
-    return calls
+    return bool(fitting) and all(fitting)
 
 
-def _layer_types(config: Any) -> list[str]:
-    return list(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+def _layer_types(model: Any) -> list[str]:
+    return list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def has_varlen_kernel(tensor: torch.Tensor) -> bool:
-    """Whether the device has CUDA's attention kernels. The memory plan replaces this function."""
+    """Whether CUDA's attention kernels run. The memory plan replaces this function."""
     return tensor.device.type == "cuda"
 
 
@@ -213,16 +186,16 @@ def varlen_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within documents, called through transformers' attention interface.
+    """Causal attention within documents, by transformers' attention interface.
 
-    query: (batch, heads, tokens, head size); key and value: the same with key-value heads. options:
-    transformers'. `cu_seq_lens_q` (documents + 1,): where documents start in the flattened rows;
-    without, each row is one document. `max_length_q`: tokens of the longest. `sliding_window`:
-    tokens that a token sees, itself included. Returns (batch, tokens, heads, head size).
+    query, key, value: (batch, heads, tokens, head size). options: `cu_seq_lens_q` (documents + 1,):
+    where documents start in the flattened rows; without, each row is one. `max_length_q`: tokens of
+    the longest. `sliding_window`: tokens that a token sees, itself included. Returns (batch, tokens,
+    heads, head size).
     """
     assert attention_mask is None
-    bounds, inputs = options.get("cu_seq_lens_q"), [query, key, value]
-    if bounds is None:
+    inputs = [query, key, value]
+    if options.get("cu_seq_lens_q") is None:
         return _dense(module, inputs, options), None
     batch, _, tokens, _ = query.shape
     # (batch x tokens, heads, head size): rows concatenated
@@ -244,7 +217,6 @@ def _each_document(
     module: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any]
 ) -> torch.Tensor:
     """Not compiled: its graph would depend on the number of documents and on their lengths."""
-    # The backward pass of split is one concatenation; that of slices is not
     sizes = document_lengths(options["cu_seq_lens_q"])
     parts = []
     for document in zip(*(torch.split(tensor, sizes) for tensor in inputs), strict=True):
@@ -254,23 +226,20 @@ def _each_document(
 
 
 def _kernel(inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
-    # The kernel takes one head size, a multiple of 8. Multi-head latent attention has two (192 and
-    # 128 in DeepSeek). Zeros appended to q and k change no score; those appended to v give columns
-    # that are removed.
+    # The kernel takes one head size, a multiple of 8; multi-head latent attention has two. Zeros
+    # appended to q and k change no score; those appended to v give columns that are removed.
     size, value_size = inputs[0].shape[-1], inputs[2].shape[-1]
     width = -(-max(size, value_size) // 8) * 8
+    missing = [width - tensor.shape[-1] for tensor in inputs]
     query, key, value = (
-        functional.pad(tensor, (0, width - tensor.shape[-1]))
-        if tensor.shape[-1] < width
-        else tensor
-        for tensor in inputs
+        functional.pad(tensor, (0, zeros)) if zeros else tensor
+        for tensor, zeros in zip(inputs, missing, strict=True)
     )
     grouped: dict[str, Any] = {}
-    if key.shape[1] != query.shape[1]:
-        if _GROUPS_HEADS:
-            grouped["enable_gqa"] = True
-        else:
-            key, value = _repeat_heads(query, key, value)
+    if key.shape[1] != query.shape[1] and _GROUPS_HEADS:
+        grouped["enable_gqa"] = True
+    elif key.shape[1] != query.shape[1]:
+        key, value = _repeat_heads(query, key, value)
     scaling, window = options.get("scaling"), options.get("sliding_window")
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
     out = varlen.varlen_attn(
@@ -284,9 +253,7 @@ def _kernel(inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor
 
 
 def _repeat_heads(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Heads are dimension 1."""
-    heads = query.shape[1]
-    return [tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in tensors]
+    return [t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in tensors]
 
 
 def _dense(module: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
@@ -308,21 +275,14 @@ def masked_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' `sdpa`, which leaves grouped heads to torch where there is no mask.
-
-    CUDA's fused float32 kernel does not take grouped heads. Without it torch computes all scores:
-    (heads, tokens, tokens), four times in the backward pass (torch 2.11 to 2.13). Heads are
-    repeated here instead.
-    """
+    """transformers' `sdpa`, with grouped heads repeated in float32 on CUDA. Without a mask it leaves
+    them to torch, whose fused float32 kernel does not take them: all scores, (heads, tokens,
+    tokens), are computed, four times in the backward pass (torch 2.11 to 2.13)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 
     float32 = query.dtype == torch.float32 and not torch.is_autocast_enabled(query.device.type)
-    if (
-        float32
-        and has_varlen_kernel(query)
-        and key.shape[1] < query.shape[1]
-        and use_gqa_in_sdpa(attention_mask, key, value)
-    ):
+    grouped = key.shape[1] < query.shape[1] and use_gqa_in_sdpa(attention_mask, key, value)
+    if float32 and grouped and has_varlen_kernel(query):
         key, value = _repeat_heads(query, key, value)
     out: tuple[torch.Tensor, None]
     out = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -338,29 +298,24 @@ def check_isolation(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Packs two documents of eight tokens, and checks that the second's logits do not depend on the
-    first.
+    """Raises RecipeError if the logits of a packed document depend on the document before it: some
+    models take position_ids and still attend across documents.
 
-    Some models take position_ids and still attend across documents. Every rank must call this.
-    model: called as in training. name: of its class, for the message. dtype: of its computations; a
-    difference within its rounding is accepted, since kernels may add in another order. Raises
-    RecipeError if the second document sees the first.
+    Every rank must call this. name: of the model's class. dtype: of computations; differences within
+    its rounding are accepted, since kernels may add in another order.
     """
     generator = torch.Generator().manual_seed(0)
     first, other, second = torch.randint(vocabulary, (3, 1, 8), generator=generator)
+    pairs = [torch.cat([before, second], dim=1).to(device) for before in (first, other)]
     positions = torch.arange(8).repeat(2).unsqueeze(0).to(device)
     training = model.training
     model.eval()
     try:
         one, two = (
-            model(
-                input_ids=torch.cat([before, second], dim=1).to(device),
-                position_ids=positions,
-                use_cache=False,
-            ).logits[:, 8:]
-            for before in (first, other)
+            model(input_ids=pair, position_ids=positions, use_cache=False).logits[:, 8:].float()
+            for pair in pairs
         )
-        difference = float((one.float() - two.float()).abs().max() / one.float().abs().max())
+        difference = float((one - two).abs().max() / one.abs().max())
     except TypeError:  # no position_ids: it cannot know where a document starts
         difference = float("nan")
     finally:

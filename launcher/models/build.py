@@ -44,9 +44,8 @@ def build_model(
     returns any torch.nn.Module. Its attribute `_no_split_modules` names the classes of its blocks;
     `_init_weights(module)`, or each module's `reset_parameters()`, initializes its weights.
 
-    labels: names of the classes, for sequence_classification; else model.num_labels counts them.
-    Raises RecipeError if the model cannot be built, does not fit the task, has fewer positions than
-    a sequence, or no parameter to train.
+    labels: names of the classes of a classifier; None: model.num_labels counts them. Raises
+    RecipeError if the model cannot be built or trained, or has fewer positions than a sequence.
     """
     if model.builder is not None:
         built = _from_builder(model.builder, model.arguments or {})
@@ -62,20 +61,19 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
 
     transformers.utils.logging.set_verbosity_error()
     folder = checkpoint_folder(model)
-    key = "model.config" if folder is None else "model.path"
-    with _refusals(key, folder):
-        config = _make_config(model, folder, labels)
     auto = transformers.AutoModelForCausalLM
     if model.task == "sequence_classification":
         auto = transformers.AutoModelForSequenceClassification
-    _check_task(model, config, key, known=type(config) in auto._model_mapping)
-    with _refusals(key, folder), torch.device("meta"):
-        built: Any = auto.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=model.attention,
-            trust_remote_code=model.trust_remote_code,
-        )
+    with _refusals(folder):
+        config = _make_config(model, folder, labels)
+        _refuse_encoder(model, config)
+        with torch.device("meta"):
+            built: Any = auto.from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation=model.attention,
+                trust_remote_code=model.trust_remote_code,
+            )
     record_conversions(built)
     built.config.architectures = [type(built).__name__]
     positions = getattr(built.config, "max_position_embeddings", None)
@@ -85,10 +83,10 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
             f"data.sequence_length: {length} is more than the {positions} positions of the model; "
             f"shorten it{longer}"
         )
-    if folder is not None and (folder / "generation_config.json").is_file():
-        if hasattr(built, "generation_config"):
-            generation = transformers.GenerationConfig
-            built.generation_config = generation.from_pretrained(folder, local_files_only=True)
+    generates = built.can_generate()
+    if generates and folder is not None and (folder / "generation_config.json").is_file():
+        read = transformers.GenerationConfig.from_pretrained
+        built.generation_config = read(folder, local_files_only=True)
     return built  # type: ignore[no-any-return]
 
 
@@ -96,12 +94,10 @@ def _make_config(model: Model, folder: Path | None, labels: Sequence[str] | None
     from transformers import AutoConfig
 
     if folder is None:
-        fields: dict[str, Any] = dict(model.config or {})
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config = AutoConfig.for_model(**(model.config or {}))
     else:
-        trusted = model.trust_remote_code
         config = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trusted, local_files_only=True
+            folder, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
     if model.task == "sequence_classification":
         if labels is None and model.num_labels is not None:
@@ -115,66 +111,56 @@ def _make_config(model: Model, folder: Path | None, labels: Sequence[str] | None
     return config
 
 
-def _check_task(model: Model, config: Any, key: str, *, known: bool) -> None:
-    """Refuses models that transformers does not have, and encoders that are to predict tokens."""
-    kind, classifies = config.model_type, model.task == "sequence_classification"
-    if not known and not (model.trust_remote_code and hasattr(config, "auto_map")):
-        task = model.task.replace("_", " ")
-        hint = "" if classifies else "; to classify, set model.task: sequence_classification"
-        raise RecipeError(f"{key}: {kind} has no {task} model in transformers{hint}")
-    decodes = classifies or getattr(config, "is_decoder", None) is not False
-    if not decodes and kind not in _DECODERS:
-        instead = "give a causal language model"
+def _refuse_encoder(model: Model, config: Any) -> None:
+    decodes = model.task == "sequence_classification" or config.model_type in _DECODERS
+    if not decodes and getattr(config, "is_decoder", None) is False:
+        key, instead = "model.path", "give a causal language model"
         if model.path is None:
-            instead = "set model.config.is_decoder=true"
+            key, instead = "model.config", "set model.config.is_decoder=true"
         raise RecipeError(
-            f"{key}: {kind} is an encoder (is_decoder is false): each token sees the ones after "
-            f"it, so there is nothing to predict; {instead}, or model.task: sequence_classification"
+            f"{key}: {config.model_type} is an encoder (is_decoder is false), whose tokens see the "
+            f"ones after them; {instead}, or model.task: sequence_classification"
         )
 
 
 @contextlib.contextmanager
-def _refusals(key: str, folder: Path | None) -> Iterator[None]:
-    """Any error inside is about the user's config: transformers validates it."""
+def _refusals(folder: Path | None) -> Iterator[None]:
     try:
         yield
+    except RecipeError:
+        raise
     except Exception as error:
+        key = "model.config" if folder is None else "model.path"
         lines = str(error).strip().splitlines()[:3] or [type(error).__name__]
-        what = " ".join(line.strip() for line in lines)
-        message = f"{key}: transformers refuses it: {what}"
+        what = " ".join(line.strip() for line in lines)[:400]
         if "trust_remote_code" in what:
-            message = (
-                f"{key}: {folder} needs its own Python code, which is not run by default: if you "
-                "have read it and trust it, set model.trust_remote_code: true"
-            )
+            what = f"{folder} needs its own Python code, which is not run by default: if you have "
+            what += "read it and trust it, set model.trust_remote_code: true"
         elif "attention implementation" in what or "attn_implementation" in what:
-            message = (
-                "model.attention: transformers refuses it for this model; model.attention: eager "
-                f"works with all: {what[:200]}"
-            )
-        raise RecipeError(message) from error
+            key, what = "model.attention", f"{what}; model.attention: eager works with all models"
+        raise RecipeError(f"{key}: transformers refuses it: {what}") from error
 
 
 def _from_builder(name: str, arguments: dict[str, Any]) -> nn.Module:
     with torch.device("meta"):
         built = call_function(name, arguments, key="model.builder")
     if not isinstance(built, nn.Module):
+        returned = type(built).__name__
         raise RecipeError(
-            f"model.builder: {name} must return a torch.nn.Module; it returned "
-            f"{type(built).__name__}"
+            f"model.builder: {name} must return a torch.nn.Module; it returned {returned}"
         )
-    tensors = [*built.named_parameters(), *built.named_buffers()]
-    if real := [key for key, tensor in tensors if not tensor.is_meta]:
-        raise RecipeError(
-            f"model.builder: {name} makes {real[0]} on a device; do not set one: models are built "
-            "on the meta device, and get their weights after sharding"
-        )
+    for key, tensor in (*built.named_parameters(), *built.named_buffers()):
+        if not tensor.is_meta:
+            raise RecipeError(
+                f"model.builder: {name} makes {key} on a device; do not set one: models are built "
+                "on the meta device, and get their weights after sharding"
+            )
     return built.float()
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freezes the parameters whose clean names match one of the patterns. Raises RecipeError if a
-    pattern matches nothing, or if no parameter is left to train."""
+    """Freezes the parameters whose clean names match a pattern. Raises RecipeError if a pattern
+    matches none, or if no parameter is left to train."""
     named = {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     problems = []
     for pattern in patterns:
@@ -183,10 +169,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             named[name].requires_grad_(False)
         if not matched:
             near = difflib.get_close_matches(pattern, named, n=3, cutoff=0.3) or list(named)[:3]
-            hint = f"the nearest names are {', '.join(near)}"
-            if fnmatch.filter(named, f"{pattern}.*"):
-                hint = f"did you mean {pattern}.*?"
-            problems.append(f"model.freeze: {pattern} matches no parameter; {hint}")
+            problems.append(
+                f"model.freeze: {pattern} matches no parameter; the nearest names are "
+                f"{', '.join(near)}"
+            )
     if problems:
         raise RecipeError(problems)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -196,8 +182,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks by name, outermost only: modules of the classes in the model's
-    `_no_split_modules`. A model without is sharded as one group."""
+    """The repeated blocks by name: the outermost modules of the classes in `_no_split_modules`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -209,26 +194,20 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def embeddings(model: Any) -> tuple[Any, Any]:
     """The input and the output embedding; None where the model does not name one."""
-    found = []
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            found.append(getattr(model, name)())
-        except (AttributeError, NotImplementedError):
-            found.append(None)
+    found: list[Any] = [None, None]
+    for index, name in enumerate(("get_input_embeddings", "get_output_embeddings")):
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            found[index] = getattr(model, name)()
     return found[0], found[1]
-
-
-def is_tied(model: nn.Module) -> bool:
-    """Whether the input and the output embedding have one weight."""
-    first, last = (getattr(module, "weight", None) for module in embeddings(model))
-    return first is not None and first is last
 
 
 def outer_units(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[nn.Module, ...]:
     """The modules outside of the blocks that can be sharded as units: the input embedding, the
-    last norm if it is found, and the output embedding. Empty if the embeddings share a weight."""
+    last norm if it is found, and the output embedding; none if the embeddings share a weight."""
     first, last = embeddings(model)
-    if not isinstance(first, nn.Embedding) or last is None or is_tied(model) or not blocks:
+    if not isinstance(first, nn.Embedding) or last is None or not blocks:
+        return ()
+    if first.weight is last.weight:
         return ()
     inside = {child for unit in (first, last, *blocks.values()) for child in unit.modules()}
     order = list(model.modules())
@@ -240,7 +219,7 @@ def outer_units(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[nn.Modu
 
 
 def is_classifier(model: nn.Module) -> bool:
-    """Of sequences, in transformers."""
+    """Whether it is a sequence classifier of transformers."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
     )
@@ -261,7 +240,6 @@ def padding_id(model: nn.Module) -> int:
 
 
 def class_count(model: nn.Module) -> int | None:
-    """Number of classes of a sequence classifier, from its config."""
     count = getattr(getattr(model, "config", None), "num_labels", None)
     return count if isinstance(count, int) else None
 
@@ -271,8 +249,7 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
     B); 0 for a model without a config.
 
     N: parameters without input embeddings, with only the experts that a token uses; a frozen one
-    counts 4 in place of 6. L, h: blocks and hidden size. T: tokens of a sequence. Attention counts
-    without its causal half, recomputation does not count.
+    counts 4 in place of 6. L, h: blocks and hidden size. T: sequence_length, without causal half.
     """
     config: Any = getattr(model, "config", None)
     layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
@@ -280,33 +257,28 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
         return 0.0
     tied = getattr(config, "tie_word_embeddings", False)
     embedding = None if tied else getattr(embeddings(model)[0], "weight", None)
-    share, total = _expert_share(config), 0.0
-    for name, parameter in model.named_parameters():
+    total = 12.0 * layers * hidden * sequence_length
+    for parameter, used in _used_parameters(model, config):
         if parameter is not embedding:
-            flops = 6.0 if parameter.requires_grad else 4.0
-            total += flops * parameter.numel() * (share if ".experts." in name else 1.0)
-    return total + 12.0 * layers * hidden * sequence_length
-
-
-def recomputed_flops(model: nn.Module, blocks: Iterable[nn.Module], *, tokens: int) -> float:
-    """Floating-point operations per token of another forward pass of these blocks, counted as by
-    `flops_per_token`: 2 N + 4 h T for each.
-
-    tokens: T; 0 if the results of attention are kept.
-    """
-    config: Any = getattr(model, "config", None)
-    hidden = getattr(config, "hidden_size", 0)
-    total = 0.0
-    for block in blocks:
-        for name, parameter in block.named_parameters():
-            share = _expert_share(config) if ".experts." in name else 1.0
-            total += 2.0 * parameter.numel() * share
-        total += 4.0 * hidden * tokens
+            total += (6.0 if parameter.requires_grad else 4.0) * used
     return total
 
 
-def _expert_share(config: Any) -> float:
-    """Share of the experts that a token uses."""
+def recomputed_flops(model: nn.Module, blocks: Iterable[nn.Module], *, tokens: int) -> float:
+    """Floating-point operations per token of another forward pass of these blocks, 2 N + 4 h T for
+    each (see `flops_per_token`). tokens: T; 0 if the results of attention are kept."""
+    config: Any = getattr(model, "config", None)
+    total = 0.0
+    for block in blocks:
+        total += 2.0 * sum(used for _, used in _used_parameters(block, config))
+        total += 4.0 * getattr(config, "hidden_size", 0) * tokens
+    return total
+
+
+def _used_parameters(module: nn.Module, config: Any) -> Iterator[tuple[nn.Parameter, float]]:
+    """Parameters, and how many of their numbers a token uses: of experts, some."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((n for name in counts if (n := getattr(config, name, None))), 1)
-    return float((getattr(config, "num_experts_per_tok", None) or experts) / experts)
+    share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    for name, parameter in module.named_parameters():
+        yield parameter, parameter.numel() * (share if ".experts." in name else 1.0)

@@ -2,8 +2,7 @@
 
 Logits are usually the largest activation: 4,096 tokens and a vocabulary of 128,256 are 2 GiB in
 float32, and their softmax and gradient as much again. Here the forward pass keeps only the log of
-the sum of exponentials per token, and the backward pass computes the logits of each chunk once
-more. Each chunk of the head's gradient is one matrix product over all tokens, as without chunks.
+the sum of exponentials per token, and the backward pass computes each chunk's logits once more.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ CHUNK_ELEMENTS = 2**26
 """Logits (tokens x vocabulary entries) that are computed at a time: 256 MiB in float32. Matrix
 products of this size are as fast as larger ones."""
 WIDTH_MULTIPLE = 64
-"""The width of a chunk is a multiple of this, for which matrix products are fastest."""
+"""Of chunks, for fast matrix products."""
 
 
 def chunk_width(tokens: int, vocabulary: int) -> int:
@@ -62,9 +61,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Sum of the cross-entropies of transform(inputs @ weight.T + bias).
 
-    inputs: (tokens, features), of the dtype in which products are computed; weight: (vocabulary,
-    features); targets: (tokens,), IGNORED where there is no loss; width: of a chunk. Returns a
-    float32 scalar.
+    inputs: (tokens, features), of the dtype of products; weight: (vocabulary, features); targets:
+    (tokens,), IGNORED where there is no loss; width: of a chunk. Returns a float32 scalar.
     """
     function: Any = _LinearCrossEntropy
     summed: torch.Tensor = function.apply(inputs, weight, bias, targets, transform, width)
@@ -82,17 +80,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         transform: Transform,
         width: int,
     ) -> torch.Tensor:
-        found, largest, sums = [], [], []
-        number, columns = _columns(targets, len(weight), width)
+        largest, sums = [], []
+        at_target = torch.zeros(len(targets), 1, device=targets.device)
         with torch.autocast(targets.device.type, enabled=False):
-            for chunk, column in columns:
+            for chunk in _chunks(weight, width):
                 logits = transform(_logits(inputs, weight, bias, chunk))
-                found.append(logits.gather(1, column))
+                column, inside = _find_targets(targets, chunk)
+                at_target = torch.where(inside, logits.gather(1, column), at_target)
                 largest.append(logits.amax(1, keepdim=True))
                 sums.append(logits.sub_(largest[-1]).exp_().sum(1, keepdim=True))
                 del logits
         log_sum = torch.cat(sums, 1).log_().add_(torch.cat(largest, 1)).logsumexp(1, keepdim=True)
-        at_target = torch.cat(found, 1).gather(1, number.clamp(min=0))
         losses = (log_sum - at_target).masked_fill((targets == IGNORED)[:, None], 0)
         ctx.transform, ctx.width = transform, width
         ctx.save_for_backward(inputs, weight, bias, targets, log_sum)
@@ -107,15 +105,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.empty_like(weight) if of_weight else None
         d_bias = torch.empty_like(bias) if of_bias else None
         per_token = (gradient * (targets != IGNORED))[:, None]
-        number, columns = _columns(targets, len(weight), ctx.width)
-        in_chunk = number == torch.arange(len(columns), device=number.device)
-        minus_one = torch.split(in_chunk.float().neg_(), 1, dim=1)  # for each chunk: at its targets
         with torch.autocast(targets.device.type, enabled=False):
-            for (chunk, column), at_target in zip(columns, minus_one, strict=True):
+            for chunk in _chunks(weight, ctx.width):
                 logits = ctx.transform(_logits(inputs, weight, bias, chunk))
                 probabilities = logits if ctx.transform.softcap is None else logits.clone()
                 probabilities.sub_(log_sum).exp_()
-                d_logits = probabilities.scatter_add_(1, column, at_target).mul_(per_token)
+                column, inside = _find_targets(targets, chunk)
+                d_logits = probabilities.scatter_add_(1, column, -inside.float()).mul_(per_token)
                 d_logits = ctx.transform.backward_(d_logits, logits).to(inputs.dtype)
                 del logits, probabilities
                 if d_inputs is not None:
@@ -129,21 +125,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_inputs, d_weight, d_bias, None, None, None
 
 
-def _columns(
-    targets: torch.Tensor, vocabulary: int, width: int
-) -> tuple[torch.Tensor, list[tuple[slice, torch.Tensor]]]:
-    """The chunk of each token's target, (tokens, 1), and the chunks of the vocabulary, each with
-    the column of each token's target, (tokens, 1), which is any column if the target is in another
-    chunk."""
-    number = targets.div(width, rounding_mode="floor")[:, None]
-    column = targets.remainder(width)[:, None]
-    chunks = []
-    for begin in range(0, vocabulary, width):
-        end = min(begin + width, vocabulary)
-        if end - begin < width:
-            column = column.clamp(max=end - begin - 1)
-        chunks.append((slice(begin, end), column))
-    return number, chunks
+def _chunks(weight: torch.Tensor, width: int) -> list[slice]:
+    size = len(weight)
+    return [slice(begin, min(begin + width, size)) for begin in range(0, size, width)]
+
+
+def _find_targets(targets: torch.Tensor, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns of the targets in a chunk, and whether they are in it: both (tokens, 1)."""
+    column = (targets - chunk.start)[:, None]
+    inside = (column >= 0) & (column < chunk.stop - chunk.start)
+    return column.clamp(0, chunk.stop - chunk.start - 1), inside
 
 
 def _logits(
@@ -156,30 +147,21 @@ def _logits(
     return logits.float()
 
 
-@dataclass(frozen=True)
-class Head:
-    """The linear layer, perhaps with adapters of peft, that the logits are the output of."""
-
-    module: Any
-    transform: Transform
-
-
 class ChunkedHead:
-    """Replaces the forward methods of a model and of its head.
+    """Replaces the forward methods of a model and of its head, a linear layer.
 
     Called with `targets`, the model returns outputs with `loss`, and `logits` None. Otherwise it
     works as before. The head is called once, so that FSDP gathers and reduces it once.
     """
 
-    def __init__(self, model: Any, head: Head) -> None:
-        self._head, self._transform = head.module, head.transform
+    def __init__(self, model: Any, transform: Transform) -> None:
+        self._head, self._transform = embeddings(model)[1], transform
         self._model_forward: Callable[..., Any] = model.forward
-        self._head_forward: Callable[..., Any] = head.module.forward
-        self._vocabulary = _base(head.module).out_features
+        self._head_forward: Callable[..., Any] = self._head.forward
         self._targets: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
-        model.forward, head.module.forward = self._forward, self._forward_head
+        model.forward, self._head.forward = self._forward, self._forward_head
 
     def _forward(
         self,
@@ -188,8 +170,7 @@ class ChunkedHead:
         target_positions: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """targets: (rows, tokens). target_positions: those of the flattened targets that count;
-        None: all."""
+        """targets: (rows, tokens). target_positions: of the flattened targets that count, or all."""
         if targets is None:
             return self._model_forward(*args, **kwargs)
         self._targets, self._positions = targets.flatten(), target_positions
@@ -202,16 +183,16 @@ class ChunkedHead:
             self._targets = self._positions = self._loss = None
         return outputs
 
-    def _forward_head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _forward_head(self, hidden: torch.Tensor) -> Any:
         targets = self._targets
         if targets is None:
-            logits: torch.Tensor = self._head_forward(hidden)
-            return logits
+            return self._head_forward(hidden)
         hidden = hidden.flatten(0, -2)
         if self._positions is not None:
             hidden, targets = hidden.index_select(0, self._positions), targets[self._positions]
-        width = chunk_width(len(targets), self._vocabulary)
-        if width < self._vocabulary:
+        vocabulary = _base(self._head).out_features
+        width = chunk_width(len(targets), vocabulary)
+        if width < vocabulary:
             loss = linear_cross_entropy(
                 *_linear(self._head, hidden), targets, transform=self._transform, width=width
             )
@@ -227,8 +208,7 @@ class ChunkedHead:
 def _linear(
     head: Any, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Inputs, weight and bias of the product. With an adapter, those of the sum of both products,
-    side by side."""
+    """Inputs, weight and bias of the product; those of an adapter's product stand beside."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     inputs, weight = hidden.to(dtype), _base(head).weight
@@ -241,20 +221,7 @@ def _linear(
 
 
 def _base(head: Any) -> Any:
-    """The linear layer without adapters."""
     return getattr(head, "base_layer", head)
-
-
-def find_head(model: nn.Module) -> Head | None:
-    """The head of a causal language model on the meta device.
-
-    None if its logits are not a linear layer's output, scaled or capped as its config says.
-    """
-    module = embeddings(model)[1]
-    if type(_base(module)) is not nn.Linear or not hasattr(model, "base_model"):
-        return None
-    head = Head(module, _transform_of(model))
-    return head if _is_last(model, head) else None
 
 
 def computes_loss(model: nn.Module) -> bool:
@@ -263,38 +230,45 @@ def computes_loss(model: nn.Module) -> bool:
     return isinstance(getattr(forward, "__self__", None), ChunkedHead)
 
 
-def _transform_of(model: Any) -> Transform:
-    """What the config says. Gemma: final_logit_softcapping; Cohere: logit_scale; Granite:
-    logits_scaling, a divisor; Falcon-H1: lm_head_multiplier."""
+def logits_transform(model: Any) -> Transform | None:
+    """What a causal language model on the meta device does to the output of its head. None if this
+    is not a linear layer, perhaps with adapters, or if the model does more than its config says.
+
+    Gemma: final_logit_softcapping; Cohere: logit_scale; Granite: logits_scaling, a divisor;
+    Falcon-H1: lm_head_multiplier.
+    """
+    head = embeddings(model)[1]
+    if type(_base(head)) is not nn.Linear or not hasattr(model, "base_model"):
+        return None
     config = model.config.get_text_config(decoder=True)
 
     def number(name: str) -> float | None:
         value = getattr(config, name, None)
-        return float(value) if isinstance(value, int | float) and value else None
+        return value if isinstance(value, int | float) and value else None
 
     scale = (number("logit_scale") or 1.0) * (number("lm_head_multiplier") or 1.0)
-    return Transform(scale / (number("logits_scaling") or 1.0), number("final_logit_softcapping"))
+    scale /= number("logits_scaling") or 1.0
+    transform = Transform(scale, number("final_logit_softcapping"))
+    return transform if _is_last(model, head, transform) else None
 
 
-def _is_last(model: Any, head: Head) -> bool:
-    """Whether the model does to the head's output what its transform does, and nothing else.
-
-    Runs the model's own forward method, with numbers in place of the head's output and of what
-    comes before it.
-    """
+def _is_last(model: Any, head: Any, transform: Transform) -> bool:
+    """Whether the model does to the head's output what the transform does, and nothing else: runs
+    its forward method with numbers in place of the head and of what comes before it."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    base, width = model.base_model, _base(head.module).in_features
     logits = torch.linspace(-40, 40, 64).view(1, 4, 16)
-    hidden = torch.zeros(1, 4, width, device="meta")
-    base.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden)
-    head.module.forward = lambda hidden: logits.clone()
+    hidden = torch.zeros(1, 4, _base(head).in_features, device="meta")
+    model.base_model.forward = lambda *args, **kwargs: MoeModelOutputWithPast(
+        last_hidden_state=hidden
+    )
+    head.forward = lambda hidden: logits.clone()
     try:
         ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
         with torch.no_grad():
             found = model(input_ids=ids, use_cache=False).logits
-        return bool(torch.allclose(found, head.transform(logits), rtol=1e-5, atol=1e-5))
+        return bool(torch.allclose(found, transform(logits), rtol=1e-5, atol=1e-5))
     except Exception:  # models are called in many ways
         return False
     finally:
-        del base.forward, head.module.forward  # those of their classes remain
+        del model.base_model.forward, head.forward  # those of their classes remain

@@ -5,27 +5,23 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from launcher.metrics.console import task
 from launcher.models.initialization import clean_name
-from launcher.models.lora import Adapter, adapter_names, peft_config
-from launcher.models.safetensors_files import ADAPTER, WeightFiles
-from launcher.models.tensor_names import ModelShapes, export_conversions
+from launcher.models.lora import Read, adapter_names, merged_reader, peft_config
+from launcher.models.safetensors_files import write_tensors
+from launcher.models.tensor_names import export_conversions
 
 LABELS = "labels.json"
 """Beside a classifier's adapter: the names of its classes."""
-
-Read = Callable[[str], torch.Tensor]
-"""Returns a whole tensor of the model by its clean name."""
 
 
 def export_hugging_face(
@@ -34,92 +30,90 @@ def export_hugging_face(
     *,
     rank: int,
     device: torch.device,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
     merged: bool = False,
     tokenizer: Any = None,
 ) -> None:
-    """Writes `folder`, atomically, for transformers' `from_pretrained`, or for peft if the model
+    """Writes `folder`, atomically, for `from_pretrained` of transformers, or of peft if the model
     has adapters.
 
     Every rank must call it: the ranks all-gather one tensor at a time, and rank 0 writes it. dtype:
-    of floating-point weights; None: float32. merged: writes the whole model, adapters added in.
+    of floating-point weights. merged: writes the whole model, adapters added in.
     """
     tensors = named_weights(module)
 
     def read(name: str) -> torch.Tensor:
-        return unshard(tensors[name], device)
+        tensor = tensors[name]
+        if isinstance(tensor, DTensor):  # offloaded shards are all-gathered on the device
+            tensor = tensor.to(device).full_tensor()  # type: ignore[attr-defined]
+        return tensor.cpu()
 
-    with appearing(folder, write=rank == 0) as scratch:
-        write_weights(module, scratch, read, dtype=dtype or torch.float32, merged=merged)
-        if scratch is not None and tokenizer is not None:
+    if rank != 0:
+        for _ in exported_tensors(module, read, merged=merged, convert=False):
+            pass
+        return
+    with appearing(folder) as scratch:
+        write_weights(module, scratch, read, dtype=dtype, merged=merged)
+        if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
 
 
 def write_weights(
-    module: nn.Module, scratch: Path | None, read: Read, *, dtype: torch.dtype, merged: bool
+    model: Any, folder: Path, read: Read, *, dtype: torch.dtype, merged: bool
 ) -> None:
-    """Writes a model or its adapters, with its config.
-
-    module: gives names, and may be on meta. scratch: None on a rank that only takes part in `read`,
-    which all ranks call in the same order.
-    """
-    if peft_config(module) is not None and not merged:
-        tensors = {name: tensor for name, tensor, _ in exported_tensors(module, read, merged=False)}
-        _write_adapter(module, scratch, tensors, dtype)
+    """Writes a model or its adapters, with its config. model: gives names, and may be on meta."""
+    adapter = None if merged else peft_config(model)
+    in_float32 = [] if adapter else model._keep_in_fp32_modules_strict or ()
+    write_tensors(
+        folder,
+        (
+            (name, tensor, torch.float32 if any(part in name for part in in_float32) else dtype)
+            for name, tensor in exported_tensors(model, read, merged=merged)
+        ),
+        adapter=adapter is not None,
+    )
+    if adapter is None:
+        _write_config(model, folder, dtype)
         return
-    files = WeightFiles(scratch) if scratch is not None else None
-    for name, made, as_float32 in exported_tensors(
-        module, read, merged=merged, convert=scratch is not None
-    ):
-        if files is not None:
-            files.add(name, made, torch.float32 if as_float32 else dtype)
-    if files is not None and scratch is not None:
-        files.close()
-        _write_config(module, scratch, dtype)
+    adapter.save_pretrained(folder)
+    if adapter.modules_to_save:  # a classifier
+        (folder / LABELS).write_text(json.dumps(model.config.id2label, indent=2) + "\n")
 
 
 def exported_tensors(
     model: Any, read: Read, *, merged: bool, convert: bool = True
-) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """The tensors of an exported model or of its adapters: the name that the hub (or peft) has,
-    the tensor, and whether the model keeps it in float32.
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an exported model or of its adapters, by the names of the hub or of peft.
 
-    convert: false: only calls `read`, for a rank that does not write.
+    read: by clean name. convert: false: only calls `read`, for a rank that does not write.
     """
     names = list(named_weights(model))
-    if peft_config(model) is not None:
+    if (config := peft_config(model)) is not None:
+        stored = adapter_names(model)
         if not merged:
-            yield from ((key, read(name), False) for key, name in adapter_names(model).items())
+            yield from ((key, read(name)) for key, name in stored.items())
             return
-        read, names = merged_reader(model, read), [name for name in names if ".lora_" not in name]
-    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    shapes = ModelShapes(model)
+        names = [name for name in names if ".lora_" not in name]
+        base = read
+        read = merged_reader(
+            *(model, config.to_dict(), stored),
+            read_base=base,
+            read_adapter=lambda key: base(stored[key]),
+        )
+    ignored = model._keys_to_ignore_on_save or ()
     conversions = export_conversions(model, [name for name in names if name not in ignored])
     with task("converting weights", len(conversions)) as advance:
         for conversion in conversions:
             tensors = {name: read(name) for name in conversion.names()}
             if convert:
-                for name, made in conversion.convert(tensors, shapes).items():
-                    yield name, made, any(part in name for part in strict)
+                yield from conversion.convert(tensors).items()
             del tensors  # before the next ones are read
             advance(1)
 
 
-def merged_reader(module: nn.Module, read: Read) -> Read:
-    """Reads the tensors of a model without adapters from one with adapters, which are added in."""
-    stored = adapter_names(module)
-    adapter = Adapter(peft_config(module).to_dict(), stored)
-    return adapter.reader(module, read, lambda key: read(stored[key]))
-
-
 @contextmanager
-def appearing(folder: Path, *, write: bool = True) -> Iterator[Path | None]:
-    """Yields a scratch folder that replaces `folder` at the end; None if this process does not
-    write."""
-    if not write:
-        yield None
-        return
+def appearing(folder: Path) -> Iterator[Path]:
+    """Yields a scratch folder that replaces `folder` at the end."""
     scratch = folder.with_name(folder.name + ".writing")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -131,50 +125,25 @@ def appearing(folder: Path, *, write: bool = True) -> Iterator[Path | None]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write_config(model: Any, scratch: Path, dtype: torch.dtype) -> None:
+def _write_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
     config = copy.deepcopy(model.config)
-    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    parts = [getattr(config, name, None) for name in config.sub_configs]
     for part in [config, *parts]:
         if part is not None:
             part.dtype = dtype
-    config.save_pretrained(scratch)
+    config.save_pretrained(folder)
     if hasattr(config, "auto_map"):  # the checkpoint's own code
         for file in Path(config.name_or_path).glob("*.py"):
-            shutil.copy2(file, scratch / file.name)
+            shutil.copy2(file, folder / file.name)
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():
         # save_pretrained would refuse settings that many models on the hub have
-        generation.to_json_file(scratch / "generation_config.json")
-
-
-def _write_adapter(
-    module: nn.Module, scratch: Path | None, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> None:
-    if scratch is None:
-        return
-    as_written = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-    save_file(as_written, scratch / ADAPTER, metadata={"format": "pt"})
-    config = peft_config(module)
-    config.save_pretrained(scratch)
-    if config.modules_to_save:  # a classifier
-        labels = module.config.id2label  # type: ignore[union-attr]
-        (scratch / LABELS).write_text(json.dumps(labels, indent=2) + "\n")
+        generation.to_json_file(folder / "generation_config.json")
 
 
 def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by clean name. A tied parameter has its first name only."""
-    parameters = {clean_name(name): weight.detach() for name, weight in module.named_parameters()}
+    weights = {clean_name(name): weight.detach() for name, weight in module.named_parameters()}
     tied = {clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     state = {clean_name(name): tensor for name, tensor in module.state_dict().items()}
-    return parameters | {name: tensor for name, tensor in state.items() if name not in tied}
-
-
-def unshard(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The whole tensor in host memory. All ranks that have a shard of it must call this."""
-    if isinstance(tensor, DTensor):
-        # Offloaded shards are all-gathered on the device, as in training
-        if tensor.device.type != device.type:
-            tensor = tensor.to(device)
-        assert isinstance(tensor, DTensor)
-        tensor = tensor.full_tensor()
-    return tensor.cpu()
+    return weights | {name: tensor for name, tensor in state.items() if name not in tied}

@@ -2,24 +2,37 @@
 
 Each number of a parameter is a function of the seed, the parameter's clean name and the position in
 the whole tensor (`philox`), so the weights are the same under every strategy and number of ranks.
-Each rank draws only its own shard, on its device.
+The model's own code runs on `Placeholder`s, which record what it does; then each rank does the same
+to its own shard, on its device.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from launcher.errors import RecipeError
-from launcher.models.shards import InitialValues, derived_seed
+from launcher.models import philox
+from launcher.models.shards import (
+    compute_device,
+    copy_local_rows,
+    derived_seed,
+    digest,
+    local_rows,
+)
 
 _UNSET = -24576
 """Value of signed buffers that nothing has set yet; exact in every float dtype."""
+_aten = torch.ops.aten
+_FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
+_ARITHMETIC = {_aten.mul_.Tensor, _aten.div_.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor}
+_ARITHMETIC |= {_aten.clamp_.default}
+"""In-place and elementwise, like _FILLS."""
 
 
 def clean_name(name: str) -> str:
@@ -32,22 +45,18 @@ def clean_name(name: str) -> str:
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by clean name; a tied one under each of its names."""
     parameters = model.named_parameters(remove_duplicate=False)
-    named = [*parameters, *model.named_buffers(remove_duplicate=False)]
-    return {clean_name(name): tensor for name, tensor in named}
+    buffers = model.named_buffers(remove_duplicate=False)
+    return {clean_name(name): tensor for name, tensor in (*parameters, *buffers)}
 
 
 def materialize(model: nn.Module, *, parameters: torch.device, buffers: torch.device) -> None:
     """Allocates uninitialized storage for a meta model. Tied parameters stay tied."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
+    meta = [(module, dict(module._parameters)) for module in model.modules()]
     model.to_empty(device=parameters)
-    for (first, first_name), *others in places.values():
-        for module, name in others:
-            module._parameters[name] = first._parameters[first_name]
-    for module in model.modules():
+    made: dict[int, nn.Parameter | None] = {}  # by id of the meta parameter
+    for module, before in meta:
+        for name, parameter in before.items():
+            module._parameters[name] = made.setdefault(id(parameter), module._parameters[name])
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 value = _UNSET if buffer.dtype.is_signed else 1
@@ -64,105 +73,71 @@ def random_weights(
 
 @torch.no_grad()
 def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> None:
-    """Draws random weights and computes buffers with the model's own code.
+    """Draws random weights and computes buffers with the model's own code: `_init_weights(module)`
+    of the innermost model around a module, else the module's `reset_parameters()`.
 
-    That code is `_init_weights(module)` of the innermost model around a module, else the module's
-    `reset_parameters()`. It runs on the CPU, on `Placeholder`s for the parameters and copies of the
-    buffers. Random numbers outside of parameters come from torch's CPU generator, seeded from
-    (seed, module name).
-
-    model: materialized, wrapped or not. loaded: clean names of tensors of a checkpoint, which are
-    not changed. Raises RecipeError if a parameter or buffer gets no value.
+    model: materialized. loaded: clean names of tensors of a checkpoint, which are not drawn. Raises
+    RecipeError if a parameter or buffer gets no value.
     """
-    owner = _initializers(model)
+    owner: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():  # parents come before children
+        if hasattr(module, "_init_weights"):
+            owner |= dict.fromkeys(module.modules(), module)
     kept = {id(tensor) for name, tensor in named_tensors(model).items() if name in loaded}
-    modules = list(_post_order(model, "", set()))
-    tensors_of = {
-        module: [*module.parameters(), *module.buffers()] for _, module in modules if kept
-    }
+    order: list[nn.Module] = []
+    model.apply(order.append)  # children before parents, whose code may draw their weights again
+    names = {module: name for name, module in model.named_modules()}
+    modules = [(names[module], module) for module in dict.fromkeys(order)]
     modules.sort(key=lambda named: ".lora_" in named[0])  # last: no parent draws them again
+    drawn = [
+        (name, module)
+        for name, module in modules
+        if any(id(tensor) not in kept for tensor in (*module.parameters(), *module.buffers()))
+    ]
     whole: list[InitialValues] = []
     placeholders = _placeholders(modules, seed, kept, whole)
     with torch.random.fork_rng(devices=[]), placeholders as initials:
-        for name, module in modules:
-            if kept and all(id(tensor) in kept for tensor in tensors_of[module]):
-                continue
+        for name, module in drawn:  # the generator is for random numbers outside of parameters
             torch.default_generator.manual_seed(derived_seed(seed, clean_name(name)))
-            _draw(module, name, owner.get(id(module)))
+            _draw(module, name, owner.get(module))
             while whole:
                 whole.pop().store()
+        unset = [f"parameter {initial.name}" for initial in initials if initial.is_unset()]
+        for name, buffer in model.named_buffers():  # on the CPU: this does not wait for the device
+            is_unset = buffer.dtype.is_signed and bool((buffer == _UNSET).any())
+            if is_unset and clean_name(name) not in loaded:
+                unset.append(f"buffer {clean_name(name)}")
         for initial in initials:
             initial.store()
-        names = [
-            f"parameter {initial.name}"
-            for initial in initials
-            if not initial.written and initial.shape.numel()
-        ]
-        # These are the copies on the CPU: this does not wait for the device
-        names += [
-            f"buffer {clean_name(name)}"
-            for name, buffer in model.named_buffers()
-            if clean_name(name) not in loaded
-            and buffer.dtype.is_signed
-            and (buffer == _UNSET).any()
-        ]
-    if names:
+    if unset:
         raise RecipeError(
-            f"model: {type(model).__name__} leaves the {names[0]} without a value: models are "
+            f"model: {type(model).__name__} leaves the {unset[0]} without a value: models are "
             "built on the meta device, so what the constructor computes is lost; compute it in "
             "reset_parameters() of its module"
         )
 
 
-def _draw(module: nn.Module, name: str, owner: Any) -> None:
-    if ".lora_A." in name:  # Hu et al., 2021: the product of the two starts at zero
-        nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))  # type: ignore[arg-type]
-    elif ".lora_B." in name:
-        nn.init.zeros_(module.weight)  # type: ignore[arg-type]
-    elif owner is not None:
+def _draw(module: Any, name: str, owner: Any) -> None:
+    if ".lora_B." in name:  # Hu et al., 2021: the product of A and B starts at zero
+        nn.init.zeros_(module.weight)
+    elif owner is not None and ".lora_" not in name:
         owner._init_weights(module)
     elif hasattr(module, "reset_parameters"):
-        module.reset_parameters()  # type: ignore[operator]
+        module.reset_parameters()
     elif any(parameter is not None for parameter in module._parameters.values()):
         raise RecipeError(
             f"model.builder: {clean_name(name) or 'the model'} ({type(module).__name__}) has "
             "parameters and no reset_parameters() to initialize them: models are built on the meta "
-            "device. Add one, or an _init_weights(module) to the model"
+            "device; add one, or an _init_weights(module) to the model"
         )
-
-
-def _post_order(
-    module: nn.Module, name: str, seen: set[nn.Module]
-) -> Iterator[tuple[str, nn.Module]]:
-    """Children before parents: a parent's code may draw a child's weights again."""
-    for child_name, child in module.named_children():
-        if child not in seen:
-            yield from _post_order(child, f"{name}.{child_name}" if name else child_name, seen)
-    seen.add(module)
-    yield name, module
-
-
-def _initializers(model: nn.Module) -> dict[int, Any]:
-    """For each module the innermost model around it with an `_init_weights`."""
-    owner: dict[int, Any] = {}
-    for module in model.modules():  # parents come before children
-        if hasattr(module, "_init_weights"):
-            owner |= {id(inner): module for inner in module.modules()}
-    return owner
 
 
 @contextmanager
 def _placeholders(
-    modules: list[tuple[str, nn.Module]],
-    seed: int,
-    kept: set[int],
-    whole: list[InitialValues],
+    modules: list[tuple[str, nn.Module]], seed: int, kept: set[int], whole: list[InitialValues]
 ) -> Iterator[list[InitialValues]]:
-    """Replaces the modules' parameters by placeholders and their buffers by copies on the CPU.
-
-    A shared parameter is initialized by its first module. Those in `kept` are not changed. Values
-    that were needed at once are appended to `whole`.
-    """
+    """Replaces the modules' parameters by placeholders and their buffers by copies on the CPU. A
+    shared parameter is initialized by its first module, one whose id is in `kept` by none."""
     saved = [(module, dict(module._parameters), dict(module._buffers)) for _, module in modules]
     initials: dict[int, InitialValues] = {}
     on_cpu: dict[int, torch.Tensor] = {}
@@ -170,11 +145,11 @@ def _placeholders(
         for own, parameter in parameters.items():
             if parameter is not None:
                 done = id(parameter) in kept or id(parameter) in initials
-                mine = None if done else parameter.detach()
                 full_name = clean_name(f"{name}.{own}".removeprefix("."))
-                initial = InitialValues(full_name, mine, parameter, seed, whole)
+                initial = InitialValues(full_name, parameter, seed, whole, skip=done)
                 initials.setdefault(id(parameter), initial)
-                module._parameters[own] = initial.placeholder()
+                values = Placeholder(initial, range(parameter.numel()), parameter.shape)
+                module._parameters[own] = nn.Parameter(values, requires_grad=False)
         for own, buffer in buffers.items():
             if buffer is not None:
                 module._buffers[own] = on_cpu.setdefault(id(buffer), buffer.cpu())
@@ -185,3 +160,141 @@ def _placeholders(
         for buffer in buffers.values():
             if buffer is not None:
                 buffer.copy_(on_cpu[id(buffer)])
+
+
+Operation = Callable[[torch.Tensor, int], object]
+"""Changes values in place, given the position of the first in the flattened parameter."""
+
+
+class InitialValues:
+    """The initial values of one parameter.
+
+    Random draws and arithmetic with plain numbers are recorded, and `store` applies them to this
+    rank's part. Any other operation needs the values at once: `on_cpu` makes the whole parameter.
+    """
+
+    def __init__(
+        self, name: str, mine: torch.Tensor, seed: int, whole: list[InitialValues], *, skip: bool
+    ) -> None:
+        """whole: a list of those with all values on the CPU. skip: the parameter is not changed."""
+        self.name, self.mine, self.shape = name, None if skip else mine.detach(), mine.shape
+        # float32 even for a weight of fewer bits, so that the draw is the same
+        self.dtype = torch.float32 if mine.is_floating_point() else mine.dtype
+        number = digest(seed, name)
+        self.key = number & 0xFFFFFFFF, number >> 32
+        self.whole: torch.Tensor | None = None
+        self._whole_list = whole
+        self._stored = False
+        self._operations: list[tuple[range, Operation]] = []
+
+    def is_unset(self) -> bool:
+        return not (self._stored or self._operations or self.shape.numel() == 0)
+
+    def record(self, span: range, operation: Operation, *, overwrites: bool) -> None:
+        """span: positions in the flattened parameter."""
+        if overwrites and len(span) == self.shape.numel():
+            self._operations.clear()
+            self._stored = False
+        self._operations.append((span, operation))
+
+    def on_cpu(self) -> torch.Tensor:
+        if self.whole is None:
+            if self._stored:
+                raise RecipeError(f"model: {self.name} is initialized by two modules; use one")
+            # zeros: a loaded parameter has no values here, but its module's code still runs
+            self.whole = torch.zeros(self.shape, dtype=self.dtype)
+            self._apply(self.whole.view(-1), 0, self.whole.device)
+            self._whole_list.append(self)
+        return self.whole
+
+    def store(self) -> None:
+        """Writes this rank's part."""
+        if self.mine is not None and self.whole is not None:
+            copy_local_rows(self.mine, self.whole)
+        elif self.mine is not None:
+            local, row = local_rows(self.mine)
+            flat = local.contiguous().view(-1)
+            self._apply(flat, row * self.shape[1:].numel(), compute_device(self.mine))
+            if not local.is_contiguous():
+                local.copy_(flat.view(local.shape))
+        self._operations.clear()
+        self.whole, self._stored = None, True
+
+    def _apply(self, flat: torch.Tensor, first: int, device: torch.device) -> None:
+        """flat: values from position `first` on."""
+        if not self._operations or self.mine is None:
+            return
+        at_once = philox.numbers_at_once(device)
+        for start in range(0, flat.numel(), at_once):
+            target = flat[start : start + at_once]
+            values = target.to(device, self.dtype)  # no copy if both are the same
+            at = first + start
+            for span, operation in self._operations:
+                begin, end = max(span.start, at), min(span.stop, at + values.numel())
+                if begin < end:
+                    operation(values[begin - at : end - at], begin)
+            if values is not target:
+                target.copy_(values)
+
+    def normal(self, values: torch.Tensor, first: int, mean: float = 0.0, std: float = 1.0) -> None:
+        drawn = philox.normal(self.key, first, values.numel(), values.device)
+        values.copy_(drawn).mul_(std).add_(mean)
+
+    def uniform(
+        self, values: torch.Tensor, first: int, low: float = 0.0, high: float = 1.0
+    ) -> None:
+        drawn = philox.uniform(self.key, first, values.numel(), values.device)
+        values.copy_(drawn).mul_(high - low).add_(low)
+
+
+class Placeholder(torch.Tensor):
+    """Stands for a parameter or a row of it. Records operations."""
+
+    initial: InitialValues
+    span: range
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, initial: InitialValues, span: range, shape: torch.Size) -> Placeholder:
+        made: Placeholder = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=initial.dtype, device=torch.device("cpu")
+        )
+        made.initial, made.span = initial, span
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self, others, kwargs = args[0], args[1:], kwargs or {}
+        if isinstance(self, cls) and self.initial.whole is None:
+            initial = self.initial
+            if func is _aten.detach.default:
+                return cls(initial, self.span, self.shape)
+            if func is _aten.select.int and others[0] == 0:
+                width = len(self.span) // self.shape[0]
+                row = others[1] % self.shape[0]
+                return cls(initial, self.span[row * width : (row + 1) * width], self.shape[1:])
+            draws = {_aten.normal_.default: initial.normal, _aten.uniform_.default: initial.uniform}
+            operands = (*others, *kwargs.values())
+            operation: Operation | None = None
+            if func in draws and kwargs.get("generator") is None:
+                operation = lambda values, first: draws[func](values, first, *others)  # noqa: E731
+            elif func in _FILLS | _ARITHMETIC and not any(map(torch.is_tensor, operands)):
+                operation = lambda values, first: func(values, *others, **kwargs)  # noqa: E731
+            if operation is not None:
+                initial.record(self.span, operation, overwrites=func not in _ARITHMETIC)
+                return self
+        args, kwargs = tree_map_only(cls, cls._values, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.copy_(values)
+
+    def _values(self) -> torch.Tensor:
+        return self.initial.on_cpu().view(-1)[self.span.start : self.span.stop].view(self.shape)

@@ -1,9 +1,8 @@
 """Loads the weights of a Hugging Face checkpoint straight into each rank's shards.
 
-`open_checkpoint` plans the conversions on the meta model, from the headers of the files, and
-reports every mismatch. The weights are read after wrapping: each rank copies its rows of the mapped
-files. A tensor that is made of several (`Conversion`) is built whole first, or just this rank's
-rows of it where that is possible.
+`open_checkpoint` plans the conversions from the headers of the files and reports every mismatch.
+After wrapping, each rank copies its rows of the mapped files. A tensor that is made of several is
+made whole first, or just this rank's rows of it where that is possible.
 """
 
 from __future__ import annotations
@@ -24,34 +23,32 @@ from launcher.metrics.console import task
 from launcher.models.build import checkpoint_folder, is_classifier, is_pretrained
 from launcher.models.initialization import initialize, materialize, named_tensors, random_weights
 from launcher.models.safetensors_files import StoredTensors, Tensors, open_folder
-from launcher.models.shards import local_rows
-from launcher.models.tensor_names import Conversion, ModelShapes, load_conversions
+from launcher.models.shards import copy_local_rows, local_rows
+from launcher.models.tensor_names import Conversion, load_conversions
 from launcher.recipe import schema
 
 logger = logging.getLogger(__name__)
 
+_COMPUTED = (r"rotary_emb\.(inv|original_inv)_freq", r"(^|\.)position_ids$")
+"""Buffers that old checkpoints hold."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that fits a model, and its conversions."""
+    """A checkpoint that fits a model."""
 
     stored: StoredTensors
     conversions: list[Conversion]
-    shapes: ModelShapes
     loaded: frozenset[str]
-    """The model's tensors that it gives, under all their names. The others are initialized."""
+    """The model's tensors that it gives, under all their names."""
 
     def convert(self, conversion: Conversion) -> Tensors:
-        """Reads the sources of a conversion and returns its whole targets."""
-        sources = {name: self.stored.read(name) for name in conversion.names()}
-        return conversion.convert(sources, self.shapes)
+        return conversion.convert({name: self.stored.read(name) for name in conversion.names()})
 
     def reader(self) -> Callable[[str], torch.Tensor]:
         """Returns a function that reads a whole tensor of the model by name."""
-        by_target = {
-            name: conversion for conversion in self.conversions for name in conversion.targets
-        }
-        made: Tensors = {}  # the results of the last conversion
+        by_target = {name: each for each in self.conversions for name in each.targets}
+        made: Tensors = {}  # by the last conversion
 
         def read(name: str) -> torch.Tensor:
             nonlocal made
@@ -63,8 +60,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") -> Checkpoint:
-    """Plans how a folder's weights become those of a meta model of transformers that is not yet
-    wrapped.
+    """Plans how a folder's weights become those of a meta model of transformers, not yet wrapped.
 
     Logs what is not loaded and what is initialized. Raises RecipeError with every tensor that is
     missing, unexpected or of another shape.
@@ -75,20 +71,15 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") 
             "checkpoint it was made from"
         )
     stored = open_folder(folder, key=key)
-    shapes = ModelShapes(model)
-    conversions, unexpected, problems = load_conversions(model, stored.tensors, shapes)
+    conversions, unexpected, problems = load_conversions(model, stored.tensors)
     state: dict[str, torch.Tensor] = model.state_dict()
-    made = {
-        name: list(tensor.shape) for each in conversions for name, tensor in each.targets.items()
-    }
+    made = {name: list(value.shape) for each in conversions for name, value in each.targets.items()}
     for name, shape in made.items():
-        if name not in state:
-            problems.append(f"{name}: the model has no such tensor")
-        elif shape != (wanted := list(state[name].shape)):
+        wanted = list(state[name].shape) if name in state else "not"
+        if shape != wanted:
             problems.append(f"{name}: is {shape} in the checkpoint, and {wanted} in the model")
     notes = _resolve_ties(model, conversions, stored)
-    ties = [set(tied) for tied in _tied_names(model)]
-    loaded = set(made).union(*(tied for tied in ties if tied & made.keys()))
+    loaded = set(made).union(*(tied for tied in _tied_names(model) if made.keys() & tied))
     failed = {conversion.first for conversion in conversions if not conversion.targets}
     problems += _missing(model, state.keys() - loaded - failed, notes)
     problems += _unexpected(model, unexpected, notes)
@@ -97,20 +88,17 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") 
         raise RecipeError([title, *sorted(problems)])
     for note in notes:
         logger.info(f"note: {note}")
-    return Checkpoint(stored, conversions, shapes, frozenset(loaded))
+    return Checkpoint(stored, conversions, frozenset(loaded))
 
 
 def starting_weights(
     section: schema.Model, model: nn.Module, *, seed: int
 ) -> tuple[Callable[[nn.Module, torch.device, torch.device], None], torch.dtype]:
-    """The function that gives the wrapped model its weights, and their dtype on disk.
-
-    model: on meta, not yet wrapped. Raises RecipeError like `open_checkpoint`.
-    """
-    if not is_pretrained(section):
-        return partial(random_weights, seed=seed), torch.float32
+    """The function that gives the wrapped model its weights, and their dtype on disk. model: as of
+    `open_checkpoint`, which may raise RecipeError."""
     folder = checkpoint_folder(section)
-    assert folder is not None
+    if folder is None or not is_pretrained(section):
+        return partial(random_weights, seed=seed), torch.float32
     checkpoint = open_checkpoint(folder, model)
     load = partial(pretrained_weights, checkpoint=checkpoint, seed=seed)
     return load, checkpoint.stored.dtype()
@@ -125,7 +113,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _resolve_ties(model: Any, conversions: list[Conversion], stored: StoredTensors) -> list[str]:
-    """For tied tensors that are stored twice: drops one if both are equal, else unties them."""
+    """Drops tied tensors that are stored twice if both are equal, else unties them. Returns notes."""
     notes = []
     single = {each.first: each for each in conversions if each.converter is None}
     for tied in _tied_names(model):
@@ -140,23 +128,17 @@ def _resolve_ties(model: Any, conversions: list[Conversion], stored: StoredTenso
             setattr(model.get_submodule(parent), attribute, own)
             model.config.tie_word_embeddings = False
             getattr(model, "all_tied_weights_keys", {}).pop(name, None)
-            notes.append(
-                f"the config ties {name} to {first}, but the checkpoint holds two different ones: "
-                "they are not tied"
-            )
+            notes.append(f"{name} and {first} differ in the checkpoint: they are not tied")
     return notes
 
 
 def _missing(model: Any, missing: Iterable[str], notes: list[str]) -> list[str]:
-    """Adds a note about a classifier's new head, which may be missing. Returns problems for the
-    rest."""
-    ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    problems, heads = [], []
+    """Returns problems; a classifier's new head may be missing and becomes a note."""
+    base, problems, heads = f"{model.base_model_prefix}.", [], []
     for name in sorted(missing):
-        inside = name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name
-        if is_classifier(model) and not inside:
+        if is_classifier(model) and (not name.startswith(base) or ".pooler." in name):
             heads.append(name)
-        elif not _matches(name, ignored):
+        elif not _matches(name, model._keys_to_ignore_on_load_missing):
             problems.append(f"{name}: missing in the checkpoint")
     if heads:
         notes.append(f"not in the checkpoint, initialized: {_listing(heads)}")
@@ -164,19 +146,17 @@ def _missing(model: Any, missing: Iterable[str], notes: list[str]) -> list[str]:
 
 
 def _unexpected(model: Any, names: list[str], notes: list[str]) -> list[str]:
-    """Adds a note about other tasks' heads, which a checkpoint may have. Returns problems for the
-    rest: any other unknown tensor would be a part of the model that is silently not loaded."""
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    computed = (r"rotary_emb\.(inv|original_inv)_freq", r"(^|\.)position_ids$")
+    """Returns problems; heads of other tasks may be there and become a note."""
     prefix = model.base_model_prefix
     base = getattr(model, prefix, None) if prefix else None
     buffers = {name for name, _ in model.named_buffers()}
     problems, heads = [], []
     for name in names:
-        if _matches(name, (*ignored, *computed)) or {name, f"{prefix}.{name}"} & buffers:
+        ignored = _matches(name, model._keys_to_ignore_on_load_unexpected)
+        if ignored or _matches(name, _COMPUTED) or {name, f"{prefix}.{name}"} & buffers:
             continue
         child = name.split(".")[0]
-        if base is None or child == prefix or child in base._modules or child in base._parameters:
+        if base is None or child == prefix or hasattr(base, child):
             problems.append(f"{name}: in the checkpoint, but not in the model")
         else:
             heads.append(name)
@@ -185,8 +165,8 @@ def _unexpected(model: Any, names: list[str], notes: list[str]) -> list[str]:
     return problems
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
+def _matches(name: str, patterns: Iterable[str] | None) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())
 
 
 def _listing(names: list[str]) -> str:
@@ -203,9 +183,7 @@ def pretrained_weights(
     seed: int,
 ) -> None:
     """Loads a checkpoint into a wrapped meta model: parameters on one device, buffers on the other.
-
-    What the checkpoint lacks (computed buffers, adapters, a new head) is initialized from the seed.
-    """
+    What it lacks (computed buffers, adapters, a new head) is initialized."""
     materialize(model, parameters=parameters, buffers=buffers)
     initialize(model, seed=seed, loaded=checkpoint.loaded)
     tensors = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
@@ -221,13 +199,10 @@ def pretrained_weights(
 
 
 def _convert_rows(conversion: Conversion, checkpoint: Checkpoint, tensors: Tensors) -> None:
-    """Makes this rank's rows of the targets; all rows where the sources are not stacked."""
     begin = 0
     if conversion.stacks_rows():
         local, begin = local_rows(tensors[conversion.first])
         conversion = conversion.some_rows(begin, begin + len(local))
-    if not conversion.names():
-        return
-    for name, made in checkpoint.convert(conversion).items():
-        local, row = local_rows(tensors[name])
-        local.copy_(made[row - begin : row - begin + len(local)] if local.ndim else made)
+    if conversion.names():
+        for name, made in checkpoint.convert(conversion).items():
+            copy_local_rows(tensors[name], made, begin)

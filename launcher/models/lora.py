@@ -1,4 +1,4 @@
-"""Low-rank adapters with peft: adds them to a meta model, writes their config, merges them."""
+"""Low-rank adapters with peft: adds them to a meta model, names them as peft does, merges them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ logger = logging.getLogger(__name__)
 _PREFIX = "base_model.model."
 """peft's prefix of each name."""
 
+Read = Callable[[str], torch.Tensor]
+"""Returns a whole tensor by name."""
+
 
 def add_adapters(
     model: nn.Module, lora: Lora, *, base_dtype: torch.dtype, base: str | None = None
 ) -> None:
-    """Adds a float32 adapter to each target layer of a meta model. Freezes everything else and
-    stores it in `base_dtype`.
+    """Adds a float32 adapter to each target layer of a meta model. Freezes everything else but a
+    classifier's head, which has no pretrained weights, and stores it in `base_dtype`.
 
-    A classifier's head is trained too and saved with the adapters: it has no pretrained weights.
     base: the checkpoint that the adapters belong to, for peft. Raises RecipeError if target_modules
     names something other than a linear layer of the model.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = _targets(model, lora)
-    head, adapted = _head(model), _linear_layers(model, targets)
+    targets, head = _targets(model, lora), _head(model)
     if base is not None and Path(base).is_dir():
         base = str(Path(base).resolve())
     config = LoraConfig(
@@ -45,23 +46,25 @@ def add_adapters(
         bias="none",
         task_type="SEQ_CLS" if head else "CAUSAL_LM",
         base_model_name_or_path=base,
-        fan_in_fan_out=any(_is_transposed(model.get_submodule(name)) for name in adapted),
+        fan_in_fan_out=any(map(_is_transposed, _linear_layers(model, targets).values())),
     )
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
         raise RecipeError(f"lora.target_modules: peft refuses it: {error}") from None
+    config.modules_to_save = head or None  # not before injection: peft would copy the head
+    experts = []
     for name, parameter in model.named_parameters():
         trained = _is_saved(name, head)
         parameter.requires_grad_(trained)
         if not trained and parameter.is_floating_point():
             parameter.data = parameter.data.to(base_dtype)
-    config.modules_to_save = head or None  # not before injection: peft would copy the head
-    experts = [name for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
+        if ".experts." in name and parameter.ndim == 3:
+            experts.append(name)
     if experts:
         logger.info(
             f"note: experts are not linear layers and get no adapters: {len(experts)} tensors such "
-            f"as {clean_name(experts[0])}"
+            f"as {experts[0]}"
         )
 
 
@@ -76,25 +79,35 @@ def _is_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
-def _linear_layers(model: nn.Module, targets: list[str] | None = None) -> list[str]:
-    """Names of the linear layers, or of those that end in one of the targets."""
-    ends = ("",) if targets is None else tuple(f".{target}" for target in targets)
-    return [
-        name
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_transposed(module)
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _linear_layers(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Module]:
+    """The linear layers whose names end in a target, by name."""
+    ends = tuple(f".{target}" for target in targets)
+    return {
+        name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or _is_transposed(module)
-        if f".{name}".endswith(ends)
-    ]
+        if _is_linear(module) and f".{name}".endswith(ends)
+    }
 
 
 def _targets(model: nn.Module, lora: Lora) -> list[str]:
-    layers = _linear_layers(model)
-    available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+    layers = [name for name, module in model.named_modules() if _is_linear(module)]
+    available = ", ".join(_last_parts(layers))
     if lora.target_modules is not None:
-        unknown = [target for target in lora.target_modules if not _linear_layers(model, [target])]
-        if unknown:
-            hint = f"is not a linear layer of the model; available: {available}"
-            raise RecipeError([f"lora.target_modules: {name} {hint}" for name in unknown])
+        if problems := [
+            f"lora.target_modules: {target} is not a linear layer of the model; available: "
+            f"{available}"
+            for target in lora.target_modules
+            if not _linear_layers(model, [target])
+        ]:
+            raise RecipeError(problems)
         return list(lora.target_modules)
     blocks = tuple(f"{block}." for block in find_blocks(model))
     inside = [name for name in layers if name.startswith(blocks)]
@@ -103,19 +116,17 @@ def _targets(model: nn.Module, lora: Lora) -> list[str]:
             f"lora.target_modules: missing; {type(model).__name__} has no linear layers in its "
             f"blocks to choose: name some of {available}"
         )
-    short = sorted({name.rpartition(".")[2] for name in inside})
+    short = _last_parts(inside)
     exist_outside = len(_linear_layers(model, short)) > len(inside)
     return inside if exist_outside else short
 
 
 def _head(model: Any) -> list[str]:
     """A classifier's modules outside its base model."""
-    if not is_classifier(model):
-        return []
     return [
         name
         for name, module in model.named_children()
-        if name != model.base_model_prefix and next(module.parameters(), None) is not None
+        if is_classifier(model) and name != model.base_model_prefix and [*module.parameters()]
     ]
 
 
@@ -133,51 +144,46 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-class Adapter:
-    """The weights that an adapter changes: W + alpha / rank * B A."""
+def merged_reader(
+    model: nn.Module,
+    config: dict[str, Any],
+    names: Iterable[str],
+    *,
+    read_base: Read,
+    read_adapter: Read,
+) -> Read:
+    """Returns a function that reads the model's tensors by clean name, with the adapter merged in:
+    W + alpha / rank * B A, in float32.
 
-    def __init__(self, config: dict[str, Any], names: Iterable[str]) -> None:
-        """config: peft's adapter_config.json, as `add_adapters` makes it. names: of the adapter's
-        tensors, as peft writes them."""
-        self.scale = config["lora_alpha"] / config["r"]
-        self.factors: dict[str, tuple[str, str]] = {}
-        """The names of A and B for each changed weight."""
-        self.whole: dict[str, str] = {}
-        """Weights that the adapter replaces, such as a classifier's head."""
-        for name in names:
-            changed = name.removeprefix(_PREFIX)
-            if name.endswith(".lora_A.weight"):
-                factors = (name, name.replace(".lora_A.", ".lora_B."))
-                self.factors[changed.removesuffix(".lora_A.weight") + ".weight"] = factors
-            elif ".lora_" not in name:
-                self.whole[changed] = name
+    config: peft's adapter_config.json. names: of the adapter's tensors, as peft writes them. Raises
+    RecipeError if the adapter changes what the model lacks.
+    """
+    adapters = {name.removeprefix(_PREFIX): name for name in names}
+    scale = config["lora_alpha"] / config["r"]
+    transposed = {
+        f"{clean_name(name)}.weight"
+        for name, module in model.named_modules()
+        if _is_transposed(module)
+    }
+    changed = {name.replace(".lora_A.", ".").replace(".lora_B.", ".") for name in adapters}
+    if unknown := changed - {clean_name(name) for name in model.state_dict()}:
+        raise RecipeError(
+            f"export: {config['base_model_name_or_path']} has no {', '.join(sorted(unknown))}, "
+            "which the adapter changes"
+        )
 
-    def reader(
-        self,
-        model: nn.Module,
-        read_base: Callable[[str], torch.Tensor],
-        read_adapter: Callable[[str], torch.Tensor],
-    ) -> Callable[[str], torch.Tensor]:
-        """Returns a function that reads the model's tensors by clean name, with the adapter merged
-        in, in float32.
+    def read(name: str) -> torch.Tensor:
+        if name in adapters:  # such as a classifier's head
+            return read_adapter(adapters[name])
+        weight, layer = read_base(name), name.removesuffix(".weight")
+        if name not in changed:
+            return weight
+        # A: (rank, in); B: (out, rank); weight: (out, in), or transposed
+        down, up = (
+            read_adapter(adapters[f"{layer}.{factor}.weight"]).float()
+            for factor in ("lora_A", "lora_B")
+        )
+        change: torch.Tensor = (up @ down) * scale
+        return weight.float() + (change.T if name in transposed else change)
 
-        read_base: reads by clean name. read_adapter: reads by peft's name.
-        """
-        transposed = {
-            f"{clean_name(name)}.weight"
-            for name, module in model.named_modules()
-            if _is_transposed(module)
-        }
-
-        def read(name: str) -> torch.Tensor:
-            if name in self.whole:
-                return read_adapter(self.whole[name])
-            weight = read_base(name)
-            if name not in self.factors:
-                return weight
-            # A: (rank, in); B: (out, rank); weight: (out, in), or transposed
-            down, up = (read_adapter(factor).float() for factor in self.factors[name])
-            change: torch.Tensor = (up @ down) * self.scale
-            return weight.float() + (change.T if name in transposed else change)
-
-        return read
+    return read

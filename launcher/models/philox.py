@@ -1,11 +1,11 @@
 """Random numbers by position: the counter-based generator Philox4x32-10 in torch's integer
 arithmetic (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-A key of two 32-bit words selects a stream of numbers at positions 0, 1, 2, ... Counter
-`position // 4` gives the words of four positions, so any part of a stream can be drawn alone.
+A key of two 32-bit words selects a stream of numbers. Counter `position // 4` gives the words of
+four positions, so any part of a stream can be drawn alone.
 
-Words and uniform numbers have the same bits on every device. Normal numbers are computed in float64
-and rounded to float32: on another processor the last bit of about one in 10^8 may differ.
+Words and uniform numbers have the same bits on every device. Normal numbers are computed in
+float64: on another processor the last bit of about one in 10^8 may differ.
 """
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ def philox(counter: Words, key: Key) -> Words:
 
 
 def numbers_at_once(device: torch.device) -> int:
-    """How many numbers to draw at once for speed. Each takes up to 28 bytes: 112 MiB on CUDA.
-
-    CPU: fits each core's cache; torch uses one thread per 2^15 counters. CUDA: keeps the GPU busy.
-    """
+    """How many numbers, of up to 28 bytes, to draw at once: fills a GPU, or the cache of each core
+    (torch uses one thread per 2^15 counters)."""
     if device.type != "cpu":
         return 2**22
     threads = torch.get_num_threads()
@@ -47,17 +45,11 @@ def numbers_at_once(device: torch.device) -> int:
 
 
 def _words(key: Key, first: int, count: int, device: torch.device) -> tuple[Words, torch.Tensor]:
-    """The words of the counters of `count` positions from `first` on, and (counters, 4) for the
-    numbers."""
+    """The words of the counters, and (counters, 4) for their numbers."""
     counters = torch.arange(first // 4, -(-(first + count) // 4), device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     words = philox((counters & _MASK, counters >> 32, zero, zero), key)
     return words, torch.empty(len(counters), 4, device=device)
-
-
-def _in_order(numbers: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """numbers: (counters, 4). Returns (count,): those at the requested positions."""
-    return numbers.view(-1)[first % 4 : first % 4 + count]
 
 
 def uniform(key: Key, first: int, count: int, device: torch.device) -> torch.Tensor:
@@ -65,17 +57,17 @@ def uniform(key: Key, first: int, count: int, device: torch.device) -> torch.Ten
     words, numbers = _words(key, first, count, device)
     for column, word in enumerate(words):
         numbers[:, column] = word >> 8
-    return _in_order(numbers.mul_(2.0**-24), first, count)
+    return numbers.mul_(2.0**-24).view(-1)[first % 4 :][:count]
 
 
 def random_bytes(key: Key, first: int, count: int, step: torch.Tensor) -> torch.Tensor:
-    """uint8 numbers at positions first, first + 1, ... on the device of `step`, a scalar tensor:
-    each of its whole values selects another sequence. A counter gives 16 of them."""
+    """uint8 numbers at positions first, first + 1, ..., 16 from each counter. step: a scalar on the
+    device; each of its whole values selects another sequence."""
     counters = torch.arange(first // 16, -(-(first + count) // 16), device=step.device)
     zero = torch.zeros(1, dtype=torch.int64, device=step.device)
     w0, w1, w2, w3 = philox((counters & _MASK, counters >> 32, step.long().view(1), zero), key)
     numbers = torch.stack((w0 | w1 << 32, w2 | w3 << 32), dim=1).view(torch.uint8)
-    return numbers.view(-1)[first % 16 : first % 16 + count]
+    return numbers.view(-1)[first % 16 :][:count]
 
 
 def normal(key: Key, first: int, count: int, device: torch.device) -> torch.Tensor:
@@ -87,4 +79,4 @@ def normal(key: Key, first: int, count: int, device: torch.device) -> torch.Tens
         angle = words[column + 1].double().mul_(2.0**-32 * 2.0 * math.pi)
         numbers[:, column] = angle.cos().mul_(radius)
         numbers[:, column + 1] = angle.sin_().mul_(radius)
-    return _in_order(numbers, first, count)
+    return numbers.view(-1)[first % 4 :][:count]

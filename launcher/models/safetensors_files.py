@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,14 +60,13 @@ class StoredTensors:
 
     def dtype(self) -> torch.dtype:
         """The dtype of most of the bytes; float32 if no tensor is floating-point."""
-        sizes: Counter[torch.dtype] = Counter()
+        sizes = Counter({torch.float32: 0})
         for tensor in self.tensors.values():
-            if tensor.dtype.is_floating_point:
-                sizes[tensor.dtype] += tensor.nbytes
-        return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+            sizes[tensor.dtype] += tensor.nbytes * tensor.is_floating_point()
+        return sizes.most_common(1)[0][0]
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor; a view of the mapped file if it has one part."""
+        """The whole tensor, perhaps a view of the mapped file."""
         parts = [self._file(part.file).get_tensor(name) for part in self._parts[name]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -98,41 +98,29 @@ class StoredTensors:
 def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
     """The weights in a model's folder: one file, or several with an index.
 
-    key: of the recipe, for messages. Raises RecipeError if there is nothing that can be read.
+    key: for messages. Raises RecipeError if weights are missing or damaged.
     """
     if (folder / SINGLE).is_file():
         return open_files([folder / SINGLE], key=key)
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            listing: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError):
-            raise RecipeError(f"{key}: {index} has no weight_map") from None
-        absent = sorted({file for file in listing.values() if not (folder / file).is_file()})
-        if absent:
-            raise RecipeError(
-                f"{key}: {folder} lacks {', '.join(absent)}, which its index names; the download "
-                "is not complete"
-            )
-        stored = open_files([folder / file for file in dict.fromkeys(listing.values())], key=key)
-        if lost := sorted(listing.keys() - stored.tensors.keys()):
-            raise RecipeError(f"{key}: {folder} lacks {', '.join(lost)}, which its index names")
-        return stored
-    if (folder / ADAPTER_CONFIG).is_file():
+    if not (folder / INDEX).is_file():
         raise RecipeError(
-            f"{key}: {folder} holds an adapter, not a model; merge it first: launcher export "
-            "RUN_DIR OUT merged=true"
+            f"{key}: {folder} has neither {SINGLE} nor {INDEX}. For random weights, set model.init: "
+            "random. An adapter is merged by launcher export RUN_DIR OUT merged=true. Pickled weights "
+            "can run code when loaded; if you trust them, from_pretrained(FOLDER).save_pretrained("
+            "NEW_FOLDER) converts them"
         )
-    if any(file.suffix in (".bin", ".pt", ".pth") for file in folder.iterdir()):
+    try:
+        file_of: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError):
+        raise RecipeError(f"{key}: {folder / INDEX} has no weight_map") from None
+    names = set(file_of.values())
+    absent = sorted(name for name in names if not (folder / name).is_file())
+    stored = open_files([folder / name for name in sorted(names.difference(absent))], key=key)
+    if lost := absent or sorted(file_of.keys() - stored.tensors.keys()):
         raise RecipeError(
-            f"{key}: {folder} has no safetensors, only pickled weights, which can run code when "
-            "loaded. If you trust them, convert them: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+            f"{key}: {folder} lacks {', '.join(lost)}, which its index names; download it again"
         )
-    raise RecipeError(
-        f"{key}: {folder} has no weights: neither {SINGLE} nor {INDEX}; to start from random ones, "
-        "set model.init: random"
-    )
+    return stored
 
 
 def open_files(files: Iterable[Path], *, key: str = "model.path") -> StoredTensors:
@@ -156,41 +144,34 @@ def open_files(files: Iterable[Path], *, key: str = "model.path") -> StoredTenso
     return StoredTensors(parts, tensors)
 
 
-class WeightFiles:
-    """Writes safetensors files and their index with transformers' names. Holds the tensors of one
-    file."""
+def write_tensors(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor, torch.dtype]], *, adapter: bool = False
+) -> None:
+    """Writes model.safetensors, or files of MAX_FILE_BYTES with an index, as transformers names
+    them; of an adapter always one file.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._held: dict[str, torch.Tensor] = {}
-        self._bytes, self._total = 0, 0
-        self._written: list[list[str]] = []
-
-    def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """A copy of a tensor, cast to this dtype if it is floating-point."""
+    tensors: name, values, and the dtype to which floating-point values are cast. Those of one file
+    are held in memory.
+    """
+    limit = math.inf if adapter else MAX_FILE_BYTES
+    held: dict[str, torch.Tensor] = {}
+    file_of: dict[str, int] = {}
+    number, size, total = 1, 0, 0
+    for name, tensor, dtype in tensors:
         dtype = dtype if tensor.is_floating_point() else tensor.dtype
         copy = tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
-        if self._held and self._bytes + copy.nbytes > MAX_FILE_BYTES:
-            self._write()
-        self._held[name] = copy
-        self._bytes += copy.nbytes
-
-    def _write(self) -> None:
-        number = len(self._written) + 1
-        save_file(self._held, self._folder / f"part-{number}", metadata={"format": "pt"})
-        self._written.append(list(self._held))
-        self._total += self._bytes
-        self._held, self._bytes = {}, 0
-
-    def close(self) -> None:
-        """Writes the last file and the index."""
-        self._write()
-        count = len(self._written)
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._written, start=1):
-            file = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-            (self._folder / f"part-{number}").rename(self._folder / file)
-            weight_map |= dict.fromkeys(names, file)
-        if count > 1:
-            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        if held and size + copy.nbytes > limit:
+            save_file(held, folder / f"part-{number}", metadata={"format": "pt"})
+            held, number, size = {}, number + 1, 0
+        held[name], file_of[name] = copy, number
+        size, total = size + copy.nbytes, total + copy.nbytes
+    save_file(held, folder / f"part-{number}", metadata={"format": "pt"})
+    if number == 1:
+        (folder / "part-1").rename(folder / (ADAPTER if adapter else SINGLE))
+        return
+    files = [f"model-{i:05}-of-{number:05}.safetensors" for i in range(1, number + 1)]
+    for i, file in enumerate(files, start=1):
+        (folder / f"part-{i}").rename(folder / file)
+    weight_map = {name: files[i - 1] for name, i in file_of.items()}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,9 +1,8 @@
 """Converts between the tensors of a checkpoint on disk and those of the model.
 
-transformers has tables of the differences: renamed keys, and conversions, such as the experts of a
-layer, which are separate on disk and one tensor in the model (`transformers.conversion_mapping`).
-`from_pretrained` and `save_pretrained` apply them to the whole model. Here they are applied one
-conversion at a time, and first to meta tensors: this finds wrong shapes before any data is read.
+transformers has tables of renamed keys and of conversions, such as the experts of a layer, which are
+separate on disk and one tensor in the model. Here they are applied one at a time, and first to meta
+tensors: this finds wrong shapes before any data is read.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 
 from launcher.models.initialization import clean_name
 from launcher.models.safetensors_files import Tensors
@@ -25,40 +24,39 @@ class Conversion:
     """Source tensors that together become target tensors."""
 
     first: str
-    """The name that the converter is called with; of a renamed tensor, the new one."""
-    converter: Any = None
+    """The name that the converter is called with."""
+    converter: Any
     """A WeightConverter of transformers; None: one tensor whose name changes."""
+    model: SimpleNamespace
+    """What the converter reads of it."""
     renamings: list[Any] = field(default_factory=list)
-    """Renamings of the results, in an export."""
+    """Of the results, in an export."""
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Names of the sources by pattern, in order."""
+    """Names by pattern, in order."""
     targets: Tensors = field(default_factory=dict)
     """When loading: the results, on meta."""
 
     def names(self) -> list[str]:
-        """Names of all sources."""
         return [name for names in self.sources.values() for name in names]
 
-    def convert(self, tensors: Tensors, shapes: ModelShapes) -> dict[str, torch.Tensor]:
-        """Returns the targets. tensors: the sources."""
+    def convert(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """tensors: the sources. Returns the targets."""
         if self.converter is None:
             (name,) = self.names()
-            return {self.first: tensors[name]}
-        converter = copy.deepcopy(self.converter)
-        for pattern, names in self.sources.items():
-            for name in names:
-                converter.add_tensor(self.first, name, pattern, tensors[name])
-        made = converter.convert(self.first, model=shapes, config=shapes.config)
+            made: dict[str, Any] = {self.first: tensors[name]}
+        else:
+            converter = copy.deepcopy(self.converter)
+            for pattern, names in self.sources.items():
+                for name in names:
+                    converter.add_tensor(self.first, name, pattern, tensors[name])
+            made = converter.convert(self.first, model=self.model, config=self.model.config)
         return {
             _renamed(name, self.renamings): value[0] if isinstance(value, list) else value
             for name, value in made.items()
         }
 
     def stacks_rows(self) -> bool:
-        """Whether each row of the target is made from one source of each pattern: stacked experts.
-
-        Some rows can then be made without the others.
-        """
+        """Whether each row of the target is made from one source of each pattern: experts."""
         from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
         def keeps_rows(operation: Any) -> bool:
@@ -74,28 +72,23 @@ class Conversion:
         return stacks and all(map(keeps_rows, rest))
 
     def some_rows(self, start: int, stop: int) -> Conversion:
-        """The conversion for rows start to stop of the target; see `stacks_rows`."""
+        """The conversion for these rows of the target, if it stacks rows."""
         sources = {pattern: names[start:stop] for pattern, names in self.sources.items()}
         return replace(self, sources=sources)
 
 
-class ModelShapes:
-    """The input of a conversion for a sharded model: its config and its parameters' shapes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.config: Any = model.config
-        self._state = {
-            clean_name(name): torch.empty(tensor.shape, device="meta")
-            for name, tensor in model.state_dict().items()
-        }
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        return self._state[name]
+def _shapes_of(model: Any) -> SimpleNamespace:
+    """The config of a model, sharded or not, and the whole shapes of its parameters."""
+    shapes = {
+        clean_name(name): torch.empty(tensor.shape, device="meta")
+        for name, tensor in model.state_dict().items()
+    }
+    return SimpleNamespace(config=model.config, get_parameter=shapes.__getitem__)
 
 
 def record_conversions(model: Any) -> None:
-    """Stores transformers' conversion tables on a model, for `export_conversions`: they depend on
-    class names, which sharding changes."""
+    """Stores transformers' conversions on a model, for `export_conversions`: they depend on class
+    names, which sharding changes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -104,17 +97,15 @@ def record_conversions(model: Any) -> None:
     model._weight_conversions = [entry for entry in table if not isinstance(entry, PrefixChange)]
 
 
-def load_conversions(
-    model: Any, stored: Tensors, shapes: ModelShapes
-) -> tuple[list[Conversion], list[str], list[str]]:
+def load_conversions(model: Any, stored: Tensors) -> tuple[list[Conversion], list[str], list[str]]:
     """How a checkpoint's tensors, on meta, become the model's: conversions, unexpected names,
-    problems. Stores the used tables on the model for `export_conversions`."""
+    problems. Stores what was used on the model, for `export_conversions`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     table = get_model_conversion_mapping(model)
     renamings, converters, by_pattern = _by_kind(table)
-    state, prefix = model.state_dict(), model.base_model_prefix
+    state, prefix, shapes = model.state_dict(), model.base_model_prefix, _shapes_of(model)
     found: dict[str, Conversion] = {}
     unexpected: list[str] = []
     for name in sorted(stored, key=dot_natural_key):
@@ -124,14 +115,14 @@ def load_conversions(
         if renamed not in state or (pattern is None and renamed in found):
             unexpected.append(name)
             continue
-        new = Conversion(renamed, by_pattern.get(pattern))
+        new = Conversion(renamed, by_pattern.get(pattern), shapes)
         found.setdefault(renamed, new).sources.setdefault(pattern or name, []).append(name)
     model._weight_conversions = [entry for entry in table if entry.was_used()]
     problems = []
     for conversion in found.values():
         names = conversion.names()
         try:
-            conversion.targets = conversion.convert({name: stored[name] for name in names}, shapes)
+            conversion.targets = conversion.convert({name: stored[name] for name in names})
         except Exception as error:  # operations raise anything on unsuitable tensors
             some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             problems.append(f"{conversion.first}: cannot be made from {some}: {error}")
@@ -143,21 +134,18 @@ def export_conversions(model: Any, names: Iterable[str]) -> list[Conversion]:
     renamings, converters, by_pattern = _by_kind(
         [entry.reverse_transform() for entry in model._weight_conversions[::-1]]
     )
+    shapes = _shapes_of(model)
     found: dict[str, Conversion] = {}
     for name in names:
         # In an export, at most one conversion applies to a name, before any renaming
         matches = (converter.rename_source_key(name) for converter in converters)
-        first, pattern = next(
-            (match for match in matches if match[1] is not None), (_renamed(name, renamings), None)
-        )
-        converter = by_pattern.get(pattern)
-        new = Conversion(first, converter, renamings if converter is not None else [])
+        first, pattern = next((match for match in matches if match[1] is not None), (name, None))
+        new = Conversion(first, by_pattern.get(pattern), shapes, renamings)
         found.setdefault(first, new).sources.setdefault(pattern or name, []).append(name)
     return list(found.values())
 
 
 def _by_kind(table: list[Any]) -> tuple[list[Any], list[Any], dict[str | None, Any]]:
-    """The renamings, the converters, and the converter of each pattern."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]

@@ -29,7 +29,7 @@ from launcher.models.initialization import materialize
 from launcher.planner.fake import computing_as_on
 from launcher.recipe.schema import Strategy
 from launcher.recipe.section import size_in_bytes
-from launcher.strategies.activation_checkpointing import Kept, is_random, kept_operations
+from launcher.strategies.activation_checkpointing import ATTENTION, Kept, is_random
 from launcher.strategies.base import compute_dtype
 
 OPERATIONS_PER_BYTE = 150
@@ -225,7 +225,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """weights: ids of the model's parameters. seen: storages that were saved before, by id."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights, self._seen = weights, seen
-        self._attention = kept_operations()
         self._calls: Counter[Any] = Counter()
         self._made: list[tuple[Operator, list[Any]]] = []
         """Operators with the storages of their results."""
@@ -257,7 +256,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = {id_of(tensor) for tensor in read}
         made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         made = [tensor for tensor in made if id_of(tensor) not in inputs]
-        call, attention = self._calls[func], func in self._attention
+        call, attention = self._calls[func], func in ATTENTION
         self._calls[func] += 1
         if func._schema.is_mutable:
             self._written |= inputs

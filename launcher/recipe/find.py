@@ -40,3 +40,9 @@ def find_recipe(arguments: Sequence[str]) -> Path:
         near = f"{suggestion(name, shipped)}; known: {', '.join(shipped)}"
         what = f"no recipe of that name{near}; or give the path of a .yaml file"
     raise RecipeError(f"command line: recipe={name}: {what}")
+
+
+def shown_path(path: Path) -> str:
+    """The path as messages show it: relative if it is below the current folder."""
+    whole, folder = path.resolve(), Path.cwd()
+    return str(whole.relative_to(folder) if whole.is_relative_to(folder) else path)

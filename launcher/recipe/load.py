@@ -20,7 +20,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from launcher.errors import RecipeError, first_line
 from launcher.recipe.decode import DEFAULT, KeyPath, Problem, decode, dotted, merged, unit
-from launcher.recipe.find import find_recipe
+from launcher.recipe.find import find_recipe, shown_path
 from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
 from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
@@ -102,8 +102,7 @@ def load_recipe(arguments: Sequence[str], *, ranks: int | None, files: bool = Tr
 
 def _read(path: Path) -> tuple[dict[str, Any], Origins]:
     """The values of a file, not interpolated, and their lines. Raises RecipeError."""
-    whole, folder = path.resolve(), Path.cwd()
-    file = str(whole.relative_to(folder) if whole.is_relative_to(folder) else path)
+    file = shown_path(path)
     try:
         values, lines = parse_yaml(path.read_bytes())
     except OSError as error:

@@ -1,13 +1,9 @@
 """Activation offload: inputs of blocks in host memory between their forward and backward pass.
 
-`torch.autograd.graph.save_on_cpu` copies on the stream that computes, which waits for each copy.
-Here copies run on a stream of their own:
-
-- forward: the input of a block is copied to the host while the block computes. Its memory is freed
-  when the next block starts, so the last input stays on the device.
-- backward: when a block starts, the input of the block before it is copied back.
-
-The device holds two inputs at a time. No call waits on the host.
+Copies run on a stream of their own, unlike those of `torch.autograd.graph.save_on_cpu`: the input of
+a block is copied to the host while the block computes, and freed when the next block starts. When a
+block starts its backward pass, the input of the block before it is copied back. The device holds two
+inputs at a time, and the host never waits.
 """
 
 from __future__ import annotations
@@ -21,8 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Input:
-    """The input of a block."""
-
     def __init__(self, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
         """On the device; None between the two copies."""
@@ -42,15 +36,13 @@ class ActivationOffload:
         """In order of their forward passes. autograd owns them: those of a backward pass that
         failed are freed."""
         self._buffers: list[torch.Tensor] = []
-        """Host memory of inputs that are back. The number of blocks bounds it: all copies are on
-        one stream, so that a buffer can be written as soon as its last copy is enqueued."""
+        """Host memory of inputs that are back, at most one for each block. It can be written as
+        soon as its last copy is enqueued: all copies are on one stream."""
         self._stream: Any = None
 
     def forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a checkpointed block's forward; its first argument is offloaded.
-
-        Other arguments, such as position embeddings, belong to all blocks.
-        """
+        """Calls a checkpointed block's forward and offloads its first argument; others, such as
+        position embeddings, belong to all blocks."""
         first = args[0].untyped_storage()._cdata if args else None
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Input:
@@ -90,8 +82,7 @@ class ActivationOffload:
         return tensor
 
     def _upload(self, one: _Input) -> None:
-        """Allocates on the stream that computes, which will free it."""
-        if one.tensor is None:
+        if one.tensor is None:  # allocated on the stream that computes, which will free it
             one.tensor = torch.empty_like(one.host, device=one.device)
             one.copied = self._copy(one.host, one.tensor)
 
@@ -101,8 +92,7 @@ class ActivationOffload:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Starts when the current stream has finished what it was given before. Returns the event
-        of its end."""
+        """Starts after what the current stream was given before. Returns the event of its end."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from launcher.recipe import schema
 
@@ -17,24 +18,19 @@ InitFn = Callable[[nn.Module, torch.device, torch.device], None]
 
 
 class WrappedModel(ABC):
-    """A model distributed over its ranks, ready to train.
-
-    model: to call. module: the model inside, with its parameters, names and config.
-    """
+    """A model distributed over its ranks. model: to call. module: the model inside, with its
+    parameters, names and config."""
 
     optimizer_mesh: DeviceMesh | None = None
     """Ranks over which the optimizer shards its state although parameters are whole (ZeRO-1)."""
 
     cpu_offload: schema.CpuOffload | None = None
-    """Of the strategy."""
 
     def __init__(self, model: nn.Module, *, module: nn.Module) -> None:
         self.model, self.module = model, module
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Entered where compute waits for communication between ranks; a run sets its timer."""
-        self._parameters = [
-            parameter for parameter in module.parameters() if parameter.requires_grad
-        ]
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
 
     @abstractmethod
     def description(self) -> str:
@@ -51,20 +47,18 @@ class WrappedModel(ABC):
     def reshard(self) -> None:  # noqa: B027 (nothing to do without sharding)
         """Frees unsharded weights, after forward passes without a backward pass."""
 
-    @abstractmethod
+    @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
         """2-norm of all gradients, with any loss scale, over all ranks: a scalar, the same on every
         rank. Does not wait for the device."""
-
-
-def norm_of(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """2-norm of local tensors."""
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    return norm
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(local)))
+        return norm
 
 
 def compute_dtype(strategy: schema.Strategy) -> torch.dtype:
-    """The dtype of forward and backward passes: mixed_precision.param_dtype, or float32."""
+    """The dtype of forward and backward passes."""
     precision = strategy.mixed_precision
     dtype: torch.dtype = getattr(torch, "float32" if precision is None else precision.param_dtype)
     return dtype
@@ -76,5 +70,4 @@ def offloads_parameters(offload: schema.CpuOffload | None) -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,9 @@
-"""DDP: every rank has the whole model; gradients are all-reduced in the backward pass."""
+"""DDP: every rank has the whole model; gradients are all-reduced in the backward pass.
+
+With ZeRO-1 (Rajbhandari et al., 2020) each rank holds the optimizer state of its rows alone. It
+updates these rows, and the ranks gather them. The optimizer's parameters are DTensors as of FSDP, so
+optimizers and checkpoints treat both alike.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,19 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
-from launcher.strategies.base import InitFn, WrappedModel, compute_dtype, dtype_name, norm_of
+from launcher.strategies.base import InitFn, WrappedModel, compute_dtype, dtype_name
 
 
 class Ddp(WrappedModel):
@@ -27,10 +35,8 @@ class Ddp(WrappedModel):
         init_fn(model, ranks.device, ranks.device)
         # torch 2.13 renames broadcast_buffers
         names = inspect.signature(DistributedDataParallel.__init__).parameters
-        renamed = "forward_sync_buffers" in names
-        no_buffers: dict[str, Any] = {
-            "forward_sync_buffers" if renamed else "broadcast_buffers": False
-        }
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        no_buffers: dict[str, Any] = {buffers: False}
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
@@ -39,8 +45,7 @@ class Ddp(WrappedModel):
             **no_buffers,
             gradient_as_bucket_view=True,
         )
-        # DDP times itself with events, and waits for them, in its first ten iterations (always) and
-        # in every 100th
+        # Else it waits for timing events in every 100th iteration, as in its first ten (always)
         self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
         super().__init__(self._ddp, module=model)
         if strategy.shard_optimizer:
@@ -53,23 +58,21 @@ class Ddp(WrappedModel):
         self._sync_every_micro_batch = strategy.sync_every_micro_batch is True
         self._reductions = 0
         self._reduction, self._reducing = ExitStack(), False
-        # Its gradient is one of the last: what follows is the wait for the last buckets
         if ranks.size > 1:
-            this = weakref.ref(self)  # the garbage collector does not find cycles through hooks
+            self._time_reduction()
 
-            def wait_begins(parameter: torch.Tensor) -> None:
-                if (wrapped := this()) is not None:
-                    wrapped._wait_begins()
+    def _time_reduction(self) -> None:
+        """Marks the wait for the last buckets: what follows the first parameter's gradient."""
+        this = weakref.ref(self)  # the garbage collector does not find cycles through hooks
 
-            first: Any = self._parameters[0]
-            first.register_post_accumulate_grad_hook(wait_begins)
+        def wait_begins(parameter: torch.Tensor) -> None:
+            if (wrapped := this()) is not None and wrapped._reducing:
+                wrapped._reduction.enter_context(wrapped.waiting())
 
-    def _wait_begins(self) -> None:
-        if self._reducing:
-            self._reduction.enter_context(self.waiting())
+        first: Any = self._parameters[0]
+        first.register_post_accumulate_grad_hook(wait_begins)
 
     def description(self) -> str:
-        """Read off the first parameter and DDP itself."""
         master, compute = dtype_name(self._parameters[0].dtype), dtype_name(self._param_dtype)
         when = "each micro-batch" if self._sync_every_micro_batch else "the last micro-batch"
         return (
@@ -86,11 +89,8 @@ class Ddp(WrappedModel):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Reduces gradients in the last micro-batch of a step, or in each.
-
-        DDP makes new buckets after the first reduction, while NCCL's process group may still hold
-        the old ones. Waiting once for that reduction saves a copy of all gradients at the peak.
-        """
+        # DDP makes new buckets after the first reduction, while NCCL's process group may still hold
+        # the old ones. Waiting once for that reduction saves a copy of all gradients at the peak.
         if self._reductions == 1 and self._device_type == "cuda":
             self._group._wait_for_pending_works()
         self._reducing = last or self._sync_every_micro_batch
@@ -98,8 +98,56 @@ class Ddp(WrappedModel):
             yield
         self._reductions += self._reducing
 
-    @torch.no_grad()
-    def grad_norm(self) -> torch.Tensor:
-        """Computed without communication: reduced gradients are the same on all ranks."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return norm_of(gradients)
+
+Pairs = list[tuple[nn.Parameter, Any]]
+"""Each whole parameter with its shard, which is the optimizer's."""
+
+
+def shard_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A view of this rank's rows as a DTensor, divided as by FSDP; a scalar itself."""
+    if not whole.ndim:
+        return whole
+    size, rank = mesh.size(), mesh.get_local_rank()
+    chunk = -(-whole.shape[0] // size)
+    mine = whole.detach()[rank * chunk : (rank + 1) * chunk]
+    sharded: torch.Tensor = DTensor.from_local(
+        mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return sharded
+
+
+def shard_update(optimizer: torch.optim.Optimizer, pairs: Pairs) -> None:
+    """Makes the optimizer's step read gradients of whole parameters, update shards, gather them,
+    and free the gradients."""
+    pairs = [(whole, shard) for whole, shard in pairs if isinstance(shard, DTensor)]
+    optimizer.register_step_pre_hook(partial(_shard_gradients, pairs))
+    optimizer.register_step_post_hook(partial(_gather, pairs))
+
+
+def _shard_gradients(pairs: Pairs, *unused: Any) -> None:
+    for whole, shard in pairs:
+        if whole.grad is not None:
+            shard.grad = shard_rows(whole.grad, shard.device_mesh)
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 renames it."""
+
+
+@torch.no_grad()
+def _gather(pairs: Pairs, *unused: Any) -> None:
+    works = []
+    for whole, shard in pairs:
+        whole.grad = None
+        group, mine = shard.device_mesh.get_group(), shard.to_local()
+        if whole.shape[0] % group.size() == 0 and whole.is_contiguous():
+            works.append(_all_gather(whole.detach(), mine, group, async_op=True))
+            continue
+        chunk = -(-whole.shape[0] // group.size())
+        rows = whole.new_empty(group.size() * chunk, *whole.shape[1:])
+        padded = rows[group.rank() * chunk :][:chunk]
+        padded[: len(mine)] = mine
+        _all_gather(rows, padded, group)
+        whole.copy_(rows[: len(whole)])
+    for work in works:
+        work.wait()

@@ -11,11 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
-from launcher.strategies.base import InitFn, WrappedModel, compute_dtype, dtype_name, norm_of
+from launcher.strategies.base import (
+    InitFn,
+    WrappedModel,
+    compute_dtype,
+    dtype_name,
+    offloads_parameters,
+)
 
 
 def _make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
@@ -33,24 +38,25 @@ class Fsdp(WrappedModel):
         self,
         model: nn.Module,
         strategy: schema.Strategy,
-        *,
         blocks: Sequence[nn.Module],
-        outer_units: tuple[nn.Module, ...],
+        outer_units: Sequence[nn.Module],
+        *,
         ranks: DataParallel,
         init_fn: InitFn,
     ) -> None:
-        mesh = _make_mesh(ranks, strategy.replicate)
-        precision, offload = strategy.mixed_precision, strategy.cpu_offload
+        self._mesh = _make_mesh(ranks, strategy.replicate)
+        self._strategy, self.cpu_offload = strategy, strategy.cpu_offload
+        precision = strategy.mixed_precision
         reduce_dtype = "float32" if precision is None else precision.reduce_dtype
         self._dtypes = compute_dtype(strategy), getattr(torch, reduce_dtype)
-        policies: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(*self._dtypes)}
-        on_host = offload is not None and offload.what == "all"
-        if offload is not None and on_host:
-            pin_memory = offload.pin_memory and ranks.device.type == "cuda"
+        precisions = MixedPrecisionPolicy(*self._dtypes)
+        policies: dict[str, Any] = {"mesh": self._mesh, "mp_policy": precisions}
+        place = ranks.device
+        if (offload := self.cpu_offload) is not None and offloads_parameters(offload):
+            place, pin_memory = torch.device("cpu"), offload.pin_memory and place.type == "cuda"
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
         reshard = strategy.reshard_after_forward
         assert reshard != "auto"  # resolved before
-        # Embedding and head would need one reduction buffer for both as parts of the root
         embedding, last = outer_units[:1], outer_units[1:]
         for unit in (*embedding, *blocks):
             fully_shard(unit, reshard_after_forward=reshard, **policies)
@@ -59,36 +65,34 @@ class Fsdp(WrappedModel):
             unit.set_unshard_in_backward(False)  # its gradient does not depend on its weight
             # In place of the unit before it: the head, if there was a micro-batch before
             unit.set_modules_to_backward_prefetch([unit])
-        # The last norm and the head are used at the end of the forward pass and the start of the
-        # backward pass, and stay unsharded in between
+        # Used at the end of the forward pass and the start of the backward pass: the last norm and
+        # the head stay unsharded in between, and so does the root (None), which else has their
+        # weights
         if last:
             fully_shard(list(last), reshard_after_forward=False, **policies)
-        # So does the root, which otherwise has their weights: None
         fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
-        init_fn(model, torch.device("cpu") if on_host else ranks.device, ranks.device)
-        assert isinstance(model, FSDPModule)
+        init_fn(model, place, ranks.device)
         super().__init__(model, module=model)
+        assert isinstance(model, FSDPModule)
         self._root: FSDPModule = model
         if ranks.size > 1:
             self._time_communication(ranks.device)
-        self._mesh = mesh
-        self._strategy, self.cpu_offload = strategy, offload
         # auto: after each one
         self._sync_every_micro_batch = strategy.sync_every_micro_batch is not False
         self._last: bool | None = None
 
     def _groups(self) -> list[Any]:
-        """The groups that fully_shard made."""
         modules = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
         states = {module._get_fsdp_state(): None for module in modules}
         return [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
 
     def _time_communication(self, device: torch.device) -> None:
-        """Marks where compute waits for all-gathers and reductions, with the copies from and to
-        their buffers. On CPUs collectives block where they start, in `unshard` too."""
+        """Marks where compute waits for all-gathers and reductions."""
         waits = ["wait_for_unshard", "post_backward", "finalize_backward"]
+        if device.type != "cuda":
+            waits.append("unshard")  # collectives block where they start
         for group in self._groups():
-            for name in waits if device.type == "cuda" else ["unshard", *waits]:
+            for name in waits:
                 setattr(group, name, self._timed(getattr(group, name)))
 
     def _timed(self, wait: Callable[..., None]) -> Callable[..., None]:
@@ -99,17 +103,15 @@ class Fsdp(WrappedModel):
         return timed
 
     def description(self) -> str:
-        """Read off the groups that fully_shard made."""
-        groups = self._groups()
-        mesh, master = self._mesh, self._parameters[0]
+        mesh, master, offload = self._mesh, self._parameters[0], self.cpu_offload
         sizes = [f"{mesh.size(i)} {name}" for i, name in enumerate(mesh.mesh_dim_names or ())]
-        offload, offloaded = self.cpu_offload, ""
+        offloaded = ""
         if offload is not None:
-            offloaded = " (offloaded)" * (offload.what == "all") + ", optimizer state in "
-            offloaded += offload.optimizer_path or "host memory"
+            offloaded = " (offloaded)" if offloads_parameters(offload) else ""
+            offloaded += f", optimizer state in {offload.optimizer_path or 'host memory'}"
         when = "each micro-batch" if self._sync_every_micro_batch else "the last micro-batch"
         return (
-            f"fsdp: {len(groups)} groups over a mesh of {' x '.join(sizes)}, "
+            f"fsdp: {len(self._groups())} groups over a mesh of {' x '.join(sizes)}, "
             f"{dtype_name(master.dtype)} masters on {master.device}{offloaded}, gathered in "
             f"{dtype_name(self._dtypes[0])}, gradients reduced in {dtype_name(self._dtypes[1])} "
             f"after {when}"
@@ -125,9 +127,8 @@ class Fsdp(WrappedModel):
             if not self._strategy.reshard_after_backward:
                 self._root.set_reshard_after_backward(last)
                 if self._strategy.reshard_after_forward and not last:
-                    # The backward pass keeps these weights unsharded for the later micro-batches
-                    # anyway. Freeing them after the forward pass would cost an all-gather and not
-                    # lower the peak.
+                    # Freeing weights that the backward pass then keeps for later micro-batches
+                    # would cost an all-gather and not lower the peak.
                     self._root.set_reshard_after_forward(False)
             self._last = last
         yield
@@ -140,13 +141,7 @@ class Fsdp(WrappedModel):
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
-        """Sums over each rank's shards, then one all-reduce of one number over the shard group."""
-        gradients = []
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                assert isinstance(parameter.grad, DTensor)
-                gradients.append(parameter.grad.to_local())
-        squared = norm_of(gradients).square()
+        squared = super().grad_norm().square()
         with self.waiting():
             dist.all_reduce(squared, group=self._mesh.get_group("shard"))
         return squared.sqrt()

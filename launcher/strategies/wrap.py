@@ -12,6 +12,7 @@ from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
 from launcher.strategies.activation_checkpointing import Kept, checkpoint_blocks
 from launcher.strategies.base import InitFn, WrappedModel
+from launcher.strategies.ddp import Ddp
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Parts:
     outer_units: tuple[nn.Module, ...] = ()
     """The input embedding, and what runs after the blocks, if they are units of FSDP."""
     kept: dict[str, Kept] | None = None
-    """What the budget of activation checkpointing keeps of each block."""
+    """What a budget of activation checkpointing keeps of each block."""
 
 
 def wrap(
@@ -45,34 +46,22 @@ def wrap(
         for block in blocks.values():
             block.compile()
     if strategy.kind == "ddp":
-        from launcher.strategies.ddp import Ddp
-
         return Ddp(model, strategy, ranks=ranks, init_fn=init_fn)
-    from launcher.strategies.fsdp import Fsdp
+    from launcher.strategies.fsdp import Fsdp  # its import takes time that DDP need not spend
 
-    return Fsdp(
-        model,
-        strategy,
-        blocks=list(blocks.values()),
-        outer_units=parts.outer_units,
-        ranks=ranks,
-        init_fn=init_fn,
-    )
+    units = list(blocks.values()), parts.outer_units
+    return Fsdp(model, strategy, *units, ranks=ranks, init_fn=init_fn)
 
 
 def _mark_documents(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """The number of packed documents varies: without this, blocks are compiled for the first one,
-    and again for any number."""
+    """Their number varies: without this, blocks are compiled for the first, and again for any."""
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in kwargs:
             torch._dynamo.maybe_mark_dynamic(kwargs[name], 0)
 
 
 def graph_breaks() -> list[str]:
-    """Why compiled blocks were split into several graphs so far, each reason once.
-
-    By dynamo's own counters, which name the kind of break and explain it.
-    """
+    """Why compiled blocks were split into several graphs so far, by dynamo, each reason once."""
     from torch._dynamo.utils import counters
 
     texts = [[line.strip() for line in reason.splitlines()] for reason in counters["graph_break"]]

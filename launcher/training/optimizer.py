@@ -14,7 +14,7 @@ from launcher.errors import RecipeError
 from launcher.models.initialization import clean_name
 from launcher.models.shards import local_rows
 from launcher.recipe import schema
-from launcher.strategies.zero import shard_rows, shard_update
+from launcher.strategies.ddp import shard_rows, shard_update
 from launcher.training.adafactor import Adafactor
 from launcher.training.low_precision import LowPrecisionAdamW, State
 from launcher.training.muon import Muon, is_matrix

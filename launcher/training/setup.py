@@ -36,7 +36,7 @@ from launcher.models.build import (
     recomputed_flops,
     vocabulary_size,
 )
-from launcher.models.chunked_loss import ChunkedHead, computes_loss, find_head
+from launcher.models.chunked_loss import ChunkedHead, computes_loss, logits_transform
 from launcher.models.export import export_hugging_face
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
@@ -210,10 +210,10 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
             model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
         )
     if device.type == "cuda" and dtype == torch.float32:
-        repeat_heads_for_fused_kernels(model)
-    head = find_head(model) if sequences else None
-    if head is not None and recipe.model.chunked_loss:
-        ChunkedHead(model, head)
+        repeat_heads_for_fused_kernels()
+    transform = logits_transform(model) if sequences else None
+    if transform is not None and recipe.model.chunked_loss:
+        ChunkedHead(model, transform)
     return PreparedModel(
         model,
         blocks,
@@ -224,7 +224,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         masking=masking,
         vocabulary=vocabulary_size(model),
         chunked_loss=computes_loss(model),
-        outer_units=() if head is None else outer_units(model, blocks),
+        outer_units=() if transform is None else outer_units(model, blocks),
         depth=len(blocks),
     )
 

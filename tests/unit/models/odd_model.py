@@ -9,29 +9,16 @@ class Odd(nn.Module):
 
     def __init__(self, scalar_shape=()):
         super().__init__()
-        shapes = {
-            "normal": (7, 5),
-            "uniform": (7, 5),
-            "cut": (301, 40),
-            "padded": (9, 4),
-            "scaled": (40, 50),
-        }
-        shapes |= {
-            "orthogonal": (6, 6),
-            "copied": (5, 3),
-            "sorted": (8,),
-            "scalar": scalar_shape,
-            "doubled": (7, 5),
-        }
+        shapes = {"normal": (7, 5), "uniform": (7, 5), "cut": (301, 40), "padded": (9, 4)}
+        shapes |= {"scaled": (40, 50), "orthogonal": (6, 6), "copied": (5, 3), "sorted": (8,)}
+        shapes |= {"scalar": scalar_shape, "doubled": (7, 5)}
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
     def reset_parameters(self):
         nn.init.normal_(self.normal, 1.0, 0.5)
         nn.init.uniform_(self.uniform, -3, -1)
-        nn.init.trunc_normal_(
-            self.cut, std=0.02
-        )  # between -2 and 2: limits of 100 standard deviations
+        nn.init.trunc_normal_(self.cut, std=0.02)  # limits of 100 standard deviations
         nn.init.xavier_uniform_(self.padded)
         nn.init.zeros_(self.padded[3])
         self.padded.data[-1].fill_(7)

@@ -15,32 +15,32 @@ from launcher.models.chunked_loss import (
     Transform,
     chunk_width,
     computes_loss,
-    find_head,
     linear_cross_entropy,
+    logits_transform,
 )
+from launcher.models.initialization import random_weights
 from launcher.models.lora import add_adapters
 from launcher.recipe.schema import Lora, Model
 from launcher.training.loss import summed_loss
 
-SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+CPU = torch.device("cpu")
+SMALL = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 @pytest.fixture
-def small_parts(monkeypatch):
-    """Parts of 64 words of the vocabulary for 32 tokens."""
+def small_chunks(monkeypatch):
+    """Of 64 entries of the vocabulary for 32 tokens."""
     monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 32 * 64)
 
 
-def drawn(*shape, requires_grad=True, dtype=torch.float32):
+def drawn(*shape, dtype=torch.float32):
     generator = torch.Generator().manual_seed(len(shape) + sum(shape))
-    return torch.randn(*shape, generator=generator).to(dtype).requires_grad_(requires_grad)
+    return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+
+
+def summed(logits, targets):
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
 @pytest.mark.parametrize(
@@ -48,52 +48,41 @@ def drawn(*shape, requires_grad=True, dtype=torch.float32):
 )
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_values_and_gradients(transform, bias):
-    tokens, vocabulary = 32, 300
-    inputs, weight = drawn(tokens, 8), drawn(vocabulary, 8)
-    added = drawn(vocabulary) if bias else None
-    targets = torch.randint(vocabulary, (tokens,))
+    leaves = [drawn(32, 8), drawn(300, 8), *([drawn(300)] if bias else [])]
+    inputs, weight, added = (*leaves, None)[:3]
+    targets = torch.randint(300, (32,))
     targets[::5] = IGNORED
-    leaves = [inputs, weight, *([added] if bias else [])]
-    logits = (inputs @ weight.T + (added if bias else 0)) * transform.scale
+    logits = F.linear(inputs, weight, added) * transform.scale
     if transform.softcap is not None:
         logits = torch.tanh(logits / transform.softcap) * transform.softcap
-    expected = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    expected = summed(logits, targets)
     wanted = torch.autograd.grad(expected * 0.3, leaves)
     for width in (64, 100, 300):
-        found = linear_cross_entropy(
-            inputs, weight, added, targets, transform=transform, width=width
-        )
+        settings = {"transform": transform, "width": width}
+        found = linear_cross_entropy(inputs, weight, added, targets, **settings)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-        gradients = torch.autograd.grad(found * 0.3, leaves)
-        for one, other in zip(gradients, wanted, strict=True):
+        for one, other in zip(torch.autograd.grad(found * 0.3, leaves), wanted, strict=True):
             assert (one - other).norm() <= 1e-6 * other.norm()
 
 
 def test_bfloat16_is_as_close_to_the_exact_gradient_as_full_logits():
     inputs, weight = drawn(32, 64, dtype=torch.bfloat16), drawn(300, 64, dtype=torch.bfloat16)
-    targets = torch.randint(300, (32,))
-
-    def gradients(loss):
-        return torch.autograd.grad(loss, (inputs, weight))
-
-    def full(x, w):
-        return F.cross_entropy((x @ w.T).float(), targets, reduction="sum")
-
-    exact = gradients(full(inputs.double(), weight.double()))
-    plain = gradients(full(inputs, weight))
-    chunked = gradients(
-        linear_cross_entropy(inputs, weight, None, targets, transform=Transform(), width=64)
-    )
-    for truth, one, other in zip(exact, plain, chunked, strict=True):
-        assert (other - truth).norm() <= 1.2 * (one - truth).norm()
+    targets, settings = torch.randint(300, (32,)), {"transform": Transform(), "width": 64}
+    losses = [
+        summed((inputs.double() @ weight.double().T).float(), targets),
+        summed((inputs @ weight.T).float(), targets),
+        linear_cross_entropy(inputs, weight, None, targets, **settings),
+    ]
+    gradients = [torch.autograd.grad(loss, (inputs, weight)) for loss in losses]
+    for exact, plain, chunked in zip(*gradients, strict=True):
+        assert (chunked - exact).norm() <= 1.2 * (plain - exact).norm()
 
 
 def test_no_target_at_all():
     inputs, weight = drawn(4, 8), drawn(300, 8)
+    settings = {"transform": Transform(), "width": 64}
     for targets in (torch.full((4,), IGNORED), torch.zeros(0, dtype=torch.long)):
-        loss = linear_cross_entropy(
-            inputs[: len(targets)], weight, None, targets, transform=Transform(), width=64
-        )
+        loss = linear_cross_entropy(inputs[: len(targets)], weight, None, targets, **settings)
         loss.backward()
         assert loss == 0
         assert torch.count_nonzero(weight.grad) == 0
@@ -103,30 +92,24 @@ def test_no_target_at_all():
     ("tokens", "vocabulary", "width"),
     [(4096, 128256, 16064), (128, 32000, 32000), (1, 100, 100), (2**20, 32000, 64)],
 )
-def test_width_of_parts(tokens, vocabulary, width):
+def test_width_of_chunks(tokens, vocabulary, width):
     assert chunk_width(tokens, vocabulary) == width
 
 
-def built(config, *, lora=None):
+def built(lora=None, **config):
     attention = "eager" if config["model_type"] == "gemma2" else "sdpa"
-    model = build_model(Model(config=config, attention=attention), sequence_length=16, labels=None)
+    model = build_model(Model(config=SMALL | config, attention=attention), sequence_length=16)
     if lora is not None:
         add_adapters(model, lora, base_dtype=torch.float32)
-    ChunkedHead(model, find_head(model))
+    ChunkedHead(model, logits_transform(model))
     assert computes_loss(model)
-    model.to_empty(device="cpu")
+    random_weights(model, CPU, CPU, seed=1)
     for index, parameter in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(index)
-        parameter.data.normal_(0, 0.3, generator=generator)
-    for name, buffer in model.named_buffers():
-        if name.endswith("inv_freq"):
-            buffer.copy_(0.1 ** torch.linspace(0, 1, len(buffer)))
-        else:
-            buffer.fill_(1)  # such as Gemma's embed_scale: to_empty leaves it undefined
+        parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(index))
     return model
 
 
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     "config",
     [
@@ -144,30 +127,24 @@ def built(config, *, lora=None):
 def test_models(config, lora, few):
     if lora is not None and config.get("tie_word_embeddings"):
         pytest.skip("peft refuses an adapter of a tied head")
-    model = built(SMALL | config, lora=lora)
-    rows = [
-        {
-            "input_ids": torch.randint(300, (16,)).numpy(),
-            "targets": torch.randint(300, (16,)).numpy(),
-            "position_ids": torch.arange(16).numpy(),
-        }
-        for _ in range(2)
-    ]
-    if few:
-        for row in rows:
-            row["targets"][:9] = IGNORED
+    model = built(lora, **config)
+    rows = []
+    for _ in range(2):
+        ids, targets = torch.randint(300, (2, 16))
+        targets[: 9 * few] = IGNORED
+        row = {"input_ids": ids, "targets": targets, "position_ids": torch.arange(16)}
+        rows.append({name: tensor.numpy() for name, tensor in row.items()})
     batch = collate_sequences(rows, length=16, packed=False, masking="mask")["tensors"]
     assert ("target_positions" in batch) is few
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-    targets = batch["targets"].flatten()
-    expected = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
-    found = summed_loss(model, batch)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
-    pairs = zip(
-        torch.autograd.grad(found, trained), torch.autograd.grad(expected, trained), strict=True
+    expected, found = (
+        summed(logits.flatten(0, 1), batch["targets"].flatten()),
+        summed_loss(model, batch),
     )
-    for one, other in pairs:
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    gradients = [torch.autograd.grad(loss, trained) for loss in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
     with torch.no_grad():
         assert summed_loss(model.eval(), batch) == pytest.approx(float(expected), rel=1e-6)
@@ -188,22 +165,18 @@ class Doubled(torch.nn.Module):
 
 
 def test_a_model_that_changes_its_logits_computes_them_in_full():
+    config = SMALL | {"model_type": "llama"}
     with torch.device("meta"):
-        model = Doubled(
-            build_model(
-                Model(config=SMALL | {"model_type": "llama"}), sequence_length=16, labels=None
-            )
-        )
-    assert find_head(model) is None
+        model = Doubled(build_model(Model(config=config), sequence_length=16))
+    assert logits_transform(model) is None
     assert not computes_loss(model)
     assert "forward" not in vars(model) | vars(model.lm_head) | vars(model.base_model)
 
 
 def test_a_copy_of_the_model_computes_with_its_own_weights():
-    model = built(SMALL | {"model_type": "llama"})
+    model = built(model_type="llama")
     other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.lm_head.weight.zero_()
+    other.lm_head.weight.data.zero_()
     batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "targets": torch.ones(1, 4).long()}
     assert summed_loss(other, batch).item() == pytest.approx(4 * torch.tensor(300.0).log().item())
     assert summed_loss(model, batch).item() != pytest.approx(summed_loss(other, batch).item())

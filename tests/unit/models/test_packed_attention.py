@@ -18,37 +18,16 @@ from launcher.models.attention import (
 )
 from tests import varlen_on_cpu
 
-CPU = torch.device("cpu")
-BASE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
-GPT2 = {
-    "vocab_size": 64,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "head_dim": 8,
-    "num_key_value_heads": 4,
-}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BASE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+BASE |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 1}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 12, "head_dim": 8, "num_key_value_heads": 4}
+EXPERTS = {"first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_routed_experts": 8}
+EXPERTS |= {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
 MODELS = {
     "llama": BASE,
     "mistral": BASE | {"sliding_window": 4},
@@ -58,35 +37,25 @@ MODELS = {
     "mixtral": BASE | {"num_local_experts": 4},
     # Multi-head latent attention: q and k have 12 + 8, v has 12
     "minicpm3": BASE | LATENT,
-    "deepseek_v3": BASE
-    | LATENT
-    | {
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-    }
-    | {"num_experts_per_tok": 2},
+    "deepseek_v3": BASE | LATENT | EXPERTS,
 }
 DOCUMENTS = [[5, 9, 2], [16]]
 """Tokens of each document, row by row; the first row is padded by a document that is padding."""
 
 
-def config(model_type):
-    return AutoConfig.for_model(model_type, **MODELS.get(model_type, BASE))
+def build(model_type, attention=None, device=CPU, **settings):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **(settings or MODELS[model_type]))
+    with torch.device(device):
+        options = {"dtype": torch.float32, "attn_implementation": attention}
+        return AutoModelForCausalLM.from_config(config, **options)
 
 
-def isolate(model_type, attention=None, settings=None, *, sequence_length=16, device=CPU):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            settings or config(model_type), dtype=torch.float32, attn_implementation=attention
-        )
+def isolate(model_type, attention=None, *, sequence_length=16, device=CPU, **settings):
+    model = build(model_type, attention, "meta", **settings)
     dtype = torch.float32 if device == CPU else torch.bfloat16
-    isolation = isolate_documents(
-        model, sequence_length=sequence_length, device=device, compute_dtype=dtype
-    )
-    return isolation, model.config._attn_implementation
+    options = {"sequence_length": sequence_length, "device": device, "compute_dtype": dtype}
+    return isolate_documents(model, **options), model.config._attn_implementation
 
 
 @pytest.fixture(params=["sdpa", "eager", "kernel of a GPU"])
@@ -105,102 +74,66 @@ def test_packed_documents_give_the_same_logits_as_alone(model_type, attention):
         attention = None  # it has eager attention alone
     isolation, name = isolate(model_type, attention)
     assert (isolation, name) == (("varlen", VARLEN) if attention == "sdpa" else ("mask", "eager"))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config(model_type), dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    ids = torch.randint(64, (2, 16))
-    weight = torch.randn(2, 16, 64)
-    alone = torch.zeros(2, 16, 64)
-    for row, sizes in enumerate(DOCUMENTS):
-        for end, size in zip(torch.tensor(sizes).cumsum(0).tolist(), sizes, strict=True):
-            alone[row, end - size : end] = model(
-                input_ids=ids[row : row + 1, end - size : end], use_cache=False
-            ).logits
-    (alone * weight).sum().backward()
-    expected = {
-        key: parameter.grad.clone()
-        for key, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    model.zero_grad()
+    model = build(model_type, "eager").eval()
+    ids, weight = torch.randint(64, (2, 16)), torch.randn(2, 16, 64)
+    rows = []
+    for row, sizes in zip(ids, DOCUMENTS, strict=True):
+        alone = [model(input_ids=part[None], use_cache=False).logits for part in row.split(sizes)]
+        rows.append(torch.cat(alone, dim=1))
+    alone = torch.cat(rows)
+    parameters = [parameter for _, parameter in sorted(model.named_parameters())]
+    expected = torch.autograd.grad((alone * weight).sum(), parameters, allow_unused=True)
     model.set_attn_implementation(name)
-    inputs = {
-        "position_ids": torch.stack(
-            [torch.cat([torch.arange(size) for size in sizes]) for sizes in DOCUMENTS]
-        )
-    }
+    positions = [torch.cat([torch.arange(size) for size in sizes]) for sizes in DOCUMENTS]
+    inputs = {"position_ids": torch.stack(positions)}
     if isolation == "varlen":
         bounds = torch.tensor([0, 5, 14, 16, 32], dtype=torch.int32)
-        inputs |= {
-            "cu_seq_lens_q": bounds,
-            "cu_seq_lens_k": bounds,
-            "max_length_q": 16,
-            "max_length_k": 16,
-        }
+        inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        inputs |= {"max_length_q": 16, "max_length_k": 16}
     packed = model(input_ids=ids, use_cache=False, **inputs).logits
     torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
-    (packed * weight).sum().backward()
-    for key, gradient in expected.items():
-        torch.testing.assert_close(
-            model.get_parameter(key).grad, gradient, rtol=1e-4, atol=1e-4, msg=key
-        )
+    found = torch.autograd.grad((packed * weight).sum(), parameters, allow_unused=True)
+    for one, other in zip(found, expected, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_a_whole_row_needs_no_bounds():
     """A micro-batch in which no row is packed is attended densely, a sliding window included."""
     isolate("mistral", "sdpa")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config("mistral"), dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    ids = torch.randint(64, (2, 16))
+    model, ids = build("mistral", "eager").eval(), torch.randint(64, (2, 16))
     expected = model(input_ids=ids, use_cache=False).logits
     model.set_attn_implementation(VARLEN)
-    torch.testing.assert_close(
-        model(input_ids=ids, use_cache=False).logits, expected, rtol=0, atol=1e-5
-    )
+    found = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_padded_rows_need_no_mask(model_type, monkeypatch):
     """transformers is not asked for a mask, and where a token has a target nothing changes, padded or not, bit for bit."""
     attention = None if model_type == "gemma2" else "sdpa"  # gemma2 has eager attention alone
-    with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(
-            config(model_type), dtype=torch.float32, attn_implementation=attention
-        )
+    shape = build(model_type, attention, "meta")
     drop_causal_mask(shape)
     name = shape.config._attn_implementation
     assert name == (VARLEN if attention else "eager")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config(model_type), dtype=torch.float32, attn_implementation=attention
-    )
-    ids = torch.randint(3, 64, (2, 16))
+    model = build(model_type, attention)
+    ids, weight = torch.randint(3, 64, (2, 16)), torch.randn(2, 16, 64)
     ids[1, 9:] = 0  # padding
-    weight = torch.randn(2, 16, 64)
     weight[1, 9:] = 0
 
     def logits_and_gradients(**mask):
         model.zero_grad()
         logits = model(input_ids=ids, use_cache=False, **mask).logits
         (logits * weight).sum().backward()
-        return [
-            logits[0],
-            logits[1, :9],
-            *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
-        ]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [logits[0], logits[1, :9], *gradients]
 
     expected = logits_and_gradients()
-    masked = logits_and_gradients(
-        attention_mask=(torch.arange(16) < torch.tensor([[16], [9]])).long()
-    )
+    seen = (torch.arange(16) < torch.tensor([[16], [9]])).long()
+    masked = logits_and_gradients(attention_mask=seen)
     model.set_attn_implementation(name)
-    if attention:
-        monkeypatch.setattr(
-            masking_utils, "find_packed_sequence_indices", None
-        )  # called, it would raise
+    if attention:  # called, it would raise
+        monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
     for found, same, near in zip(logits_and_gradients(), expected, masked, strict=True):
         assert torch.equal(found, same)
         torch.testing.assert_close(found, near, rtol=1e-4, atol=1e-4)
@@ -209,7 +142,7 @@ def test_padded_rows_need_no_mask(model_type, monkeypatch):
 def test_float32_on_cuda_never_leaves_grouped_heads_to_torch(monkeypatch):
     """Torch would compute all scores. transformers makes no mask where each row is one document."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config("llama"), dtype=torch.float32)
+    model = build("llama", **BASE)
     ids = torch.randint(3, 64, (2, 16))
     rows = torch.arange(16).expand(2, -1), torch.arange(8).repeat(2).expand(2, -1)
 
@@ -217,7 +150,7 @@ def test_float32_on_cuda_never_leaves_grouped_heads_to_torch(monkeypatch):
         return model(input_ids=ids, position_ids=row, use_cache=False).logits
 
     expected = [logits(row) for row in rows]
-    repeat_heads_for_fused_kernels(model)
+    repeat_heads_for_fused_kernels()
     monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
     attend, calls = torch.nn.functional.scaled_dot_product_attention, []
 
@@ -232,40 +165,34 @@ def test_float32_on_cuda_never_leaves_grouped_heads_to_torch(monkeypatch):
     assert {without_mask for _, without_mask in calls} == {True, False}
 
 
-def test_models_with_another_mask_keep_it():
-    """Alibi, which is part of the mask; layers that see chunks; no attention of transformers' interface; not causal."""
-    for model_type, more in (
-        ("bloom", {}),
-        ("llama4_text", {"attention_chunk_size": 4}),
-        ("mamba", {}),
-        ("llama", {"is_causal": False}),
-    ):
-        settings = AutoConfig.for_model(model_type, **BASE | more)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
-        before = model.config._attn_implementation
-        drop_causal_mask(model)
-        assert model.config._attn_implementation == before, model_type
-
-
 @pytest.mark.parametrize(
-    ("model_type", "crosses"), [("llama", False), ("bloom", True), ("falcon", True)]
+    ("model_type", "more"),
+    [
+        ("bloom", {}),  # alibi is part of the mask
+        ("llama4_text", {"attention_chunk_size": 4}),
+        ("mamba", {}),  # no attention of transformers' interface
+        ("llama", {"is_causal": False}),
+    ],
 )
-def test_models_that_do_not_keep_documents_apart_are_found(model_type, crosses):
+def test_models_with_another_mask_keep_it(model_type, more):
+    model = build(model_type, device="meta", **BASE | more)
+    before = model.config._attn_implementation
+    drop_causal_mask(model)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bloom", "falcon"])
+def test_models_that_do_not_keep_documents_apart_are_found(model_type):
     """Alibi counts distance over the whole row: position_ids do not reach it."""
-    settings = AutoConfig.for_model(model_type, **BASE)
-    if model_type != "llama":
-        assert isolate(model_type, settings=settings)[0] == "mask"
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
-    model.train()
-    if crosses:
-        with pytest.raises(
-            RecipeError, match=r"data\.packing: in .* a packed document sees the one before it"
-        ):
-            check_isolation(model, name=model_type, vocabulary=64, device=CPU)
+    model = build(model_type, **BASE).train()
+    check = {"name": model_type, "vocabulary": 64, "device": CPU}
+    if model_type == "llama":
+        check_isolation(model, **check)
     else:
-        check_isolation(model, name=model_type, vocabulary=64, device=CPU)
+        assert isolate(model_type, **BASE)[0] == "mask"
+        message = r"data\.packing: in .* a packed document sees the one before it"
+        with pytest.raises(RecipeError, match=message):
+            check_isolation(model, **check)
     assert model.training
 
 
@@ -284,21 +211,6 @@ def test_rounding_of_the_dtype_is_no_crossing(dtype):
         check(0.08)
 
 
-def test_layers_that_carry_a_state_are_refused():
-    with pytest.raises(
-        RecipeError, match=r"data\.packing: MambaForCausalLM has layers .* use packing: false"
-    ):
-        isolate(
-            "mamba",
-            settings=AutoConfig.for_model(
-                "mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2
-            ),
-        )
-
-
-CUDA = torch.device("cuda")
-
-
 @pytest.mark.parametrize(
     ("model_type", "settings", "expected"),
     [
@@ -313,22 +225,19 @@ CUDA = torch.device("cuda")
 def test_a_gpu_gets_variable_length_attention_where_its_kernel_can_compute_it(
     model_type, settings, expected
 ):
-    assert (
-        isolate(model_type, settings=AutoConfig.for_model(model_type, **settings), device=CUDA)[0]
-        == expected
-    )
+    assert isolate(model_type, device=CUDA, **settings)[0] == expected
 
 
-def test_attention_in_chunks_is_refused_where_a_row_has_several():
-    settings = AutoConfig.for_model(
-        "llama4_text", **BASE, attention_chunk_size=16, num_local_experts=2, head_dim=8
-    )
-    assert isolate("llama4_text", settings=settings, sequence_length=16)[0] == "varlen"
-    with pytest.raises(
-        RecipeError,
-        match=r"data\.packing: Llama4ForCausalLM attends within chunks of 16 tokens.*at most 16",
-    ):
-        isolate("llama4_text", settings=settings, sequence_length=17)
+def test_layers_that_mix_documents_are_refused():
+    """Those with a state, and attention in chunks where a row has several."""
+    message = r"data\.packing: MambaForCausalLM has layers .* use packing: false"
+    with pytest.raises(RecipeError, match=message):
+        isolate("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2)
+    chunked = BASE | {"attention_chunk_size": 16, "num_local_experts": 2, "head_dim": 8}
+    assert isolate("llama4_text", **chunked)[0] == "varlen"
+    message = r"data\.packing: Llama4ForCausalLM attends within chunks of 16 tokens.*at most 16"
+    with pytest.raises(RecipeError, match=message):
+        isolate("llama4_text", sequence_length=17, **chunked)
 
 
 def test_float32_repeats_grouped_heads_on_cuda(monkeypatch):
@@ -341,12 +250,13 @@ def test_float32_repeats_grouped_heads_on_cuda(monkeypatch):
         seen.append(key.shape[1])
         return plain(query, key, value, **arguments)
 
+    def attend():
+        return attention_module.varlen_attention(module, query, key, value, None)[0]
+
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
-    grouped, _ = attention_module.varlen_attention(module, query, key, value, None)
+    grouped = attend()
     monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
-    repeated, _ = attention_module.varlen_attention(module, query, key, value, None)
-    assert seen == [2, 8]
-    assert torch.allclose(grouped, repeated, atol=1e-6)
+    assert torch.allclose(attend(), grouped, atol=1e-6)
     with torch.autocast("cpu", torch.bfloat16):
-        attention_module.varlen_attention(module, query, key, value, None)
-    assert seen[-1] == 2
+        attend()
+    assert seen == [2, 8, 2]

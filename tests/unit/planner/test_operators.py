@@ -142,7 +142,7 @@ def test_more_memory_means_less_recomputation_and_the_same_bits():
 def test_random_numbers_are_drawn_again(monkeypatch):
     """Kept dropout would not advance the generator: what is drawn next would differ."""
     dropout = {torch.ops.aten.native_dropout.default, torch.ops.aten.bernoulli_.float}
-    monkeypatch.setattr(activation_checkpointing, "kept_operations", lambda: dropout)
+    monkeypatch.setattr(activation_checkpointing, "ATTENTION", dropout)
     expected, _ = trained(None, dropout=0.5)
     torch.manual_seed(0)
     model = blocks_of(dropout=0.5)
