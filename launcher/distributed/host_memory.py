@@ -1,7 +1,4 @@
-"""Host memory by the kernel's files: what is available, what this process uses, kills.
-
-Standard library only. A missing file is skipped.
-"""
+"""Host memory by the kernel's files; a missing one is skipped. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,21 +9,19 @@ from pathlib import Path
 
 
 def available(root: Path = Path("/")) -> int | None:
-    """Bytes that processes can still allocate on this node and in this process's control groups;
-    None if unknown."""
+    """Bytes left on this node and in this process's control groups; None if unknown."""
     left = [max(0, limit - used) for limit, used in _limits(root)]
     return min([*_meminfo(root, "MemAvailable:"), *left], default=None)
 
 
 def allowed(root: Path = Path("/")) -> int | None:
-    """Bytes that all processes may use on this node and in this process's control groups; None if
-    unknown."""
+    """Bytes that the node and this process's control groups allow; None if unknown."""
     limits = [limit for limit, _ in _limits(root)]
     return min([*_meminfo(root, "MemTotal:"), *limits], default=None)
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of this process's control groups, in bytes."""
+    """Limit and use of this process's control groups."""
     for folder in _control_groups(root):
         for limit, used in (
             ("memory.max", "memory.current"),
@@ -49,11 +44,8 @@ def resident() -> int:
 
 
 def take_peak() -> int:
-    """Peak resident bytes of this process since the last call, or since its start if the kernel
-    cannot reset it.
-
-    proc(5): VmHWM in status; writing 5 to clear_refs resets it and touches no page.
-    """
+    """Peak resident bytes of this process since the last call; since its start if the kernel cannot
+    reset it (proc(5): VmHWM, and 5 in clear_refs)."""
     status = Path("/proc/self/status").read_text()
     peak = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
     with contextlib.suppress(OSError):
@@ -62,8 +54,7 @@ def take_peak() -> int:
 
 
 def killed(root: Path = Path("/")) -> dict[str, int]:
-    """Processes that the out-of-memory killer has ended, by the file that counts them: on the node
-    and in this process's control groups."""
+    """Processes that the out-of-memory killer has ended, by the file that counts them."""
     names = ("memory.events", "memory.oom_control")
     files = [folder / name for folder in _control_groups(root) for name in names]
     counts: dict[str, int] = {}

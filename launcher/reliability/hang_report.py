@@ -34,8 +34,8 @@ def stacks() -> tuple[str, str]:
 
 
 def process_state(pid: int) -> list[str]:
-    """The kernel's view of a process: its state (R running, S sleeping, D waiting for a device,
-    T stopped), the kernel function it waits in, and its kernel stack where that is readable."""
+    """The kernel's view of a process: its state, the kernel function it waits in, and its kernel
+    stack where that is readable."""
 
     def read(name: str) -> str:
         try:
@@ -60,10 +60,8 @@ def flight_recorder() -> bytes | None:
 
 
 def collectives(recorded: bytes | None) -> dict[str, dict[str, Any]]:
-    """By process group: the number of the newest collective, and the oldest unfinished ones.
-
-    The newest entry of a flight recorder was only enqueued. The oldest unfinished one hangs.
-    """
+    """By process group: the number of the newest collective, which may only be enqueued, and the
+    oldest unfinished ones, of which the first hangs."""
     groups: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(ValueError, KeyError, TypeError):
         for entry in json.loads(recorded or b"{}").get("entries") or []:
@@ -83,8 +81,7 @@ def collectives(recorded: bytes | None) -> dict[str, dict[str, Any]]:
 def compare_collectives(ranks: dict[int, dict[str, dict[str, Any]]]) -> list[str]:
     """A line for each group that waits: its oldest unfinished collective, and its state by rank.
 
-    ranks: `collectives` of each. Groups with a rank that has not begun it come first; three at
-    most.
+    ranks: `collectives` of each. Groups with a rank that has not begun it come first.
     """
     lines = []
     for name in sorted({name for groups in ranks.values() for name in groups}):
