@@ -65,8 +65,8 @@ class CheckpointManager:
         """Loads the newest valid checkpoint up to step `at_most` (`auto`), or the one at a path.
         None: `never`, or there is none.
 
-        Raises RecipeError if a key of the recipe has changed that must not change, or if the
-        checkpoint is of another model; NoneLeftError if all are damaged.
+        Raises RecipeError if recipe, data or model have changed that must not change; NoneLeftError
+        if all checkpoints are damaged.
         """
         path = self._find(resume, at_most=at_most)
         if path is None:
@@ -128,9 +128,9 @@ class CheckpointManager:
         scores: Mapping[str, float],
         evaluated: bool = True,
     ) -> None:
-        """Starts a save. `report` logs the outcome. Raises TrainingError after too many failures in
-        a row. scores: metrics of an evaluation after this step. evaluated: False if an evaluation
-        was due and interrupted."""
+        """Starts a save, whose outcome `report` logs. Raises TrainingError after too many failures
+        in a row. scores: of an evaluation after this step. evaluated: False if one was interrupted.
+        """
         step, metric = position.step, self._settings.keep_best
         value = None if metric is None else scores.get(metric)
         if metric and value is not None and is_better(metric, value, self._best.get(metric)):
@@ -154,7 +154,7 @@ class CheckpointManager:
         self._check_failures()
 
     def report(self) -> None:
-        """Logs the outcome of saves that have ended since the last call. Does not wait."""
+        """Logs the outcome of saves that have ended since the last call."""
         self._log(self._checkpointer.poll())
 
     def finish(self) -> None:
@@ -171,18 +171,11 @@ class CheckpointManager:
                     f"{save.seconds:.1f} s, training waited {save.blocked:.2f} s"
                 )
                 if self._ranks.rank == 0:
-                    self._run.note(
-                        "saved",
-                        ranks=self._ranks.size,
-                        step=save.step,
-                        bytes=save.bytes,
-                        seconds=save.seconds,
-                    )
+                    took = {"bytes": save.bytes, "seconds": save.seconds}
+                    self._run.note("saved", ranks=self._ranks.size, step=save.step, **took)
             else:
                 self.trouble = f"checkpoint of step {save.step} failed: {save.error}"
                 logger.warning(f"{self.trouble}; older ones are kept, training continues")
-            if save.note is not None:
-                logger.info(f"note: {save.note}")
 
     def _check_failures(self) -> None:
         failures, limit = self._checkpointer.failures, self._settings.max_failures

@@ -83,7 +83,7 @@ class Neighbours:
             self.known = True
 
     def lost(self) -> list[int]:
-        """Ranks whose processes have ended, for any reason. Does not use the store."""
+        """Ranks whose processes have ended, for any reason."""
         processes = self.processes.items()
         ended = [rank for rank, (pid, start) in processes if process_start(pid) != start]
         # Without free file descriptors not even this process can be read: then nothing is known
@@ -91,9 +91,9 @@ class Neighbours:
 
 
 class FailureWatch:
-    """This rank's part in reporting a failure and ending the run.
+    """Reports a failure and ends the run: an exception inside its context ends all ranks.
 
-    An exception inside its context ends this process and all other ranks.
+    Methods that use the store raise RuntimeError if it fails.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class FailureWatch:
         """Flushes and closes what the run writes, before a failure ends this process."""
         self.neighbours = Neighbours(environment)
         self.claimed = False
-        """A thread of this rank reports the failure; no other one may end the process meanwhile."""
+        """A thread of this rank reports; no other one may end the process meanwhile."""
         self._found = run.read_status()
         self._shared, self.store = store, self._connect(store)
         self._killed = host_memory.killed()
@@ -147,17 +147,13 @@ class FailureWatch:
             self.store.set(ENDED(self.rank), "")
 
     def is_set(self, key: str) -> bool:
-        """Raises RuntimeError if the store fails."""
         return bool(self.store.check([key]))
 
     # Claims
 
     def claim(self, *, ask_store: bool = True, ends: bool = True) -> bool:
-        """True for one thread of one rank, which then must `report`.
-
-        If the store fails, status.json decides, which changes once a rank has reported. ends: this
-        rank ends even if it does not report.
-        """
+        """True for one thread of one rank, which then must `report`. If the store fails,
+        status.json decides. ends: this rank ends even if it does not report."""
         with self._claiming:
             if self.claimed:
                 return False
@@ -213,29 +209,23 @@ class FailureWatch:
                 self._print(str(error))
         self.environment.tell_agent(text)
         if account is not None:
-            text = f"{text}\n{self._conclude(account)}"
+            if not account.restarts_now:
+                self._print("asking the memory plan what would fit ...")
+            answer = account.conclude(_REPORT_SECONDS)
+            self._print(answer)
+            text = f"{text}\n{answer}"
             self.environment.tell_agent(text)
             with contextlib.suppress(OSError, TrainingError):
                 self.run.write_status("failed", step=step, reason=reason, error=text)
         self._set_reported(status)
-
-    def _conclude(self, account: Account) -> str:
-        if not account.restarts_now:
-            self._print("asking the memory plan what would fit ...")
-        try:
-            text = account.conclude(_REPORT_SECONDS)
-        except Exception as error:
-            text = f"what would fit could not be found out: {describe(error)}"
-        self._print(text)
-        return text
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the reader of the console may be gone
             print(text, file=self.console, flush=True)
 
     def report_exception(self, error: BaseException) -> int:
-        """Writes the traceback to the rank's log; the first rank that failed reports the cause.
-        Returns the exit status."""
+        """Writes the traceback to the rank's log; reports the cause if no other rank does. Returns
+        the exit status."""
         log_file = self.run.log / f"rank_{self.rank}.log"
         unexpected = not isinstance(error, (RecipeError, TrainingError))
         if unexpected:
@@ -293,11 +283,8 @@ class FailureWatch:
     # Lost ranks
 
     def report_lost(self, lost: list[int], *, ask_store: bool = True) -> None:
-        """Reports neighbours that were killed, and ends this process.
-
-        Returns if another rank reports or, by the store, they ended in order. Raises RuntimeError
-        if the store fails.
-        """
+        """Reports neighbours that were killed, and ends this process. Returns if another rank
+        reports or, by the store, they ended in order."""
         if ask_store:
             lost = [rank for rank in lost if not self.is_set(ENDED(rank))]
         if lost and self.claim(ask_store=ask_store):
@@ -322,10 +309,8 @@ class FailureWatch:
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.ranks}"
 
     def _silent_ranks(self, *, running: bool) -> list[int] | None:
-        """Ranks that do not notice the failure within three seconds, so were probably killed.
-
-        running: includes ranks that run but have not failed. None: the store does not answer.
-        """
+        """Ranks that do not notice the failure within three seconds, so were probably killed;
+        None: the store does not answer. running: includes ranks that run but have not failed."""
         key, deadline = ENDED if running else NOTICED, time.monotonic() + 3.0
         with contextlib.suppress(Exception):
             while True:

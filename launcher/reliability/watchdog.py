@@ -56,15 +56,10 @@ class Watch:
         self._save_file, self._stop_file = self._run.path / "save", self._run.path / "stop"
         self._save = self._stopped_by_file = False
         self._position = (-1, -1)
-        self._idle = 0.0
-        """Seconds without a heartbeat of the training loop."""
-        self._slow = False
-        """Whether the store counts this rank as in a phase without a time limit."""
-        self._answered = False
-        self._failing_since: float | None = None
-        """When the store first failed, without an answer since."""
-        self._claimed_at: float | None = None
-        """When this rank noticed that another one reports."""
+        self._idle_seconds = 0.0
+        self._counted_as_slow = self._answered = False
+        self._store_fails_since: float | None = None
+        self._noticed_claim_at: float | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
@@ -89,7 +84,7 @@ class Watch:
             self._stop_file.unlink(missing_ok=True)
 
     def save_requested(self) -> bool:
-        """Rank 0: whether RUN_DIR/save was created since `save_done`."""
+        """Rank 0: whether RUN_DIR/save was created."""
         return self._save
 
     def save_done(self) -> None:
@@ -108,7 +103,7 @@ class Watch:
             lost = self._failures.neighbours.lost()
             try:
                 self._look_at_store(lost)
-                self._failing_since = None
+                self._store_fails_since = None
             except Exception as error:  # of the store; a single one may be transient
                 self._store_failed(error, lost)
 
@@ -117,7 +112,7 @@ class Watch:
         # writes the stacks to the log
         faulthandler.dump_traceback_later(self._hang_timeout + 2 * self._period, file=2)
         position = (self._progress.step, self._progress.beats)
-        self._idle = self._idle + elapsed if position == self._position else 0.0
+        self._idle_seconds = self._idle_seconds + elapsed if position == self._position else 0.0
         self._position = position
         self._stop.look()
         environment = self._failures.environment
@@ -147,23 +142,23 @@ class Watch:
         if not self._failures.neighbours.known:
             self._failures.neighbours.find(self._store)
         slow = self._progress.slow_phase is not None
-        if slow != self._slow:
+        if slow != self._counted_as_slow:
             self._store.add(_SLOW, 1 if slow else -1)
-            self._slow = slow
-        if self._idle >= self._hang_timeout:
+            self._counted_as_slow = slow
+        if self._idle_seconds >= self._hang_timeout:
             if self._store.add(_SLOW, 0) > 0:
-                self._idle = 0.0
+                self._idle_seconds = 0.0
             else:
                 self._report_hang()
 
     def _other_claimed(self) -> None:
-        """Takes part in the report of a hang, and ends this rank if it does not end by itself."""
-        if self._claimed_at is None:
-            self._claimed_at = time.monotonic()
+        """Answers the report of a hang, and ends this rank if it does not end by itself."""
+        if self._noticed_claim_at is None:
+            self._noticed_claim_at = time.monotonic()
             self._store.set(NOTICED(self._rank), "")
         if not self._answered and self._failures.is_set(_HANG):
             self._answer()
-        if self._failures.claimed or time.monotonic() - self._claimed_at <= _GRACE_SECONDS:
+        if self._failures.claimed or time.monotonic() - self._noticed_claim_at <= _GRACE_SECONDS:
             return
         status = self._failures.wait_for_report()
         if not self._done.is_set():
@@ -178,8 +173,8 @@ class Watch:
             text += f"rank {self._rank} of {self._ranks} is {answer['phase']}, at {answer['where']}"
             text += f"\nstacks of the ranks are in {self._run.log / 'hang'}"
             self._fail("hang", text, ask_store=False)
-        self._failing_since = self._failing_since or time.monotonic()
-        seconds = time.monotonic() - self._failing_since
+        self._store_fails_since = self._store_fails_since or time.monotonic()
+        seconds = time.monotonic() - self._store_fails_since
         if lost and seconds > _NEIGHBOUR_LOST_SECONDS:
             self._failures.report_lost(lost, ask_store=False)
         if seconds > _STORE_LOST_SECONDS and not self._done.is_set():
@@ -246,8 +241,7 @@ class Watch:
         return "\n".join(lines)
 
     def _answer(self) -> Answer:
-        """Writes this rank's stacks, the states of its neighbours' processes, and the flight
-        recorder; publishes what the report needs of them."""
+        """Writes stacks, states of neighbours and the flight recorder; publishes a summary."""
         self._answered = True
         where, stacks = hang_report.stacks()
         recorded, folder = hang_report.flight_recorder(), self._run.log / "hang"
