@@ -17,38 +17,26 @@ def write(root, files):
 
 
 def test_what_is_left_is_the_least_of_node_and_limits(tmp_path):
-    write(
-        tmp_path,
-        {
-            "proc/meminfo": f"MemTotal: {9 * GIB // 1024} kB\nMemAvailable:   {8 * GIB // 1024} kB\n",
-            "proc/self/cgroup": "0::/job/step\n",
-        },
-    )
+    memory = f"MemTotal: {9 * GIB // 1024} kB\nMemAvailable:   {8 * GIB // 1024} kB\n"
+    write(tmp_path, {"proc/meminfo": memory, "proc/self/cgroup": "0::/job/step\n"})
     assert (host_memory.available(tmp_path), host_memory.allowed(tmp_path)) == (8 * GIB, 9 * GIB)
     group = "sys/fs/cgroup/job"
-    write(
-        tmp_path,
-        {
-            f"{group}/step/memory.max": "max\n",
-            f"{group}/memory.max": f"{4 * GIB}\n",
-            f"{group}/memory.current": f"{GIB}\n",
-        },
-    )
+    limits = {"step/memory.max": "max", "memory.max": f"{4 * GIB}", "memory.current": f"{GIB}"}
+    write(tmp_path, {f"{group}/{name}": f"{text}\n" for name, text in limits.items()})
     assert host_memory.available(tmp_path) == 3 * GIB, "the limit of a group above counts too"
     assert host_memory.allowed(tmp_path) == 4 * GIB
 
 
 def test_version_one_of_control_groups(tmp_path):
-    write(tmp_path, {"proc/self/cgroup": "9:cpu:/a\n4:memory:/slurm/job_7\n"})
-    group = "sys/fs/cgroup/memory/slurm/job_7"
-    write(
-        tmp_path,
-        {f"{group}/memory.limit_in_bytes": "1000\n", f"{group}/memory.usage_in_bytes": "400\n"},
-    )
+    group = "sys/fs/cgroup/memory/slurm/job_7/memory"
+    files = {
+        "proc/self/cgroup": "9:cpu:/a\n4:memory:/slurm/job_7\n",
+        f"{group}.limit_in_bytes": "1000\n",
+        f"{group}.usage_in_bytes": "400\n",
+        f"{group}.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+    }
+    write(tmp_path, files)
     assert host_memory.available(tmp_path) == 600
-    write(
-        tmp_path, {f"{group}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}
-    )
     assert set(host_memory.killed(tmp_path).values()) == {2}
 
 
@@ -66,11 +54,6 @@ def test_without_these_files_nothing_is_known(tmp_path):
     assert host_memory.available(tmp_path) is None
     assert host_memory.killed(tmp_path) == {}
     assert not host_memory.killed_since({}, tmp_path)
-
-
-def test_here():
-    assert (host_memory.available() or GIB) > 0
-    assert host_memory.resident() > 2**20
 
 
 def test_the_peak_is_that_since_the_last_call():
