@@ -252,7 +252,7 @@ class Checkpointer:
         self, scratch: Path, layout: Layout, pieces: _Pieces, state: bytes
     ) -> dict[str, StoredFile]:
         parts = [self._buffer] if self._buffer is not None else [part for _, part in pieces]
-        chunks = (chunk.cpu().numpy().data for part in parts for chunk in part.split(CHUNK))
+        chunks = (chunk.cpu().numpy().data for part in parts for chunk in torch.split(part, CHUNK))
         name = files.rank_file(self._rank)
         title = f"writing {scratch.name.partition('.')[0]}"
         with task(title, layout.size, background=True) as advance:

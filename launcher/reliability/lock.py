@@ -125,11 +125,8 @@ def _touched(record: Path) -> float:
 
 
 def current_owner(run_dir: Path) -> tuple[Owner, bool | None] | None:
-    """The owner of a run folder, and whether it is alive; None: there is no owner.
-
-    Alive is None for an owner on another machine without a recent heartbeat, by clocks that may
-    differ.
-    """
+    """The owner of a run folder, if any, and whether it is alive: None on another machine without a
+    recent heartbeat, by clocks that may differ."""
     _, record = _newest(run_dir / "owner")
     owner = _read(record)
     if owner is None:
@@ -151,11 +148,8 @@ class Ownership:
 
     @classmethod
     def take(cls, run_dir: Path, environment: Environment) -> Ownership:
-        """Takes the lock of a run folder, which need not exist.
-
-        Waits for up to LEASE_SECONDS if the owner was on another machine and did not release it.
-        Raises RecipeError if another job owns the folder; nothing was changed then.
-        """
+        """Waits for up to LEASE_SECONDS if the owner was on another machine and did not release the
+        folder. Raises RecipeError if another job owns it; nothing was changed then."""
         folder = run_dir / "owner"
         mine = Owner(
             host=socket.gethostname(),
@@ -193,16 +187,14 @@ class Ownership:
         return self._record.name
 
     def check(self) -> None:
-        """Before each write. Raises TrainingError (reason superseded) if another job took over."""
+        """Raises TrainingError (reason superseded) if another job took over."""
         _, newest = _newest(self._record.parent)
         if newest.stem == self._record.stem:
             return
         owner = _read(newest)
-        problem = "has lost this run's record in RUN_DIR/owner"
-        if owner is not None:
-            problem = f"now belongs to {owner.describe()}"
-        text = f"{self._record.parent.parent} {problem}; this run ends, and writes nothing more"
-        raise TrainingError(text, reason="superseded")
+        new = owner.describe() if owner is not None else "nobody"
+        text = f"{self._record.parent.parent} now belongs to {new}; "
+        raise TrainingError(f"{text}this run ends, and writes nothing more", reason="superseded")
 
     def release(self) -> None:
         """Releases the lock: the next job need not find out whether this process is gone."""
@@ -251,8 +243,8 @@ def _refuse_if_alive(run_dir: Path, owner: Owner, record: Path) -> None:
         raise refusal
     if alive is False:
         return
-    last, lease = f"{run_dir} was last written to by {owner.describe()}", f"{LEASE_SECONDS:.0f} s"
-    logger.warning("%s: waiting up to %s for a heartbeat", last, lease)
+    last = f"{run_dir} was last written to by {owner.describe()}"
+    logger.warning(f"{last}: waiting up to {LEASE_SECONDS:.0f} s for a heartbeat")
     deadline = time.monotonic() + LEASE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(min(1.0, LEASE_SECONDS / 10))

@@ -21,10 +21,7 @@ Event = Literal["started", "built", "resumed", "saved", "verdict", "failed", "st
 
 
 class RunFolder:
-    """A run folder. Rank 0 writes there; a rank that fails writes the status.
-
-    Each write is preceded by `check`: another job may have taken the folder.
-    """
+    """A run folder. Rank 0 writes there; a rank that fails writes the status."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +39,7 @@ class RunFolder:
         self._ranks: int | None = None
 
     def take(self, environment: Environment) -> None:
-        """Raises RecipeError if another job has the folder."""
+        """Raises RecipeError if another job owns the folder."""
         self.ownership = Ownership.take(self.path, environment)
 
     def check(self) -> None:
@@ -61,10 +58,11 @@ class RunFolder:
 
         A restart alone does not prove that: a refused job is restarted too.
         """
-        mine = {(key, value) for key, value in _identity(environment).items() if value is not None}
-        starts = (e for e in read_jsonl(self.events) if e["event"] == "started")
+        mine = _identity(environment)
         return environment.restarted and any(
-            event.get(key) == value for event in starts for key, value in mine
+            value is not None and event.get(key) == value
+            for event in read_jsonl(self.events)
+            for key, value in mine.items()
         )
 
     def note_start(self, environment: Environment) -> None:
@@ -78,7 +76,7 @@ class RunFolder:
         )
 
     def was_started_from(self, checkpoint: str) -> bool:
-        """Whether an earlier start of this folder resumed from this path (checkpoint.resume)."""
+        """Whether an earlier start resumed from this path (checkpoint.resume)."""
         origin = str(Path(checkpoint).resolve())
         return any(event.get("origin") == origin for event in read_jsonl(self.events))
 
@@ -97,10 +95,8 @@ class RunFolder:
     # Files
 
     def create(self, recipe_yaml: str, *, from_scratch: bool = True) -> None:
-        """Makes the folder and writes the recipe. Raises RecipeError if that is not possible.
-
-        from_scratch: also empties metrics.jsonl and removes samples.jsonl.
-        """
+        """Makes the folder and writes the recipe; from_scratch: discards metrics and samples. Raises
+        RecipeError if that is not possible."""
         self.check()
         try:
             self.log.mkdir(parents=True, exist_ok=True)
@@ -139,14 +135,14 @@ class RunFolder:
         if time.monotonic() - self._written > 5:
             self.write_status("running", step=step, **more)
 
-    def note(self, event: Event, *, ranks: int | None = None, **more: Any) -> None:
+    def note(self, event: Event, **more: Any) -> None:
         """Appends a line to events.jsonl: `event`, `time`, `host`, `attempt` (the number of the
         start), `ranks` (the last ones given) and the keywords.
 
         A start also has `found`, `found_step` and `found_time`: how the last attempt left the folder.
         """
         self.check()
-        self._ranks = ranks if ranks is not None else self._ranks
+        self._ranks = more.get("ranks", self._ranks)
         if self._attempt is None or event == "started":
             attempts = [line["attempt"] for line in read_jsonl(self.events)]
             self._attempt = max(attempts, default=0) + (event == "started")
@@ -221,10 +217,8 @@ class _Tee:
 
 @contextlib.contextmanager
 def rank_log(folder: Path, rank: int) -> Iterator[TextIO]:
-    """Sends what this rank prints to `log/rank_N.log`, on rank 0 to the console too.
-
-    Yields the console. On other ranks the log also has what C++ libraries print.
-    """
+    """Sends what this rank prints to `log/rank_N.log`, on rank 0 to the console too. Yields the
+    console. On other ranks the log also has what C++ libraries print."""
     with (folder / f"rank_{rank}.log").open("a", buffering=1, encoding="utf-8") as log:
         if rank == 0:
             console, streams = sys.stderr, (sys.stdout, sys.stderr)

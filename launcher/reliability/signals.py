@@ -63,9 +63,7 @@ class StopRequest:
             end_process(EXIT_FAILED)
 
     def __enter__(self) -> StopRequest:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in _SIGNALS:
             self._handlers[number] = signal.signal(number, lambda *_: self.look())
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
