@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -299,18 +300,16 @@ def prune(
 
 def check_space(folder: Path, bytes_needed: int) -> None:
     """Makes the folder. Raises RecipeError if it is not writable or lacks the space."""
-    probe, advice = folder / f".probe-{os.getpid()}", "give another run.dir"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
-        space = os.statvfs(folder)
+        tempfile.TemporaryFile(dir=folder).close()
+        free = shutil.disk_usage(folder).free
     except OSError as error:
-        text = f"checkpoint: {folder} cannot be written to: {error.strerror}; {advice}"
-        raise RecipeError(text) from None
-    free = space.f_bavail * space.f_frsize
+        text = f"checkpoint: {folder} cannot be written to: {error.strerror}"
+        raise RecipeError(f"{text}; give another run.dir") from None
     if free < bytes_needed:
         raise RecipeError(
             f"checkpoint: one checkpoint takes {bytes_needed / 2**30:,.2f} GiB, and {folder} has "
-            f"{free / 2**30:,.2f} GiB free; free some, {advice}, or set checkpoint.every_steps=null"
+            f"{free / 2**30:,.2f} GiB free; free some, give another run.dir, or set "
+            "checkpoint.every_steps=null"
         )

@@ -138,8 +138,7 @@ def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, determinis
     Growing segments lose less memory to fragmentation; a user's own allocator setting stays. NCCL's
     flight recorder keeps the last collectives, for the report of a hang.
     """
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in variables:  # its older name
-        variables.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    variables.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if "PYTORCH_ALLOC_CONF" not in variables and "PYTORCH_CUDA_ALLOC_CONF" not in variables:
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if deterministic:

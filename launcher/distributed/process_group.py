@@ -81,9 +81,8 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
     store.set(f"device/{environment.rank}", json.dumps(mine))
     if environment.rank == 0:
         found = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])
-        store.set(
-            "device", json.dumps(agree_on_device(wanted, [Node(*json.loads(n)) for n in found]))
-        )
+        nodes = [Node(*json.loads(node)) for node in found]
+        store.set("device", json.dumps(agree_on_device(wanted, nodes)))
     kind, problem = json.loads(store.get("device"))
     if problem is not None:
         raise TrainingError(problem, reason="no_gpu")

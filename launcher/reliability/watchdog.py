@@ -266,7 +266,7 @@ class Watch:
             "phase": phase,
             "where": where,
             "collectives": hang_report.collectives(recorded),
-            "neighbours": {rank: state[:3] for rank, state in neighbours.items()},
+            "neighbours": neighbours,
         }
         with contextlib.suppress(Exception):
             self._store.set(_ANSWER(self._rank), json.dumps(answer))
