@@ -302,8 +302,9 @@ class FailureWatch:
         return "rank_lost", text, None
 
     def _killed_by_kernel(self, name: str) -> Cause:
-        text = f"{name} was killed by the kernel because host memory ran out"
-        return self._out_of_memory(text, lambda memory: memory.killed(name, self.progress.step))
+        step = self.progress.step
+        text = f"{name} was ended in step {step + 1} by the kernel: host memory ran out"
+        return self._out_of_memory(text, lambda post_mortem: post_mortem.killed(name, step))
 
     def _names(self, ranks: list[int]) -> str:
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.ranks}"
