@@ -32,14 +32,13 @@ class Flaky:
     """A store, some of whose calls fail."""
 
     def __init__(self, store, failing=()):
-        self.store, self.failing = store, set(failing)
-        self.calls, self.delay, self.error = 0, 0.0, "Broken pipe"
+        self.store, self.failing, self.calls, self.delay = store, failing, 0, 0.0
 
     def __getattr__(self, name):
         self.calls += 1
         if self.calls in self.failing:
             time.sleep(self.delay)
-            raise RuntimeError(self.error)
+            raise RuntimeError("Broken pipe")
         return getattr(self.store, name)
 
 
@@ -107,11 +106,8 @@ def start(tmp_path, monkeypatch):
         rank.watch.__exit__()
 
 
-@pytest.mark.parametrize("failing", [(), (1, 3, 4, 12, 13)])
-def test_a_killed_neighbour_is_reported_although_the_store_fails_now_and_then(
-    start, neighbour, failing
-):
-    rank = start(failing)
+def test_a_killed_neighbour_is_reported_although_the_store_fails_now_and_then(start, neighbour):
+    rank = start(failing=(1, 3, 4, 12, 13))
     rank.meet(neighbour)
     neighbour.kill()
     status = rank.status()
@@ -157,17 +153,6 @@ def test_a_neighbour_that_was_stopped_before_training_stops_this_rank(start):
     rank.store.add("failed/claims", 1)
     assert rank.status()["state"] == "running", "the neighbour writes the status"
     assert rank.ended == [75]
-
-
-def test_a_hang_is_reported_while_the_store_does_not_answer(start):
-    """torchrun's agent, which hosts the store, is stopped (SIGSTOP)."""
-    rank = start()
-    store = rank.failures.store
-    store.error, store.failing = "Socket Timeout", range(10**6)
-    status = rank.status()
-    assert (status["state"], status["reason"]) == ("failed", "hang")
-    assert "the ranks' store does not answer" in status["error"]
-    assert (rank.run.log / "hang/rank_0.txt").exists()
 
 
 def test_no_hang_is_reported_while_a_rank_is_in_a_phase_without_a_time_limit(start):
