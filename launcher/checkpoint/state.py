@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,19 +10,18 @@ import torch
 from torch import nn
 
 from launcher.models.initialization import clean_name
-
-Tensors = dict[str, torch.Tensor]
-"""By name. A plain tensor is the same on every rank; others are DTensors."""
+from launcher.models.safetensors_files import Tensors
 
 
 def model_and_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Tensors of model and optimizer, to be saved, or loaded into in place.
+    """Tensors of model and optimizer, to be saved, or loaded into in place. Plain ones are the same
+    on every rank.
 
     `model.NAME` is a parameter (a tied one once), `optimizer.NAME.KEY` its optimizer state (such as
     `exp_avg`), and `buffer.NAME` a persistent buffer, by clean names. Frozen parameters are not
     saved: a resume loads them from model.path again.
     """
-    tensors: Tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             tensors[f"model.{clean_name(name)}"] = parameter.detach()
@@ -34,7 +32,7 @@ def model_and_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return tensors | _persistent_buffers(module)
 
 
-def _persistent_buffers(module: nn.Module) -> Tensors:
+def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """As `buffer.NAME`, a shared one once."""
     kept = dict(module.named_buffers())
     return {
@@ -66,9 +64,7 @@ def rank_state(module: nn.Module, device: torch.device) -> Tensors:
 
 
 @torch.no_grad()
-def restore_rank_state(
-    state: Mapping[str, torch.Tensor], module: nn.Module, device: torch.device
-) -> None:
+def restore_rank_state(state: Tensors, module: nn.Module, device: torch.device) -> None:
     """Restores what `rank_state` returned, on the same number of ranks."""
     torch.set_rng_state(state["rng.cpu"])
     python_gauss, numpy_gauss = state["rng.gauss"].tolist()
