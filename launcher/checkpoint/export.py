@@ -1,7 +1,5 @@
-"""`launcher export`: writes a Hugging Face folder from a checkpoint or from RUN_DIR/hf.
-
-One process reads and writes one tensor at a time. The strategy of the run does not matter.
-"""
+"""`launcher export`: writes a Hugging Face folder from a checkpoint or from RUN_DIR/hf, tensor by
+tensor in one process. The strategy of the run does not matter."""
 
 from __future__ import annotations
 
@@ -59,13 +57,16 @@ def export_checkpoint(
             f"{checkpoint} yourself"
         )
     adapter = recipe.lora is not None and not merged
-    chosen = torch.float32 if adapter else weights.dtype
-    if (wanted := dtype or recipe.checkpoint.export_dtype) is not None:
-        chosen = getattr(torch, wanted)
+    wanted = _dtype(dtype or recipe.checkpoint.export_dtype)
+    chosen = wanted or (torch.float32 if adapter else weights.dtype)
     with appearing(out) as scratch:
         write_weights(weights.model, scratch, weights.read, dtype=chosen, merged=merged)
         save_tokenizer(recipe, scratch)
     return adapter
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Weights:
     dtype: torch.dtype
     """Of the checkpoint that the run started from; float32 without one."""
     recipe: Any = None
-    """The Recipe of the run, if it is a checkpoint of one."""
+    """The Recipe of the run; None for an exported folder."""
 
     @torch.no_grad()
     def load(self, device: torch.device | None = None) -> nn.Module:
@@ -96,12 +97,12 @@ def open_checkpoint_weights(checkpoint: Path) -> Weights:
     recipe, _, _ = decode(yaml.safe_load(read_state(checkpoint)["recipe"]))
     model: Any = build_model(recipe.model, sequence_length=1, labels=recipe.data.labels)
     read_frozen: Read | None = None
-    natural = torch.float32
+    dtype = torch.float32
     if is_pretrained(recipe.model):
         folder = checkpoint_folder(recipe.model)
         assert folder is not None
         base = open_checkpoint(folder, model)
-        read_frozen, natural = base.reader(), base.stored.dtype()
+        read_frozen, dtype = base.reader(), base.stored.dtype()
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, base_dtype=torch.float32, base=recipe.model.path)
     stored = open_tensors(checkpoint)
@@ -117,20 +118,21 @@ def open_checkpoint_weights(checkpoint: Path) -> Weights:
             )
         return read_frozen(name)
 
-    return Weights(model, read, natural, recipe)
+    return Weights(model, read, dtype, recipe)
 
 
 def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -> None:
     """Writes `out`, atomically, from the model or adapter in a folder such as RUN_DIR/hf.
 
-    dtype: bfloat16, float16 or float32; None: unchanged, or the base model's for a merged adapter.
-    Raises RecipeError if the weights cannot be read or do not fit the base model.
+    dtype: None: unchanged, or the base model's for a merged adapter. Raises RecipeError if the
+    weights cannot be read or do not fit the base model.
     """
-    wanted: torch.dtype | None = getattr(torch, dtype) if dtype is not None else None
-    adapter = (source / ADAPTER_CONFIG).is_file()
+    wanted, adapter = _dtype(dtype), (source / ADAPTER_CONFIG).is_file()
     with appearing(out) as scratch:
         if adapter and merged:
-            _merge(source, scratch, wanted)
+            weights = open_exported_weights(source)
+            chosen = wanted or weights.dtype
+            write_weights(weights.model, scratch, weights.read, dtype=chosen, merged=True)
         else:
             _cast(source, scratch, wanted, adapter=adapter)
         replaced = {INDEX, *((ADAPTER_CONFIG, LABELS) if merged else ())}
@@ -159,13 +161,8 @@ def _open_adapter(source: Path) -> StoredTensors:
     return open_files([source / ADAPTER], key="export")
 
 
-def _merge(source: Path, scratch: Path, dtype: torch.dtype | None) -> None:
-    weights = open_exported_weights(source)
-    write_weights(weights.model, scratch, weights.read, dtype=dtype or weights.dtype, merged=True)
-
-
 def open_exported_weights(source: Path) -> Weights:
-    """The model in an exported folder; an adapter is merged into the model that it belongs to.
+    """The model in an exported folder; an adapter is merged into its base model.
 
     Raises RecipeError if the weights cannot be read or do not fit the model.
     """

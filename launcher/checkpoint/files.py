@@ -6,8 +6,7 @@
       state.json               everything else: counters, loss scale, recipe
       commit.json              the marker: size and checksums of all other files
 
-A checkpoint is written into a scratch folder, `step_00000500.writing-...`, which is renamed at the
-end.
+A checkpoint is written into a scratch folder, `step_00000500.writing-...`, and renamed at the end.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -36,10 +36,9 @@ logger = logging.getLogger(__name__)
 
 MARKER, INDEX, STATE = "commit.json", "index.json", "state.json"
 ALIGNMENT = 4096
-"""Of buffers, and of positions in a file, for direct I/O."""
-_READ_BYTES = 4 << 20
+"""Bytes; of buffers, and of positions in a file, for direct I/O."""
 _NAME = re.compile(r"step_\d{8,}")
-_SCRATCH = re.compile(r"step_\d{8,}\.(writing|replaced|deleting)-\w+")
+_SCRATCH = re.compile(r"step_\d{8,}\.(writing|deleting)-\w+")
 
 
 class DamagedCheckpointError(ValueError):
@@ -54,18 +53,13 @@ class NoneLeftError(TrainingError):
     """There are checkpoints, but none is valid."""
 
     def __init__(self, folder: Path, problems: Sequence[str]) -> None:
-        super().__init__(
-            "\n  ".join(
-                [f"none of the {len(problems)} checkpoints in {folder} is valid:", *problems]
-            )
-            + "\nrepair one, or remove that folder to start from scratch",
-            reason="no_valid_checkpoint",
-        )
+        first = f"none of the {len(problems)} checkpoints in {folder} is valid:"
+        text = "\n  ".join([first, *problems])
+        text += "\nrepair one, or remove that folder to start from scratch"
+        super().__init__(text, reason="no_valid_checkpoint")
 
 
 class StoredFile(BaseModel):
-    """A file's entry in the marker."""
-
     bytes: int
     checksum: str
     """xxh3_128."""
@@ -79,7 +73,6 @@ class Marker(BaseModel):
     ranks: int
     """How many ranks wrote it."""
     time: float
-    """When it was complete, in seconds since 1970."""
     files: dict[Annotated[str, Field(pattern=r"^\w[\w.]*$")], StoredFile]
 
 
@@ -98,7 +91,7 @@ def rank_file(rank: int) -> str:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """All checkpoints in a folder, valid or not, oldest first."""
-    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    found = (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir())
     return sorted(found, key=step_of)
 
 
@@ -114,11 +107,14 @@ def write_file(path: Path, data: bytes) -> StoredFile:
     return StoredFile(bytes=len(data), checksum=xxhash.xxh3_128(data).hexdigest())
 
 
-def write_chunks(path: Path, chunks: Iterator[memoryview], *, size: int) -> StoredFile:
+def write_chunks(
+    path: Path, chunks: Iterable[memoryview], *, size: int, advance: Callable[[float], None]
+) -> StoredFile:
     """Writes a new file and flushes it to the disk. Raises OSError.
 
-    Bypasses the page cache where the file system can: copying into it would cost CPU time that
-    training needs. All chunks start at multiples of ALIGNMENT; all but the last have such a size.
+    Bypasses the page cache if the file system can and the chunks' addresses and sizes are multiples
+    of ALIGNMENT: copying into it would cost CPU time that training needs. advance: called with the
+    bytes of each chunk.
     """
     checksum, at = xxhash.xxh3_128(), 0
     with path.open("xb", buffering=0) as file:
@@ -127,6 +123,7 @@ def write_chunks(path: Path, chunks: Iterator[memoryview], *, size: int) -> Stor
             checksum.update(chunk[: size - at])
             direct.move(os.pwrite, chunk, at)
             at += len(chunk)
+            advance(len(chunk))
         file.truncate(size)
         os.fsync(file.fileno())
     return StoredFile(bytes=size, checksum=checksum.hexdigest())
@@ -159,7 +156,7 @@ class DirectFile:
 
 
 def scratch_folder(folder: Path, step: int) -> Path:
-    """Makes a folder with a unique name, in which a checkpoint is written."""
+    """Makes a folder in which a checkpoint is written."""
     scratch = _renamed(folder / checkpoint_name(step), "writing")
     scratch.mkdir(parents=True)
     return scratch
@@ -171,17 +168,12 @@ def _renamed(path: Path, purpose: str) -> Path:
 
 def commit(scratch: Path, *, step: int, ranks: int, files: Mapping[str, StoredFile]) -> Path:
     """Turns a scratch folder into a checkpoint, which it returns: writes the marker, then renames
-    the folder. Replaces a checkpoint of the same step. files: already flushed to the disk."""
+    the folder. files: already flushed to the disk. Raises OSError."""
     marker = Marker(step=step, ranks=ranks, time=time.time(), files=dict(files))
     write_file(scratch / MARKER, marker.model_dump_json(indent=1).encode())
     _sync_folder(scratch)
-    path = scratch.with_name(checkpoint_name(step))
-    replaced = _renamed(path, "replaced")
-    if path.exists():
-        path.rename(replaced)
-    scratch.rename(path)
+    path = scratch.rename(scratch.with_name(checkpoint_name(step)))
     _sync_folder(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
     return path
 
 
@@ -202,26 +194,23 @@ def read_marker(path: Path) -> Marker:
         marker = Marker.model_validate_json((path / MARKER).read_bytes(), strict=True)
     except FileNotFoundError:
         problem = f"there is no {MARKER}: it was not written to its end"
-        raise DamagedCheckpointError(path, problem) from None
     except OSError as error:
         problem = f"{MARKER} cannot be read: {error.strerror}"
-        raise DamagedCheckpointError(path, problem) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         problem = f"{MARKER} cannot be read: {where}: {first['msg']}"
-        raise DamagedCheckpointError(path, problem) from None
-    if _NAME.fullmatch(path.name) and marker.step != step_of(path):
-        raise DamagedCheckpointError(path, f"{MARKER} is that of step {marker.step}")
-    return marker
+    else:
+        if not _NAME.fullmatch(path.name) or marker.step == step_of(path):
+            return marker
+        problem = f"{MARKER} is that of step {marker.step}"
+    raise DamagedCheckpointError(path, problem)
 
 
 def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> str | None:
     """Returns what is wrong with a checkpoint, or None.
 
-    deep: reads all of it and compares checksums; otherwise reads only the marker and file sizes.
-    rank, ranks: this rank reads every ranks-th file. The checkpoint is valid if no rank finds a
-    problem.
+    deep: compares checksums, not only sizes; this rank reads every ranks-th file.
     """
     try:
         stored = read_marker(path).files
@@ -249,7 +238,7 @@ def _check_file(advance: Callable[[float], None], file: Path, checksum: str) -> 
     found = xxhash.xxh3_128()
     try:
         with file.open("rb", buffering=0) as stream:
-            while chunk := stream.read(_READ_BYTES):
+            while chunk := stream.read(4 << 20):
                 found.update(chunk)
                 advance(len(chunk))
     except OSError as error:
@@ -262,7 +251,7 @@ def newest_valid(
     checkpoints: Sequence[Path], check: Callable[[Path], str | None] = verify
 ) -> Path | None:
     """The newest valid one of `list_checkpoints`; None if there are none. Logs each damaged one.
-    Raises NoneLeftError if all are. check: returns what is wrong with a checkpoint, or None."""
+    Raises NoneLeftError if all are."""
     problems = []
     for path in reversed(checkpoints):
         problem = check(path)
@@ -279,12 +268,12 @@ def newest_valid(
 
 
 def discard(path: Path) -> None:
-    """Deletes a checkpoint, renaming it first: it is never seen half deleted. Raises OSError."""
+    """Deletes a checkpoint, renaming it first so that it is never seen half deleted."""
     shutil.rmtree(path.rename(_renamed(path, "deleting")))
 
 
 def discard_newer(folder: Path, step: int) -> None:
-    """Deletes the checkpoints after a step, newest first. Raises OSError."""
+    """Deletes the checkpoints after a step, newest first."""
     for path in reversed(list_checkpoints(folder)):
         if step_of(path) > step:
             discard(path)
@@ -293,12 +282,9 @@ def discard_newer(folder: Path, step: int) -> None:
 def prune(
     folder: Path, keep_last: int, keep_every: int | None = None, best_step: int | None = None
 ) -> None:
-    """Deletes old checkpoints and abandoned scratch folders. Raises OSError.
-
-    Keeps the newest `keep_last` valid ones (by marker and sizes), multiples of `keep_every`, and
-    `best_step`. Deletes a damaged one if it is older than those of `keep_last`. No save may be in
-    progress.
-    """
+    """Deletes scratch folders, and checkpoints older than the `keep_last` newest valid ones (by
+    marker and sizes) but valid ones of `best_step` and of multiples of `keep_every`. Raises OSError.
+    No save may be in progress."""
     for entry in list(os.scandir(folder)):
         if _SCRATCH.fullmatch(entry.name):
             shutil.rmtree(entry.path)
@@ -314,18 +300,16 @@ def prune(
 
 def check_space(folder: Path, bytes_needed: int) -> None:
     """Makes the folder. Raises RecipeError if it is not writable or lacks the space."""
-    probe, advice = folder / f".probe-{os.getpid()}", "give another run.dir"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
-        space = os.statvfs(folder)
+        tempfile.TemporaryFile(dir=folder).close()
+        free = shutil.disk_usage(folder).free
     except OSError as error:
-        text = f"checkpoint: {folder} cannot be written to: {error.strerror}; {advice}"
-        raise RecipeError(text) from None
-    free = space.f_bavail * space.f_frsize
+        text = f"checkpoint: {folder} cannot be written to: {error.strerror}"
+        raise RecipeError(f"{text}; give another run.dir") from None
     if free < bytes_needed:
         raise RecipeError(
             f"checkpoint: one checkpoint takes {bytes_needed / 2**30:,.2f} GiB, and {folder} has "
-            f"{free / 2**30:,.2f} GiB free; free some, {advice}, or set checkpoint.every_steps=null"
+            f"{free / 2**30:,.2f} GiB free; free some, give another run.dir, or set "
+            "checkpoint.every_steps=null"
         )

@@ -1,7 +1,4 @@
-"""Which rank writes which rows of each tensor, and where they lie in its file.
-
-Each rank writes one safetensors file. The index is JSON, so reading executes no code.
-"""
+"""Which rank writes which rows of each tensor, and where they lie in its safetensors file."""
 
 from __future__ import annotations
 
@@ -29,15 +26,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lies in this rank's file; on rank 0 also the index of all files."""
-
     header: bytes
     starts: dict[str, int]
     """First byte of each tensor, in order."""
     size: int
     """Of the file."""
     index: bytes | None
-    """Content of index.json."""
+    """Content of index.json, on rank 0."""
 
 
 def plan(tensors: Tensors, local: Tensors, group: dist.ProcessGroup) -> Layout:
@@ -69,8 +64,7 @@ def plan(tensors: Tensors, local: Tensors, group: dist.ProcessGroup) -> Layout:
 def _lay_out(tensors: Tensors) -> tuple[bytes, dict[str, int], int]:
     """The header of a safetensors file, the first byte of each tensor, and the file's size.
 
-    Tensors lie without gaps, so those with wider elements come first. The first is aligned for
-    direct I/O.
+    Tensors lie without gaps, so those with wider elements come first.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -87,10 +81,10 @@ def _lay_out(tensors: Tensors) -> tuple[bytes, dict[str, int], int]:
 
 
 def _written_by(rank: int, ranks: int, tensors: Tensors) -> list[str]:
-    """Names of the tensors that this rank writes its part of.
+    """Names of the tensors that this rank writes its part of; each rank computes all assignments.
 
     Several ranks have the same rows of a plain tensor or of a hybrid-sharded one. The one with the
-    fewest bytes so far writes them. Each rank computes the same assignment.
+    fewest bytes so far writes them.
     """
     loads: dict[int, list[int]] = {}
     names = []

@@ -38,11 +38,10 @@ class CheckpointManager:
     """Saves and restores one run. Every rank has a manager and makes the same calls."""
 
     def __init__(self, run: RunFolder, training: Training) -> None:
-        folder = run.path / "checkpoints"
-        self._run, self._folder, self._settings = run, folder, training.recipe.checkpoint
-        self._training, self._ranks = training, training.ranks
+        self._run, self._folder = run, run.path / "checkpoints"
+        self._training, self._settings = training, training.recipe.checkpoint
         self._recipe_yaml, self._data = to_yaml(training.recipe), training.data
-        self._module = training.wrapped.module
+        self._module, self._ranks = training.wrapped.module, training.ranks
         self._group = checkpoint_group(self._ranks)
         self._tensors = model_and_optimizer(self._module, training.optimizer)
         self._best: dict[str, Any] = {}
@@ -51,9 +50,9 @@ class CheckpointManager:
         self.saved_step: int | None = None
         """Step of the newest checkpoint."""
         if self._ranks.rank == 0:
-            files.check_space(folder, sum(tensor.nbytes for tensor in self._tensors.values()))
+            files.check_space(self._folder, sum(tensor.nbytes for tensor in self._tensors.values()))
         self._checkpointer = Checkpointer(
-            folder,
+            self._folder,
             self._settings,
             group=self._group,
             device=self._ranks.device,
@@ -65,8 +64,8 @@ class CheckpointManager:
         """Loads the newest valid checkpoint up to step `at_most` (`auto`), or the one at a path.
         None: `never`, or there is none.
 
-        Raises RecipeError if a key of the recipe has changed that must not change, or if the
-        checkpoint is of another model; NoneLeftError if all are damaged.
+        Raises RecipeError if recipe, data or model have changed that must not change; NoneLeftError
+        if all checkpoints are damaged.
         """
         path = self._find(resume, at_most=at_most)
         if path is None:
@@ -128,9 +127,8 @@ class CheckpointManager:
         scores: Mapping[str, float],
         evaluated: bool = True,
     ) -> None:
-        """Starts a save. `report` logs the outcome. Raises TrainingError after too many failures in
-        a row. scores: metrics of an evaluation after this step. evaluated: False if an evaluation
-        was due and interrupted."""
+        """Starts a save, whose outcome `report` logs; raises as `report`. scores: of an evaluation
+        after this step. evaluated: False if one was interrupted."""
         step, metric = position.step, self._settings.keep_best
         value = None if metric is None else scores.get(metric)
         if metric and value is not None and is_better(metric, value, self._best.get(metric)):
@@ -151,40 +149,29 @@ class CheckpointManager:
         local = rank_state(self._module, self._ranks.device)
         self._checkpointer.save(step, self._tensors, state=state, local=local)
         self.report()
-        self._check_failures()
 
     def report(self) -> None:
-        """Logs the outcome of saves that have ended since the last call. Does not wait."""
+        """Logs saves that have ended since the last call. Raises TrainingError after too many
+        failures in a row."""
         self._log(self._checkpointer.poll())
 
     def finish(self) -> None:
-        """Waits for a save in progress. Raises TrainingError after too many failures in a row."""
+        """As `report`, but waits for a save in progress."""
         self._log(self._checkpointer.finish())
-        self._check_failures()
 
     def _log(self, saves: list[Save]) -> None:
         for save in saves:
-            if save.error is None:
-                self.saved_step, self.trouble = save.step, None
-                logger.info(
-                    f"checkpoint of step {save.step}: {bytes_as_text(save.bytes)} in "
-                    f"{save.seconds:.1f} s, training waited {save.blocked:.2f} s"
-                )
-                if self._ranks.rank == 0:
-                    self._run.note(
-                        "saved",
-                        ranks=self._ranks.size,
-                        step=save.step,
-                        bytes=save.bytes,
-                        seconds=save.seconds,
-                    )
-            else:
+            if save.error is not None:
                 self.trouble = f"checkpoint of step {save.step} failed: {save.error}"
                 logger.warning(f"{self.trouble}; older ones are kept, training continues")
-            if save.note is not None:
-                logger.info(f"note: {save.note}")
-
-    def _check_failures(self) -> None:
+                continue
+            self.saved_step, self.trouble = save.step, None
+            logger.info(
+                f"checkpoint of step {save.step}: {bytes_as_text(save.bytes)} in "
+                f"{save.seconds:.1f} s, training waited {save.blocked:.2f} s"
+            )
+            if self._ranks.rank == 0:
+                self._run.note("saved", step=save.step, bytes=save.bytes, seconds=save.seconds)
         failures, limit = self._checkpointer.failures, self._settings.max_failures
         if failures >= limit:
             raise TrainingError(

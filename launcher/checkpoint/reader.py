@@ -1,4 +1,7 @@
-"""Finds and reads checkpoints. They hold JSON and raw numbers: no pickle is ever opened."""
+"""Finds and reads checkpoints. They hold JSON and raw numbers: no pickle is ever opened.
+
+All ranks of a group must call the functions that take one, and all get the same result.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,7 @@ from launcher.models.safetensors_files import DTYPES, Part, StoredTensors, Tenso
 def find_checkpoint(
     folder: Path, *, group: dist.ProcessGroup, at_most: int | None = None
 ) -> Path | None:
-    """`files.newest_valid` up to this step, with the verification shared among the ranks.
-
-    All ranks must call it. All return the same path, or raise NoneLeftError.
-    """
+    """`files.newest_valid` up to a step, with the verification shared among the ranks."""
     # Rank 0's list: another node may see the folder a little later
     listed: list[Any] = [files.list_checkpoints(folder) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(listed, group=group, group_src=0)
@@ -36,13 +36,12 @@ def find_checkpoint(
 
 
 def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:
-    """`files.verify`, shared among the ranks. All must call it; all return the same."""
+    """`files.verify`, shared among the ranks."""
     ranks = dist.get_world_size(group)
-    return _first(files.verify(path, rank=dist.get_rank(group), ranks=ranks), group)
+    return _first_problem(files.verify(path, rank=dist.get_rank(group), ranks=ranks), group)
 
 
-def _first(problem: str | None, group: dist.ProcessGroup) -> str | None:
-    """The first rank's problem, if any rank has one."""
+def _first_problem(problem: str | None, group: dist.ProcessGroup) -> str | None:
     found: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, problem, group=group)
     return next(filter(None, found), None)
@@ -50,12 +49,11 @@ def _first(problem: str | None, group: dist.ProcessGroup) -> str | None:
 
 @torch.no_grad()
 def load(path: Path, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
-    """Reads a checkpoint into tensors, in place. Any strategy and number of ranks may have written
-    it.
+    """Reads a verified checkpoint into tensors, in place. Any strategy and number of ranks may have
+    written it.
 
-    All ranks must call it. tensors: of `model_and_optimizer`. It does not verify: call
-    `find_checkpoint` before. Raises RecipeError if the checkpoint is of another model, with names
-    and shapes, and DamagedCheckpointError if it cannot be read.
+    tensors: of `model_and_optimizer`. Raises RecipeError if the checkpoint is of another model, and
+    DamagedCheckpointError if it cannot be read.
     """
     stored = open_tensors(path)
     _compare(path, stored.tensors, tensors)
@@ -68,17 +66,16 @@ def load(path: Path, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
     except Exception as error:  # the other ranks wait for this one
         problem = str(error) if isinstance(error, OSError) else repr(error)
     stored.close()
-    if problem := _first(problem, group):
+    if problem := _first_problem(problem, group):
         raise DamagedCheckpointError(path, problem)
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """Content of state.json. Raises DamagedCheckpointError."""
     try:
-        state: dict[str, Any] = json.loads((path / files.STATE).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        return json.loads((path / files.STATE).read_bytes())  # type: ignore[no-any-return]
+    except (OSError, ValueError) as error:
         raise DamagedCheckpointError(path, f"{files.STATE} cannot be read: {error}") from None
-    return state
 
 
 def read_local(path: Path, rank: int) -> dict[str, torch.Tensor]:
@@ -93,7 +90,7 @@ def read_local(path: Path, rank: int) -> dict[str, torch.Tensor]:
 
 
 def open_tensors(path: Path) -> StoredTensors:
-    """A checkpoint's tensors. Needs no process group. Raises DamagedCheckpointError."""
+    """A checkpoint's tensors. Raises DamagedCheckpointError."""
     parts, tensors = {}, {}
     try:
         for name, entry in json.loads((path / files.INDEX).read_bytes()).items():
@@ -107,16 +104,13 @@ def open_tensors(path: Path) -> StoredTensors:
 
 def _compare(path: Path, stored: Tensors, tensors: Tensors) -> None:
     problems = [f"it lacks {name}" for name in tensors.keys() - stored.keys()]
-    problems += [
-        f"it holds {name}, which the model does not have" for name in stored.keys() - tensors.keys()
-    ]
+    added = stored.keys() - tensors.keys()
+    problems += [f"it holds {name}, which the model does not have" for name in added]
     for name in tensors.keys() & stored.keys():
-        old, new = ((tuple(t.shape), t.dtype) for t in (stored[name], tensors[name]))
+        old, new = (f"{tuple(t.shape)} {t.dtype}" for t in (stored[name], tensors[name]))
         if old != new:
-            problems.append(f"{name} is {old[0]} {old[1]}, not {new[0]} {new[1]}")
+            problems.append(f"{name} is {old}, not {new}")
     if problems:
+        listed = "; ".join(sorted(problems)[:5])
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise RecipeError(
-            f"checkpoint {path} is of another model or optimizer: "
-            f"{'; '.join(sorted(problems)[:5])}{more}"
-        )
+        raise RecipeError(f"checkpoint {path} is of another model or optimizer: {listed}{more}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -48,10 +47,10 @@ class Resumed:
     observed: dict[str, Any]
     """`Reporter.state`."""
     changes: list[str]
-    """Changes of the recipe since then, one line each."""
-    evaluation_due: bool = False
+    """Changes of the recipe and the data since then, one line each."""
+    evaluation_due: bool
     """The evaluation after this step was interrupted because the run was stopped."""
-    origin: Path | None = None
+    origin: Path | None
     """checkpoint.resume if it is a path and this run has not resumed from it before."""
 
 
@@ -74,10 +73,9 @@ def _within(key: str, names: tuple[str, ...]) -> bool:
 def check_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path
 ) -> list[str]:
-    """Returns the allowed changes, one line each. Raises RecipeError with those that are not
-    allowed.
+    """Returns the allowed changes of the recipe, one line each. Raises RecipeError with others.
 
-    before: the recipe of the checkpoint, completed with defaults. allow: allows all changes.
+    allow: allows all changes.
     """
     allowed: list[str] = []
     refused: list[str] = []
@@ -87,19 +85,17 @@ def check_changes(
         alters = _within(key, _ALTERS_TRAINING) and not _within(key, _HARMLESS)
         (refused if alters and not allow else allowed).append(_line(key, old, new))
     if refused:
-        raise RecipeError(
-            [
-                f"{checkpoint} is of another recipe, and these changes alter the training:",
-                *(f"  {line}" for line in refused),
-                f"undo them; {_OTHERWISE}",
-            ]
-        )
+        what = f"{checkpoint} is of another recipe, and these changes alter the training:"
+        raise _refusal(what, refused, "undo them")
     return allowed
 
 
+def _refusal(what: str, changes: list[str], remedy: str) -> RecipeError:
+    return RecipeError([what, *(f"  {line}" for line in changes), f"{remedy}; {_OTHERWISE}"])
+
+
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """How two fingerprints of training data (`TokenStore.fingerprint`) differ, one line each: sizes
-    of files in bytes (null: there is none), counts, digests. A mixture is compared part by part."""
+    """How two fingerprints of training data (`TokenStore.fingerprint`) differ, one line each."""
     for name, part in before.get("parts", {}).items():
         yield from data_changes(part, now.get("parts", {}).get(name, {}))
     content, content_now = before.get("content"), now.get("content")
@@ -125,21 +121,15 @@ def check_data(
     """Changes in the training data, one line each. Raises RecipeError unless they are allowed."""
     changes = list(data_changes(before, now))
     if changes and not allow:
-        raise RecipeError(
-            [
-                f"{checkpoint} is of other data; these changes alter the order of samples:",
-                *(f"  {line}" for line in changes),
-                f"restore the data; {_OTHERWISE}",
-            ]
-        )
+        what = f"{checkpoint} is of other data; these changes alter the order of samples:"
+        raise _refusal(what, changes, "restore the data")
     return changes
 
 
 def check_stream(
     saved: Mapping[str, Any] | None, order: str | None, *, allow: bool, checkpoint: Path
 ) -> None:
-    """Raises RecipeError if a stream would continue with samples in another order, unless this is
-    allowed.
+    """Raises RecipeError if a stream would continue with samples in another order.
 
     saved: the stream's state in the checkpoint. order: digest of the present order of samples;
     None: no stream.
@@ -154,34 +144,32 @@ def check_stream(
 
 def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> str:
     """What this start resumes from: `never` (from scratch), `auto` (the newest checkpoint of the
-    folder) or the path in checkpoint.resume. This process must own the folder.
+    folder) or the path in checkpoint.resume.
 
-    restarted: by torchrun's agent or Slurm. The folder then belongs to this run; without a
-    checkpoint it starts from scratch. Raises RecipeError if another run's record would be lost, or
-    if a change of the recipe is refused.
+    restarted: by torchrun's agent or Slurm: the folder belongs to this run. Raises RecipeError if
+    another run's record would be lost, or if a change of the recipe is refused.
     """
-    settings = recipe.checkpoint
-    checkpoints = list_checkpoints(run.path / "checkpoints")
-    resume = "auto" if restarted and settings.resume == "never" else settings.resume
+    wanted, own = recipe.checkpoint.resume, run.path / "checkpoints"
+    checkpoints = list_checkpoints(own)
+    resume = "auto" if restarted and wanted == "never" else wanted
     if resume == "auto" and not checkpoints:
         resume = "never"
-    if resume == "never" and not restarted:
-        never = settings.resume == "never"
-        why = "checkpoint.resume is never" if never else "there is no checkpoint to resume from"
-        run.refuse_if_used(why)
-    elif resume not in ("auto", "never"):
+    if resume == "never":
+        if not restarted:
+            why = "there is no checkpoint to resume from"
+            run.refuse_if_used("checkpoint.resume is never" if wanted == "never" else why)
+        return "never"
+    if resume != "auto":
         if run.was_started_from(resume):
             resume = "auto" if checkpoints else resume
-        elif Path(resume).resolve().parent != (run.path / "checkpoints").resolve():
+        elif Path(resume).resolve().parent != own.resolve():
             why = f"it was not started from checkpoint.resume={resume}"
             run.refuse_if_used(f"{why} (checkpoint.resume=auto continues it)")
-    if resume == "never":
-        return resume
     source = checkpoints[-1] if resume == "auto" else Path(resume)
-    before = None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damage is reported later
+    try:
         before = yaml.safe_load(json.loads((source / STATE).read_text())["recipe"])
-    if before is not None:
-        now = yaml.safe_load(recipe_yaml)
-        check_changes(before, now, allow=settings.allow_changes, checkpoint=source)
+    except (OSError, ValueError, KeyError, TypeError):  # damage is reported later
+        return resume
+    allow = recipe.checkpoint.allow_changes
+    check_changes(before, yaml.safe_load(recipe_yaml), allow=allow, checkpoint=source)
     return resume

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from launcher.models.initialization import clean_name
-
-Tensors = dict[str, torch.Tensor]
-"""By name. A plain tensor is the same on every rank; others are DTensors."""
+from launcher.models.safetensors_files import Tensors
 
 
 def model_and_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Tensors of model and optimizer, to be saved, or loaded into in place.
+    """Tensors of model and optimizer, to be saved, or loaded into in place. Plain ones are the same
+    on every rank.
 
     `model.NAME` is a parameter (a tied one once), `optimizer.NAME.KEY` its optimizer state (such as
-    `exp_avg`), and `buffer.NAME` a persistent buffer. NAME is the clean name. Frozen parameters are
-    not saved: a resume loads them from model.path again. optimizer: of `make_optimizer`.
+    `exp_avg`), and `buffer.NAME` a persistent buffer, by clean names. Frozen parameters are not
+    saved: a resume loads them from model.path again.
     """
-    tensors: Tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             tensors[f"model.{clean_name(name)}"] = parameter.detach()
@@ -33,7 +32,7 @@ def model_and_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return tensors | _persistent_buffers(module)
 
 
-def _persistent_buffers(module: nn.Module) -> Tensors:
+def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """As `buffer.NAME`, a shared one once."""
     kept = dict(module.named_buffers())
     return {
@@ -46,19 +45,17 @@ def _persistent_buffers(module: nn.Module) -> Tensors:
 
 
 def rank_state(module: nn.Module, device: torch.device) -> Tensors:
-    """Each rank's own state: random generators (torch on CPU and GPU, Python, NumPy) and persistent
-    buffers, which may differ between ranks (BatchNorm's statistics under `ddp`)."""
+    """Each rank's own state: random generators, and persistent buffers, which may differ between
+    ranks (BatchNorm's statistics under `ddp`)."""
     _, python, gauss = random.getstate()
-    numpy = np.random.get_state(legacy=False)
-    assert isinstance(numpy, dict)
-    assert numpy["bit_generator"] == "MT19937"
-    key, position = numpy["state"]["key"].tolist(), numpy["state"]["pos"]
     gauss = float("nan") if gauss is None else gauss
+    numpy: Any = np.random.get_state()
+    _, key, position, has_gauss, numpy_gauss = numpy
     state = {
         "rng.cpu": torch.get_rng_state(),
         "rng.python": torch.tensor(python, dtype=torch.int64),
-        "rng.numpy": torch.tensor([*key, position, numpy["has_gauss"]], dtype=torch.int64),
-        "rng.gauss": torch.tensor([gauss, numpy["gauss"]], dtype=torch.float64),
+        "rng.numpy": torch.tensor([*key.tolist(), position, has_gauss], dtype=torch.int64),
+        "rng.gauss": torch.tensor([gauss, numpy_gauss], dtype=torch.float64),
     }
     if device.type == "cuda":
         state["rng.cuda"] = torch.cuda.get_rng_state(device)
@@ -67,10 +64,8 @@ def rank_state(module: nn.Module, device: torch.device) -> Tensors:
 
 
 @torch.no_grad()
-def restore_rank_state(
-    state: Mapping[str, torch.Tensor], module: nn.Module, device: torch.device
-) -> None:
-    """Restores what `rank_state` returned. The number of ranks must be the same."""
+def restore_rank_state(state: Tensors, module: nn.Module, device: torch.device) -> None:
+    """Restores what `rank_state` returned, on the same number of ranks."""
     torch.set_rng_state(state["rng.cpu"])
     python_gauss, numpy_gauss = state["rng.gauss"].tolist()
     gauss = None if python_gauss != python_gauss else python_gauss

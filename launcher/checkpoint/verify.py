@@ -1,7 +1,7 @@
 """`launcher export --verify`: compares an exported folder with the checkpoint of the run.
 
-A fresh process (`python -m launcher.checkpoint.verify`) loads the folder as its users do, with
-transformers and peft alone.
+A fresh process (`python -m launcher.checkpoint.verify`) loads the folder with transformers and peft
+alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from launcher.checkpoint.export import Weights, open_checkpoint_weights
@@ -28,9 +27,8 @@ from launcher.recipe.schema import Recipe
 
 _SHAPE = (2, 32)
 """Rows and tokens that logits are computed for."""
-_TOLERANCE = {torch.float32: 1e-3}
-_ROUNDED = 5e-2
-"""Of the logits' relative 2-norm; _ROUNDED for exports in 16 bits. Weights are compared exactly."""
+_TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
+"""Of the logits' relative 2-norm, by the dtype of the export. Weights are compared exactly."""
 _TEXTS = (
     "The quick brown fox.",
     "  two  spaces,\n\ttabs",
@@ -55,16 +53,16 @@ def verify_export(
     classes = class_count(model) if is_classifier(model) else None
     trusted = weights.recipe.model.trust_remote_code
     del model, weights  # the fresh process needs as much memory
-    request = {"ids": ids.tolist(), "classes": classes, "trusted": trusted}
+    request = {"out": str(out.resolve()), "ids": ids.tolist(), "classes": classes}
+    request |= {"trusted": trusted, "tokenizer": tokenizer is not None}
     try:
-        found, found_facts = _load_in_fresh_process(
-            {**request, "out": str(out.resolve()), "tokenizer": tokenizer is not None}
-        )
+        found, found_facts = _load_in_fresh_process(request)
     except subprocess.CalledProcessError as error:
         why = error.stderr.strip().rpartition("\n")[2]
         return [*differences, f"it cannot be loaded with transformers: {why}"]
     gap = torch.inf if found.shape != wanted.shape else float((found - wanted).norm())
-    if not gap <= _TOLERANCE.get(dtype, _ROUNDED) * float(wanted.norm()):
+    tolerance = _TOLERANCE if dtype == torch.float32 else _TOLERANCE_16_BITS
+    if not gap <= tolerance * float(wanted.norm()):
         differences.append(f"logits: their distance is {gap:.3g}; their norm {wanted.norm():.3g}")
     for name, value in facts.items():
         if found_facts.get(name) != value:
@@ -104,7 +102,7 @@ def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _facts(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """What decides how text becomes ids and where generation ends, by name."""
+    """What decides how text becomes ids and where generation ends."""
     generation = getattr(model, "generation_config", None)
     facts: dict[str, Any] = {
         "config.json: eos_token_id": model.config.get_text_config(decoder=True).eos_token_id,
@@ -126,21 +124,22 @@ def _facts(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 def _load_in_fresh_process(request: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
     """The logits and the facts of an exported folder."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        (folder / "request.json").write_text(json.dumps(request))
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        command = [sys.executable, "-P", "-m", "launcher.checkpoint.verify", scratch]
-        environment = os.environ | {"PYTHONPATH": paths}
-        subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-        facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
-        return load_file(folder / "logits.safetensors")["logits"], facts
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    with tempfile.NamedTemporaryFile(suffix=".pt") as answer:
+        command = [sys.executable, "-P", "-m", "launcher.checkpoint.verify"]
+        subprocess.run(
+            [*command, json.dumps(request), answer.name],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": paths},
+        )
+        return torch.load(answer.name, weights_only=True)  # type: ignore[no-any-return]
 
 
-def _main(folder: Path) -> None:
+def _main(request: dict[str, Any], answer: str) -> None:
     import transformers
 
-    request = json.loads((folder / "request.json").read_text())
     out, classes = request["out"], request["classes"]
     options = {"dtype": torch.float32, "trust_remote_code": request["trusted"]}
     task = "CausalLM" if classes is None else "SequenceClassification"
@@ -157,10 +156,8 @@ def _main(folder: Path) -> None:
     tokenizer = None
     if request["tokenizer"]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
-    logits = _logits(model, torch.tensor(request["ids"])).contiguous()
-    save_file({"logits": logits}, folder / "logits.safetensors")
-    (folder / "facts.json").write_text(json.dumps(_facts(model, tokenizer)))
+    torch.save((_logits(model, torch.tensor(request["ids"])), _facts(model, tokenizer)), answer)
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    _main(json.loads(sys.argv[1]), sys.argv[2])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,6 +25,8 @@ from launcher.metrics.console import task
 from launcher.models.safetensors_files import Tensors
 from launcher.recipe import schema
 
+logger = logging.getLogger(__name__)
+
 CHUNK = 16 * 2**20
 """Bytes written at once; a multiple of ALIGNMENT."""
 _CHANGED_BY_STEP = ("model.", "optimizer.")
@@ -33,8 +36,7 @@ _Pieces = list[tuple[int, torch.Tensor]]
 
 
 def checkpoint_group(ranks: DataParallel) -> dist.ProcessGroup:
-    """A gloo group of the same ranks for checkpoints only. All ranks of the default group must call
-    it.
+    """A gloo group of the same ranks. All ranks of the default group must call it.
 
     The saving thread uses it while training uses its own group; over one group the two hang. Ranks
     wait in it for the slowest disk; lost ranks are detected elsewhere.
@@ -65,8 +67,6 @@ class Save:
     """The checkpoint; None if the save failed."""
     error: str | None = None
     """Why it failed, and on which rank."""
-    note: str | None = None
-    """Another problem, such as an old checkpoint that could not be deleted."""
     bytes: int = 0
     """Size of the checkpoint, over all ranks."""
     seconds: float = 0.0
@@ -83,9 +83,9 @@ class Checkpointer:
     """Saves into a folder, one checkpoint at a time.
 
     Asynchronous: a thread copies this rank's part (with n ranks about 1/n of the checkpoint) into a
-    buffer in host memory, while the next forward and backward passes run. The optimizer's step
-    waits for that copy. Then the thread writes the buffer. The buffer is pinned for a GPU, and
-    reused. Synchronous: writes through a buffer of 16 MiB.
+    buffer in host memory, pinned for a GPU, while the next forward and backward passes run. The
+    optimizer's step waits for that copy. Then the thread writes the buffer, which is reused.
+    Synchronous: writes the tensors in pieces of 16 MiB.
     """
 
     def __init__(
@@ -120,8 +120,7 @@ class Checkpointer:
     def save(
         self, step: int, tensors: Tensors, *, state: Mapping[str, Any], local: Tensors
     ) -> None:
-        """Waits for the previous save, then starts this one. All ranks must call it. `poll` returns
-        the outcome.
+        """Waits for the previous save, then starts this one. All ranks must call it.
 
         tensors: of `model_and_optimizer`. state: for state.json, used on rank 0. local: this rank's
         own small tensors.
@@ -143,11 +142,9 @@ class Checkpointer:
         }
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        arguments = (save, tensors, local, text)
         save.thread = threading.Thread(
-            target=self._run,
-            args=(save, tensors, local, text),
-            name=f"save step {step}",
-            daemon=True,
+            target=self._run, args=arguments, name=f"save step {step}", daemon=True
         )
         save.thread.start()
         save.blocked = time.perf_counter() - started
@@ -161,8 +158,7 @@ class Checkpointer:
             save.blocked += time.perf_counter() - started
 
     def poll(self) -> list[Save]:
-        """Saves that ended since the last call. Does not wait, so ranks may see one at different
-        times."""
+        """Saves that ended since the last call. Ranks may see one at different times."""
         return [self._ended.pop(0) for _ in range(len(self._ended))]
 
     def finish(self) -> list[Save]:
@@ -190,13 +186,14 @@ class Checkpointer:
             pieces += [(start, as_bytes(values[name])) for name, start in layout.starts.items()]
             if self._settings.asynchronous:
                 self._on_all_ranks(lambda: self._stage(save, layout.size, pieces))
-            scratch = self._on_all_ranks(lambda: self._make_scratch(save.step))[0]
+            scratch = self._on_rank_0(lambda: files.scratch_folder(self.folder, save.step))
             written = self._on_all_ranks(lambda: self._write(scratch, layout, pieces, state))
             stored = {name: file for part in written for name, file in part.items()}
             save.bytes = sum(file.bytes for file in stored.values())
-            save.path = self._on_all_ranks(lambda: self._commit(scratch, save.step, stored))[0]
-            if self._rank == 0:
-                save.note = self._prune()
+            save.path = self._on_rank_0(
+                lambda: files.commit(scratch, step=save.step, ranks=self._ranks, files=stored)
+            )
+            self._prune()
         except _SaveError as problem:
             save.error = str(problem)
             if scratch is not None and self._rank == 0:
@@ -221,6 +218,17 @@ class Checkpointer:
             raise _SaveError(failed[0])
         return [result for result, _ in found]
 
+    def _on_rank_0(self, action: Callable[[], Path]) -> Any:
+        """The result of an action of rank 0, if it may still write."""
+
+        def checked() -> Path | None:
+            if self._rank != 0:
+                return None
+            self._before_write()
+            return action()
+
+        return self._on_all_ranks(checked)[0]
+
     def _stage(self, save: Save, size: int, pieces: _Pieces) -> None:
         """Copies into the buffer."""
         on_gpu = self._stream is not None
@@ -240,74 +248,32 @@ class Checkpointer:
             self._stream.synchronize()
         save.staged.set()
 
-    def _make_scratch(self, step: int) -> Path | None:
-        if self._rank != 0:
-            return None
-        self._before_write()
-        return files.scratch_folder(self.folder, step)
-
     def _write(
         self, scratch: Path, layout: Layout, pieces: _Pieces, state: bytes
     ) -> dict[str, StoredFile]:
-        staged = self._buffer
-        chunks = _chunks_through_buffer(pieces) if staged is None else _chunks_of(staged)
+        parts = [self._buffer] if self._buffer is not None else [part for _, part in pieces]
+        chunks = (chunk.cpu().numpy().data for part in parts for chunk in torch.split(part, CHUNK))
         name = files.rank_file(self._rank)
         title = f"writing {scratch.name.partition('.')[0]}"
         with task(title, layout.size, background=True) as advance:
-            counted = _counted(chunks, advance)
-            written = {name: write_chunks(scratch / name, counted, size=layout.size)}
+            stored = write_chunks(scratch / name, chunks, size=layout.size, advance=advance)
+        written = {name: stored}
         if layout.index is not None:  # on rank 0
             written[files.INDEX] = files.write_file(scratch / files.INDEX, layout.index)
             written[files.STATE] = files.write_file(scratch / files.STATE, state)
         return written
 
-    def _commit(self, scratch: Path, step: int, stored: Mapping[str, StoredFile]) -> Path | None:
+    def _prune(self) -> None:
         if self._rank != 0:
-            return None
-        self._before_write()
-        return files.commit(scratch, step=step, ranks=self._ranks, files=stored)
-
-    def _prune(self) -> str | None:
+            return
         keep_last, keep_every = self._settings.keep_last, self._settings.keep_every
         try:
             files.prune(self.folder, keep_last, keep_every, self.best_step)
         except OSError as problem:
-            return f"old checkpoints could not be deleted: {problem}"
-        return None
+            logger.warning(f"old checkpoints could not be deleted: {problem}")
 
     def _reason(self, problem: Exception) -> str:
         text = str(problem) if isinstance(problem, OSError) else repr(problem)
         if isinstance(problem, FileNotFoundError):
             text += ": is run.dir on a file system that all nodes share?"
         return f"rank {self._rank}: {text}"
-
-
-def _counted(
-    chunks: Iterator[memoryview], advance: Callable[[float], None]
-) -> Iterator[memoryview]:
-    for chunk in chunks:
-        yield chunk
-        advance(len(chunk))
-
-
-def _chunks_of(buffer: torch.Tensor) -> Iterator[memoryview]:
-    view = buffer.numpy().data
-    for start in range(0, len(view), CHUNK):
-        yield view[start : start + CHUNK]
-
-
-def _chunks_through_buffer(pieces: _Pieces) -> Iterator[memoryview]:
-    """The content of the file in chunks, all in the same memory."""
-    buffer = aligned_buffer(CHUNK)
-    view, filled = buffer.numpy().data, 0
-    for _, part in pieces:
-        start = 0
-        while start < len(part):
-            count = min(len(part) - start, CHUNK - filled)
-            buffer[filled : filled + count].copy_(part[start : start + count])
-            start, filled = start + count, filled + count
-            if filled == CHUNK:
-                yield view
-                filled = 0
-    if filled:
-        yield view[: filled + -filled % ALIGNMENT]

@@ -1,7 +1,4 @@
-"""Environment variables of the launcher. No other module reads them.
-
-Standard library only: a recipe is checked before torch is imported.
-"""
+"""Environment variables of the launcher. No other module reads them. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import RecipeError
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +29,8 @@ class Environment:
     restart_count: int = 0
     """How often torchrun's agent has restarted the workers."""
     restarts_left: int = 0
-    """How often it may restart them again."""
     error_file: str | None = None
-    """File in which torchrun's agent looks for the reason of a failure, to print it last."""
+    """Where torchrun's agent looks for the reason of a failure."""
     parent: int = 0
     """Process id of the parent: under torchrun, its agent."""
     run_id: str | None = None
@@ -42,22 +40,9 @@ class Environment:
     job: str | None = None
     """Slurm's job id. In a job of `launcher submit`: of the first job of its chain."""
     job_restart_count: int = 0
-    """How often the job was started before: requeued by Slurm, or as a successor."""
+    """How often the job was requeued by Slurm or continued by a successor."""
     refusal_file: str | None = None
-    """File in which the job's script looks for a refusal; it then does not try again."""
-
-    def tell_agent(self, reason: str) -> None:
-        """Writes the reason of a failure for torchrun's agent."""
-        if self.error_file is not None:
-            message = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
-            with contextlib.suppress(OSError):
-                Path(self.error_file).write_text(json.dumps({"message": message}))
-
-    def tell_job(self, refusal: str) -> None:
-        """Writes a refusal for the job's script, which cannot see it in torchrun's exit status."""
-        if self.refusal_file is not None:
-            with contextlib.suppress(OSError):
-                Path(self.refusal_file).write_text(refusal + "\n")
+    """Where the job's script looks for a refusal; it then does not try again."""
 
     @property
     def restarted(self) -> bool:
@@ -69,12 +54,27 @@ class Environment:
         """Whether this is the rank that prints and writes for all."""
         return self.rank == 0
 
+    def tell_agent(self, reason: str) -> None:
+        """Has torchrun's agent print the reason of a failure last."""
+        message = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+        _write(self.error_file, json.dumps({"message": message}))
+
+    def tell_job(self, refusal: str) -> None:
+        """Has the job's script end; it cannot see a refusal in torchrun's exit status."""
+        _write(self.refusal_file, refusal + "\n")
+
+
+def _write(file: str | None, text: str) -> None:
+    if file is not None:
+        with contextlib.suppress(OSError):
+            Path(file).write_text(text)
+
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and torchrun's other variables.
+    """The rank of this process.
 
-    Raises RecipeError if they are incomplete or not integers, or if srun started several tasks
-    without torchrun: each would train its own model into the same folder.
+    Raises RecipeError if torchrun's variables are incomplete or not integers, or if srun started
+    several tasks without torchrun: each would train its own model into the same folder.
     """
     restarts = variables.get("LAUNCHER_START") or variables.get("SLURM_RESTART_COUNT", "0")
     job: dict[str, Any] = {
@@ -83,8 +83,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         "job_restart_count": int(restarts) if restarts.isdigit() else 0,
         "refusal_file": variables.get("LAUNCHER_REFUSED") or None,
     }
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    given = [name for name in names if variables.get(name)]
+    given = [name for name in _RENDEZVOUS if variables.get(name)]
     if "RANK" not in given and "WORLD_SIZE" not in given:
         tasks = variables.get("SLURM_STEP_NUM_TASKS", "1")
         if tasks.isdigit() and int(tasks) > 1:
@@ -94,43 +93,41 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
                 "GPUS launcher/train.py"
             )
         return Environment(**job)
-    if missing := ", ".join(name for name in names if name not in given):
+    if missing := ", ".join(name for name in _RENDEZVOUS if name not in given):
         hint = "start through torchrun, or unset them"
         raise RecipeError(f"{', '.join(given)} set, but not {missing}: {hint}")
-    world_size = _integer(variables, "WORLD_SIZE", 1)
-    restart_count = _integer(variables, "TORCHELASTIC_RESTART_COUNT", 0)
-    max_restarts = _integer(variables, "TORCHELASTIC_MAX_RESTARTS", 0)
+
+    def integer(name: str, default: int = 0) -> int:
+        text = variables.get(name) or str(default)
+        try:
+            return int(text)
+        except ValueError:
+            problem = f"{name}={text}: must be an integer; start through torchrun, or unset it"
+            raise RecipeError(problem) from None
+
+    world_size, restart_count = integer("WORLD_SIZE"), integer("TORCHELASTIC_RESTART_COUNT")
     return Environment(
-        rank=_integer(variables, "RANK", 0),
+        rank=integer("RANK"),
         world_size=world_size,
-        local_rank=_integer(variables, "LOCAL_RANK", 0),
-        local_world_size=_integer(variables, "LOCAL_WORLD_SIZE", world_size),
+        local_rank=integer("LOCAL_RANK"),
+        local_world_size=integer("LOCAL_WORLD_SIZE", world_size),
         torchrun="TORCHELASTIC_RUN_ID" in variables,
         error_file=variables.get("TORCHELASTIC_ERROR_FILE"),
         restart_count=restart_count,
-        restarts_left=max(0, max_restarts - restart_count),
+        restarts_left=max(0, integer("TORCHELASTIC_MAX_RESTARTS") - restart_count),
         run_id=variables.get("TORCHELASTIC_RUN_ID"),
-        meeting_point=f"{variables.get('MASTER_ADDR')}:{variables.get('MASTER_PORT')}",
+        meeting_point=f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}",
         **job,
     )
 
 
-def _integer(variables: Mapping[str, str], name: str, default: int) -> int:
-    text = variables.get(name) or str(default)
-    try:
-        return int(text)
-    except ValueError:
-        problem = f"{name}={text}: must be an integer; start through torchrun, or unset it"
-        raise RecipeError(problem) from None
-
-
 def alone(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables without ranks and GPUs, for a process that only plans."""
-    ranked = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {
         name: value
         for name, value in variables.items()
-        if name not in ranked and not name.startswith(("GROUP_", "ROLE_", "TORCHELASTIC_"))
+        if name not in (*_RENDEZVOUS, "LOCAL_WORLD_SIZE")
+        and not name.startswith(("GROUP_", "ROLE_", "TORCHELASTIC_"))
     }
     return kept | {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -139,10 +136,9 @@ def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, determinis
     """Settings that CUDA reads once at its start. Must be called before torch is imported.
 
     Growing segments lose less memory to fragmentation; a user's own allocator setting stays. NCCL's
-    flight recorder keeps the last collectives, for the report of a hang (`watchdog.py`).
+    flight recorder keeps the last collectives, for the report of a hang.
     """
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in variables:  # its older name
-        variables.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    variables.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if "PYTORCH_ALLOC_CONF" not in variables and "PYTORCH_CUDA_ALLOC_CONF" not in variables:
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if deterministic:
@@ -150,21 +146,16 @@ def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, determinis
 
 
 def cache_folder(cache: str | None, variables: Mapping[str, str] = os.environ) -> Path:
-    """The launcher's cache: tokenized data, measured configurations, compiled graphs.
-
-    cache: data.cache.
-    """
+    """Holds tokenized data, measured configurations, compiled graphs. cache: data.cache."""
     if cache is not None:
         return Path(cache)
-    home = variables.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "launcher"
+    return Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "launcher"
 
 
 def set_compile_cache(cache: Path, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Sets the folder of torch.compile's cache, which is in /tmp by default.
+    """Sets the folder of torch.compile's cache, in /tmp by default, unless the user has.
 
-    Must be called before torch is imported. A folder that the user has set is not changed. The
-    caches of Inductor and AOT autograd are on by default (torch 2.13). Their files are replaced
-    atomically, so ranks and jobs may share them.
+    Must be called before torch is imported. Its files are replaced atomically, so ranks and jobs
+    may share them.
     """
     variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute() / "inductor"))

@@ -1,7 +1,4 @@
-"""Host memory by the kernel's files: what is available, what this process uses, kills.
-
-Standard library only. A missing file is skipped.
-"""
+"""Host memory by the kernel's files; a missing one is skipped. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,24 +7,27 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-
-def available(root: Path = Path("/")) -> int | None:
-    """Bytes that processes can still allocate on this node and in this process's control groups;
-    None if unknown."""
-    left = [max(0, limit - used) for limit, used in _limits(root)]
-    return min([*_meminfo(root, "MemAvailable:"), *left], default=None)
+_ROOT = Path("/")
 
 
-def allowed(root: Path = Path("/")) -> int | None:
-    """Bytes that all processes may use on this node and in this process's control groups; None if
-    unknown."""
-    limits = [limit for limit, _ in _limits(root)]
-    return min([*_meminfo(root, "MemTotal:"), *limits], default=None)
+def available() -> int | None:
+    """Bytes left on this node and in this process's control groups; None if unknown."""
+    return _least("MemAvailable", [max(0, limit - used) for limit, used in _limits()])
 
 
-def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of this process's control groups, in bytes."""
-    for folder in _control_groups(root):
+def allowed() -> int | None:
+    """Bytes that the node and this process's control groups allow; None if unknown."""
+    return _least("MemTotal", [limit for limit, _ in _limits()])
+
+
+def _least(name: str, limits: list[int]) -> int | None:
+    node = _numbers(_ROOT / "proc/meminfo").get(name)
+    return min([*limits, *([] if node is None else [node * 1024])], default=None)
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limit and use of this process's control groups."""
+    for folder in _control_groups():
         for limit, used in (
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -36,11 +36,13 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
                 yield int((folder / limit).read_text()), int((folder / used).read_text())
 
 
-def _meminfo(root: Path, name: str) -> Iterator[int]:
-    with contextlib.suppress(OSError, ValueError):
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith(name):
-                yield int(line.split()[1]) * 1024
+def _numbers(file: Path) -> dict[str, int]:
+    """By name, from lines such as `MemTotal: 8 kB`; empty if there is no such file."""
+    with contextlib.suppress(OSError):
+        pairs = [line.split()[:2] for line in file.read_text().splitlines()]
+        known = [pair for pair in pairs if len(pair) == 2 and pair[1].isdigit()]
+        return {name.rstrip(":"): int(number) for name, number in known}
+    return {}
 
 
 def resident() -> int:
@@ -49,52 +51,39 @@ def resident() -> int:
 
 
 def take_peak() -> int:
-    """Peak resident bytes of this process since the last call, or since its start if the kernel
-    cannot reset it.
-
-    proc(5): VmHWM in status; writing 5 to clear_refs resets it and touches no page.
-    """
-    status = Path("/proc/self/status").read_text()
-    peak = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    """Peak resident bytes of this process since the last call; since its start if the kernel cannot
+    reset it (proc(5): VmHWM, and 5 in clear_refs)."""
+    peak = _numbers(Path("/proc/self/status"))["VmHWM"] * 1024
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    return int(peak.split()[1]) * 1024
+    return peak
 
 
-def killed(root: Path = Path("/")) -> dict[str, int]:
-    """Processes that the out-of-memory killer has ended, by the file that counts them: on the node
-    and in this process's control groups."""
+def killed() -> dict[str, int]:
+    """Processes that the out-of-memory killer has ended, by the file that counts them."""
     names = ("memory.events", "memory.oom_control")
-    files = [folder / name for folder in _control_groups(root) for name in names]
-    counts: dict[str, int] = {}
-    for file in (*files, root / "proc/vmstat"):
-        with contextlib.suppress(OSError, ValueError):
-            for line in file.read_text().splitlines():
-                name, _, count = line.partition(" ")
-                if name == "oom_kill":
-                    counts[str(file)] = int(count)
-    return counts
+    files = [folder / name for folder in _control_groups() for name in names]
+    counts = {str(file): _numbers(file) for file in (*files, _ROOT / "proc/vmstat")}
+    return {file: found["oom_kill"] for file, found in counts.items() if "oom_kill" in found}
 
 
-def killed_since(before: dict[str, int], root: Path = Path("/")) -> bool:
+def killed_since(before: dict[str, int]) -> bool:
     """Whether the out-of-memory killer has ended a process here since `before`."""
-    return any(count > before.get(file, count) for file, count in killed(root).items())
+    return any(count > before.get(file, count) for file, count in killed().items())
 
 
-def _control_groups(root: Path) -> Iterator[Path]:
+def _control_groups() -> Iterator[Path]:
     """This process's memory control group and its parents (version 2 or 1)."""
     with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
+        for line in (_ROOT / "proc/self/cgroup").read_text().splitlines():
             number, names, path = line.split(":", 2)
             if "memory" in names.split(","):
-                mounts = [root / "sys/fs/cgroup/memory"]
+                mounts = [_ROOT / "sys/fs/cgroup/memory"]
             elif number == "0" and not names:
-                mounts = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
+                mounts = [_ROOT / "sys/fs/cgroup", _ROOT / "sys/fs/cgroup/unified"]
             else:
                 continue
             for mount in mounts:
-                here = mount / path.lstrip("/")
-                while here.is_relative_to(mount):
-                    if here.is_dir():
-                        yield here
-                    here = here.parent
+                folder = mount / path.lstrip("/")
+                inside = [one for one in (folder, *folder.parents) if one.is_relative_to(mount)]
+                yield from filter(Path.is_dir, inside)

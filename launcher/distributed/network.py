@@ -8,8 +8,7 @@ import os
 import socket
 import struct
 
-_SIOCGIFADDR = 0x8915
-"""netdevice(7): the IPv4 address of an interface."""
+_SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 
 
 def interface_address(name: str) -> str:
@@ -35,15 +34,12 @@ KEEPALIVE_SECONDS = 30
 
 
 def limit_store_calls(meeting_point: str, *, seconds: float) -> None:
-    """Makes calls over existing connections to the store fail instead of blocking.
+    """Makes calls over existing connections to the store at HOST:PORT fail instead of blocking.
 
-    The store's timeout applies to `get` and `wait`. On a dead connection `check` and `add` wait
-    until the kernel gives up, about 15 minutes (seen with torch 2.13), and with them a rank that
-    checks whether another one failed. tcp(7): TCP_USER_TIMEOUT. While the process that hosts the
-    store is stopped, they wait for ever. `seconds` limits that; such a connection must not be used
-    again. socket(7): SO_RCVTIMEO.
-
-    meeting_point: HOST:PORT of the store.
+    The store's timeout applies to `get` and `wait` only. `check` and `add` wait about 15 minutes on
+    a dead connection, until the kernel gives up (torch 2.13; tcp(7): TCP_USER_TIMEOUT), and for ever
+    while the process that hosts the store is stopped (socket(7): SO_RCVTIMEO). After `seconds` in
+    that state a connection must not be used again.
     """
     tcp = socket.IPPROTO_TCP
     options: tuple[tuple[int, int, int | bytes], ...] = (

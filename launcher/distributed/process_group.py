@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import json
 import os
@@ -13,10 +12,12 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from launcher.distributed.environment import Environment
@@ -24,18 +25,16 @@ from launcher.distributed.network import interface_to
 from launcher.errors import TrainingError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""By device. With a CPU backend in the group, objects are exchanged over it (torch 2.11 to 2.14,
-`_get_object_coll_device`), which neither waits for a device nor needs an NCCL communicator. With
-CPU offload, gradient norms are reduced over gloo too."""
+"""By device. Objects are exchanged over gloo, which neither waits for a device nor needs an NCCL
+communicator (torch 2.11 to 2.14, `_get_object_coll_device`), and so are norms with CPU offload."""
+CHECKPOINT_GROUP = "checkpoint"
+"""Description of the checkpoint group, in which ranks wait for the slowest disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
-    """The ranks that train one model together.
-
-    A strategy gets this, never the default group: the self-test trains on some of the ranks, and
-    the memory plan on a group that does not exist.
-    """
+    """The ranks that train one model together: all, or some in the self-test; in a memory plan, a
+    group that does not exist."""
 
     rank: int
     size: int
@@ -46,19 +45,30 @@ class DataParallel:
 def set_threads(environment: Environment, *, device: torch.device, cpu_offload: bool) -> None:
     """Gives a rank that computes on the CPU its share of the cores.
 
-    torchrun sets OMP_NUM_THREADS=1 if it starts several processes per node; an optimizer step on
-    offloaded parameters would then use one thread. Any other value was set by the user and stays.
+    torchrun sets OMP_NUM_THREADS=1 if it starts several processes per node. Any other value was set
+    by the user and stays.
     """
     if os.environ.get("OMP_NUM_THREADS", "1") == "1" and (cpu_offload or device.type == "cpu"):
         cores = len(os.sched_getaffinity(0)) // environment.local_world_size
         torch.set_num_threads(max(1, cores))
 
 
+class Node(NamedTuple):
+    """What a rank sees of its node."""
+
+    host: str
+    gpus: int
+    ranks: int
+    torch: str
+    build: str | None
+    """What torch is built for, such as `CUDA 12.8`; None: CPUs only."""
+
+
 def choose_device(environment: Environment, store: Store, wanted: str) -> torch.device:
     """This rank's device, of the same kind on all ranks. All must call it; rank 0 decides.
 
-    store: shared by the ranks. wanted: run.device; or `any`, for tools: GPUs if every rank has one,
-    else CPUs. Raises TrainingError (reason no_gpu) that names each node where ranks lack a GPU.
+    wanted: run.device; or `any`, for tools: GPUs if every rank has one, else CPUs. Raises
+    TrainingError (reason no_gpu) that names each node where ranks lack a GPU.
     """
     if wanted == "cpu":
         return torch.device("cpu")
@@ -68,11 +78,11 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
         build = f"ROCm {torch.version.hip}"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     mine = Node(socket.gethostname(), gpus, environment.local_world_size, torch.__version__, build)
-    store.set(f"device/{environment.rank}", json.dumps(dataclasses.astuple(mine)))
+    store.set(f"device/{environment.rank}", json.dumps(mine))
     if environment.rank == 0:
         found = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])
-        agreed = agree_on_device(wanted, [Node(*json.loads(one)) for one in found])
-        store.set("device", json.dumps(agreed))
+        nodes = [Node(*json.loads(node)) for node in found]
+        store.set("device", json.dumps(agree_on_device(wanted, nodes)))
     kind, problem = json.loads(store.get("device"))
     if problem is not None:
         raise TrainingError(problem, reason="no_gpu")
@@ -81,18 +91,6 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
     device = torch.device("cuda", environment.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-@dataclass(frozen=True)
-class Node:
-    """What a rank sees of its node."""
-
-    host: str
-    gpus: int
-    ranks: int
-    torch: str
-    build: str | None
-    """What torch is built for, such as `CUDA 12.8`; None: CPUs only."""
 
 
 def agree_on_device(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | None]:
@@ -104,17 +102,15 @@ def agree_on_device(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str
         return "cpu", None
     lines = [f"run.device is {wanted}, and not every rank has a GPU:"]
     for node in short:
+        what = f"torch {node.torch} is built without CUDA or ROCm; install a build for the GPU"
         if node.gpus:
             what = f"{node.gpus} GPUs for {node.ranks} ranks; start --nproc-per-node {node.gpus}"
         elif node.build:
-            rocm = node.build.startswith("ROCm")
-            tool = "amd-smi, ROCR" if rocm else "nvidia-smi, CUDA"
+            tool = "amd-smi, ROCR" if node.build.startswith("ROCm") else "nvidia-smi, CUDA"
             what = (
                 f"torch {node.torch} is built for {node.build} and finds no GPU; check the driver "
                 f"({tool}_VISIBLE_DEVICES) and what the job was granted"
             )
-        else:
-            what = f"torch {node.torch} is built without CUDA or ROCm; install a build for the GPU"
         lines.append(f"  node {node.host}: {what}")
     return None, "\n".join([*lines, "to compute on the CPUs of all nodes, set run.device=cpu"])
 
@@ -139,11 +135,9 @@ def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
 
 
 def _choose_gloo_interface(environment: Environment) -> None:
-    """Makes gloo listen on the interface that leads to MASTER_ADDR, unless the user chose one.
-
-    By default gloo uses the address of this machine's own name, which may not exist or not be
-    reachable. The loopback interface, which leads to MASTER_ADDR on a single machine, is not set.
-    """
+    """Makes gloo listen on the interface that leads to MASTER_ADDR, unless the user chose one or it
+    is the loopback. By default gloo uses the address of this machine's own name, which may not
+    exist or not be reachable."""
     if "GLOO_SOCKET_IFNAME" not in os.environ and environment.meeting_point is not None:
         name = interface_to(environment.meeting_point.rsplit(":", 1)[0])
         if name not in (None, "lo"):
@@ -156,10 +150,9 @@ def process_group(
 ) -> Iterator[tuple[DataParallel, Store]]:
     """The default process group, for the duration of the context. Yields all ranks and their store.
 
-    device: see `choose_device`. `init_timeout` (seconds) applies until `set_timeout`. After an
-    error the group is not destroyed: another rank may be waiting in it.
+    device: see `choose_device`. init_timeout: seconds, until `set_timeout`. After an error the group
+    is not destroyed: another rank may be waiting in it.
     """
-    timeout = timedelta(seconds=init_timeout)
     store: Store
     if environment.world_size == 1 and not environment.torchrun:
         store = HashStore()
@@ -173,34 +166,29 @@ def process_group(
         store=store,
         rank=rank,
         world_size=size,
-        timeout=timeout,
+        timeout=timedelta(seconds=init_timeout),
         device_id=chosen if chosen.type == "cuda" else None,
     )
     group = dist.group.WORLD
     assert group is not None
     yield DataParallel(rank=rank, size=size, group=group, device=chosen), store
-    # DistributedDataParallel is in a reference cycle and refers to the group. Without this
-    # collection the group could be destroyed under the interpreter's lock, which gloo's thread may
-    # be waiting for (hung with torch 2.13)
+    # DistributedDataParallel, in a reference cycle, refers to the group. Uncollected, the group
+    # could be destroyed under the interpreter's lock, which gloo's thread may be waiting for (hung
+    # with torch 2.13)
     gc.collect()
     dist.destroy_process_group()
 
 
 def _meet(environment: Environment, *, seconds: int) -> Store:
     """The store of these ranks. Raises TrainingError."""
-    timeout, ranks = timedelta(seconds=seconds), environment.world_size
+    rank, ranks = environment.rank, environment.world_size
+    timeout, where = timedelta(seconds=seconds), environment.meeting_point
     try:
         store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+        store.set_timeout(timeout)
+        generation = _agree_on_generation(store, rank=rank, ranks=ranks, seconds=seconds)
     except (dist.DistError, OSError) as error:
-        what = f"could not meet the other ranks at {environment.meeting_point} within {seconds} s"
-        raise TrainingError(f"{what}: {error}") from error
-    store.set_timeout(timeout)
-    try:
-        generation = _agree_on_generation(
-            store, rank=environment.rank, ranks=ranks, seconds=seconds
-        )
-    except (dist.DistError, TimeoutError) as error:
-        what = f"not all of {ranks} ranks came within {seconds} s"
+        what = f"could not meet the other ranks at {where} within {seconds} s"
         raise TrainingError(f"{what}: {error}") from error
     # A restart uses the same store; without its own prefix it would read addresses of dead ranks
     return PrefixStore(f"generation{generation}", store)
@@ -212,7 +200,7 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
     torchrun's restart count is not such a number: each node's agent counts for itself, and does not
     count a restart caused by a returning node (seen with torch 2.13). Rank 0 draws the number and
     answers each rank under a name that only this process knows: the answer to an entry of a dead
-    process is never read.
+    process is never read. Raises TimeoutError.
     """
     if rank != 0:
         mine = uuid.uuid4().hex
@@ -233,18 +221,9 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
     return generation
 
 
-CHECKPOINT_GROUP = "checkpoint"
-"""Description of the checkpoint group, in which ranks wait for the slowest disk."""
-
-
 def set_timeout(seconds: int) -> None:
-    """Sets the timeout of all groups except that of checkpoints.
-
-    Call it when all groups exist, since those of a mesh start with a default, and again after the
-    slow first collectives.
-    """
-    from torch.distributed import distributed_c10d
-
+    """Sets the timeout of all groups except that of checkpoints: when all exist, since those of a
+    mesh start with a default, and again after the slow first collectives."""
     for group in list(distributed_c10d._world.pg_map):
         if group.group_desc != CHECKPOINT_GROUP:
             distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

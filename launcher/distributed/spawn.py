@@ -25,8 +25,6 @@ _SHUTDOWN_SECONDS = 45
 
 @dataclass(frozen=True)
 class RanksEnded:
-    """How the ranks of `run_ranks` ended."""
-
     result: Any
     """What rank 0 returned; None: it failed, or was not done in time."""
     error: str | None
@@ -51,8 +49,7 @@ def run_ranks(
     module: calls `rank_main`. setting: its argument, as JSON. seconds: time limit. console: the
     ranks print to the console.
     """
-    # torchrun's own default, without its warning
-    environment = {"OMP_NUM_THREADS": "1"} | dict(variables)
+    environment = {"OMP_NUM_THREADS": "1", **variables}  # torchrun's default, without its warning
     with tempfile.TemporaryDirectory(prefix="launcher-ranks-") as folder:
         file, log = Path(folder, "result"), Path(folder, "log")
         argument = json.dumps({**setting, "result": str(file)})
@@ -64,26 +61,20 @@ def run_ranks(
                 status: int | None = process.wait(seconds)
             except subprocess.TimeoutExpired:
                 status = None
-            finally:
-                _end(process)
+            finally:  # torchrun ends its ranks: each is in a session of its own
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_SHUTDOWN_SECONDS)
+                process.kill()
+                process.wait()
         result = json.loads(file.read_text()) if file.exists() else None
         errors = sorted(Path(folder).glob("error_*"), key=lambda error: error.stat().st_mtime_ns)
         error = errors[0].read_text() if errors else None
         return RanksEnded(result, error, status, log.read_text(errors="replace"))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends torchrun, which ends its ranks: each is in a session of its own."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_SHUTDOWN_SECONDS)
-        process.kill()
-        process.wait()
-
-
 def rank_main(run: Callable[[dict[str, Any]], Any]) -> None:
-    """The main program of a module for `run_ranks`: hands over what `run` returns on rank 0."""
+    """The main program of a module for `run_ranks`, which gets what `run` returns on rank 0."""
     setting = json.loads(sys.argv[1])
     file = Path(setting["result"])
     try:
@@ -97,10 +88,8 @@ def rank_main(run: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends. parent: its process id.
-
-    prctl(2), PR_SET_PDEATHSIG. Ends at once where the parent is gone already.
-    """
+    """Has the kernel kill this process when its parent ends (prctl(2), PR_SET_PDEATHSIG). Ends at
+    once if that is gone already. parent: its process id."""
     with contextlib.suppress(OSError, AttributeError):  # not on Linux
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:

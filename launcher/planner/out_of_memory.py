@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +28,7 @@ from launcher.planner.plan import make_plan
 from launcher.planner.search import make_ladder
 from launcher.planner.separate_process import run_in_process
 from launcher.recipe.schema import Recipe
+from launcher.reliability.causes import Account
 from launcher.reliability.run_directory import RunFolder
 from launcher.training.setup import Training
 
@@ -145,20 +144,6 @@ def failing_module(traceback: TracebackType | None, module: nn.Module) -> tuple[
                 shape = f"{name} {' x '.join(map(str, value.shape))}"
         traceback = traceback.tb_next
     return where, shape
-
-
-@dataclass
-class Account:
-    """The report."""
-
-    message: str
-    """Printed at once."""
-    noted: dict[str, Any]
-    """For events.jsonl, where a smaller micro-batch would help."""
-    restarts_now: bool
-    """torchrun restarts the run at once with a smaller micro-batch, so nothing is planned."""
-    conclude: Callable[[float], str]
-    """What is held beside the plan, what exceeds it, and what fits; takes a time limit."""
 
 
 class PostMortem:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -40,9 +42,8 @@ def timed_out(error: BaseException) -> bool:
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: of a device, in Python, in the CPU's allocator or a CUDA library."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _matches(
-        error, _MEMORY_SIGNS
-    )
+    known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return known or _matches(error, _MEMORY_SIGNS)
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -67,25 +68,28 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error) if str(error) else 'no message'}{where}"
 
 
-class Account(Protocol):
-    """What is known about exhausted memory (`planner/out_of_memory.py`)."""
+@dataclass
+class Account:
+    """What is known about exhausted memory."""
 
     message: str
     """Printed at once."""
     noted: dict[str, Any]
-    """For events.jsonl."""
+    """For events.jsonl, where a smaller micro-batch would help."""
     restarts_now: bool
-    """torchrun restarts the run with a smaller micro-batch, so nothing is planned."""
-
-    def conclude(self, seconds: float) -> str:
-        """The answer of the memory plan, within this time."""
+    """torchrun restarts the run at once with a smaller micro-batch, so nothing is planned."""
+    conclude: Callable[[float], str]
+    """What is held beside the plan, what exceeds it, and what fits; takes a time limit."""
 
 
 class PostMortem(Protocol):
-    """Examines why memory ran out: in this process, or where the kernel killed another one."""
+    """Examines why memory ran out: in this process, or where the kernel killed another one.
 
-    def examine(self, error: BaseException, *, step: int, phase: str, micro_batch: int) -> Account:
-        """step: the last finished one."""
+    step: the last finished one. process: such as `rank 1 of 2`.
+    """
 
-    def killed(self, process: str, step: int) -> Account:
-        """process: the name of the killed one. step: the last finished one."""
+    def examine(
+        self, error: BaseException, *, step: int, phase: str, micro_batch: int
+    ) -> Account: ...
+
+    def killed(self, process: str, step: int) -> Account: ...

@@ -1,9 +1,8 @@
 """When one rank fails, all ranks end within seconds, and one of them reports the cause.
 
 The first rank that fails claims the failure in the store that the ranks share. The others fail
-next because they lost a peer; their exceptions stay in their logs. A rank that is stuck in a
-collective raises nothing (under NCCL the CPU waits for the device): its watchdog (`watchdog.py`)
-sees the claim in the store and ends the process.
+next because they lost a peer. A rank that is stuck in a collective raises nothing (under NCCL the
+CPU waits for the device): its watchdog sees the claim in the store and ends the process.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder
 
 # Keys of the store
-_CLAIMS, _REPORTED, _OWNER = "failed/claims", "failed/reported", "owner"
+CLAIMS, _REPORTED, _OWNER = "failed/claims", "failed/reported", "owner"
 _PROCESS = "process/{}".format
-_NOTICED, _ENDED = "failed/noticed_{}".format, "failed/rank_{}".format
-"""By rank: it noticed another rank's failure; it failed itself or ended in order."""
+NOTICED, ENDED = "failed/noticed_{}".format, "failed/rank_{}".format
+"""By rank: it runs and noticed another rank's claim; it failed itself or ended in order."""
 
 _REPORT_SECONDS = 60.0
 """Time for the memory plan to find what would fit."""
@@ -60,14 +59,11 @@ Cause = tuple[str, str, Account | None]
 
 
 class Neighbours:
-    """The other ranks on this node, whose end the kernel shows at once.
-
-    torchrun numbers the ranks of a node consecutively.
-    """
+    """The other ranks on this node, whose end the kernel shows at once."""
 
     def __init__(self, environment: Environment) -> None:
         self._rank = environment.rank
-        first = max(0, environment.rank - environment.local_rank)
+        first = max(0, environment.rank - environment.local_rank)  # a node's ranks are consecutive
         last = min(environment.world_size, first + environment.local_world_size)
         self._others = [rank for rank in range(first, last) if rank != self._rank]
         self.processes: dict[int, tuple[int, int]] = {}
@@ -87,7 +83,7 @@ class Neighbours:
             self.known = True
 
     def lost(self) -> list[int]:
-        """Ranks whose processes have ended, for any reason. Does not use the store."""
+        """Ranks whose processes have ended, for any reason."""
         processes = self.processes.items()
         ended = [rank for rank, (pid, start) in processes if process_start(pid) != start]
         # Without free file descriptors not even this process can be read: then nothing is known
@@ -95,9 +91,9 @@ class Neighbours:
 
 
 class FailureWatch:
-    """This rank's part in reporting a failure and ending the run.
+    """Reports a failure and ends the run: an exception inside its context ends all ranks.
 
-    An exception inside its context ends this process and all other ranks.
+    Methods that use the store raise RuntimeError if it fails.
     """
 
     def __init__(
@@ -112,13 +108,11 @@ class FailureWatch:
         self.environment, self.run, self.console = environment, run, console
         self.progress, self.rank, self.ranks = progress, environment.rank, environment.world_size
         self.post_mortem: PostMortem | None = None
-        """None: the recipe's memory is not known yet."""
         self.on_end: Callable[[], None] = lambda: None
         """Flushes and closes what the run writes, before a failure ends this process."""
         self.neighbours = Neighbours(environment)
         self.claimed = False
-        """A thread of this rank reports the failure; no other one may end the process meanwhile."""
-        self._stopped_status = EXIT_DONE if environment.torchrun else EXIT_STOPPED
+        """A thread of this rank reports; no other one may end the process meanwhile."""
         self._found = run.read_status()
         self._shared, self.store = store, self._connect(store)
         self._killed = host_memory.killed()
@@ -149,61 +143,44 @@ class FailureWatch:
     def announce_end(self) -> None:
         """This rank ends in order, or has failed: its neighbours must not report a lost process."""
         with contextlib.suppress(Exception):
-            self.notice()
-            self.store.set(_ENDED(self.rank), "")
+            self.store.set(NOTICED(self.rank), "")
+            self.store.set(ENDED(self.rank), "")
+
+    def is_set(self, key: str) -> bool:
+        return bool(self.store.check([key]))
 
     # Claims
 
     def claim(self, *, ask_store: bool = True, ends: bool = True) -> bool:
-        """True for one thread of one rank, which then must `report`.
-
-        If the store fails, status.json decides, which changes once a rank has reported. ends: this
-        rank ends even if it does not report.
-        """
+        """True for one thread of one rank, which then must `report`. If the store fails,
+        status.json decides. ends: this rank ends even if it does not report."""
         with self._claiming:
             if self.claimed:
                 return False
             first = None
             if ask_store:
                 with contextlib.suppress(Exception):
-                    first = self.store.add(_CLAIMS, 1) == 1
+                    first = self.store.add(CLAIMS, 1) == 1
             if first is None:
                 time.sleep(min(5.0, 0.2 * self.rank))  # one rank after the other
-                self.claimed = self._state() == "running"
+            status = self.run.read_status()
+            state = None if status == self._found else status.get("state")  # of this start
+            if first is None:
+                self.claimed = state in (None, "running")
             else:
-                self.claimed = first and self._state() != "failed"
-                if first and not self.claimed:  # a rank that the store did not answer has reported
-                    self._set_reported(EXIT_FAILED)
+                self.claimed = first and state != "failed"
+            if first and not self.claimed:  # a rank that the store did not answer has reported
+                self._set_reported(EXIT_FAILED)
             if ends or self.claimed:
                 self.announce_end()
             return self.claimed
 
-    def _state(self) -> str | None:
-        """Of status.json; `running` if it was not written since this process started."""
-        status = self.run.read_status()
-        return "running" if status == self._found else status.get("state")
-
-    def other_claimed(self) -> bool:
-        """Whether a rank reports a failure or an early stop. Raises RuntimeError if the store
-        fails."""
-        return bool(self.store.check([_CLAIMS]))
-
-    def notice(self) -> None:
-        """Announces that this rank runs and has noticed the claim."""
-        self.store.set(_NOTICED(self.rank), "")
-
-    def ended(self, rank: int) -> bool:
-        """Whether a rank has failed or ended in order."""
-        return bool(self.store.check([_ENDED(rank)]))
-
     def wait_for_report(self) -> int:
-        """Waits for the rank that claimed, and returns the exit status for all.
-
-        torchrun's agent kills the ranks of a node soon after one of them has ended.
-        """
+        """Waits for the rank that claimed, and returns the exit status for all: torchrun's agent
+        kills the ranks of a node soon after one of them has ended."""
         deadline = time.monotonic() + _REPORT_SECONDS
         with contextlib.suppress(Exception):
-            while not self.store.check([_REPORTED]) and time.monotonic() < deadline:
+            while not self.is_set(_REPORTED) and time.monotonic() < deadline:
                 time.sleep(0.2)
             return int(self.store.get(_REPORTED))
         return EXIT_FAILED
@@ -232,32 +209,23 @@ class FailureWatch:
                 self._print(str(error))
         self.environment.tell_agent(text)
         if account is not None:
-            text = f"{text}\n{self._conclude(account)}"
+            if not account.restarts_now:
+                self._print("asking the memory plan what would fit ...")
+            answer = account.conclude(_REPORT_SECONDS)
+            self._print(answer)
+            text = f"{text}\n{answer}"
             self.environment.tell_agent(text)
             with contextlib.suppress(OSError, TrainingError):
                 self.run.write_status("failed", step=step, reason=reason, error=text)
         self._set_reported(status)
-
-    def _conclude(self, account: Account) -> str:
-        """Prints and returns what would fit, by the memory plan."""
-        if not account.restarts_now:
-            self._print("asking the memory plan what would fit ...")
-        try:
-            text = account.conclude(_REPORT_SECONDS)
-        except Exception as error:
-            text = f"what would fit could not be found out: {describe(error)}"
-        self._print(text)
-        return text
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the reader of the console may be gone
             print(text, file=self.console, flush=True)
 
     def report_exception(self, error: BaseException) -> int:
-        """Writes the traceback to the rank's log; the first rank that failed reports the cause.
-
-        Returns the exit status.
-        """
+        """Writes the traceback to the rank's log; reports the cause if no other rank does. Returns
+        the exit status."""
         log_file = self.run.log / f"rank_{self.rank}.log"
         unexpected = not isinstance(error, (RecipeError, TrainingError))
         if unexpected:
@@ -276,7 +244,7 @@ class FailureWatch:
         return status
 
     def _cause(self, error: BaseException) -> Cause:
-        name, step = f"rank {self.rank} of {self.ranks}", self.progress.step + 1
+        name, step = self._names([self.rank]), self.progress.step + 1
         if isinstance(error, TrainingError):
             return error.reason, f"failed after step {step - 1}: {error}", None
         if isinstance(error, RecipeError):
@@ -315,13 +283,10 @@ class FailureWatch:
     # Lost ranks
 
     def report_lost(self, lost: list[int], *, ask_store: bool = True) -> None:
-        """Reports neighbours that were killed, and ends this process.
-
-        Returns if another rank reports or, by the store, they ended in order. Raises RuntimeError
-        if the store fails.
-        """
+        """Reports neighbours that were killed, and ends this process. Returns if another rank
+        reports or, by the store, they ended in order."""
         if ask_store:
-            lost = [rank for rank in lost if not self.ended(rank)]
+            lost = [rank for rank in lost if not self.is_set(ENDED(rank))]
         if lost and self.claim(ask_store=ask_store):
             reason, text, account = self._loss(lost)
             text += f"\nRank {self.rank}, on the same node, found its process gone"
@@ -337,24 +302,20 @@ class FailureWatch:
         return "rank_lost", text, None
 
     def _killed_by_kernel(self, name: str) -> Cause:
-        text, step = (
-            f"{name} was killed by the kernel because host memory ran out",
-            self.progress.step,
-        )
+        step = self.progress.step
+        text = f"{name} was ended in step {step + 1} by the kernel: host memory ran out"
         return self._out_of_memory(text, lambda post_mortem: post_mortem.killed(name, step))
 
     def _names(self, ranks: list[int]) -> str:
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.ranks}"
 
     def _silent_ranks(self, *, running: bool) -> list[int] | None:
-        """Ranks that do not notice the failure within three seconds, so were probably killed.
-
-        running: includes ranks that run but have not failed. None: the store does not answer.
-        """
-        key, deadline = _ENDED if running else _NOTICED, time.monotonic() + 3.0
+        """Ranks that do not notice the failure within three seconds, so were probably killed;
+        None: the store does not answer. running: includes ranks that run but have not failed."""
+        key, deadline = ENDED if running else NOTICED, time.monotonic() + 3.0
         with contextlib.suppress(Exception):
             while True:
-                silent = [rank for rank in range(self.ranks) if not self.store.check([key(rank)])]
+                silent = [rank for rank in range(self.ranks) if not self.is_set(key(rank))]
                 if not silent or time.monotonic() > deadline:
                     return silent
                 time.sleep(0.1)
@@ -376,8 +337,9 @@ class FailureWatch:
             self.run.write_status("stopped", step=step, reason=source)
             self.run.note("stopped", ranks=self.ranks, step=step, reason=source)
         # The others may end only now: rank 0 releases the folder, and with that ends the writing
-        self._set_reported(self._stopped_status)
-        self.end(self._stopped_status)
+        status = EXIT_DONE if self.environment.torchrun else EXIT_STOPPED
+        self._set_reported(status)
+        self.end(status)
 
     def end(self, status: int) -> NoReturn:
         """Ends this process and releases the folder. Only the first thread that calls it does."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import sys
 import threading
 import traceback
@@ -20,38 +19,29 @@ def stacks() -> tuple[str, str]:
     """The position of the main thread as `function (file:line)`, and the stacks of all threads."""
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main, own = threading.main_thread().ident, threading.get_ident()
-    parts = []
-    for ident in sorted(frames, key=lambda ident: (ident != main, ident == own)):
+    main, parts = threading.main_thread().ident or 0, []
+    for ident in sorted(frames, key=lambda ident: ident != main):
         parts.append(f"\nthread {names.get(ident, ident)}\n")
         parts += traceback.format_stack(frames[ident])
-    frame = frames.get(main or 0)
-    if frame is None:
-        return "?", "".join(parts)
-    code = frame.f_code
-    where = f"{code.co_name} ({os.path.relpath(code.co_filename)}:{frame.f_lineno})"
-    return where, "".join(parts)
+    code, line = frames[main].f_code, frames[main].f_lineno
+    return f"{code.co_name} ({os.path.relpath(code.co_filename)}:{line})", "".join(parts)
 
 
 def process_state(pid: int) -> list[str]:
-    """The kernel's view of a process: its state (R running, S sleeping, D waiting for a device,
-    T stopped), the kernel function it waits in, and its kernel stack where that is readable."""
-
-    def read(name: str) -> str:
-        try:
-            return Path(f"/proc/{pid}/{name}").read_text().strip()
-        except OSError as error:
-            return f"({error.strerror})"
-
-    state = re.search(r"^State:.*", read("status"), re.MULTILINE)
-    if state is None:
+    """The kernel's view of a process: its state, and the kernel function it waits in."""
+    folder, waits = Path(f"/proc/{pid}"), ""
+    try:
+        lines = (folder / "status").read_text().splitlines()
+    except OSError:
         return [f"process {pid} has ended"]
-    waits = f"waits in the kernel in: {read('wchan') or '?'}"
-    return [f"process {pid}", state[0].replace("\t", " "), waits, "kernel stack:", read("stack")]
+    with contextlib.suppress(OSError):
+        waits = (folder / "wchan").read_text()
+    state = next(line for line in lines if line.startswith("State:")).replace("\t", " ")
+    return [f"process {pid}", state, f"waits in the kernel in: {waits or '?'}"]
 
 
 def flight_recorder() -> bytes | None:
-    """The last collectives as JSON: of NCCL, or of gloo without NCCL. None: not recorded."""
+    """The last collectives as JSON: of NCCL, or of gloo without it; None: not recorded."""
     name = "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json"
     try:
         return bytes(getattr(_distributed_c10d, name)())
@@ -60,10 +50,8 @@ def flight_recorder() -> bytes | None:
 
 
 def collectives(recorded: bytes | None) -> dict[str, dict[str, Any]]:
-    """By process group: the number of the newest collective, and the oldest unfinished ones.
-
-    The newest entry of a flight recorder was only enqueued. The oldest unfinished one hangs.
-    """
+    """By process group: the number of the newest collective, which may only be enqueued, and the
+    oldest unfinished ones, of which the first hangs."""
     groups: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(ValueError, KeyError, TypeError):
         for entry in json.loads(recorded or b"{}").get("entries") or []:
@@ -83,8 +71,7 @@ def collectives(recorded: bytes | None) -> dict[str, dict[str, Any]]:
 def compare_collectives(ranks: dict[int, dict[str, dict[str, Any]]]) -> list[str]:
     """A line for each group that waits: its oldest unfinished collective, and its state by rank.
 
-    ranks: `collectives` of each. Groups with a rank that has not begun it come first; three at
-    most.
+    ranks: `collectives` of each. Groups with a rank that has not begun it come first.
     """
     lines = []
     for name in sorted({name for groups in ranks.values() for name in groups}):

@@ -1,31 +1,27 @@
-"""The lock of a run folder: one job at a time may write there.
+"""The lock of a run folder: one job at a time may write there. Imports no torch.
 
 RUN_DIR/owner holds numbered records, and the highest number owns the folder. To take the folder is
 to create the next number, which a file system lets only one process do (O_EXCL, on NFS too).
 Records are never replaced or removed, so two processes that find the same dead owner cannot both
-succeed it. The owner touches its record as a heartbeat. An owner that finds a higher number is
-fenced off: it writes nothing more.
+succeed it. An owner that finds a higher number is fenced off: it writes nothing more.
 
 Clocks of different machines are never compared. On the owner's machine its process is looked up.
-Elsewhere its record is watched, for longer than the interval between heartbeats and the time for
-which an NFS client caches a folder (a minute by default).
-
-Standard library only: a folder is refused before torch is imported.
+Elsewhere the heartbeat of its record is awaited, for longer than the interval between heartbeats
+and the time for which an NFS client caches a folder (a minute by default).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import json
 import logging
 import os
 import socket
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import BaseModel
 
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
@@ -44,8 +40,7 @@ class OwnedError(RecipeError):
     """Another process owns the folder."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Owner:
+class Owner(BaseModel):
     """A record: the process that owns the folder, its machine and its job."""
 
     host: str
@@ -64,20 +59,6 @@ class Owner:
         job = f", Slurm job {self.job}" if self.job else ""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
         return f"process {self.pid} on {self.host}{job}, since {since}"
-
-    @classmethod
-    def new(cls, environment: Environment) -> Owner:
-        return cls(
-            host=socket.gethostname(),
-            machine=this_machine(),
-            pid=os.getpid(),
-            started=process_start(os.getpid()) or 0,
-            job=environment.job,
-            job_restart_count=environment.job_restart_count,
-            run_id=environment.run_id,
-            meeting_point=environment.meeting_point,
-            time=time.time(),
-        )
 
     def alive(self) -> bool | None:
         """Whether the process runs; None: it is on another machine."""
@@ -113,49 +94,45 @@ def succeeds(new: Owner, old: Owner) -> bool:
     # Ranks with the same run id and meeting point belong to one torchrun, which has one generation
     # of workers at a time. The run id alone may be another torchrun's, and every machine has a
     # localhost: there the old process is looked up
-    host = (new.meeting_point or "localhost").rsplit(":", 1)[0]
-    local = host.startswith(("127.", "localhost", "::1"))
     same = new.run_id == old.run_id is not None and new.meeting_point == old.meeting_point
-    return same and not local
+    host = (new.meeting_point or "localhost").rsplit(":", 1)[0]
+    return same and not host.startswith(("127.", "localhost", "::1"))
 
 
-def _records(folder: Path) -> list[tuple[int, Path]]:
-    """Numbers and files, the highest last: NUMBER.json, and NUMBER.released once released."""
+def _newest(folder: Path) -> tuple[int, Path]:
+    """The highest number, and its file: NUMBER.json, or NUMBER.released. Without one 0, folder."""
     try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    return sorted((int(name.split(".")[0]), folder / name) for name in names if name[:1].isdigit())
+        names = [name for name in os.listdir(folder) if name[:1].isdigit()]
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    found = ((int(name.split(".")[0]), folder / name) for name in names)
+    return max(found, default=(0, folder))
 
 
 def _read(record: Path) -> Owner | None:
-    """None: released, or still being written."""
+    """None: there is no record, it was released, or is still being written."""
     try:
-        values = json.loads(record.read_text())
-        return Owner(**{field.name: values[field.name] for field in dataclasses.fields(Owner)})
-    except (OSError, ValueError, KeyError, TypeError):
+        return Owner.model_validate_json(record.read_bytes())
+    except (OSError, ValueError):
         return None
 
 
-def _touched(record: Path) -> int | None:
+def _touched(record: Path) -> float:
     try:
-        return record.stat().st_mtime_ns
+        return record.stat().st_mtime
     except OSError:
-        return None
+        return 0.0
 
 
 def current_owner(run_dir: Path) -> tuple[Owner, bool | None] | None:
-    """The owner of a run folder, and whether it is alive; None: there is no owner.
-
-    Alive is None for an owner on another machine without a recent heartbeat, by clocks that may
-    differ.
-    """
-    records = _records(run_dir / "owner")
-    owner = _read(records[-1][1]) if records else None
-    if owner is None:  # also after a release
+    """The owner of a run folder, if any, and whether it is alive: None on another machine without a
+    recent heartbeat, by clocks that may differ."""
+    _, record = _newest(run_dir / "owner")
+    owner = _read(record)
+    if owner is None:
         return None
-    alive, touched = owner.alive(), _touched(records[-1][1])
-    if alive is None and touched and time.time() - touched / 1e9 < LEASE_SECONDS:
+    alive = owner.alive()
+    if alive is None and time.time() - _touched(record) < LEASE_SECONDS:
         alive = True
     return owner, alive
 
@@ -165,25 +142,31 @@ class Ownership:
 
     def __init__(self, record: Path, *, own: bool) -> None:
         self._record, self._own = record, own
-        self._number = int(record.name.split(".")[0])
         self._released = threading.Event()
         if own:  # not part of the watchdog, because it runs from before torch is imported
             threading.Thread(target=self._touch, name="owner", daemon=True).start()
 
     @classmethod
     def take(cls, run_dir: Path, environment: Environment) -> Ownership:
-        """Takes the lock of a run folder, which need not exist.
-
-        Waits for up to LEASE_SECONDS if the owner was on another machine and did not release it.
-        Raises RecipeError if another job owns the folder; nothing was changed then.
-        """
-        folder, mine = run_dir / "owner", Owner.new(environment)
+        """Waits for up to LEASE_SECONDS if the owner was on another machine and did not release the
+        folder. Raises RecipeError if another job owns it; nothing was changed then."""
+        folder = run_dir / "owner"
+        mine = Owner(
+            host=socket.gethostname(),
+            machine=this_machine(),
+            pid=os.getpid(),
+            started=process_start(os.getpid()) or 0,
+            job=environment.job,
+            job_restart_count=environment.job_restart_count,
+            run_id=environment.run_id,
+            meeting_point=environment.meeting_point,
+            time=time.time(),
+        )
         while True:
-            records = _records(folder)
-            number, last = records[-1] if records else (0, folder)
-            owner = None if last.name.endswith(_RELEASED) else _read_complete(last)
+            number, newest = _newest(folder)
+            owner = _read_complete(newest)
             if owner is not None and not succeeds(mine, owner):
-                _refuse_if_alive(run_dir, owner, last)
+                _refuse_if_alive(run_dir, owner, newest)
             record = folder / f"{number + 1:08}.json"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -204,16 +187,14 @@ class Ownership:
         return self._record.name
 
     def check(self) -> None:
-        """Before each write. Raises TrainingError (reason superseded) if another job took over."""
-        records = _records(self._record.parent)
-        if records and records[-1][0] == self._number:
+        """Raises TrainingError (reason superseded) if another job took over."""
+        _, newest = _newest(self._record.parent)
+        if newest.stem == self._record.stem:
             return
-        owner = _read(records[-1][1]) if records else None
-        problem = "has lost this run's record in RUN_DIR/owner"
-        if owner is not None:
-            problem = f"now belongs to {owner.describe()}"
-        text = f"{self._record.parent.parent} {problem}; this run ends, and writes nothing more"
-        raise TrainingError(text, reason="superseded")
+        owner = _read(newest)
+        new = owner.describe() if owner is not None else "nobody"
+        text = f"{self._record.parent.parent} now belongs to {new}; "
+        raise TrainingError(f"{text}this run ends, and writes nothing more", reason="superseded")
 
     def release(self) -> None:
         """Releases the lock: the next job need not find out whether this process is gone."""
@@ -233,7 +214,7 @@ class Ownership:
 def _read_complete(record: Path) -> Owner | None:
     """None: no owner. A process whose record stays unreadable for a second has died."""
     for _ in range(10):
-        if (owner := _read(record)) is not None or not record.is_file():
+        if (owner := _read(record)) is not None or record.suffix != ".json":
             return owner
         time.sleep(0.1)
     return None
@@ -243,19 +224,16 @@ def _create(record: Path, owner: Owner) -> bool:
     """False if the name exists."""
     try:
         with record.open("x") as stream:
-            stream.write(json.dumps(dataclasses.asdict(owner), indent=1) + "\n")
+            stream.write(owner.model_dump_json(indent=1) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
     except FileExistsError:
         return False
-    except OSError:  # the disk is full
-        record.unlink(missing_ok=True)
-        raise
     return True
 
 
 def _refuse_if_alive(run_dir: Path, owner: Owner, record: Path) -> None:
-    """Raises RecipeError if the owner is alive; returns if it is gone."""
+    """Raises OwnedError if the owner is alive; returns if it is gone."""
     refusal = OwnedError(
         f"run.dir: {run_dir} is in use: {owner.describe()}; nothing was changed there. "
         f"Wait for that run, stop it (touch {run_dir}/stop), or give another run.dir"
@@ -265,12 +243,12 @@ def _refuse_if_alive(run_dir: Path, owner: Owner, record: Path) -> None:
         raise refusal
     if alive is False:
         return
-    last, lease = f"{run_dir} was last written to by {owner.describe()}", f"{LEASE_SECONDS:.0f} s"
-    logger.warning("%s: waiting up to %s for a heartbeat", last, lease)
+    last = f"{run_dir} was last written to by {owner.describe()}"
+    logger.warning(f"{last}: waiting up to {LEASE_SECONDS:.0f} s for a heartbeat")
     deadline = time.monotonic() + LEASE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(min(1.0, LEASE_SECONDS / 10))
-        if _records(record.parent)[-1][1] != record:
+        if _newest(record.parent)[1] != record:
             return  # released or taken, which creating the next number will show
         if _touched(record) != touched:
             raise refusal

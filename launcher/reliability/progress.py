@@ -11,9 +11,9 @@ class Progress:
 
     def __init__(self) -> None:
         self.step = 0
-        """The last finished step; after a resume, that of the checkpoint."""
+        """The last finished one; after a resume, that of the checkpoint."""
         self.phase = "start"
-        """The current phase: data, forward, backward, optimizer, evaluation, ..."""
+        """data, forward, backward, optimizer, evaluation, ..."""
         self.beats = 0
         """Heartbeats since the last finished step."""
         self.micro_batch = 0
@@ -24,7 +24,7 @@ class Progress:
         """No step has begun, so a requested stop has nothing to save."""
 
     def heartbeat(self, phase: str) -> None:
-        """A heartbeat: a phase begins."""
+        """A phase begins."""
         self.phase = phase
         self.beats += 1
         self.micro_batch += phase == "forward"

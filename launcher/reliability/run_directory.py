@@ -21,10 +21,7 @@ Event = Literal["started", "built", "resumed", "saved", "verdict", "failed", "st
 
 
 class RunFolder:
-    """A run folder. Rank 0 writes there; a rank that fails writes the status.
-
-    Each write is preceded by `check`: another job may have taken the folder.
-    """
+    """A run folder. Rank 0 writes there; a rank that fails writes the status."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,14 +32,14 @@ class RunFolder:
         self.ownership: Ownership | None = None
         """None: not taken, so any process may write."""
         self.resume = "auto"
-        """Rank 0: what this start resumes from: `never`, `auto`, or a path (`choose_resume`)."""
+        """Rank 0: what `choose_resume` returned."""
         self._status = path / "status.json"
         self._written = 0.0
         self._attempt: int | None = None
         self._ranks: int | None = None
 
     def take(self, environment: Environment) -> None:
-        """Raises RecipeError if another job has the folder."""
+        """Raises RecipeError if another job owns the folder."""
         self.ownership = Ownership.take(self.path, environment)
 
     def check(self) -> None:
@@ -61,16 +58,14 @@ class RunFolder:
 
         A restart alone does not prove that: a refused job is restarted too.
         """
-        mine = {key: value for key, value in _identity(environment).items() if value is not None}
+        mine = _identity(environment)
         return environment.restarted and any(
-            event.get(key) == value
+            value is not None and event.get(key) == value
             for event in read_jsonl(self.events)
-            if event["event"] == "started"
             for key, value in mine.items()
         )
 
     def note_start(self, environment: Environment) -> None:
-        """Writes the event of a start, and which job it belongs to."""
         self.note(
             "started",
             ranks=environment.world_size,
@@ -81,18 +76,17 @@ class RunFolder:
         )
 
     def was_started_from(self, checkpoint: str) -> bool:
-        """Whether an earlier start of this folder resumed from this path (checkpoint.resume)."""
+        """Whether an earlier start resumed from this path (checkpoint.resume)."""
         origin = str(Path(checkpoint).resolve())
         return any(event.get("origin") == origin for event in read_jsonl(self.events))
 
     def refuse_if_used(self, why: str) -> None:
         """Raises RecipeError if a run trained into this folder. why: it is not resumed."""
         recorded = self.metrics.exists() and self.metrics.stat().st_size
-        if not recorded and next((self.path / "checkpoints").glob("step_*"), None) is None:
+        if not recorded and not any((self.path / "checkpoints").glob("step_*")):
             return
-        status, known = self.read_status(), ""
-        if "state" in status and "step" in status:
-            known = f" ({status['state']}, step {status['step']})"
+        status = self.read_status()
+        known = f" ({status['state']}, step {status['step']})" if status else ""
         raise RecipeError(
             f"run.dir: {self.path} holds a run already{known}, and {why}; give another folder, "
             f"such as run.dir={self.path}-2, or remove it"
@@ -101,10 +95,8 @@ class RunFolder:
     # Files
 
     def create(self, recipe_yaml: str, *, from_scratch: bool = True) -> None:
-        """Makes the folder and writes the recipe. from_scratch: also empties metrics.jsonl.
-
-        Raises RecipeError if that is not possible.
-        """
+        """Makes the folder and writes the recipe; from_scratch: discards metrics and samples. Raises
+        RecipeError if that is not possible."""
         self.check()
         try:
             self.log.mkdir(parents=True, exist_ok=True)
@@ -119,10 +111,10 @@ class RunFolder:
     def read_status(self) -> dict[str, Any]:
         """status.json; empty if there is none."""
         try:
-            status = json.loads(self._status.read_text())
+            status: dict[str, Any] = json.loads(self._status.read_text())
         except (OSError, ValueError):
             return {}
-        return status if isinstance(status, dict) else {}
+        return status
 
     def write_status(
         self,
@@ -143,34 +135,24 @@ class RunFolder:
         if time.monotonic() - self._written > 5:
             self.write_status("running", step=step, **more)
 
-    def note(self, event: Event, *, ranks: int | None = None, **more: Any) -> None:
+    def note(self, event: Event, **more: Any) -> None:
         """Appends a line to events.jsonl: `event`, `time`, `host`, `attempt` (the number of the
         start), `ranks` (the last ones given) and the keywords.
 
-        started: `found`, `found_step` and `found_time` are the state in which the last attempt left
-        the folder; `from_scratch`: it does not resume. built: what `describe_start` returns.
-        resumed: `step`, `skipped_batches` (see `Position`), and `origin`, a path in
-        checkpoint.resume. saved: `step`, `seconds`, `bytes`. failed, stopped: `step`, `reason`; out
-        of memory in training: also `micro_batch_size`, `device`, `sequence_length`. finished:
-        `step`. verdict: `step`, `text`, and `shares` of the time of a step.
+        A start also has `found`, `found_step` and `found_time`: how the last attempt left the folder.
         """
         self.check()
-        self._ranks = ranks if ranks is not None else self._ranks
+        self._ranks = more.get("ranks", self._ranks)
         if self._attempt is None or event == "started":
             attempts = [line["attempt"] for line in read_jsonl(self.events)]
             self._attempt = max(attempts, default=0) + (event == "started")
         if event == "started":
-            more = self._found() | more
+            files = self.read_status(), last_line(self.metrics)
+            more["found"] = files[0].get("state")
+            more["found_step"] = max(file.get("step") or 0 for file in files)
+            more["found_time"] = max(file.get("time") or 0.0 for file in files) or None
         line = {"event": event, "time": time.time(), "host": socket.gethostname()}
         append_line(self.events, line | {"attempt": self._attempt, "ranks": self._ranks} | more)
-
-    def _found(self) -> dict[str, Any]:
-        files = self.read_status(), last_line(self.metrics)
-        return {
-            "found": files[0].get("state"),
-            "found_step": max(file.get("step") or 0 for file in files),
-            "found_time": max(file.get("time") or 0.0 for file in files) or None,
-        }
 
 
 def _identity(environment: Environment) -> dict[str, str | None]:
@@ -181,7 +163,7 @@ def _identity(environment: Environment) -> dict[str, str | None]:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Replaces a file atomically: a reader sees the old text or the new one, complete."""
+    """Replaces a file atomically."""
     scratch = file.with_name(f".{file.name}.{os.getpid()}")
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(file)
@@ -202,11 +184,10 @@ def read_jsonl(file: Path, *, size: int | None = None) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     with contextlib.suppress(OSError), file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - size) if size is not None else 0)
-        for line in stream.read().splitlines():
+        for line in stream:
             with contextlib.suppress(ValueError):
-                value = json.loads(line)
-                found += [value] if isinstance(value, dict) else []
-    return found
+                found.append(json.loads(line))
+    return [value for value in found if isinstance(value, dict)]
 
 
 def last_line(file: Path, *, having: str = "step") -> dict[str, Any]:
@@ -236,11 +217,8 @@ class _Tee:
 
 @contextlib.contextmanager
 def rank_log(folder: Path, rank: int) -> Iterator[TextIO]:
-    """Sends what this rank prints to `log/rank_N.log`, on rank 0 to the console too.
-
-    Yields the console. On other ranks the process's streams are redirected, so the log also has
-    what C++ libraries print.
-    """
+    """Sends what this rank prints to `log/rank_N.log`, on rank 0 to the console too. Yields the
+    console. On other ranks the log also has what C++ libraries print."""
     with (folder / f"rank_{rank}.log").open("a", buffering=1, encoding="utf-8") as log:
         if rank == 0:
             console, streams = sys.stderr, (sys.stdout, sys.stderr)

@@ -1,5 +1,4 @@
-"""Requests to stop: SIGTERM (torchrun, Slurm), SIGINT (Ctrl-C), SIGUSR1 (Slurm's warning), or the
-file RUN_DIR/stop."""
+"""Requests to stop: SIGTERM (torchrun, Slurm), SIGINT (Ctrl-C), SIGUSR1 (Slurm's warning)."""
 
 from __future__ import annotations
 
@@ -27,9 +26,8 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 class StopRequest:
-    """Remembers a request to stop; the ranks agree on it at the next step.
-
-    A second signal more than five seconds after the first ends the process at once.
+    """Remembers a request to stop; the ranks agree on it at the next step. A second signal, more
+    than five seconds later, ends the process at once.
 
     Python runs a signal handler when the main thread returns from a call, but a collective may
     never return. So each signal is also written to a pipe that the watchdog reads (`look`).
@@ -40,7 +38,7 @@ class StopRequest:
         """The source of the request: the name of a signal, or a file."""
         self._first: float | None = None
         self._handlers: dict[int, Any] = {}
-        self._read = self._write = self._wakeup = -1
+        self._read = -1
 
     def requested(self) -> bool:
         return self.signal is not None
@@ -52,22 +50,20 @@ class StopRequest:
     def look(self) -> None:
         """Reads the signals that arrived; from any thread."""
         with contextlib.suppress(OSError):
-            for number in os.read(self._read, 64) if self._read >= 0 else b"":
+            for number in os.read(self._read, 64):
                 if number in _SIGNALS:
-                    self._note(number)
+                    self._note(signal.Signals(number))
 
-    def _note(self, number: int) -> None:
+    def _note(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if self._first is None:
-            self.ask(signal.Signals(number).name)
+            self.ask(number.name)
             self._first = now
         elif now - self._first > _SAME_REQUEST_SECONDS:
             end_process(EXIT_FAILED)
 
     def __enter__(self) -> StopRequest:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in _SIGNALS:
             self._handlers[number] = signal.signal(number, lambda *_: self.look())
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)

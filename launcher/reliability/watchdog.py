@@ -4,12 +4,10 @@ Without the other ranks: torchrun's agent has ended, a file asks to save or to s
 arrived. Over the store that the ranks share: a rank failed, a process of this node was killed, a
 rank hangs.
 
-The training loop leaves heartbeats (`Progress.heartbeat`, a few attributes). The first rank without
-one for run.hang_timeout asks all ranks for their stacks, and reports which rank is behind. A rank
-that does not answer is stopped or swapped out, or a call keeps its interpreter's lock.
-
-A call of the store blocks while the agent that hosts it is stopped (SIGSTOP, a frozen node). It
-then fails after run.hang_timeout (`limit_store_calls`).
+The first rank without a heartbeat (`Progress`) for run.hang_timeout asks all ranks for their stacks
+and reports which one is behind. A rank that does not answer is stopped or swapped out, or a call
+keeps its interpreter's lock. A call of the store blocks while the agent that hosts it is stopped
+(SIGSTOP, a frozen node); it then fails after run.hang_timeout (`limit_store_calls`).
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from typing import Any
 from launcher.distributed.network import KEEPALIVE_SECONDS, limit_store_calls
 from launcher.errors import EXIT_FAILED, TrainingError
 from launcher.reliability import hang_report
-from launcher.reliability.failures import FailureWatch
+from launcher.reliability.failures import CLAIMS, ENDED, NOTICED, FailureWatch
 from launcher.reliability.signals import StopRequest
 
 _ROUND_SECONDS = 1.0
@@ -58,15 +56,10 @@ class Watch:
         self._save_file, self._stop_file = self._run.path / "save", self._run.path / "stop"
         self._save = self._stopped_by_file = False
         self._position = (-1, -1)
-        self._idle = 0.0
-        """Seconds without a heartbeat of the training loop."""
-        self._slow = False
-        """Whether the store counts this rank as in a phase without a time limit."""
-        self._answered = False
-        self._failing_since: float | None = None
-        """When the store first failed, without an answer since."""
-        self._claimed_at: float | None = None
-        """When this rank noticed that another one reports."""
+        self._idle_seconds = 0.0
+        self._counted_as_slow = self._answered = False
+        self._store_fails_since: float | None = None
+        self._noticed_claim_at: float | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
@@ -91,7 +84,7 @@ class Watch:
             self._stop_file.unlink(missing_ok=True)
 
     def save_requested(self) -> bool:
-        """Rank 0: whether RUN_DIR/save was created since `save_done`."""
+        """Rank 0: whether RUN_DIR/save was created."""
         return self._save
 
     def save_done(self) -> None:
@@ -110,7 +103,7 @@ class Watch:
             lost = self._failures.neighbours.lost()
             try:
                 self._look_at_store(lost)
-                self._failing_since = None
+                self._store_fails_since = None
             except Exception as error:  # of the store; a single one may be transient
                 self._store_failed(error, lost)
 
@@ -119,14 +112,13 @@ class Watch:
         # writes the stacks to the log
         faulthandler.dump_traceback_later(self._hang_timeout + 2 * self._period, file=2)
         position = (self._progress.step, self._progress.beats)
-        self._idle = self._idle + elapsed if position == self._position else 0.0
+        self._idle_seconds = self._idle_seconds + elapsed if position == self._position else 0.0
         self._position = position
         self._stop.look()
         environment = self._failures.environment
         if environment.torchrun and os.getppid() != environment.parent:
             agent = f"torchrun's agent (process {environment.parent} on {socket.gethostname()})"
-            problem = "has ended, and with it what would restart or end this rank"
-            self._fail("agent_lost", f"{agent} {problem}")
+            self._fail("agent_lost", f"{agent} has ended, which would restart or end this rank")
         if self._rank == 0:
             self._look_for_files()
         if self._stop.requested() and self._progress.preparing:
@@ -142,7 +134,7 @@ class Watch:
                 self._stop.ask(f"the file {self._stop_file}")
 
     def _look_at_store(self, lost: list[int]) -> None:
-        if self._failures.other_claimed():
+        if self._failures.is_set(CLAIMS):
             self._other_claimed()
             return
         if lost:
@@ -150,24 +142,23 @@ class Watch:
         if not self._failures.neighbours.known:
             self._failures.neighbours.find(self._store)
         slow = self._progress.slow_phase is not None
-        if slow != self._slow:
+        if slow != self._counted_as_slow:
             self._store.add(_SLOW, 1 if slow else -1)
-            self._slow = slow
-        if self._idle >= self._hang_timeout:
+            self._counted_as_slow = slow
+        if self._idle_seconds >= self._hang_timeout:
             if self._store.add(_SLOW, 0) > 0:
-                self._idle = 0.0
+                self._idle_seconds = 0.0
             else:
                 self._report_hang()
 
     def _other_claimed(self) -> None:
-        """Takes part in the report of a hang, and ends this rank if it does not end by itself."""
-        if self._claimed_at is None:
-            self._claimed_at = time.monotonic()
-            self._failures.notice()
-        if not self._answered and self._store.check([_HANG]):
+        """Answers the report of a hang, and ends this rank if it does not end by itself."""
+        if self._noticed_claim_at is None:
+            self._noticed_claim_at = time.monotonic()
+            self._store.set(NOTICED(self._rank), "")
+        if not self._answered and self._failures.is_set(_HANG):
             self._answer()
-        late = time.monotonic() - self._claimed_at > _GRACE_SECONDS
-        if self._failures.claimed or not late:
+        if self._failures.claimed or time.monotonic() - self._noticed_claim_at <= _GRACE_SECONDS:
             return
         status = self._failures.wait_for_report()
         if not self._done.is_set():
@@ -177,14 +168,13 @@ class Watch:
 
     def _store_failed(self, error: Exception, lost: list[int]) -> None:
         if "Socket Timeout" in str(error):
-            where, step = self._answer()["where"], self._progress.step + 1
+            answer = self._answer()
             text = "the ranks' store does not answer: is torchrun's agent or its node stopped?\n"
-            text += f"rank {self._rank} of {self._ranks} is in step {step}, {self._progress.phase}"
-            text += f", at {where}\nstacks of the ranks are in {self._run.log / 'hang'}"
+            text += f"rank {self._rank} of {self._ranks} is {answer['phase']}, at {answer['where']}"
+            text += f"\nstacks of the ranks are in {self._run.log / 'hang'}"
             self._fail("hang", text, ask_store=False)
-        now = time.monotonic()
-        self._failing_since = now if self._failing_since is None else self._failing_since
-        seconds = now - self._failing_since
+        self._store_fails_since = self._store_fails_since or time.monotonic()
+        seconds = time.monotonic() - self._store_fails_since
         if lost and seconds > _NEIGHBOUR_LOST_SECONDS:
             self._failures.report_lost(lost, ask_store=False)
         if seconds > _STORE_LOST_SECONDS and not self._done.is_set():
@@ -214,11 +204,11 @@ class Watch:
     def _ask_others(self, answers: dict[int, Answer]) -> list[int]:
         """Adds their answers; returns the ranks that do not answer in time."""
         self._store.set(_HANG, "")
-        others = [rank for rank in range(self._ranks) if not self._failures.ended(rank)]
+        others = [rank for rank in range(self._ranks) if not self._failures.is_set(ENDED(rank))]
         missing, deadline = others, time.monotonic() + _ANSWER_SECONDS
         while missing and time.monotonic() < deadline:
             for rank in missing:
-                if self._store.check([_ANSWER(rank)]):
+                if self._failures.is_set(_ANSWER(rank)):
                     answers[rank] = json.loads(self._store.get(_ANSWER(rank)))
             missing = [rank for rank in others if rank not in answers]
             time.sleep(0.1)
@@ -226,8 +216,8 @@ class Watch:
 
     def _describe(self, answers: dict[int, Answer], missing: list[int]) -> str:
         """Which rank is behind, where, and where the others wait. missing: without an answer."""
-        first = min(tuple(answer["position"]) for answer in answers.values())
-        slowest = [rank for rank in answers if tuple(answers[rank]["position"]) == first]
+        first = min(answer["position"] for answer in answers.values())
+        slowest = [rank for rank in answers if answers[rank]["position"] == first]
         behind = missing or sorted(slowest)
         lines = [f"no sign of life for {self._hang_timeout:g} s (run.hang_timeout)"]
         if len(behind) == self._ranks > 1:
@@ -251,8 +241,7 @@ class Watch:
         return "\n".join(lines)
 
     def _answer(self) -> Answer:
-        """Writes this rank's stacks, the states of its neighbours' processes, and the flight
-        recorder; publishes what the report needs of them."""
+        """Writes stacks, states of neighbours and the flight recorder; publishes a summary."""
         self._answered = True
         where, stacks = hang_report.stacks()
         recorded, folder = hang_report.flight_recorder(), self._run.log / "hang"
@@ -272,12 +261,12 @@ class Watch:
             if recorded is not None:
                 (folder / f"rank_{self._rank}.flight_recorder.json").write_bytes(recorded)
         answer = {
-            "position": (self._progress.step, self._progress.beats),
+            "position": [self._progress.step, self._progress.beats],
             "process": process,
             "phase": phase,
             "where": where,
             "collectives": hang_report.collectives(recorded),
-            "neighbours": {rank: state[:3] for rank, state in neighbours.items()},
+            "neighbours": neighbours,
         }
         with contextlib.suppress(Exception):
             self._store.set(_ANSWER(self._rank), json.dumps(answer))

@@ -25,26 +25,29 @@ from launcher.recipe import schema
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.run_directory import RunFolder
 
+HERE = Path("run/checkpoints/step_00000005")
+
 
 def recipe(*overrides):
     return yaml.safe_load(to_yaml(load_recipe(["recipe=fsdp", *overrides], ranks=None).recipe))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ["run.max_steps=5000"],
-        ["strategy.kind=ddp", "batch.micro_batch_size=2"],
-        ["logging.tensorboard=true", "logging.every_steps=5"],
-        ["optimizer.learning_rate=1e-5", "schedule.kind=linear"],
-        ["data.workers=0", "data.cache=elsewhere", "model.compile=true", "data.validation=null"],
-        ["activation_checkpointing={mode: selective}", "strategy.cpu_offload={pin_memory: true}"],
-    ],
-)
-def test_changes_that_are_allowed(changes):
-    shown = check_changes(recipe(), recipe(*changes), allow=False, checkpoint=Path("c"))
-    assert shown
+def changes(*overrides, allow=False):
+    return check_changes(recipe(), recipe(*overrides), allow=allow, checkpoint=HERE)
+
+
+def test_changes_that_are_allowed():
+    overrides = [
+        *("run.max_steps=5000", "strategy.kind=ddp", "batch.micro_batch_size=2"),
+        *("logging.tensorboard=true", "logging.every_steps=5", "optimizer.learning_rate=1e-5"),
+        *("schedule.kind=linear", "data.workers=0", "data.cache=elsewhere", "model.compile=true"),
+        *("data.validation=null", "activation_checkpointing={mode: selective}"),
+    ]
+    shown = changes(*overrides)
     assert all(" -> " in line for line in shown)
+    sections = {line.split(".")[0].split(":")[0] for line in shown}
+    assert sections >= {"run", "strategy", "batch", "logging", "optimizer", "schedule", "data"}
+    assert changes("run.dir=elsewhere", "checkpoint.resume=never") == []
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,6 @@ def test_changes_that_are_allowed(changes):
     [
         ("run.seed=7", "run.seed: 1234 -> 7"),
         ("batch.global_batch_size=32", "batch.global_batch_size: 64 -> 32"),
-        ("data.sequence_length=128", "data.sequence_length: "),
         ("data.shuffle=false", "data.shuffle: true -> false"),
         ("model.config.hidden_size=64", "model.config.hidden_size: "),
         ("lora={rank: 4}", 'lora: null -> {"rank": 4'),
@@ -60,36 +62,19 @@ def test_changes_that_are_allowed(changes):
 )
 def test_changes_that_alter_the_training_are_refused(change, line):
     with pytest.raises(RecipeError) as refused:
-        check_changes(
-            recipe(),
-            recipe(change, "run.max_steps=7"),
-            allow=False,
-            checkpoint=Path("run/checkpoints/step_00000005"),
-        )
+        changes(change, "run.max_steps=7")
     first, *middle, last = refused.value.problems
-    assert first.startswith("run/checkpoints/step_00000005 is of another recipe")
+    assert first.startswith(f"{HERE} is of another recipe")
     assert len(middle) == 1
     assert middle[0].startswith(f"  {line}"), "and not the number of steps, which may change"
     assert "checkpoint.allow_changes=true" in last
-    assert any(
-        line in shown
-        for shown in check_changes(recipe(), recipe(change), allow=True, checkpoint=Path("c"))
-    )
-
-
-def test_nothing_changed():
-    assert (
-        check_changes(
-            recipe(),
-            recipe("run.dir=elsewhere", "checkpoint.resume=never"),
-            allow=False,
-            checkpoint=Path("c"),
-        )
-        == []
-    )
+    assert any(line in shown for shown in changes(change, allow=True))
 
 
 # Changed data
+
+
+ROW = '{"text": "x"}\n'
 
 
 @pytest.fixture
@@ -99,7 +84,7 @@ def fingerprint(tmp_path):
     for number, file in enumerate(files):
         file.write_text("".join(json.dumps({"text": f"{row}{number}"}) + "\n" for row in range(4)))
 
-    def found(*, streaming=False, train=(str(tmp_path / "?.jsonl"),), ranks=1):
+    def found(*, streaming=False, train=(str(tmp_path / "?.jsonl"),)):
         data = schema.Data(
             train=train,
             tokenizer="bytes",
@@ -129,64 +114,56 @@ def fingerprint(tmp_path):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_appended_rows_are_detected_and_the_file_is_named(fingerprint, streaming):
     before = fingerprint(streaming=streaming)
-    assert (
-        check_data(before, fingerprint(streaming=streaming), allow=False, checkpoint=Path("c"))
-        == []
-    )
-    fingerprint.b.write_text(fingerprint.b.read_text() + '{"text": "x"}\n')
+    same = fingerprint(streaming=streaming)
+    assert check_data(before, same, allow=False, checkpoint=HERE) == []
+    fingerprint.b.write_text(fingerprint.b.read_text() + ROW)
     now = fingerprint(streaming=streaming)
     with pytest.raises(RecipeError) as refused:
-        check_data(before, now, allow=False, checkpoint=Path("run/checkpoints/step_00000005"))
+        check_data(before, now, allow=False, checkpoint=HERE)
     first, *lines, last = refused.value.problems
-    assert first.startswith("run/checkpoints/step_00000005 is of other data")
-    assert lines == [f"  {fingerprint.b}: 60 -> 74"] + (
-        ["  documents: 8 -> 9", "  tokens: 24 -> 26"] if not streaming else []
-    )
+    assert first.startswith(f"{HERE} is of other data")
+    counts = [] if streaming else ["  documents: 8 -> 9", "  tokens: 24 -> 26"]
+    assert lines == [f"  {fingerprint.b}: 60 -> 74", *counts]
     assert "checkpoint.allow_changes=true" in last
-    assert len(check_data(before, now, allow=True, checkpoint=Path("c"))) == len(lines)
+    assert len(check_data(before, now, allow=True, checkpoint=HERE)) == len(lines)
 
 
 def test_added_removed_and_edited_files_are_named(fingerprint):
-    before = fingerprint()
-    fingerprint.a.write_text(fingerprint.a.read_text().replace("30", "31"))
-    assert list(data_changes(before, fingerprint())) == [
-        f"{fingerprint.a}, {fingerprint.b}: other content in as many bytes"
-    ]
-    fingerprint.b.rename(fingerprint.b.with_name("c.jsonl"))
-    lines = list(data_changes(before, fingerprint()))
-    assert lines == [
-        f"{fingerprint.b}: 60 -> null",
-        f"{fingerprint.b.with_name('c.jsonl')}: null -> 60",
-    ]
-
-
-def test_the_same_content_is_no_change(fingerprint):
-    """A file that was copied or touched, or has blank lines at its end; without a digest of the content, sizes count."""
-    before = fingerprint()
-    fingerprint.b.write_text(fingerprint.b.read_text() + "\n\n")
+    """Without a digest of the content, sizes count."""
+    a, b, c = fingerprint.a, fingerprint.b, fingerprint.b.with_name("c.jsonl")
+    before, text = fingerprint(), b.read_text()
+    b.write_text(text + "\n\n")
     now = fingerprint()
-    assert list(data_changes(before, now)) == []
-    assert list(data_changes(before | {"content": None}, now)) == [f"{fingerprint.b}: 60 -> 62"]
+    assert list(data_changes(before, now)) == [], "the same content"
+    assert list(data_changes(before | {"content": None}, now)) == [f"{b}: 60 -> 62"]
+    b.write_text(text)
+    a.write_text(a.read_text().replace("30", "31"))
+    edited = list(data_changes(before, fingerprint()))
+    assert edited == [f"{a}, {b}: other content in as many bytes"]
+    b.rename(c)
+    assert list(data_changes(before, fingerprint())) == [f"{b}: 60 -> null", f"{c}: null -> 60"]
 
 
 def test_a_mixture_is_compared_part_by_part(fingerprint):
-    train = {
-        name: schema.Source(files=(str(file),))
-        for name, file in (("one", fingerprint.a), ("two", fingerprint.b))
-    }
+    files = {"one": fingerprint.a, "two": fingerprint.b}
+    train = {name: schema.Source(files=(str(file),)) for name, file in files.items()}
     before = fingerprint(train=train)
-    fingerprint.b.write_text(fingerprint.b.read_text() + '{"text": "x"}\n')
+    fingerprint.b.write_text(fingerprint.b.read_text() + ROW)
     assert next(data_changes(before, fingerprint(train=train))) == f"{fingerprint.b}: 60 -> 74"
 
 
-def test_another_tokenizer_or_template_is_a_change_of_a_stream():
+def test_changes_of_a_stream():
     before = {"files": {"a": 1}, "tokenizer": "x", "chat_template": None}
     lines = list(data_changes(before, before | {"tokenizer": "y", "chat_template": "z"}))
-    assert lines == [
-        'tokenizer: "x" -> "y"',
-        'chat_template: null -> "z"',
-    ]
+    assert lines == ['tokenizer: "x" -> "y"', 'chat_template: null -> "z"']
     assert list(data_changes({"samples": 1000}, {"samples": 1100})) == ["samples: 1000 -> 1100"]
+    saved = {"version": 2, "order": "a", "samples": 8, "places": [[0, 0, 0, 0]]}
+    check_stream(saved, "a", allow=False, checkpoint=HERE)
+    check_stream(None, None, allow=False, checkpoint=HERE)
+    text = rf"^{HERE} cannot be resumed with data\.streaming: the files, or .*allow_changes=true"
+    with pytest.raises(RecipeError, match=text):
+        check_stream(saved, "b", allow=False, checkpoint=HERE)
+    check_stream(None, "b", allow=True, checkpoint=HERE)
 
 
 def test_metrics_end_at_the_checkpoint(tmp_path):
@@ -204,15 +181,7 @@ def test_metrics_end_at_the_checkpoint(tmp_path):
 
 
 def environment(**more):
-    standard = {
-        "rank": 0,
-        "world_size": 2,
-        "local_rank": 0,
-        "local_world_size": 2,
-        "torchrun": True,
-        "restart_count": 0,
-        "parent": 77,
-    }
+    standard = {"world_size": 2, "local_world_size": 2, "torchrun": True, "parent": 77}
     return Environment(**standard | more)
 
 
@@ -235,42 +204,27 @@ def test_a_restart_resumes_in_its_own_folder_only(tmp_path, first, second, same)
     assert RunFolder(tmp_path).was_begun_by(environment(**second)) is same
 
 
-def test_a_refused_job_is_refused_again_after_a_restart(tmp_path):
-    loaded = load_recipe(["recipe=fsdp", f"run.dir={tmp_path}"], ranks=None)
+def choose(folder, resume="auto", *, restarted=False):
+    words = ["recipe=fsdp", f"run.dir={folder}", f"checkpoint.resume={resume}"]
+    loaded = load_recipe(words, ranks=None)
+    text = to_yaml(loaded.recipe)
+    return choose_resume(RunFolder(folder), loaded.recipe, text, restarted=restarted)
+
+
+def test_a_folder_without_a_checkpoint_is_refused_unless_the_job_was_restarted(tmp_path):
     run = RunFolder(tmp_path)
-    run.note_start(environment(parent=5))
-    run.create("", from_scratch=True)
+    assert choose(tmp_path) == "never", "an empty folder"
     run.metrics.write_text('{"step": 1, "loss": 2.0}\n')
-    again = RunFolder(tmp_path)
-    with pytest.raises(RecipeError, match=r"holds a run already"):
-        choose_resume(
-            again,
-            loaded.recipe,
-            to_yaml(loaded.recipe),
-            restarted=again.was_begun_by(environment(restart_count=1)),
-        )
+    with pytest.raises(RecipeError, match=r"holds a run already, and there is no checkpoint"):
+        choose(tmp_path)
     assert run.metrics.read_text()
-    restarted = again.was_begun_by(environment(restart_count=1, parent=5))
-    assert (
-        choose_resume(again, loaded.recipe, to_yaml(loaded.recipe), restarted=restarted) == "never"
-    )
-
-
-def choose(folder, resume, *, restarted=False):
-    loaded = load_recipe(
-        ["recipe=fsdp", f"run.dir={folder}", f"checkpoint.resume={resume}"], ranks=None
-    )
-    return choose_resume(
-        RunFolder(folder), loaded.recipe, to_yaml(loaded.recipe), restarted=restarted
-    )
+    assert choose(tmp_path, restarted=True) == "never"
 
 
 def checkpoint(folder, step):
     path = folder / f"checkpoints/step_{step:08}"
     path.mkdir(parents=True)
-    (path / "state.json").write_text(
-        json.dumps({"recipe": to_yaml(load_recipe(["recipe=fsdp"], ranks=None).recipe)})
-    )
+    (path / "state.json").write_text(json.dumps({"recipe": yaml.safe_dump(recipe())}))
     return path
 
 
@@ -283,7 +237,7 @@ def test_a_folder_started_from_a_path_continues_from_its_own_newest_checkpoint(t
     assert choose(run.path, source) == str(source), "it has no checkpoint of its own yet"
     checkpoint(run.path, 16)
     assert choose(run.path, source) == "auto"
-    assert choose(run.path, "auto") == "auto"
+    assert choose(run.path) == "auto"
     assert choose(run.path, source, restarted=True) == "auto"
     shutil.rmtree(source)
     assert choose(run.path, source) == "auto", "the path may be gone by now"
@@ -292,28 +246,12 @@ def test_a_folder_started_from_a_path_continues_from_its_own_newest_checkpoint(t
 def test_a_path_into_a_folder_with_another_history_is_refused(tmp_path):
     source, run = checkpoint(tmp_path / "source", 8), RunFolder(tmp_path / "run")
     own = [checkpoint(run.path, step) for step in (4, 16)]
-    with pytest.raises(
-        RecipeError,
-        match=r"holds a run already, and it was not started from .*source/.*=auto continues it\); give",
-    ):
+    text = r"holds a run already, and it was not started from .*source/.*=auto continues it\); give"
+    with pytest.raises(RecipeError, match=text):
         choose(run.path, source)
     with pytest.raises(RecipeError, match=r"holds a run already, and checkpoint.resume is never"):
         choose(run.path, "never")
     run.note("resumed", step=4)
-    assert choose(run.path, own[0]) == str(own[0]), (
-        "back to a checkpoint of its own: an explicit rewind"
-    )
+    assert choose(run.path, own[0]) == str(own[0]), "back to one of its own: an explicit rewind"
     run.note("resumed", step=4, origin=str(own[0]))
     assert choose(run.path, own[0]) == "auto", "which a restart does not repeat"
-
-
-def test_a_stream_continues_in_another_order_only_if_allowed():
-    saved = {"version": 2, "order": "a", "samples": 8, "places": [[0, 0, 0, 0]]}
-    check_stream(saved, "a", allow=False, checkpoint=Path("c"))
-    check_stream(None, None, allow=False, checkpoint=Path("c"))
-    with pytest.raises(
-        RecipeError,
-        match=r"^c cannot be resumed with data\.streaming: the files, or what decides the order.*allow_changes=true",
-    ):
-        check_stream(saved, "b", allow=False, checkpoint=Path("c"))
-    check_stream(None, "b", allow=True, checkpoint=Path("c"))

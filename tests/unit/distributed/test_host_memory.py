@@ -9,68 +9,57 @@ from launcher.distributed import host_memory
 GIB = 2**30
 
 
-def write(root, files):
-    for name, text in files.items():
-        file = root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes files of the kernel."""
+    monkeypatch.setattr(host_memory, "_ROOT", tmp_path)
+
+    def write(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    return write
 
 
-def test_what_is_left_is_the_least_of_node_and_limits(tmp_path):
-    write(
-        tmp_path,
-        {
-            "proc/meminfo": f"MemTotal: {9 * GIB // 1024} kB\nMemAvailable:   {8 * GIB // 1024} kB\n",
-            "proc/self/cgroup": "0::/job/step\n",
-        },
-    )
-    assert (host_memory.available(tmp_path), host_memory.allowed(tmp_path)) == (8 * GIB, 9 * GIB)
+def test_what_is_left_is_the_least_of_node_and_limits(write):
+    memory = f"MemTotal: {9 * GIB // 1024} kB\nMemAvailable:   {8 * GIB // 1024} kB\n"
+    write({"proc/meminfo": memory, "proc/self/cgroup": "0::/job/step\n"})
+    assert (host_memory.available(), host_memory.allowed()) == (8 * GIB, 9 * GIB)
     group = "sys/fs/cgroup/job"
-    write(
-        tmp_path,
-        {
-            f"{group}/step/memory.max": "max\n",
-            f"{group}/memory.max": f"{4 * GIB}\n",
-            f"{group}/memory.current": f"{GIB}\n",
-        },
-    )
-    assert host_memory.available(tmp_path) == 3 * GIB, "the limit of a group above counts too"
-    assert host_memory.allowed(tmp_path) == 4 * GIB
+    limits = {"step/memory.max": "max", "memory.max": f"{4 * GIB}", "memory.current": f"{GIB}"}
+    write({f"{group}/{name}": f"{text}\n" for name, text in limits.items()})
+    assert host_memory.available() == 3 * GIB, "the limit of a group above counts too"
+    assert host_memory.allowed() == 4 * GIB
 
 
-def test_version_one_of_control_groups(tmp_path):
-    write(tmp_path, {"proc/self/cgroup": "9:cpu:/a\n4:memory:/slurm/job_7\n"})
-    group = "sys/fs/cgroup/memory/slurm/job_7"
-    write(
-        tmp_path,
-        {f"{group}/memory.limit_in_bytes": "1000\n", f"{group}/memory.usage_in_bytes": "400\n"},
-    )
-    assert host_memory.available(tmp_path) == 600
-    write(
-        tmp_path, {f"{group}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}
-    )
-    assert set(host_memory.killed(tmp_path).values()) == {2}
+def test_version_one_of_control_groups(write):
+    group = "sys/fs/cgroup/memory/slurm/job_7/memory"
+    files = {
+        "proc/self/cgroup": "9:cpu:/a\n4:memory:/slurm/job_7\n",
+        f"{group}.limit_in_bytes": "1000\n",
+        f"{group}.usage_in_bytes": "400\n",
+        f"{group}.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+    }
+    write(files)
+    assert host_memory.available() == 600
+    assert set(host_memory.killed().values()) == {2}
 
 
-def test_a_kill_is_seen_where_a_counter_rises(tmp_path):
-    write(tmp_path, {"proc/self/cgroup": "0::/job\n", "proc/vmstat": "pgfault 12\noom_kill 5\n"})
-    write(tmp_path, {"sys/fs/cgroup/job/memory.events": "oom 1\noom_kill 0\n"})
-    before = host_memory.killed(tmp_path)
+def test_a_kill_is_seen_where_a_counter_rises(write):
+    write({"proc/self/cgroup": "0::/job\n", "proc/vmstat": "pgfault 12\noom_kill 5\n"})
+    write({"sys/fs/cgroup/job/memory.events": "oom 1\noom_kill 0\n"})
+    before = host_memory.killed()
     assert sorted(before.values()) == [0, 5]
-    assert not host_memory.killed_since(before, tmp_path)
-    write(tmp_path, {"sys/fs/cgroup/job/memory.events": "oom 9\noom_kill 1\n"})
-    assert host_memory.killed_since(before, tmp_path)
+    assert not host_memory.killed_since(before)
+    write({"sys/fs/cgroup/job/memory.events": "oom 9\noom_kill 1\n"})
+    assert host_memory.killed_since(before)
 
 
-def test_without_these_files_nothing_is_known(tmp_path):
-    assert host_memory.available(tmp_path) is None
-    assert host_memory.killed(tmp_path) == {}
-    assert not host_memory.killed_since({}, tmp_path)
-
-
-def test_here():
-    assert (host_memory.available() or GIB) > 0
-    assert host_memory.resident() > 2**20
+def test_without_these_files_nothing_is_known(write):
+    assert host_memory.available() is None
+    assert host_memory.killed() == {}
+    assert not host_memory.killed_since({})
 
 
 def test_the_peak_is_that_since_the_last_call():

@@ -15,7 +15,7 @@ from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
 from launcher.reliability import lock
 from launcher.reliability.lock import Ownership, current_owner, succeeds
-from launcher.reliability.run_directory import RunFolder
+from launcher.reliability.run_directory import RunFolder, read_jsonl
 from tests import REPOSITORY
 
 ALONE = Environment()
@@ -71,19 +71,9 @@ def everything(folder):
 
 
 def test_one_of_several_racing_processes_takes_the_lock_and_the_others_change_nothing(tmp_path):
-    start = str(time.time() + 1.0)
-    command = [sys.executable, "-c", RACE, str(tmp_path / "run"), start]
-    racers = [
-        subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for _ in range(4)
-    ]
+    command = [sys.executable, "-c", RACE, str(tmp_path / "run"), str(time.time() + 1.0)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    racers = [subprocess.Popen(command, cwd=REPOSITORY, **pipes) for _ in range(4)]
     try:
         lines = [racer.stdout.readline().strip() for racer in racers]
         assert sorted(line == "mine" for line in lines) == [False, False, False, True], lines
@@ -92,16 +82,13 @@ def test_one_of_several_racing_processes_takes_the_lock_and_the_others_change_no
             assert line == "mine" or f"is in use: process {winner.pid} on " in line
         before = everything(tmp_path)
         assert [Path(name).name for name in before] == ["00000001.json"]
-        with pytest.raises(
-            RecipeError, match=f"process {winner.pid} on .*nothing was changed there"
-        ):
+        text = f"process {winner.pid} on .*nothing was changed there"
+        with pytest.raises(RecipeError, match=text):
             Ownership.take(tmp_path / "run", ALONE)
         assert everything(tmp_path) == before
-        winner.kill()
+        winner.kill()  # it releases nothing
         winner.wait(10)
-        after = Ownership.take(
-            tmp_path / "run", ALONE
-        )  # killed: it released nothing, but is not there
+        after = Ownership.take(tmp_path / "run", ALONE)
         assert after.name == "00000002.json"
         after.release()
     finally:
@@ -150,9 +137,7 @@ def test_the_same_job_with_a_higher_restart_count_takes_over_and_the_old_owner_w
     follower.check()
     with pytest.raises(RecipeError, match="Slurm job 17"):
         take(job)
-    rewrite(
-        tmp_path / "run", machine="another", host="node7"
-    )  # alive, on a node that Slurm has lost
+    rewrite(tmp_path / "run", machine="another", host="node7")  # a node that Slurm has lost
     take(dataclasses.replace(job, job_restart_count=1))
     assert "heartbeat" not in caplog.text
     before = everything(tmp_path)
@@ -170,29 +155,37 @@ def test_the_same_job_with_a_higher_restart_count_takes_over_and_the_old_owner_w
     assert everything(tmp_path) == before
 
 
-def test_later_starts_of_the_same_job():
-    def owner(**changes):
-        base = {
-            "job": None,
-            "run_id": None,
-            "meeting_point": None,
-            "job_restart_count": 0,
-        }
-        rest = {"host": "", "machine": "", "pid": 1, "started": 1, "time": 0.0}
-        return lock.Owner(**base | rest | changes)
+def owner(job=None, job_restart_count=0, run_id=None, meeting_point=None):
+    return lock.Owner(
+        host="",
+        machine="",
+        pid=1,
+        started=1,
+        time=0.0,
+        job=job,
+        job_restart_count=job_restart_count,
+        run_id=run_id,
+        meeting_point=meeting_point,
+    )
 
-    def over(new, old):
-        return succeeds(owner(**new), owner(**old))
 
-    assert over({"job": "1", "job_restart_count": 1}, {"job": "1"})
-    assert not over({"job": "1"}, {"job": "1", "job_restart_count": 1})
-    assert not over({"job": "2", "job_restart_count": 1}, {"job": "1"})
-    assert not over({}, {})
-    node = {"run_id": "x", "meeting_point": "node1:29500"}
-    assert over(node, node)
-    assert not over(node, node | {"meeting_point": "node2:29500"}), "another torchrun of this id"
-    local = {"run_id": "none", "meeting_point": "127.0.0.1:29500"}
-    assert not over(local, local), "every machine has a localhost"
+NODE, LOCAL = owner(run_id="x", meeting_point="node1:1"), owner(run_id="x", meeting_point="::1:1")
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "later"),
+    [
+        (owner("1", 1), owner("1"), True),
+        (owner("1"), owner("1", 1), False),
+        (owner("2", 1), owner("1"), False),
+        (owner(), owner(), False),
+        (NODE, NODE, True),
+        (NODE, owner(run_id="x", meeting_point="node2:1"), False),  # another torchrun of this id
+        (LOCAL, LOCAL, False),  # every machine has a localhost
+    ],
+)
+def test_later_starts_of_the_same_job(new, old, later):
+    assert succeeds(new, old) is later
 
 
 def test_a_slow_process_does_not_take_a_folder_back(take, tmp_path, monkeypatch):
@@ -210,12 +203,9 @@ def test_a_slow_process_does_not_take_a_folder_back(take, tmp_path, monkeypatch)
     monkeypatch.setattr(lock, "_create", slow)
     with pytest.raises(RecipeError, match="is in use"):
         take()
-    assert sorted(file.name for file in (tmp_path / "run/owner").iterdir()) == [
-        "00000001.json",
-        "00000002.json",
-        "00000002.released",
-        "00000003.json",
-    ]
+    names = sorted(file.name for file in (tmp_path / "run/owner").iterdir())
+    records = ["00000001.json", "00000002.json", "00000002.released", "00000003.json"]
+    assert names == records
 
 
 def test_events_count_attempts_and_an_incomplete_line_is_skipped(tmp_path):
@@ -229,14 +219,16 @@ def test_events_count_attempts_and_an_incomplete_line_is_skipped(tmp_path):
     other = RunFolder(tmp_path)
     other.note("started", ranks=1)
     other.note("resumed", step=5)
-    lines = [
-        json.loads(line)
-        for line in folder.events.read_text().splitlines()
-        if not line.endswith("sav")
-    ]
+    lines = read_jsonl(folder.events)
     assert [(line["event"], line["attempt"], line["ranks"]) for line in lines] == [
         ("started", 1, 2),
         ("started", 2, 1),
         ("resumed", 2, 1),
     ]
     assert (lines[1]["found"], lines[1]["found_step"]) == ("running", 9)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(RecipeError, match="cannot be written to: Not a directory"):
+        Ownership.take(tmp_path / "run", ALONE)
