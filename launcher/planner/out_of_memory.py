@@ -22,7 +22,7 @@ from launcher.distributed.environment import Environment
 from launcher.metrics.console import bytes_as_text
 from launcher.models.initialization import clean_name
 from launcher.planner.detect import recorded_settings
-from launcher.planner.formatting import micro_batches
+from launcher.planner.formatting import NAMES, aligned, micro_batches
 from launcher.planner.machine import Machine
 from launcher.planner.measure import storages
 from launcher.planner.memory import Plan
@@ -37,14 +37,10 @@ _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2
 EXCESS = 0.05
 """Share of the whole plan by which a row must exceed its plan to be marked."""
 SUGGESTIONS = 3
-"""Configurations that are suggested."""
 CLEARLY_LESS = 0.03
 """Share of its tensors by which a suggestion must need less than the recipe that ran out."""
 STATES = ("parameters", "gradients", "optimizer")
-_NAMES = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
+_NAMES = {name: NAMES[name] for name in STATES} | {
     "others": "all other tensors, with the request",
     "unused": "reserved by the allocator, not in use",
     "outside": "driver, communicators, other processes",
@@ -60,7 +56,6 @@ _NEXT = (
     "batch.micro_batch_size is auto: the next start takes a smaller one, and resumes from the last "
     "checkpoint"
 )
-_UNKNOWN = "try a smaller batch.micro_batch_size first"
 _NOTHING = (
     "no known configuration needs less on these devices: take more devices, a shorter "
     "data.sequence_length, or lora"
@@ -78,16 +73,15 @@ class DeviceMemory(NamedTuple):
     """Bytes of a GPU."""
 
     allocated: int
-    """For tensors."""
+    """By this rank, for tensors."""
     reserved: int
-    """By the allocator, for tensors."""
+    """By this rank's allocator."""
     used: int
     """By all processes."""
     total: int
 
 
 def gpu_memory() -> DeviceMemory:
-    """Of this rank."""
     free, total = torch.cuda.mem_get_info()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     return DeviceMemory(allocated, reserved, total - free, total)
@@ -139,26 +133,25 @@ def failing_module(traceback: TracebackType | None, module: nn.Module) -> tuple[
     while traceback is not None:
         local = traceback.tb_frame.f_locals
         where = names.get(id(local.get("self")), where)
-        batch = local.get("micro_batch")
-        for name, value in batch.items() if isinstance(batch, dict) and not shape else ():
-            if isinstance(value, torch.Tensor) and value.ndim > 1 and not shape:
-                shape = f"{name} {' x '.join(map(str, value.shape))}"
+        if isinstance(batch := local.get("micro_batch"), dict) and not shape:
+            shapes = [
+                f"{name} {' x '.join(map(str, value.shape))}"
+                for name, value in batch.items()
+                if isinstance(value, torch.Tensor) and value.ndim > 1
+            ]
+            shape = shapes[0] if shapes else ""
         traceback = traceback.tb_next
     return where, shape
 
 
 @dataclass
 class Account:
-    """The report."""
+    """The report (`reliability.causes.Account`)."""
 
     message: str
-    """Printed at once."""
     noted: dict[str, Any]
-    """For events.jsonl, where a smaller micro-batch would help."""
     restarts_now: bool
-    """torchrun restarts the run at once with a smaller micro-batch, so nothing is planned."""
     conclude: Callable[[float], str]
-    """What is held beside the plan, what exceeds it, and what fits; takes a time limit."""
 
 
 class PostMortem:
@@ -199,11 +192,9 @@ class PostMortem:
         if requested is not None:
             text += f"\nit asked for {bytes_as_text(requested)}"
         if requested is not None and gpu is not None:
-            text += (
-                f"; of {bytes_as_text(gpu.total)}, {bytes_as_text(gpu.total - gpu.used)} were "
-                f"free, and {bytes_as_text(gpu.reserved - gpu.allocated)} reserved by the "
-                "allocator in pieces too small"
-            )
+            unused = bytes_as_text(gpu.reserved - gpu.allocated)
+            text += f"; of {bytes_as_text(gpu.total)}, {bytes_as_text(gpu.total - gpu.used)} were "
+            text += f"free, and {unused} reserved by the allocator in pieces too small"
         if on_gpu:
             file = self._run.path / f"out_of_memory_rank_{rank}.pickle"
             with contextlib.suppress(Exception):  # the report matters more
@@ -237,7 +228,7 @@ class PostMortem:
                 try:
                     lines = run_in_process(seconds, explain, recipe, machine, phase, rows, measured)
                 except Exception as error:
-                    lines += [f"what would fit is not known: {error}", _UNKNOWN]
+                    lines += [f"what would fit is not known: {error}"]
             return "\n".join([*lines, _NEXT] if smaller else lines)
 
         noted = recorded_settings(recipe, machine) if helps else {}
@@ -276,14 +267,14 @@ def explain(
     ][:SUGGESTIONS]
     if not found:
         return [*lines, _NOTHING]
-    width = max(len(" ".join(one.overrides)) for one in found)
-    lines.append("what fits by plan, the fastest first, as overrides:")
+    suggestions = []
     for n, one in enumerate(found):
         speed = one.tokens_per_second / found[0].tokens_per_second
-        share_text = f", {speed:.0%} of the first's speed" if n else ""
-        size = bytes_as_text(one.plan.needed)
-        lines.append(f"  {' '.join(one.overrides):{width}}  # {size} a rank{share_text}")
-    return lines
+        text = f"# {bytes_as_text(one.plan.needed)} a rank"
+        text += f", {speed:.0%} of the first's speed" if n else ""
+        suggestions.append(["", " ".join(one.overrides), text])
+    title = "what fits by plan, the fastest first, as overrides:"
+    return [*lines, title, *aligned(suggestions, "<<<")]
 
 
 def _planned(plan: Plan, phase: str, rows: dict[str, int]) -> dict[str, int]:
@@ -299,16 +290,12 @@ def _planned(plan: Plan, phase: str, rows: dict[str, int]) -> dict[str, int]:
 
 def _table(rows: dict[str, int], planned: dict[str, int]) -> list[str]:
     """planned: empty where there is no plan."""
-    if not rows:
-        return []
-    width = max(len(_NAMES[name]) for name in rows)
-    lines = [f"{'':{width}}  {'now':>10}" + (f"  {'by plan':>10}" if planned else "")]
+    table = [["", "now", "by plan" if planned else "", ""]]
     for name, size in rows.items():
-        line = f"{_NAMES[name]:{width}}  {bytes_as_text(size):>10}"
+        by_plan = remark = ""
         if planned:
-            line += f"  {bytes_as_text(planned[name]):>10}"
-            excess = size - planned[name]
+            by_plan, excess = bytes_as_text(planned[name]), size - planned[name]
             if excess > EXCESS * sum(planned.values()):
-                line += f"  <- {bytes_as_text(excess)} beyond the plan"
-        lines.append(line)
-    return lines
+                remark = f"<- {bytes_as_text(excess)} beyond the plan"
+        table.append([_NAMES[name], bytes_as_text(size), by_plan, remark])
+    return list(aligned(table, "<>><")) if rows else []

@@ -4,6 +4,7 @@ import dataclasses
 
 from launcher.planner.candidates import Configuration
 from launcher.planner.machine import Machine, Rates
+from launcher.planner.measure import Measured
 from launcher.planner.memory import Components, HostMemory, Moment, Plan, StepMemory
 from launcher.planner.search import Ladder
 from launcher.planner.speed import StepTime
@@ -44,6 +45,11 @@ RECIPE = Recipe(
     data=Data(train=("a.txt",), sequence_length=4096),
     batch=Batch(global_batch_size=64, micro_batch_size=4),
     strategy=Strategy(kind="fsdp"),
+)
+OPEN = dataclasses.replace(
+    RECIPE,
+    strategy=Strategy(kind="auto"),
+    batch=Batch(global_batch_size=64, micro_batch_size="auto"),
 )
 
 
@@ -104,6 +110,23 @@ def made_plan(scale=1.0, *, memory=80 * GIB, host_memory=None, host=12, arithmet
         checkpoints=3,
         notes=notes,
     )
+
+
+def measured_like(plan, scale=1.0, **changes):
+    """What would be measured if the plan were right but for the peak, which is `scale` of it."""
+    step = plan.step
+    found = {
+        "peak": int(step.peak.total * scale),
+        "phases": {phase: moment.total for phase, moment in step.phases.items()},
+        "step_start": step.held.total,
+        "after_forward": step.after_forward.total,
+        "parameters": step.held.parameters,
+        "gradients": step.phases["optimizer"].components.gradients,
+        "optimizer": step.held.optimizer,
+        "step_peaks": [],
+        "residue": 0,
+    }
+    return Measured(**found | changes)
 
 
 def configuration(overrides, plan, tokens_per_second, *, micro=4, **changes):

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from launcher.models.chunked_loss import chunk_width
 from launcher.planner import profile
@@ -138,7 +139,7 @@ def test_full_logits_are_ten_bytes_forward_and_twelve_backward(load):
 
 
 def test_a_llama_block_keeps_49_hidden_sizes_a_token(llama):
-    assert llama.saved["bfloat16"][0].kept / 4096 / 4096 == pytest.approx(49, abs=0.3)
+    assert llama.saved[torch.bfloat16][0].kept / 4096 / 4096 == pytest.approx(49, abs=0.3)
 
 
 def test_gathered_weights_and_communication_at_the_peak(llama, load):
@@ -249,7 +250,7 @@ def test_tied_embeddings_count_once(load):
         load(*SMALL, "model.config.tie_word_embeddings=true", "strategy.mixed_precision=null"),
         device="cpu",
     )
-    assert set(tied.saved) == {"float32", "bfloat16"}, "the search offers bfloat16"
+    assert set(tied.saved) == {torch.float32, torch.bfloat16}, "the search offers bfloat16"
     assert tied.embedding.count == 0
     assert tied.root.count == 300 * 64 + 64
 

@@ -467,3 +467,15 @@ def test_auto_varies_only_what_is_auto(load, estimating):
     assert kind.recipe.strategy.kind in ("ddp", "fsdp")
     assert kind.recipe.strategy.mixed_precision == written.strategy.mixed_precision
     assert fastest_that_fits(as_auto(written), machine(memory=GIB // 2)) is None
+
+
+def test_the_fastest_of_each_kind_is_measured(load, estimating):
+    found = search.fastest_of_each_kind(load(), machine(), most=6)
+    assert len(found) == 6
+    assert found[0].overrides == (), "as written"
+    assert {one.recipe.strategy.kind for one in found} == {"ddp", "fsdp"}
+    recipes = [one.recipe for one in found[1:]]
+    kinds = {(r.strategy.kind, r.strategy.reshard_after_forward, r.activation_checkpointing) for r in recipes}  # fmt: skip
+    assert len(kinds) == 5
+    small = search.fastest_of_each_kind(load(), machine(memory=3 * GIB), most=6)
+    assert all(one.plan.fits for one in [*found, *small])
