@@ -32,8 +32,6 @@ LARGEST_MICRO_BATCH = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """A variant of the recipe."""
-
     recipe: Recipe
     plan: Plan
     """Estimated, or traced."""

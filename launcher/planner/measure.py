@@ -270,12 +270,8 @@ def _train(
             gradients = (parameter.grad for parameter in module.parameters())
             sizes["gradients"] = storage_bytes(gradients, device=device.type)
 
-    update = Update(
-        optimizer,
-        learning_rate=lambda step: 1e-4,
-        loss_scale=LossScale(device, enabled=prepared.compute_dtype == torch.float16),
-        max_grad_norm=recipe.optimizer.max_grad_norm,
-    )
+    scale = LossScale(device, enabled=prepared.compute_dtype == torch.float16)
+    update = Update(optimizer, lambda step: 1e-4, scale, recipe.optimizer.max_grad_norm)
     for _ in train_steps(
         wrapped, batches, loss=data.loss, update=update, ranks=ranks.size, heartbeat=heartbeat
     ):

@@ -34,11 +34,9 @@ from launcher.strategies.base import compute_dtype
 
 OPERATIONS_PER_BYTE = 150
 """Floating-point operations of matrix products that take as long as a byte of memory traffic. A100:
-110, H100: 200, by what `speed.py` assumes of them. It ranks operators, and all ranks must agree, so
-it is a constant."""
+110, H100: 200. A constant, because all ranks must choose the same operators."""
 STEPS = 4096
 """Parts that a budget is divided into; sizes of operators are rounded up to whole parts."""
-
 
 Kind = TypeVar("Kind")
 
@@ -72,11 +70,8 @@ class Saved:
     """Those that recomputation runs, and whose results can be kept instead."""
 
     def keep(self, share: float) -> list[Operator]:
-        """The operators to keep when a block may keep this share of `kept`.
-
-        Attention is kept if it fits. Of the others those that together cost most: a knapsack,
-        solved by dynamic programming over sizes, to within 1 % of the budget.
-        """
+        """The operators to keep when a block may keep this share of `kept`: attention if it fits,
+        and of the others those that together cost most."""
         left = math.floor(share * self.kept) - self.input
         attention = [one for one in self.operators if one.attention]
         others = [one for one in self.operators if not one.attention and one.cost]
@@ -87,7 +82,8 @@ class Saved:
 
 
 def _knapsack(operators: Sequence[Operator], capacity: int) -> list[Operator]:
-    """The operators of at most `capacity` bytes together whose sum of costs is highest."""
+    """The operators of at most `capacity` bytes together whose sum of costs is highest, by dynamic
+    programming over sizes: to within 1 % of the capacity."""
     if capacity <= 0:
         return []
     unit = -(-capacity // STEPS)
@@ -111,9 +107,7 @@ def share_of_budget(budget: str | float, whole: float) -> float:
     """Of what all blocks keep without checkpointing, `whole` bytes."""
     if not isinstance(budget, str):
         return budget
-    size = size_in_bytes(budget)
-    assert size is not None
-    return min(1.0, size / whole)
+    return min(1.0, (size_in_bytes(budget) or 0) / whole)
 
 
 def operators_to_keep(
@@ -261,8 +255,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls[func] += 1
         if func._schema.is_mutable:
             self._written |= inputs
-        if func in _PRODUCTS:
-            self._products += 1
+        self._products += func in _PRODUCTS
         if attention or (func in _PRODUCTS and self._products % 2):
             self._selected += sum(tensor.nbytes for tensor in made)
         if made:
@@ -283,5 +276,4 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 def id_of(tensor: torch.Tensor) -> int:
     """The same for tensors that share a storage."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
+    return int(tensor.untyped_storage()._cdata)

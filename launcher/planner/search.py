@@ -24,15 +24,14 @@ from launcher.planner.speed import step_seconds
 from launcher.recipe.schema import Lora, Recipe
 
 EQUAL_SPEED = 0.02
-"""Configurations whose speeds differ by less count as equally fast: the simplest is taken."""
+"""Relative difference of speeds that count as equal: the simplest configuration is taken."""
 LESS_MEMORY = 0.8
 """Each configuration shown needs at most this share of the memory of the one before."""
 SHOWN = 7
 TRACES = 5
 """Traces that the search for the fastest may take, some seconds each."""
 OPTIMISM = 0.95
-"""Traced over estimated memory that is assumed until a similar configuration was traced: one that
-barely does not fit is worth a trace."""
+"""Traced over estimated memory that is assumed until a similar configuration was traced."""
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of nodes that are tried where nothing fits."""
 SHORTEST = 256
@@ -44,10 +43,9 @@ class Ladder:
     """Configurations worth showing."""
 
     written: Configuration
-    """The recipe as written."""
     configurations: tuple[Configuration, ...]
-    """The recipe as written, and others, each with clearly less memory than the one before. Where
-    nothing fits: the smallest. The fastest first."""
+    """The fastest first, each with clearly less memory than the one before, and the recipe as
+    written. Where nothing fits: the smallest."""
     best: Configuration | None
     """The fastest that fits, traced; None: nothing fits, or no memory is known."""
     evaluated: int
