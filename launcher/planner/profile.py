@@ -184,15 +184,14 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
     lasts = {kind: index for index, kind in enumerate(kinds)}
     if not keep_blocks(prepared.model, prepared.blocks, sorted(lasts.values())):
         return profile
-    names = dict(zip(prepared.blocks, sorted(lasts, key=lasts.__getitem__), strict=True))
+    kind_of = dict(zip(prepared.blocks, sorted(lasts, key=lasts.__getitem__), strict=True))
     batch = dataclasses.replace(recipe.batch, micro_batch_size=1, micro_batch_tokens=None)
     data, own = prepared.synthetic_data(recipe.data, batch), compute_dtype(recipe.strategy)
     offered = torch.bfloat16 if own == torch.float32 else own  # by the search
     try:
         for dtype in {own, offered}:
-            profile.saved[dtype] = saved_of_blocks(
-                prepared.model, names, data, device=device, dtype=dtype
-            )
+            saved = saved_of_blocks(prepared.model, kind_of, data, device=device, dtype=dtype)
+            profile.saved[dtype] = {kind_of[name]: one for name, one in saved.items()}
     except Exception:  # models fail in various ways on tensors without values
         profile.saved.clear()
     return profile
