@@ -27,7 +27,7 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
 
-_Count = Annotated[int, option("Nodes.", "N")]
+_Nodes = Annotated[int, option("Nodes.", "N")]
 _Gpus = Annotated[int | None, option("GPUs per node. Default: those of this machine, or 8.", "N")]
 _Gpu = Annotated[
     str | None, option("Name of the GPU, such as h100. Default: the GPUs of this machine.", "NAME")
@@ -60,7 +60,7 @@ _Json = Annotated[bool, flag("--json", "Print one JSON object; sizes are in byte
 
 def plan(
     overrides: Overrides,
-    nodes: _Count = 1,
+    nodes: _Nodes = 1,
     gpus_per_node: _Gpus = None,
     gpu: _Gpu = None,
     gpu_memory: _GpuMemory = None,

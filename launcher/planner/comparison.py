@@ -14,7 +14,7 @@ from launcher.planner.separate_process import run_in_process
 from launcher.recipe.schema import Recipe
 
 SECONDS = 120
-"""Time limit of the plan, which is made while the run trains."""
+"""Time limit of the plan."""
 PATIENCE = 60
 """Seconds that the end of a short run waits for the plan."""
 TOO_FAR = 0.10

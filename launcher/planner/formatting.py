@@ -188,10 +188,7 @@ def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
 
 
 def as_text(plan: dict[str, Any]) -> Iterator[str]:
-    """Lines of at most `WIDTH` columns, except for tables, overrides and names of modules.
-
-    plan: as `as_json` returns it, with what `measured.measure_fastest` returns as `measured`.
-    """
+    """The lines of a plan as `as_json` returns it; `measured`: as of `measured.measure_fastest`."""
     machine = plan["machine"]
     on = f"{_plural(machine['nodes'], 'node')} x {machine['gpus_per_node']} {machine['name']}"
     if machine["memory"] is not None:
@@ -354,7 +351,6 @@ def _pasted(row: dict[str, Any]) -> str:
 
 
 def _comparison(verified: dict[str, Any]) -> Iterator[str]:
-    """The plan beside the measurement."""
     yield "Planned and measured: rank 0, in a step after the first"
     table = [["", "planned", "measured", "plan is"]]
     for row in verified["compared"]:

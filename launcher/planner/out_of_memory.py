@@ -241,8 +241,7 @@ def explain(
     """What is held beside the plan, and the fastest configurations that need less.
 
     rows: as `take_inventory` returns them. measured: bytes of tensors on the device, with the
-    request. Where they, or those outside of the allocator, exceed the plan, the device counts as so
-    much smaller.
+    request. Where they, or other bytes, exceed the plan, the device counts as so much smaller.
     """
     plan = make_plan(recipe, machine)
     lines = _table(rows, _planned(plan, phase, rows))

@@ -110,11 +110,8 @@ def allowed(recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None) 
 
 
 def fastest_of_each_kind(recipe: Recipe, machine: Machine, *, most: int) -> list[Configuration]:
-    """Configurations to measure: the recipe as written, then the fastest that fits of each
-    strategy, resharding and checkpointing, the fastest first; at most `most`.
-
-    All are traced and fit. Precision is as written. CPU offload comes last.
-    """
+    """Configurations to measure, which fit by trace: the recipe as written, then the fastest of
+    each strategy, resharding and checkpointing, the fastest first and CPU offload last."""
     recipe = concrete(recipe)
     search = _Search(recipe, machine)
     kinds: dict[Any, list[Configuration]] = {}
@@ -213,7 +210,7 @@ def _simplest_of_the_fastest(group: Sequence[Configuration], written: Recipe) ->
 
 
 def _shown(found: Sequence[Configuration], written: Recipe) -> list[Configuration]:
-    """From the fastest down, each with clearly less memory than the one before; offload last."""
+    """From the fastest down, each with clearly less memory; offload last."""
     chosen: list[Configuration] = []
     for offloads in (False, True):
         left = [one for one in found if one.offloads == offloads]
