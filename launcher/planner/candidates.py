@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.planner.estimate import micro_batches_of
+import torch
+
 from launcher.planner.machine import Machine
 from launcher.planner.memory import Plan
-from launcher.planner.profile import compute_dtype
 from launcher.planner.speed import StepTime, tokens_per_step
+from launcher.planner.work import micro_batches_of
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,
@@ -24,16 +25,13 @@ from launcher.recipe.schema import (
     Recipe,
     Strategy,
 )
-from launcher.strategies.base import offloads_parameters
+from launcher.strategies.base import compute_dtype, offloads_parameters
 
 LARGEST_MICRO_BATCH = 512
-ONLY_STATE = CpuOffload(what="optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """A variant of the recipe."""
-
     recipe: Recipe
     plan: Plan
     """Estimated, or traced."""
@@ -49,8 +47,8 @@ class Configuration:
 
     @property
     def hours(self) -> float:
-        """Of all steps, predicted. With run.epochs of a billion tokens, because the number of
-        samples is known only once the data is tokenized."""
+        """Of all steps, predicted; with run.epochs of a billion tokens (the number of samples is not
+        known)."""
         steps = self.recipe.run.max_steps
         seconds = steps * self.seconds.total if steps else 1e9 / self.tokens_per_second
         return seconds / 3600
@@ -70,7 +68,7 @@ def variants(
     reshards: bool = False,
     precisions: bool = True,
 ) -> list[Recipe]:
-    """All combinations that have an effect, each once. The flags say what may vary: `reshards`
+    """All combinations that have an effect, each once. The flags say what may vary; reshards: the
     resharding after the forward pass, where the strategy does not."""
     found: dict[Any, Recipe] = {}
     for batch in _batches(written, machine) if micro_batches else [written.batch]:
@@ -113,7 +111,7 @@ def _pairs(
     """Strategies with kinds of checkpointing."""
     on_gpu = machine.device == "cuda"
     mixed = [written.strategy.mixed_precision]
-    if precisions and on_gpu and compute_dtype(written.strategy) == "float32":
+    if precisions and on_gpu and compute_dtype(written.strategy) == torch.float32:
         mixed.append(MixedPrecision())
     modes = [ActivationCheckpointing(mode="selective"), ActivationCheckpointing(mode="full")]
     if written.activation_checkpointing is not None:
@@ -137,6 +135,11 @@ def _strategies(
         yield Strategy(
             kind="ddp", mixed_precision=wide, sync_every_micro_batch=sync, shard_optimizer=zero
         )
+    offloads = {"all": CpuOffload()}
+    if written.optimizer.name in ("adamw", "sgd"):  # the state of others cannot be streamed
+        offloads["optimizer"] = CpuOffload(what="optimizer")
+    if written.strategy.cpu_offload is not None:
+        offloads[written.strategy.cpu_offload.what] = written.strategy.cpu_offload
     per_node = machine.gpus_per_node
     inside = {machine.ranks // n for n in range(2, per_node + 1) if per_node % n == 0}
     copies = sorted(n for n in {1, written.strategy.replicate, *inside} if machine.ranks % n == 0)
@@ -155,11 +158,8 @@ def _strategies(
         )
         yield sharded
         if machine.device == "cuda" and forward and replicate in (1, written.strategy.replicate):
-            kinds = (CpuOffload(), ONLY_STATE, written.strategy.cpu_offload)
-            for offload in {kind.what: kind for kind in kinds if kind is not None}.values():
-                streamed = written.optimizer.name in ("adamw", "sgd")
-                if streamed or offload != ONLY_STATE:
-                    yield dataclasses.replace(sharded, cpu_offload=offload)
+            for offload in offloads.values():
+                yield dataclasses.replace(sharded, cpu_offload=offload)
 
 
 def complexity(one: Configuration, written: Recipe) -> tuple[int, ...]:
@@ -191,18 +191,15 @@ def smallest(written: Recipe, machine: Machine) -> Iterator[Recipe]:
     size: dict[str, Any] = {"micro_batch_size": 1}
     if written.batch.micro_batch_tokens is not None:
         size = {"micro_batch_tokens": written.data.sequence_length}
-    on_gpu = machine.device == "cuda"
-    for offload in (None, CpuOffload()) if on_gpu else (None,):
-        strategy = Strategy(
-            kind="fsdp", mixed_precision=written.strategy.mixed_precision, cpu_offload=offload
+    batch, mixed = dataclasses.replace(written.batch, **size), written.strategy.mixed_precision
+    choices = itertools.product((None, CpuOffload()), (False, True))
+    for offload, to_host in choices if machine.device == "cuda" else [(None, False)]:
+        yield dataclasses.replace(
+            written,
+            batch=batch,
+            strategy=Strategy(kind="fsdp", mixed_precision=mixed, cpu_offload=offload),
+            activation_checkpointing=ActivationCheckpointing(offload_to_cpu=to_host),
         )
-        for to_host in (False, True) if on_gpu else (False,):
-            yield dataclasses.replace(
-                written,
-                batch=dataclasses.replace(written.batch, **size),
-                strategy=strategy,
-                activation_checkpointing=ActivationCheckpointing(offload_to_cpu=to_host),
-            )
 
 
 def overrides_between(before: Any, after: Any, path: str = "") -> tuple[str, ...]:
@@ -222,8 +219,5 @@ def overrides_between(before: Any, after: Any, path: str = "") -> tuple[str, ...
     found: list[str] = []
     for name in names:
         key = f"{path}.{name}" if path else name
-        found += overrides_between(getattr(before, name, _UNSET), getattr(after, name), key)
+        found += overrides_between(getattr(before, name, object()), getattr(after, name), key)
     return tuple(found)
-
-
-_UNSET = object()

@@ -14,7 +14,7 @@ from launcher.planner.separate_process import run_in_process
 from launcher.recipe.schema import Recipe
 
 SECONDS = 120
-"""Time limit of the plan, which is made while the run trains."""
+"""Time limit of the plan."""
 PATIENCE = 60
 """Seconds that the end of a short run waits for the plan."""
 TOO_FAR = 0.10
@@ -29,11 +29,8 @@ def predict_peak(recipe: Recipe, machine: Machine) -> tuple[int, str]:
 
 
 class Forecast:
-    """Plans a run on rank 0 in a separate process, and compares the plan once steps were measured.
-
-    On a GPU the allocator's peak is compared; on a CPU the growth of resident memory since this was
-    made, which includes libraries and what the allocator caches.
-    """
+    """Plans a run on rank 0 in a separate process, and compares the plan once steps were measured:
+    on a CPU with the growth of resident memory since this was made."""
 
     def __init__(self, recipe: Recipe, machine: Machine) -> None:
         self._resident = host_memory.resident() if machine.device == "cpu" else None
@@ -51,7 +48,7 @@ class Forecast:
     def compare(self, measured: int, *, seconds: float = 0) -> str | None:
         """A line for the console; None while there is no plan.
 
-        measured: peak of a step, `peak_memory_bytes` of a record. seconds: to wait for the plan.
+        measured: bytes at the peak of a step. seconds: to wait for the plan.
         """
         self._thread.join(timeout=seconds)
         if self._answer is None:

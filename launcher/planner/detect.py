@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,29 +38,30 @@ def detect_machine(ranks: DataParallel, environment: Environment) -> Machine:
     """The devices of all ranks; every rank must call this. The smallest memory counts for all."""
     device, on_node = ranks.device, environment.local_world_size
     left = host_memory.available()
-    host = None if left is None else left + host_memory.resident() * on_node
+    host = None if left is None else left // on_node + host_memory.resident()
+    name, total, memory = "cpu", 0, host
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         free, total = torch.cuda.mem_get_info(device)
-        memory: int | None = min(total, free + OWN_CONTEXT)
-    else:
-        name, total, memory = "cpu", 0, None if host is None else host // on_node
+        memory = min(total, free + OWN_CONTEXT)
     every: list[Any] = [None] * ranks.size
-    dist.all_gather_object(every, (name, total, memory, host, on_node), group=ranks.group)
-    names, totals, memories, hosts, on_nodes = zip(*every, strict=True)
+    dist.all_gather_object(every, ((name, total), memory, host, on_node), group=ranks.group)
+    devices, memories, hosts, on_nodes = zip(*every, strict=True)
     # Where nodes differ: as if each rank had a node of its own, with its share of the memory
     per_node = on_node if len(set(on_nodes)) == 1 else 1
-    shares = [
-        None if size is None else size * per_node // count
-        for size, count in zip(hosts, on_nodes, strict=True)
-    ]
-    name, total = min(zip(names, totals, strict=True))
-    nodes = ranks.size // per_node
-    machine = known_machine(name, nodes=nodes, gpus_per_node=per_node, memory=total or None)
-    return dataclasses.replace(machine, memory=_least(memories), host_memory=_least(shares))
+    name, total = min(devices)
+    machine = known_machine(
+        name, nodes=ranks.size // per_node, gpus_per_node=per_node, memory=total or None
+    )
+    host = _least(hosts)
+    return dataclasses.replace(
+        machine,
+        memory=_least(memories),
+        host_memory=None if host is None else host * per_node,
+    )
 
 
-def _least(sizes: Iterable[int | None]) -> int | None:
+def _least(sizes: Sequence[int | None]) -> int | None:
     return min((size for size in sizes if size is not None), default=None)
 
 
@@ -78,7 +79,14 @@ def resolve_auto(
     answer: list[Any] = [None]
     if ranks.rank == 0:
         logger.info("auto: looking for the fastest configuration that fits ...")
-        answer[0] = _choose(recipe, machine, run)
+        failed = failed_micro_batches(read_jsonl(run.events), machine=machine, recipe=recipe)
+        try:
+            answer[0] = run_in_process(SECONDS, _choose, recipe, machine, min(failed, default=None))
+        except RecipeError as error:
+            answer[0] = error
+        except TrainingError as error:
+            text = f"auto: the plan failed; set {' and '.join(open_keys(recipe))}. {error}"
+            answer[0] = TrainingError(text, reason="plan_failed")
     dist.broadcast_object_list(answer, group=ranks.group, group_src=0)
     if isinstance(answer[0], Exception):
         raise answer[0]
@@ -91,52 +99,47 @@ def resolve_auto(
     return chosen  # type: ignore[no-any-return]
 
 
-def _choose(recipe: Recipe, machine: Machine, run: RunFolder) -> Any:
-    """What rank 0 sends to the others: as `choose`, or the exception that all raise."""
-    failed: list[int] = []
-    if recipe.batch.micro_batch_size == "auto":
-        failed = failed_micro_batches(read_jsonl(run.events), machine=machine, recipe=recipe)
-    try:
-        return run_in_process(SECONDS, choose, recipe, machine, min(failed, default=None))
-    except RecipeError as error:
-        return error
-    except TrainingError as error:
-        text = f"auto: the plan failed; set {' and '.join(open_keys(recipe))}. {error}"
-        return TrainingError(text, reason="plan_failed")
-
-
-def choose(
-    recipe: Recipe, machine: Machine, failed: int | None = None
+def _choose(
+    recipe: Recipe, machine: Machine, failed: int | None
 ) -> tuple[Recipe, Sequence[str], str]:
-    """The fastest configuration that was measured, or that fits by plan, in place of `auto`.
-
-    failed: the smallest micro-batch that ran out of memory. Returns the recipe without `auto`, the
-    overrides that make it, and why it was chosen. Raises RecipeError, with suggestions, where
-    nothing fits.
-    """
+    """As `choose`. Raises RecipeError, with suggestions, where nothing fits."""
+    devices = f"{machine.ranks} x {machine.name}"
     if failed == 1:
         raise RecipeError(
             "batch.micro_batch_size: auto: a micro-batch of 1 ran out of memory in an earlier "
-            f"start of this run on {machine.ranks} x {machine.name}; there is no smaller one. "
-            "`launcher plan` shows configurations that need less"
+            f"start of this run on {devices}; there is no smaller one. `launcher plan` shows "
+            "configurations that need less"
         )
+    choice = choose(recipe, machine, failed=failed)
+    if choice is None:
+        of = f" with {bytes_as_text(machine.memory)} each" if machine.memory is not None else ""
+        problem = f"{open_keys(recipe)[0]}: auto: no configuration fits {devices}{of}"
+        suggestions = make_ladder(recipe, machine).suggestions
+        raise RecipeError([problem, *(f"  {text}" for text in suggestions)])
+    return choice
+
+
+def choose(
+    recipe: Recipe, machine: Machine, *, failed: int | None = None
+) -> tuple[Recipe, Sequence[str], str] | None:
+    """The fastest configuration that was measured, or else that fits by plan, in place of `auto`.
+
+    failed: the smallest micro-batch that ran out of memory. Returns the recipe without `auto`, the
+    overrides that make it, and why it was chosen; None: nothing fits, or no memory is known.
+    """
     limit = None if failed is None else failed - 1
     after = f"; micro-batches of {failed} and more ran out of memory before" if failed else ""
-    memory = "" if machine.memory is None else bytes_as_text(machine.memory)
-    kept = measured_choice(recipe, machine, limit_micro_batch=limit)
-    if kept is not None:
+    if kept := measured_choice(recipe, machine, limit_micro_batch=limit):
         chosen, overrides, why = kept
         return chosen, overrides, why + after
     best = fastest_that_fits(recipe, machine, limit_micro_batch=limit)
     if best is None:
-        devices = f"{machine.ranks} x {machine.name}" + (f" with {memory} each" if memory else "")
-        problem = f"{open_keys(recipe)[0]}: auto: no configuration fits {devices}"
-        suggestions = make_ladder(recipe, machine).suggestions
-        raise RecipeError([problem, *(f"  {text}" for text in suggestions)])
+        return None
+    of = "" if machine.memory is None else f" of {bytes_as_text(machine.memory)}"
     why = (
         f"{strategy_text(best.recipe)}; {batch_text(best.recipe, machine.ranks)}. The fastest that "
-        f"fits: by plan {bytes_as_text(best.plan.needed)}{f' of {memory}' if memory else ''} a "
-        f"rank, {best.tokens_per_second:,.0f} tokens/s{after}"
+        f"fits: by plan {bytes_as_text(best.plan.needed)}{of} a rank, "
+        f"{best.tokens_per_second:,.0f} tokens/s{after}"
     )
     return best.recipe, best.overrides, why
 
@@ -160,16 +163,18 @@ def failed_micro_batches(
     """Micro-batches that ran out of memory in a run folder, on as many of the same devices, with
     the same settings (strategy `auto`: with any checkpointing and offload).
 
-    recipe: as written, with `auto` in it.
+    recipe: as written. Empty unless its micro-batch is `auto`.
     """
+    if recipe.batch.micro_batch_size != "auto":
+        return []
     same = recorded_settings(recipe, machine) | {"ranks": machine.ranks}
+    same |= {"event": "failed", "reason": "out_of_memory"}
     del same["micro_batch_size"]
     if recipe.strategy.kind == "auto":
         del same["checkpointing"], same["cpu_offload"]
     return [
         event["micro_batch_size"]
         for event in events
-        if (event.get("event"), event.get("reason")) == ("failed", "out_of_memory")
-        and isinstance(event.get("micro_batch_size"), int)
+        if isinstance(event.get("micro_batch_size"), int)
         and all(event.get(name) == value for name, value in same.items())
     ]

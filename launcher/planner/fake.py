@@ -18,8 +18,7 @@ from launcher.strategies.activation_offload import ActivationOffload
 
 
 def keep_blocks(model: nn.Module, blocks: dict[str, nn.Module], indices: Sequence[int]) -> bool:
-    """Deletes all other blocks of a model, and of `blocks`. Returns False where they are not in one
-    list."""
+    """Deletes all other blocks. Returns False where they are not in one list."""
     names = list(blocks)
     parents = {name.rpartition(".")[0] for name in names}
     prefix = next(iter(parents), "")
@@ -43,7 +42,6 @@ class Replacements(ExitStack):
     """Attributes that are replaced until it is left, if the installed version has them."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replaces one."""
         before = getattr(owner, name, None)
         if before is not None:
             setattr(owner, name, value)
@@ -148,17 +146,19 @@ class Reducer(nn.Module):
 
 
 def _copying_to(tracker: Tracker, *, pinned: bool) -> Any:
-    """`Tensor.to` for CPU offload: FSDP copies shards to the device and gradients to the host. Fake
-    tensors are all on one device, where `Tensor.to` would not copy."""
+    """`Tensor.to` for CPU offload: fake tensors are all on one device, where it would not copy."""
     plain = torch.Tensor.to
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         file = sys._getframe(1).f_code.co_filename
-        fsdp = file.endswith(("_fsdp_param.py", "_fsdp_collectives.py"))
-        if "non_blocking" not in kwargs or not fsdp:
+        upload, download = (
+            "non_blocking" in kwargs and file.endswith(name)
+            for name in ("_fsdp_param.py", "_fsdp_collectives.py")
+        )
+        if not upload and not download:
             return plain(tensor, *args, **kwargs)
         copied = tensor.clone()
-        if file.endswith("_fsdp_param.py"):
+        if upload:
             tracker.mark([copied], "communication")
         else:
             tracker.mark_host([copied], pinned=pinned)
@@ -238,8 +238,8 @@ def cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention as on CUDA: the flash kernel where it applies, else the
-    memory-efficient one, which needs a float mask, else plain products."""
+    """As CUDA chooses: the flash kernel where it applies, else the memory-efficient one, which
+    needs a float mask, else plain products."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +31,10 @@ NAMES = {
     "margin": "fragmentation margin",
 }
 """Of a moment's components, and of what is added to them."""
-_HOST_NAMES = {
-    "processes": "processes",
-    "offload": "offload",
-    "workers": "data workers",
-    "staging": "checkpoint staging",
-}
 DISAGREES = 0.10
 """Difference between trace and estimate that is worth a warning."""
-BAR = 36
-"""Columns of a bar."""
-WIDTH = 100
+WIDTH, BAR = 100, 36
+"""Columns of the text, and of a bar."""
 _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -104,17 +97,13 @@ def batch_text(recipe: Recipe, ranks: int) -> str:
     )
 
 
-def _plural(count: int, word: str, ending: str = "s") -> str:
-    return f"{count:,} {word}{'' if count == 1 else ending}"
-
-
 # JSON
 
 
 def as_json(
     recipe: Recipe, plan: Plan, ladder: Ladder | None, measured: Measured | None = None
 ) -> dict[str, Any]:
-    """A plan as plain values; `launcher/cli/plan.py` documents the keys."""
+    """A plan as plain values; docs/memory.md documents the keys."""
     machine, step, estimate = plan.machine, plan.step, plan.arithmetic
     peak = moment_text(step.peak, micro_batches=micro_batches(recipe, machine.ranks))
     return {
@@ -157,14 +146,14 @@ def _verified(plan: Plan, measured: Measured) -> dict[str, Any]:
 
 
 def _ladder(ladder: Ladder) -> dict[str, Any]:
-    rows, best, seconds = ladder.configurations, ladder.best, ladder.written.seconds
+    rows, best, written = ladder.configurations, ladder.best, ladder.written
     return {
         "considered": ladder.evaluated,
         "best": None if best is None else rows.index(best),
         "remedies": list(ladder.suggestions),
-        "written_seconds": asdict(seconds) | {"total": seconds.total},
-        "steps": ladder.written.recipe.run.max_steps,
-        "rungs": [configuration_as_json(one, ladder.written.recipe) for one in rows],
+        "written_seconds": asdict(written.seconds) | {"total": written.seconds.total},
+        "steps": written.recipe.run.max_steps,
+        "rungs": [configuration_as_json(one, written.recipe) for one in rows],
     }
 
 
@@ -190,42 +179,41 @@ def configuration_as_json(one: Configuration, written: Recipe) -> dict[str, Any]
 # Text
 
 
-def as_text(plan: dict[str, Any]) -> Iterator[str]:
-    """Lines of at most `WIDTH` columns, except for overrides and names of modules.
+def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
+    """Columns of a table, two spaces apart. sides: `<` or `>` for each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, sides, widths, strict=True)
+        yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
 
-    plan: as `as_json` returns it, with what `measured.measure_fastest` returns as `measured`.
-    """
-    machine, memory = plan["machine"], plan["machine"]["memory"]
-    of = "" if memory is None else f" of {bytes_as_text(memory)}"
-    on = f"{_plural(machine['nodes'], 'node')} x {machine['gpus_per_node']} {machine['name']}{of}"
+
+def as_text(plan: dict[str, Any]) -> Iterator[str]:
+    """The lines of a plan as `as_json` returns it; `measured`: as of `measured.measure_fastest`."""
+    machine = plan["machine"]
+    on = f"{_plural(machine['nodes'], 'node')} x {machine['gpus_per_node']} {machine['name']}"
+    if machine["memory"] is not None:
+        on += f" of {bytes_as_text(machine['memory'])}"
     if machine["host_memory"] is not None:
         on += f", {bytes_as_text(machine['host_memory'])} host memory a node"
     yield from (f"{plan['recipe']} on {on}", plan["strategy"], plan["batch"], "")
     yield from _components(plan)
     yield ""
-    yield from _phases_host_and_disk(plan)
-    remarks = [f"note: {note}" for note in plan["notes"]]
-    traced, estimated = plan["peak"]["total"], (plan["arithmetic"] or plan["peak"])["total"]
-    if abs(traced / max(estimated, 1) - 1) > DISAGREES:
-        remarks.insert(
-            0,
-            f"warning: the trace finds {bytes_as_text(traced)} of tensors, "
-            f"{abs(traced / estimated - 1):.0%} {'more' if traced > estimated else 'less'} than "
-            f"the estimate of {bytes_as_text(estimated)}. One of them is wrong about this model: "
-            "allow for the larger.",
-        )
+    for label, text in _other_memory(plan):
+        yield f"  {label:<22}{text}"
+    remarks = [*_disagreement(plan), *(f"note: {note}" for note in plan["notes"])]
     yield from [""] * bool(remarks)
     for remark in remarks:
         yield from _paragraph(remark, indent=remark.index(":") + 2)
     if plan["ladder"] is not None:
-        yield ""
-        yield from _configurations(plan)
+        yield from ("", *_configurations(plan))
     if plan["verified"] is not None:
-        yield ""
-        yield from _comparison(plan["verified"])
+        yield from ("", *_comparison(plan["verified"]))
     if plan.get("measured") is not None:
-        yield ""
-        yield from measured_text(plan["measured"])
+        yield from ("", *measured_text(plan["measured"]))
+
+
+def _plural(count: int, word: str, ending: str = "s") -> str:
+    return f"{count:,} {word}{'' if count == 1 else ending}"
 
 
 def _paragraph(text: str, indent: int) -> list[str]:
@@ -238,54 +226,73 @@ def _paragraph(text: str, indent: int) -> list[str]:
     )
 
 
+def _device(plan: dict[str, Any]) -> str:
+    return "GPU" if plan["machine"]["device"] == "cuda" else "rank"
+
+
 def _components(plan: dict[str, Any]) -> Iterator[str]:
     """The components at the peak. Each bar begins where the one above it ends."""
-    needed, memory, spare = plan["needed"], plan["machine"]["memory"], plan["spare"]
+    needed, memory = plan["needed"], plan["machine"]["memory"]
     scale = max(needed, memory or 0, 1) / BAR
-    edge = None if memory is None else round(memory / scale)  # the column of the memory's end
-    device = "GPU" if plan["machine"]["device"] == "cuda" else "rank"
-    yield f"One {device} holds most {plan['peak']['text']}"
+    yield f"One {_device(plan)} holds most {plan['peak']['text']}"
     amounts = plan["peak"]["components"] | {"context": plan["context"], "margin": plan["margin"]}
-    end = 0
+    rows, end = [], 0
     for name, amount in amounts.items():
         if amount:
             start, end = end, end + amount
             full = "█" * (round(end / scale) - round(start / scale))
             bar = " " * round(start / scale) + (full or "▏")
-            if edge is not None:
+            if memory is not None:
+                edge = round(memory / scale)
                 bar = bar[:edge].ljust(edge) + "│" + bar[edge:]
-            yield f"  {NAMES[name]:<22}{bytes_as_text(amount):>11}  {bar}"
-    text = f"  {'needed':<22}{bytes_as_text(needed):>11}"
-    if memory is not None and spare >= 0:
-        left = f"{bytes_as_text(spare)} of {bytes_as_text(memory)} to spare"
-        text += f"  fits: {left} ({spare / memory:.0%})"
-    elif memory is not None:
-        over = f"{bytes_as_text(-spare)} too much for {bytes_as_text(memory)}"
-        text += f"  does not fit: {over}"
-    yield text
+            rows.append((NAMES[name], amount, bar))
+    rows.append(("needed", needed, _verdict(plan["spare"], memory)))
+    for label, size, text in rows:
+        yield f"  {label:<22}{bytes_as_text(size):>11}  {text}".rstrip()
 
 
-def _phases_host_and_disk(plan: dict[str, Any]) -> Iterator[str]:
+def _verdict(spare: int | None, memory: int | None) -> str:
+    """Empty where the memory is not known."""
+    if spare is None or memory is None:
+        return ""
+    if spare < 0:
+        return f"does not fit: {bytes_as_text(-spare)} too much for {bytes_as_text(memory)}"
+    left = f"{bytes_as_text(spare)} of {bytes_as_text(memory)}"
+    return f"fits: {left} to spare ({spare / memory:.0%})"
+
+
+def _other_memory(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The peak of each phase, host memory, disk."""
     outside, host, disk = plan["context"] + plan["margin"], plan["host"], plan["checkpoint"]
     totals = {phase: moment["total"] + outside for phase, moment in plan["phases"].items()}
-    phases = ", ".join(f"{phase} {bytes_as_text(total)}" for phase, total in totals.items())
-    yield f"  {'peak of each phase':<22}{phases}"
-    spare, text = host["spare"], bytes_as_text(host["total"])
-    if spare is not None and spare >= 0:
-        text += f", {bytes_as_text(spare)} to spare"
-    elif spare is not None:
-        text += f", does not fit: {bytes_as_text(-spare)} too much"
-    yield f"  {'host memory a node':<22}{text}"
-    parts = [f"{name} {bytes_as_text(host[key])}" for key, name in _HOST_NAMES.items() if host[key]]
-    yield f"  {'':<22}{', '.join(parts)}"
+    yield "peak of each phase", _sizes(totals)
+    verdict = _verdict(host["spare"], plan["machine"]["host_memory"])
+    yield "host memory a node", f"{bytes_as_text(host['total'])}  {verdict}".rstrip()
+    names = {"workers": "data workers", "staging": "checkpoint staging"}
+    parts = {key: size for key, size in host.items() if size and key not in ("total", "spare")}
+    yield "", _sizes({names.get(key, key): size for key, size in parts.items()})
     if disk["kept"]:
         each = bytes_as_text(disk["bytes"])
         if disk["kept"] > 1:
             each += f", {disk['kept']} at once: {bytes_as_text(disk['bytes'] * disk['kept'])}"
-        yield f"  {'a checkpoint on disk':<22}{each}"
+        yield "a checkpoint on disk", each
     if plan["state_files"]:
-        size = bytes_as_text(plan["state_files"])
-        yield f"  {'optimizer state':<22}{size} on the disk of each node"
+        yield "optimizer state", f"{bytes_as_text(plan['state_files'])} on the disk of each node"
+
+
+def _sizes(amounts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {bytes_as_text(size)}" for name, size in amounts.items())
+
+
+def _disagreement(plan: dict[str, Any]) -> Iterator[str]:
+    traced, estimated = plan["peak"]["total"], (plan["arithmetic"] or plan["peak"])["total"]
+    off = traced / max(estimated, 1) - 1
+    if abs(off) > DISAGREES:
+        yield (
+            f"warning: the trace finds {bytes_as_text(traced)} of tensors, {abs(off):.0%} "
+            f"{'more' if off > 0 else 'less'} than the estimate of {bytes_as_text(estimated)}: one "
+            "of them is wrong about this model; allow for the larger"
+        )
 
 
 def _configurations(plan: dict[str, Any]) -> Iterator[str]:
@@ -294,62 +301,65 @@ def _configurations(plan: dict[str, Any]) -> Iterator[str]:
     speeds = [row["tokens_per_second"] for row in rows]
     whole = max(speeds) if best is None else speeds[best]
     yield f"Configurations: {ladder['considered']:,} evaluated; speed is predicted ({source})"
-    cells = [
-        f"{bytes_as_text(row['needed']):>9}  {speed:>10,.0f}  {speed / whole:>6.0%}"
-        for row, speed in zip(rows, speeds, strict=True)
-    ]
-    remarks = []
+    cells = []
     for n, row in enumerate(rows):
-        notes = ["fastest that fits"] * (n == best) + ["as written"] * row["as_written"]
-        host = " the host" if row["fits_device"] else ""
-        remarks.append(", ".join([f"does not fit{host}"] * (row["fits"] is False) + notes))
-    yield from _table(rows, best, f"{'peak':>9}  {'tokens/s':>10}  {'speed':>6}", cells, remarks)
-    rank = "GPU" if plan["machine"]["device"] == "cuda" else "rank"
+        speed = row["tokens_per_second"]
+        what = "does not fit" + (" the host" if row["fits_device"] else "")
+        notes = [what] * (row["fits"] is False) + ["fastest that fits"] * (n == best)
+        remark = ", ".join(notes + ["as written"] * row["as_written"])
+        cells.append(
+            [bytes_as_text(row["needed"]), f"{speed:,.0f}", f"{speed / whole:.0%}", remark]
+        )
+    yield from _table(rows, best, ["peak", "tokens/s", "speed", ""], cells)
     what = f"{ladder['steps']:,} steps" if ladder["steps"] else "a billion tokens"
     yield from ("", f"Training time of {what}, predicted")
     for n, row in enumerate(rows):
         if n == best or row["as_written"]:
-            yield f"{n + 1:>4}  {row['hours']:,.2f} hours, {row['gpu_hours']:,.2f} {rank}-hours"
-    title = ["", "To take one, add to the command:"]
-    for n, row in enumerate(rows):
-        if row["fits"] is not False and row["overrides"] and not row["as_written"]:
-            yield from title
-            title = []
-            yield f"{'*' if n == best else ' '}{n + 1:>3}  {overrides_text(row['overrides'])}"
+            hours = f"{row['hours']:,.2f} hours, {row['gpu_hours']:,.2f} {_device(plan)}-hours"
+            yield f"{n + 1:>4}  {hours}"
+    others = [
+        f"{_number(n, best)}  {_pasted(row)}"
+        for n, row in enumerate(rows)
+        if row["fits"] is not False and row["overrides"] and not row["as_written"]
+    ]
+    if others:
+        yield from ("", "To take one, add to the command:", *others)
     if best is None and plan["fits"] is False:
         yield from ("", "Nothing fits." + (" What would:" if ladder["remedies"] else ""))
         for suggestion in ladder["remedies"]:
             yield from _paragraph(f"  - {suggestion}", indent=4)
 
 
+def _number(n: int, best: int | None) -> str:
+    return f"{'*' if n == best else ' '}{n + 1:>3}"
+
+
 def _table(
-    rows: list[dict[str, Any]], best: int | None, titles: str, cells: list[str], remarks: list[str]
+    rows: list[dict[str, Any]], best: int | None, titles: list[str], cells: list[list[str]]
 ) -> Iterator[str]:
-    """Configurations, one a line. titles: of the cells."""
-    width = max((len(row["strategy"]) for row in rows), default=8)
-    yield f"      {'strategy':<{width}}  {'micro-batch':>11}  {titles}"
+    """Configurations, one a line. cells: of further columns; the last one is for remarks."""
+    table = [["", "strategy", "micro-batch", *titles]]
     for n, row in enumerate(rows):
         size = row["micro_batch_size"] or row["micro_batch_tokens"]
-        line = f"{'*' if n == best else ' '}{n + 1:>3}  {row['strategy']:<{width}}  {size:>11,}"
-        yield f"{line}  {cells[n]}  {remarks[n]}".rstrip()
+        table.append([_number(n, best), row["strategy"], f"{size:,}", *cells[n]])
+    return aligned(table, "<<" + ">" * len(titles) + "<")
 
 
-def overrides_text(overrides: list[str]) -> str:
-    """To be pasted into a shell."""
-    return " ".join(shlex.quote(override) for override in overrides)
+def _pasted(row: dict[str, Any]) -> str:
+    """Overrides for a shell."""
+    return shlex.join(row["overrides"])
 
 
 def _comparison(verified: dict[str, Any]) -> Iterator[str]:
-    """The plan beside the measurement."""
     yield "Planned and measured: rank 0, in a step after the first"
-    yield f"  {'':<22}{'planned':>11}{'measured':>12}{'plan is':>13}"
+    table = [["", "planned", "measured", "plan is"]]
     for row in verified["compared"]:
         planned, measured = row["planned"], row["measured"]
         off = (planned - measured) / measured if measured else float(planned > 0)
         text = f"{abs(off):.1%} {'over' if off > 0 else 'under'}"
         text = "the same" if abs(off) < 0.0005 else text
-        line = f"  {row['what']:<22}{bytes_as_text(planned):>11}{bytes_as_text(measured):>12}"
-        yield f"{line}{text:>13}"
+        table.append([row["what"], bytes_as_text(planned), bytes_as_text(measured), text])
+    yield from (f"  {line}" for line in aligned(table, "<>>>"))
     if verified["true"]:
         limits = f"its peak is at most {OVER:.0%} above the measured one, and {UNDER:.0%} below"
         yield f"The plan holds: {limits}"
@@ -359,21 +369,18 @@ def _comparison(verified: dict[str, Any]) -> Iterator[str]:
 
 def measured_text(found: dict[str, Any]) -> Iterator[str]:
     """found: as `measured.measure_fastest` returns it."""
-    rows, best = found["rows"], found["best"]
-    cells, remarks = [], []
+    rows, best, cells = found["rows"], found["best"], []
     for n, row in enumerate(rows):
-        peak, speed = "-", "-"
-        if (measured := row["measured"]) is not None:
+        peak, speed, measured = "-", "-", row["measured"]
+        if measured is not None:
             peak, speed = bytes_as_text(measured["peak"]), f"{measured['tokens_per_second']:,.0f}"
-        planned = bytes_as_text(row["planned_peak"])
-        cells.append(f"{peak:>9}  {planned:>9}  {speed:>10}  {row['tokens_per_second']:>10,.0f}")
+        planned = [bytes_as_text(row["planned_peak"]), f"{row['tokens_per_second']:,.0f}"]
         notes = ["fastest"] * (n == best) + ["as written"] * row["as_written"]
-        remarks.append(row["problem"] or ", ".join(notes))
+        cells.append([peak, planned[0], speed, planned[1], row["problem"] or ", ".join(notes)])
     yield "Measured on this machine, on random tokens; peak of tensors"
-    titles = f"{'peak':>9}  {'planned':>9}  {'tokens/s':>10}  {'planned':>10}"
-    yield from _table(rows, best, titles, cells, remarks)
+    titles = ["peak", "planned", "tokens/s", "planned", ""]
+    yield from _table(rows, best, titles, cells)
     if best is not None and rows[best]["overrides"]:
-        yield "To take the fastest, add to the command:"
-        yield f"      {overrides_text(rows[best]['overrides'])}"
+        yield from ("To take the fastest, add to the command:", f"      {_pasted(rows[best])}")
     if found["file"] is not None:
         yield f"auto takes the fastest for this recipe and hardware: {found['file']}"

@@ -43,8 +43,7 @@ HOST_MEMORY = 300e9
 DISK = 3e9
 """Bytes a second that a node's NVMe drive reads and writes together. Assumed."""
 ADAMW_BYTES = 28
-"""Bytes that AdamW moves for a parameter: it reads weight, gradient and two moments, and writes
-the weight and the moments, all float32."""
+"""Bytes that AdamW moves for a parameter: reads four float32 numbers, writes three."""
 CPU_FLOPS, CPU_NETWORK, CPU_MEMORY = 1e12, 10e9, 100e9
 """A server with 32 cores: operations, bytes between ranks, bytes of memory a second. Assumed."""
 _UNUSUAL = ("A800", "H800", "H20", "MI", "V100", "T4")
@@ -108,10 +107,9 @@ def known_machine(
 ) -> Machine:
     """Nodes of a GPU in the table, or of `cpu`.
 
-    gpu: as users or CUDA call it (`h100`, `NVIDIA A100-SXM4-80GB`). memory, host_memory: bytes.
-    Without a GPU that is known, the rates are those of the one in the table whose memory is
-    nearest. overrides: as `read_rates` returns them. Raises RecipeError if neither the GPU nor
-    `memory` is known.
+    gpu: as users or CUDA call it (`h100`, `NVIDIA A100-SXM4-80GB`); one that is not in the table
+    has the rates of the one whose memory is nearest. memory, host_memory: bytes. overrides: of the
+    rates. Raises RecipeError if neither the GPU nor `memory` is known.
     """
     device: Literal["cuda", "cpu"] = "cuda"
     if gpu is not None and gpu.strip().lower() == "cpu":
@@ -168,14 +166,16 @@ def _gpu_rates(gpu: Gpu, *, nodes: int, gpus_per_node: int) -> Rates:
 
 
 def _cpu_rates(ranks_per_node: int) -> Rates:
+    flops, memory = CPU_FLOPS / ranks_per_node, CPU_MEMORY / ranks_per_node
+    network = CPU_NETWORK / ranks_per_node
     return Rates(
-        half_flops=CPU_FLOPS / ranks_per_node,
-        float32_flops=CPU_FLOPS / ranks_per_node,
-        memory_bandwidth=CPU_MEMORY / ranks_per_node,
-        intra_node_bandwidth=CPU_NETWORK / ranks_per_node,
-        inter_node_bandwidth=CPU_NETWORK / 10 / ranks_per_node,
-        host_bandwidth=CPU_MEMORY / ranks_per_node,
-        host_adamw=CPU_MEMORY / ADAMW_BYTES / ranks_per_node,
+        half_flops=flops,
+        float32_flops=flops,
+        memory_bandwidth=memory,
+        intra_node_bandwidth=network,
+        inter_node_bandwidth=network / 10,
+        host_bandwidth=memory,
+        host_adamw=memory / ADAMW_BYTES,
         source="a server with 32 cores, assumed",
     )
 

@@ -1,8 +1,8 @@
 """Memory and time that training takes: a few steps of the recipe's model on full micro-batches.
 
 `launcher plan --verify` judges the plan by this, so this module imports nothing of the plan. On the
-CPU it adds up the allocator's events, on CUDA it reads its counters. Timed steps follow,
-without counting. `measure` starts this module under torchrun, once for any number of recipes.
+CPU it adds up the allocator's events, on CUDA it reads its counters. Timed steps follow, without
+counting. `measure` starts this module under torchrun, once for any number of recipes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_map_only
 
+from launcher.data.batching import accumulation_steps
 from launcher.data.loader import GlobalBatch
 from launcher.data.synthetic import rows_of
 from launcher.distributed import process_group
@@ -45,7 +46,7 @@ STEPS = 3
 """Training steps. The first one has no optimizer state yet. Of the later ones the smallest counts
 on the CPU: gloo's threads may release buffers late, which is not memory of the step."""
 SETTLE_SECONDS = 0.01
-"""Pause before each mark on the CPU: gloo's threads release their buffers late."""
+"""Pause before each mark on the CPU, for the same reason."""
 MICRO_BATCHES = 3
 """Most micro-batches of a step: the first, one between, the last."""
 WARM_UP, TIMED = 2, 3
@@ -74,7 +75,6 @@ class Measured:
     context: int | None = None
     """CUDA: memory of the device outside of the allocator, of all processes."""
     step_peaks: list[int]
-    """Of all steps."""
     residue: int
     """After the model was deleted: 0 unless the measurement missed something."""
     seconds: float | None = None
@@ -96,12 +96,12 @@ class CpuMeter:
     """Memory of CPU tensors: the profiler records the allocator's total at each of its events.
 
     The total covers all threads, but not tensors that were allocated before the first meter of this
-    process. The profiler covers autograd's and gloo's threads. The peak misses memory that another
-    thread allocates and frees between two events of these threads.
+    process. The peak misses memory that a thread that is not profiled (as autograd's and gloo's
+    are) allocates and frees between two events.
     """
 
     def __init__(self) -> None:
-        # Otherwise releases in threads that are not profiled, such as gloo's, are not reported
+        # Otherwise releases in threads that are not profiled are not reported
         library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libc10.*"))))
         ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -203,7 +203,8 @@ def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) 
 
     timed: train again for some steps, to measure their time.
     """
-    meter = CudaMeter(ranks.device) if ranks.device.type == "cuda" else CpuMeter()
+    device = ranks.device
+    meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
     gc.collect()
     meter.start()
     try:
@@ -214,14 +215,14 @@ def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) 
     times: list[tuple[str, float]] = []
 
     def clock(phase: str) -> None:
-        if ranks.device.type == "cuda" and phase in ("data", "forward"):
+        if device.type == "cuda" and phase in ("data", "forward"):
             torch.cuda.synchronize()
         times.append((phase, time.perf_counter()))
 
     if timed:
         _train(recipe, ranks, clock, steps=WARM_UP + TIMED)
         sizes["seconds"] = step_seconds(times, _micro_batches(recipe, ranks))
-    return evaluate(marks, sizes, device=ranks.device.type)
+    return evaluate(marks, sizes, device=device.type)
 
 
 def step_seconds(times: list[tuple[str, float]], micro_batches: int) -> float:
@@ -242,9 +243,9 @@ def step_seconds(times: list[tuple[str, float]], micro_batches: int) -> float:
 
 
 def _micro_batches(recipe: Recipe, ranks: DataParallel) -> int:
-    """Of a rank and step."""
-    rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
-    return max(1, recipe.batch.global_batch_size // (rows * ranks.size))
+    batch, rows = recipe.batch, rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
+    size = batch.global_batch_size
+    return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=ranks.size)
 
 
 def _train(
@@ -261,24 +262,20 @@ def _train(
     batches = data.batches(ranks, micro_batches=count, steps=steps)
     if device.type == "cpu":
         batches = map(_with_own_tensors, batches)
+    module: Any = wrapped.module
 
     def heartbeat(phase: str) -> None:
         mark(phase)
         if phase == "optimizer":
-            gradients = (parameter.grad for parameter in wrapped.module.parameters())
+            gradients = (parameter.grad for parameter in module.parameters())
             sizes["gradients"] = storage_bytes(gradients, device=device.type)
 
-    update = Update(
-        optimizer,
-        learning_rate=lambda step: 1e-4,
-        loss_scale=LossScale(device, enabled=prepared.compute_dtype == torch.float16),
-        max_grad_norm=recipe.optimizer.max_grad_norm,
-    )
+    scale = LossScale(device, enabled=prepared.compute_dtype == torch.float16)
+    update = Update(optimizer, lambda step: 1e-4, scale, recipe.optimizer.max_grad_norm)
     for _ in train_steps(
         wrapped, batches, loss=data.loss, update=update, ranks=ranks.size, heartbeat=heartbeat
     ):
         pass
-    module: Any = wrapped.module
     weights = [*module.parameters(), *module.buffers()]
     sizes["parameters"] = storage_bytes(weights, device=device.type)
     states = (value for state in optimizer.state.values() for value in state.values())
@@ -305,11 +302,10 @@ def evaluate(marks: list[Mark], sizes: dict[str, Any], *, device: str) -> Measur
     least = {key: min(step[key] for step in steps[1:]) for key in steps[0]}
     return Measured(
         peak=max(peaks) if device == "cuda" else min(peaks[1:]),
-        phases={phase: least[phase] for phase in PHASES},
-        step_start=least["step_start"],
-        after_forward=least["after_forward"],
+        phases={phase: least.pop(phase) for phase in PHASES},
         step_peaks=peaks,
         residue=marks[-1].live,
+        **least,
         **sizes,
     )
 

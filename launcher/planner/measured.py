@@ -36,8 +36,8 @@ SECONDS = 900
 def measure_fastest(overrides: Sequence[str], recipe: Recipe, machine: Machine) -> dict[str, Any]:
     """Measures the configurations that should be fastest, and keeps the fastest for `auto`.
 
-    overrides: the arguments that make the recipe. Returns plain values; `launcher/cli/plan.py`
-    documents the keys.
+    overrides: the arguments that make the recipe. Returns plain values; docs/memory.md documents
+    the keys.
     """
     found = fastest_of_each_kind(recipe, machine, most=MOST)
     end, rows = time.monotonic() + SECONDS, []
@@ -47,11 +47,13 @@ def measure_fastest(overrides: Sequence[str], recipe: Recipe, machine: Machine) 
         row = {"planned_peak": one.plan.tensors, "measured": measured, "problem": problem}
         rows.append(configuration_as_json(one, recipe) | row)
     speeds = [row["measured"]["tokens_per_second"] if row["measured"] else 0 for row in rows]
-    best = speeds.index(max(speeds)) if any(speeds) else None
-    file = None
-    if best is not None:
-        file = _keep(found[best].recipe, rows[best]["measured"], _file(recipe, machine))
-    return {"best": best, "file": file, "rows": rows}
+    if not any(speeds):
+        return {"best": None, "file": None, "rows": rows}
+    best, file = speeds.index(max(speeds)), _file(recipe, machine)
+    kept = {"day": time.strftime("%Y-%m-%d"), "settings": _settings(found[best].recipe)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(file, json.dumps(rows[best]["measured"] | kept, indent=1))
+    return {"best": best, "file": str(file), "rows": rows}
 
 
 def _measure(
@@ -83,21 +85,15 @@ def _file(recipe: Recipe, machine: Machine) -> Path:
     return cache_folder(data.cache) / "measured" / f"{name}.json"
 
 
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    """What `auto` decides, as plain values."""
-    batch, checkpointing = recipe.batch, recipe.activation_checkpointing
-    return {
-        "strategy": dataclasses.asdict(recipe.strategy),
-        "activation_checkpointing": checkpointing and dataclasses.asdict(checkpointing),
-        "micro_batch": [batch.micro_batch_size, batch.micro_batch_tokens],
-    }
-
-
-def _keep(answer: Recipe, measured: dict[str, Any], file: Path) -> str:
-    content = measured | {"day": time.strftime("%Y-%m-%d"), "settings": _settings(answer)}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(file, json.dumps(content, indent=1))
-    return str(file)
+def _settings(recipe: Recipe) -> str:
+    """What `auto` decides."""
+    batch = recipe.batch
+    return repr(
+        (
+            *(recipe.strategy, recipe.activation_checkpointing),
+            *(batch.micro_batch_size, batch.micro_batch_tokens),
+        )
+    )
 
 
 def measured_choice(
@@ -110,15 +106,15 @@ def measured_choice(
     """
     file = _file(recipe, machine)
     try:
-        answer = json.loads(file.read_text())
-        settings, speed, peak = (answer[key] for key in ("settings", "tokens_per_second", "peak"))
+        kept = json.loads(file.read_text())
+        settings, speed, peak = (kept[key] for key in ("settings", "tokens_per_second", "peak"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     for one in allowed(recipe, machine, limit_micro_batch=limit_micro_batch):
         if _settings(one) == settings and make_plan(one, machine).fits is not False:
             why = (
                 f"{strategy_text(one)}; {batch_text(one, machine.ranks)}. The fastest measured, on "
-                f"{answer.get('day')}: {bytes_as_text(peak)} of tensors a rank, {speed:,.0f} "
+                f"{kept.get('day')}: {bytes_as_text(peak)} of tensors a rank, {speed:,.0f} "
                 f"tokens/s ({file})"
             )
             return one, overrides_between(recipe, one), why

@@ -16,8 +16,7 @@ CUBLAS_WORKSPACES = 2 * 32 * 2**20
 """Bytes that PyTorch allocates for cuBLAS at the first matrix product: 32 MiB each for the threads
 of the forward and the backward pass. Before compute capability 9.0 they are 8.125 MiB each."""
 OVER, UNDER = 0.05, 0.02
-"""By how much the planned peak may exceed, or fall below, the measured one. Too little is the worse
-error: the job would run out of memory."""
+"""By how much the planned peak may exceed, or fall below, the measured one."""
 
 
 def pinned(size: int) -> int:
@@ -185,10 +184,7 @@ def compare(planned: StepMemory, measured: Any) -> list[tuple[str, int, int]]:
 
 
 def peak_holds(planned: StepMemory, measured: Any) -> bool:
-    """Whether the planned peak is within `OVER` and `UNDER` of the measured one.
-
-    What the allocator reserves beyond it does not count: it caches memory while the device has
-    room, and frees it when the device is full.
-    """
+    """Whether the planned peak is within `OVER` and `UNDER` of the measured one. What the allocator
+    caches beyond it does not count: it is freed when the device is full."""
     off: float = planned.peak.total / measured.peak - 1
     return -UNDER <= off <= OVER

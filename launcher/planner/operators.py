@@ -8,11 +8,11 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,13 +34,9 @@ from launcher.strategies.base import compute_dtype
 
 OPERATIONS_PER_BYTE = 150
 """Floating-point operations of matrix products that take as long as a byte of memory traffic. A100:
-110, H100: 200, by what `speed.py` assumes of them. It ranks operators, and all ranks must agree, so
-it is a constant."""
+110, H100: 200. A constant, because all ranks must choose the same operators."""
 STEPS = 4096
 """Parts that a budget is divided into; sizes of operators are rounded up to whole parts."""
-
-
-Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -72,11 +68,8 @@ class Saved:
     """Those that recomputation runs, and whose results can be kept instead."""
 
     def keep(self, share: float) -> list[Operator]:
-        """The operators to keep when a block may keep this share of `kept`.
-
-        Attention is kept if it fits. Of the others those that together cost most: a knapsack,
-        solved by dynamic programming over sizes, to within 1 % of the budget.
-        """
+        """The operators to keep when a block may keep this share of `kept`: attention if it fits,
+        and of the others those that together cost most."""
         left = math.floor(share * self.kept) - self.input
         attention = [one for one in self.operators if one.attention]
         others = [one for one in self.operators if not one.attention and one.cost]
@@ -87,7 +80,8 @@ class Saved:
 
 
 def _knapsack(operators: Sequence[Operator], capacity: int) -> list[Operator]:
-    """The operators of at most `capacity` bytes together whose sum of costs is highest."""
+    """The operators of at most `capacity` bytes together whose sum of costs is highest, by dynamic
+    programming over sizes: to within 1 % of the capacity."""
     if capacity <= 0:
         return []
     unit = -(-capacity // STEPS)
@@ -111,9 +105,7 @@ def share_of_budget(budget: str | float, whole: float) -> float:
     """Of what all blocks keep without checkpointing, `whole` bytes."""
     if not isinstance(budget, str):
         return budget
-    size = size_in_bytes(budget)
-    assert size is not None
-    return min(1.0, size / whole)
+    return min(1.0, (size_in_bytes(budget) or 0) / whole)
 
 
 def operators_to_keep(
@@ -136,11 +128,12 @@ def operators_to_keep(
         return {}
     shapes = {name: shapes_of(block) for name, block in blocks.items()}
     last = {kind: name for name, kind in shapes.items()}
+    alike = {name: last[kind] for name, kind in shapes.items()}  # the last block of each kind
     key, dtype = "activation_checkpointing.budget", compute_dtype(strategy)
     try:
         found = saved_of_blocks(
             model,
-            {name: kind for kind, name in last.items()},
+            list(last.values()),
             data,
             device=device,
             dtype=dtype,
@@ -150,7 +143,7 @@ def operators_to_keep(
         why = f"{type(error).__name__}: {first_line(error)}"
         what = f"the model does not run on fake tensors ({why})"
         raise RecipeError(f"{key}: {what}; use mode selective without a budget") from error
-    each = [found[shapes[name]] for name in blocks]
+    each = [found[alike[name]] for name in blocks]
     whole = sum(one.kept for one in each) * depth / len(each)
     inputs = sum(one.input for one in each) * depth / len(each)
     share = share_of_budget(budget, whole)
@@ -159,11 +152,11 @@ def operators_to_keep(
         advice = f"without checkpointing they keep {bytes_as_text(whole)}"
         raise RecipeError(f"{key}: {what}; {advice}")
     kept = {}
-    for kind, one in found.items():
+    for name, one in found.items():
         chosen = one.keep(share)
         calls = frozenset((o.function, o.call) for o in chosen if not o.attention)
-        kept[kind] = Kept(any(o.attention for o in chosen), calls)
-    return {name: kept[shapes[name]] for name in blocks}
+        kept[name] = Kept(any(o.attention for o in chosen), calls)
+    return {name: kept[alike[name]] for name in blocks}
 
 
 def shapes_of(block: nn.Module) -> tuple[Any, ...]:
@@ -175,17 +168,17 @@ def shapes_of(block: nn.Module) -> tuple[Any, ...]:
 
 def saved_of_blocks(
     model: nn.Module,
-    kinds: Mapping[str, Kind],
+    names: Iterable[str],
     data: SyntheticData,
     *,
     device: str,
     dtype: torch.dtype,
     autocast: bool = False,
-) -> dict[Kind, Saved]:
-    """What blocks save in the forward pass of a micro-batch on this kind of device.
+) -> dict[str, Saved]:
+    """What these blocks save in the forward pass of a micro-batch on this kind of device.
 
-    kinds: names of blocks, of different kinds. autocast: compute in dtype by autocast; otherwise
-    weights are cast, as FSDP does. The model is on the meta device, and is copied.
+    autocast: compute in dtype by autocast; otherwise weights are cast, as FSDP does. The model is
+    on the meta device, and is copied.
     """
     model = copy.deepcopy(model).train()
     for parameter in model.parameters():
@@ -196,22 +189,22 @@ def saved_of_blocks(
     with fake:
         materialize(model, parameters=cpu, buffers=cpu)
         tensors = tree_map_only(torch.Tensor, torch.empty_like, data.tensors)
-    found: dict[Kind, Saved] = {}
+    found: dict[str, Saved] = {}
     # Storages are kept alive, so that no two have the same address
     seen = {id_of(tensor): tensor.untyped_storage() for tensor in model.parameters()}
     weights = set(seen)
 
-    def run(kind: Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         recorder = _Recorder(weights, seen)
         with torch.autograd.graph.saved_tensors_hooks(recorder.see, lambda x: x), recorder:
             out = forward(*args, **kwargs)
         size = max((x.nbytes for x in args if isinstance(x, torch.Tensor)), default=0)
-        found[kind] = recorder.saved(size)
+        found[name] = recorder.saved(size)
         return out
 
-    for name, kind in kinds.items():
+    for name in names:
         block: Any = model.get_submodule(name)
-        block.forward = partial(run, kind, block.forward)
+        block.forward = partial(run, name, block.forward)
     context = torch.autocast("cpu", dtype=dtype) if autocast else nullcontext()
     with computing_as_on(device, data), fake, context:
         data.loss(model, tensors)
@@ -260,8 +253,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls[func] += 1
         if func._schema.is_mutable:
             self._written |= inputs
-        if func in _PRODUCTS:
-            self._products += 1
+        self._products += func in _PRODUCTS
         if attention or (func in _PRODUCTS and self._products % 2):
             self._selected += sum(tensor.nbytes for tensor in made)
         if made:
@@ -282,5 +274,4 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 def id_of(tensor: torch.Tensor) -> int:
     """The same for tensors that share a storage."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
+    return int(tensor.untyped_storage()._cdata)

@@ -20,7 +20,7 @@ from launcher.distributed.environment import Environment
 from launcher.metrics.console import bytes_as_text
 from launcher.models.initialization import clean_name
 from launcher.planner.detect import recorded_settings
-from launcher.planner.formatting import micro_batches
+from launcher.planner.formatting import NAMES, aligned, micro_batches
 from launcher.planner.machine import Machine
 from launcher.planner.measure import storages
 from launcher.planner.memory import Plan
@@ -36,14 +36,10 @@ _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2
 EXCESS = 0.05
 """Share of the whole plan by which a row must exceed its plan to be marked."""
 SUGGESTIONS = 3
-"""Configurations that are suggested."""
 CLEARLY_LESS = 0.03
 """Share of its tensors by which a suggestion must need less than the recipe that ran out."""
 STATES = ("parameters", "gradients", "optimizer")
-_NAMES = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
+_NAMES = {name: NAMES[name] for name in STATES} | {
     "others": "all other tensors, with the request",
     "unused": "reserved by the allocator, not in use",
     "outside": "driver, communicators, other processes",
@@ -59,7 +55,6 @@ _NEXT = (
     "batch.micro_batch_size is auto: the next start takes a smaller one, and resumes from the last "
     "checkpoint"
 )
-_UNKNOWN = "try a smaller batch.micro_batch_size first"
 _NOTHING = (
     "no known configuration needs less on these devices: take more devices, a shorter "
     "data.sequence_length, or lora"
@@ -77,16 +72,15 @@ class DeviceMemory(NamedTuple):
     """Bytes of a GPU."""
 
     allocated: int
-    """For tensors."""
+    """By this rank, for tensors."""
     reserved: int
-    """By the allocator, for tensors."""
+    """By this rank's allocator."""
     used: int
     """By all processes."""
     total: int
 
 
 def gpu_memory() -> DeviceMemory:
-    """Of this rank."""
     free, total = torch.cuda.mem_get_info()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     return DeviceMemory(allocated, reserved, total - free, total)
@@ -138,10 +132,13 @@ def failing_module(traceback: TracebackType | None, module: nn.Module) -> tuple[
     while traceback is not None:
         local = traceback.tb_frame.f_locals
         where = names.get(id(local.get("self")), where)
-        batch = local.get("micro_batch")
-        for name, value in batch.items() if isinstance(batch, dict) and not shape else ():
-            if isinstance(value, torch.Tensor) and value.ndim > 1 and not shape:
-                shape = f"{name} {' x '.join(map(str, value.shape))}"
+        if isinstance(batch := local.get("micro_batch"), dict) and not shape:
+            shapes = [
+                f"{name} {' x '.join(map(str, value.shape))}"
+                for name, value in batch.items()
+                if isinstance(value, torch.Tensor) and value.ndim > 1
+            ]
+            shape = shapes[0] if shapes else ""
         traceback = traceback.tb_next
     return where, shape
 
@@ -184,11 +181,9 @@ class PostMortem:
         if requested is not None:
             text += f"\nit asked for {bytes_as_text(requested)}"
         if requested is not None and gpu is not None:
-            text += (
-                f"; of {bytes_as_text(gpu.total)}, {bytes_as_text(gpu.total - gpu.used)} were "
-                f"free, and {bytes_as_text(gpu.reserved - gpu.allocated)} reserved by the "
-                "allocator in pieces too small"
-            )
+            unused = bytes_as_text(gpu.reserved - gpu.allocated)
+            text += f"; of {bytes_as_text(gpu.total)}, {bytes_as_text(gpu.total - gpu.used)} were "
+            text += f"free, and {unused} reserved by the allocator in pieces too small"
         if on_gpu:
             file = self._run.path / f"out_of_memory_rank_{rank}.pickle"
             with contextlib.suppress(Exception):  # the report matters more
@@ -222,7 +217,7 @@ class PostMortem:
                 try:
                     lines = run_in_process(seconds, explain, recipe, machine, phase, rows, measured)
                 except Exception as error:
-                    lines += [f"what would fit is not known: {error}", _UNKNOWN]
+                    lines += [f"what would fit is not known: {error}"]
             return "\n".join([*lines, _NEXT] if smaller else lines)
 
         noted = recorded_settings(recipe, machine) if helps else {}
@@ -235,8 +230,7 @@ def explain(
     """What is held beside the plan, and the fastest configurations that need less.
 
     rows: as `take_inventory` returns them. measured: bytes of tensors on the device, with the
-    request. Where they, or those outside of the allocator, exceed the plan, the device counts as so
-    much smaller.
+    request. Where they, or other bytes, exceed the plan, the device counts as so much smaller.
     """
     plan = make_plan(recipe, machine)
     lines = _table(rows, _planned(plan, phase, rows))
@@ -261,14 +255,14 @@ def explain(
     ][:SUGGESTIONS]
     if not found:
         return [*lines, _NOTHING]
-    width = max(len(" ".join(one.overrides)) for one in found)
-    lines.append("what fits by plan, the fastest first, as overrides:")
+    suggestions = []
     for n, one in enumerate(found):
         speed = one.tokens_per_second / found[0].tokens_per_second
-        share_text = f", {speed:.0%} of the first's speed" if n else ""
-        size = bytes_as_text(one.plan.needed)
-        lines.append(f"  {' '.join(one.overrides):{width}}  # {size} a rank{share_text}")
-    return lines
+        text = f"# {bytes_as_text(one.plan.needed)} a rank"
+        text += f", {speed:.0%} of the first's speed" if n else ""
+        suggestions.append(["", " ".join(one.overrides), text])
+    title = "what fits by plan, the fastest first, as overrides:"
+    return [*lines, title, *aligned(suggestions, "<<<")]
 
 
 def _planned(plan: Plan, phase: str, rows: dict[str, int]) -> dict[str, int]:
@@ -284,16 +278,12 @@ def _planned(plan: Plan, phase: str, rows: dict[str, int]) -> dict[str, int]:
 
 def _table(rows: dict[str, int], planned: dict[str, int]) -> list[str]:
     """planned: empty where there is no plan."""
-    if not rows:
-        return []
-    width = max(len(_NAMES[name]) for name in rows)
-    lines = [f"{'':{width}}  {'now':>10}" + (f"  {'by plan':>10}" if planned else "")]
+    table = [["", "now", "by plan" if planned else "", ""]]
     for name, size in rows.items():
-        line = f"{_NAMES[name]:{width}}  {bytes_as_text(size):>10}"
+        by_plan = remark = ""
         if planned:
-            line += f"  {bytes_as_text(planned[name]):>10}"
-            excess = size - planned[name]
+            by_plan, excess = bytes_as_text(planned[name]), size - planned[name]
             if excess > EXCESS * sum(planned.values()):
-                line += f"  <- {bytes_as_text(excess)} beyond the plan"
-        lines.append(line)
-    return lines
+                remark = f"<- {bytes_as_text(excess)} beyond the plan"
+        table.append([_NAMES[name], bytes_as_text(size), by_plan, remark])
+    return list(aligned(table, "<>><")) if rows else []

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from launcher.data.synthetic import rows_of
-from launcher.planner.estimate import micro_batches_of, state_bytes, step_memory
+from launcher.planner.estimate import step_memory
 from launcher.planner.machine import Machine
 from launcher.planner.memory import HostMemory, Plan, StepMemory, pinned
 from launcher.planner.profile import ModelProfile, profile_model
 from launcher.planner.trace import UntraceableError, trace_step
+from launcher.planner.work import micro_batches_of, state_bytes
 from launcher.recipe.schema import Recipe
 
 MiB, GiB = 2**20, 2**30
@@ -31,6 +32,9 @@ LOADER_PROCESS = 160 * MiB
 TOKEN_BYTES = 3 * 8
 """Of a token in a batch: id, target and position."""
 
+_STEPS: dict[str, StepMemory] = {}
+"""Traced steps: the same recipe is traced once."""
+
 
 def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     """What a recipe needs on a machine, by a trace; that takes some seconds.
@@ -51,10 +55,6 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     return dataclasses.replace(traced, arithmetic=estimated.step)
 
 
-_STEPS: dict[str, StepMemory] = {}
-"""Traced steps: the same recipe is traced once."""
-
-
 def estimated_plan(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Plan:
     """The plan by the analytic estimate. recipe: one that the profile covers."""
     return _plan(profile, recipe, machine, step_memory(profile, recipe, ranks=machine.ranks))
@@ -64,8 +64,8 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
     communicators = 0 if machine.ranks == 1 else 1 if recipe.strategy.replicate == 1 else 3
     on_gpu, saves = machine.device == "cuda", recipe.checkpoint
     kept = saves.keep_last + (saves.keep_best is not None) + 1
-    states = state_bytes(profile, recipe.optimizer, shards=1)
-    checkpoint_bytes = 4 * profile.trained + states  # weights in float32
+    weights = 4 * profile.trained  # in float32
+    checkpoint_bytes = weights + round(state_bytes(profile, recipe.optimizer))
     return Plan(
         machine=machine,
         step=step,
@@ -75,28 +75,28 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
         host=_host(recipe, machine, step, checkpoint_bytes),
         checkpoint_bytes=checkpoint_bytes,
         checkpoints=0 if saves.every_steps is None else kept,
-        notes=_notes(recipe, machine),
+        notes=tuple(_notes(recipe, machine)),
     )
 
 
 def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: int) -> HostMemory:
     """Host memory of one node."""
     per_node, data, on_gpu = machine.gpus_per_node, recipe.data, machine.device == "cuda"
-    rows = rows_of(recipe.batch, sequence_length=data.sequence_length)
-    batch = rows * data.sequence_length * TOKEN_BYTES
+    batch = rows_of(recipe.batch, sequence_length=data.sequence_length) * data.sequence_length
     staged = recipe.checkpoint.asynchronous and recipe.checkpoint.every_steps is not None
     staging = checkpoint_bytes // machine.ranks if staged else 0
     # On a CPU all tensors are in host memory
     process = CUDA_PROCESS if on_gpu else CPU_PROCESS + step.peak.total
+    loader = LOADER_PROCESS + data.prefetch_factor * batch * TOKEN_BYTES
     return HostMemory(
         processes=per_node * process,
         offload=per_node * step.host,
-        workers=per_node * data.workers * (LOADER_PROCESS + data.prefetch_factor * batch),
+        workers=per_node * data.workers * loader,
         staging=per_node * (pinned(staging + 1) if staged and on_gpu else staging),
     )
 
 
-def _notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
+def _notes(recipe: Recipe, machine: Machine) -> list[str]:
     notes = {
         "model.compile is not in the plan: compiled blocks keep fewer activations, and need memory "
         "while they compile": recipe.model.compile,
@@ -110,4 +110,4 @@ def _notes(recipe: Recipe, machine: Machine) -> tuple[str, ...]:
             recipe.data.builder is not None
         ),
     }
-    return tuple(note for note, applies in notes.items() if applies)
+    return [note for note, applies in notes.items() if applies]

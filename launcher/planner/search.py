@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,15 +24,14 @@ from launcher.planner.speed import step_seconds
 from launcher.recipe.schema import Lora, Recipe
 
 EQUAL_SPEED = 0.02
-"""Configurations whose speeds differ by less count as equally fast: the simplest is taken."""
+"""Relative difference of speeds that count as equal: the simplest configuration is taken."""
 LESS_MEMORY = 0.8
 """Each configuration shown needs at most this share of the memory of the one before."""
 SHOWN = 7
 TRACES = 5
 """Traces that the search for the fastest may take, some seconds each."""
 OPTIMISM = 0.95
-"""Traced over estimated memory that is assumed until a similar configuration was traced: one that
-barely does not fit is worth a trace."""
+"""Traced over estimated memory that is assumed until a similar configuration was traced."""
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of nodes that are tried where nothing fits."""
 SHORTEST = 256
@@ -43,10 +43,9 @@ class Ladder:
     """Configurations worth showing."""
 
     written: Configuration
-    """The recipe as written."""
     configurations: tuple[Configuration, ...]
-    """The recipe as written, and others, each with clearly less memory than the one before. Where
-    nothing fits: the smallest. The fastest first."""
+    """The fastest first, each with clearly less memory than the one before, and the recipe as
+    written. Where nothing fits: the smallest."""
     best: Configuration | None
     """The fastest that fits, traced; None: nothing fits, or no memory is known."""
     evaluated: int
@@ -55,7 +54,7 @@ class Ladder:
 
 
 def make_ladder(recipe: Recipe, machine: Machine, *, traced: int = 4) -> Ladder:
-    """Estimates all configurations, and traces the fastest that fits and the next `traced` - 1.
+    """Estimates all configurations, and traces `traced` of those that are shown.
 
     Raises RecipeError as `prepare_model`.
     """
@@ -88,9 +87,7 @@ def fastest_that_fits(
 ) -> Configuration | None:
     """The configuration that replaces `auto`: the fastest that fits, traced; None if none fits.
 
-    Only what is `auto` varies: with strategy.kind the strategy and the checkpointing, with
-    batch.micro_batch_size and strategy.reshard_after_forward these keys. limit_micro_batch: the
-    most sequences of a micro-batch.
+    limit_micro_batch: the most sequences of a micro-batch.
     """
     search = _Search(recipe, machine)
     recipes = allowed(recipe, machine, limit_micro_batch=limit_micro_batch)
@@ -98,7 +95,8 @@ def fastest_that_fits(
 
 
 def allowed(recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None) -> list[Recipe]:
-    """Configurations that may replace `auto`."""
+    """Configurations that may replace `auto`: only what is `auto` varies, with strategy.kind also
+    the checkpointing."""
     recipes = variants(
         concrete(recipe),
         machine,
@@ -107,18 +105,13 @@ def allowed(recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None) 
         reshards=recipe.strategy.reshard_after_forward == "auto",
         precisions=False,
     )
-    length, most = recipe.data.sequence_length, limit_micro_batch
-    return [
-        one for one in recipes if most is None or rows_of(one.batch, sequence_length=length) <= most
-    ]
+    length, most = recipe.data.sequence_length, limit_micro_batch or math.inf
+    return [one for one in recipes if rows_of(one.batch, sequence_length=length) <= most]
 
 
 def fastest_of_each_kind(recipe: Recipe, machine: Machine, *, most: int) -> list[Configuration]:
-    """Configurations to measure: the recipe as written, then the fastest that fits of each
-    strategy, resharding and checkpointing, the fastest first; at most `most`.
-
-    All are traced and fit. Precision is as written. CPU offload comes last.
-    """
+    """Configurations to measure, which fit by trace: the recipe as written, then the fastest of
+    each strategy, resharding and checkpointing, the fastest first and CPU offload last."""
     recipe = concrete(recipe)
     search = _Search(recipe, machine)
     kinds: dict[Any, list[Configuration]] = {}
@@ -128,17 +121,17 @@ def fastest_of_each_kind(recipe: Recipe, machine: Machine, *, most: int) -> list
         kinds.setdefault(kind, []).append(one)
     written = search.trace(search.estimate(recipe))
     found = [] if written.plan.fits is False else [written]
-    for group in sorted(kinds.values(), key=lambda group: min(map(_cost, group))):
+
+    def cost(group: list[Configuration]) -> tuple[bool, float]:
+        return min((one.offloads, one.seconds.total) for one in group)
+
+    for group in sorted(kinds.values(), key=cost):
         if len(found) >= most:
             break
         fits = search.fastest(group)
         if fits is not None and all(fits.recipe != one.recipe for one in found):
             found.append(fits)
     return found
-
-
-def _cost(one: Configuration) -> tuple[bool, float]:
-    return one.offloads, one.seconds.total
 
 
 def concrete(recipe: Recipe) -> Recipe:
@@ -163,7 +156,6 @@ class _Search:
         """Traced over estimated bytes of tensors, by strategy and checkpointing."""
 
     def estimate(self, recipe: Recipe) -> Configuration:
-        """The recipe with its estimated plan."""
         return Configuration(
             recipe=recipe,
             plan=estimated_plan(self._profile, recipe, self._machine),
@@ -172,7 +164,6 @@ class _Search:
         )
 
     def trace(self, one: Configuration) -> Configuration:
-        """An estimated configuration with its traced plan."""
         plan = make_plan(one.recipe, self._machine)
         key, scale = _like(one.recipe), plan.tensors / max(1, one.plan.tensors)
         self._scales[key] = max(self._scales.get(key, 0.0), scale)
@@ -219,7 +210,7 @@ def _simplest_of_the_fastest(group: Sequence[Configuration], written: Recipe) ->
 
 
 def _shown(found: Sequence[Configuration], written: Recipe) -> list[Configuration]:
-    """From the fastest down, each with clearly less memory than the one before; offload last."""
+    """From the fastest down, each with clearly less memory; offload last."""
     chosen: list[Configuration] = []
     for offloads in (False, True):
         left = [one for one in found if one.offloads == offloads]
@@ -249,13 +240,16 @@ def suggestions(written: Recipe, machine: Machine) -> Iterator[str]:
     while length >= SHORTEST:
         data = dataclasses.replace(written.data, sequence_length=length)
         if found := _fitting(dataclasses.replace(written, data=data), machine):
-            yield f"shorter sequences: {' '.join(overrides_between(written, found))}"
+            yield f"shorter sequences: {_overrides(written, found)}"
             break
         length //= 2
     if written.lora is None and written.model.freeze is None:
         if found := _fitting(dataclasses.replace(written, lora=Lora()), machine):
-            overrides = " ".join(overrides_between(written, found))
-            yield f"adapters instead of all weights: {overrides}"
+            yield f"adapters instead of all weights: {_overrides(written, found)}"
+
+
+def _overrides(written: Recipe, found: Recipe) -> str:
+    return " ".join(overrides_between(written, found))
 
 
 def _fitting(recipe: Recipe, machine: Machine) -> Recipe | None:
@@ -274,10 +268,9 @@ def _more_gpus(written: Recipe, machine: Machine) -> str:
         more = dataclasses.replace(machine, nodes=nodes)
         found = _fitting(written, more) if nodes > machine.nodes else None
         if found is not None:
-            batch = f"; batch.global_batch_size must be a multiple of {more.ranks}, not {size}"
-            return (
-                f"more GPUs: {more.ranks} of them (nodes={nodes} gpus_per_node={per_node}), with "
-                + " ".join(overrides_between(written, found))
-                + (batch if size % more.ranks else "")
-            )
+            hardware = f"{more.ranks} of them (nodes={nodes} gpus_per_node={per_node})"
+            text = f"more GPUs: {hardware}, with {_overrides(written, found)}"
+            if size % more.ranks:
+                text += f"; batch.global_batch_size must be a multiple of {more.ranks}, not {size}"
+            return text
     return f"a GPU with more memory: {NODES[-1] * per_node} of these are not enough"

@@ -22,10 +22,9 @@ Answer = TypeVar("Answer")
 
 
 def run_in_process(seconds: float, task: Callable[..., Answer], *arguments: Any) -> Answer:
-    """What a function of a module returns. Raises RecipeError if it does, and TrainingError if the
-    process fails or exceeds the time limit.
+    """What a function of a module returns. The process is killed when this one ends.
 
-    The process is killed at the limit, and when this process ends.
+    Raises RecipeError if the function does, TrainingError if the process fails or takes too long.
     """
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     try:

@@ -1,21 +1,13 @@
 """Time of a training step in closed formulas: to rank configurations, not to promise a speed.
 
-- A block's forward pass takes its products and attention over the rate of products, plus all other
-  traffic over the memory bandwidth; at least the time to issue its operators. Its backward pass
-  takes the products twice where weights are trained, once where they are frozen, and the traffic
-  twice. Recomputation is another forward pass; selective checkpointing saves attention and half of
-  the products; with a budget, the operators that it keeps.
+- The forward pass of a block takes its products and attention over the rate of products, plus all
+  other traffic over the memory bandwidth; at least the time to issue its operators. The backward
+  pass takes the products twice where weights are trained, once where they are frozen, and the
+  traffic twice. Recomputation is another forward pass; selective checkpointing saves attention and
+  half of the products.
 - A collective over n ranks moves (n - 1) / n of its bytes through each of them.
-- Communication overlaps with compute: only what exceeds compute counts. DDP's reduction overlaps
-  with the backward pass of the last micro-batch only.
-- CPU offload uploads float32 shards for each all-gather, and downloads gradients for each
-  reduction. From a step's second reduction on, the backward pass waits for the copy and for the
-  addition on the host. On one rank nothing hides the uploads: FSDP2 then copies on the stream that
-  computes. AdamW runs at the host's rate.
-- Optimizer state alone in host memory is copied to the device and back in each step, both at once;
-  in files it is also read and written, by all ranks of a node from one drive.
-- Activation offload copies the inputs of blocks to the host beside the forward pass, and back
-  beside the backward pass. The link is shared with CPU offload.
+- Communication and copies overlap with compute: only what exceeds compute counts. DDP's reduction
+  overlaps with the backward pass of the last micro-batch only.
 """
 
 from __future__ import annotations
@@ -23,33 +15,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from launcher.planner.estimate import (
-    checkpointed,
-    micro_batches_of,
-    state_shards,
-    streamed_state,
-    syncs_every_micro_batch,
-    tokens_of,
-    weight_shards,
-)
 from launcher.planner.machine import ADAMW_BYTES, DISK, Machine
-from launcher.planner.profile import (
-    DTYPE_BYTES,
-    OPERATORS,
-    Footprint,
-    ModelProfile,
-    Weights,
-    block_footprint,
-    compute_dtype,
-    logits_width,
-    root_footprint,
-)
+from launcher.planner.profile import ModelProfile
+from launcher.planner.work import Pass, Work
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import offloads_parameters
 from launcher.training.muon import STEPS
 
 LAUNCH = 5e-6
 """Seconds in which eager PyTorch issues an operator (4 to 5 microseconds). An estimate."""
+OPERATORS = 60
+"""Operators of a Llama block's forward pass."""
+TRAFFIC = 4.0
+"""Bytes that other operators read and write, over what is saved. Of a Llama block in bfloat16."""
 LATENCY = 20e-6
 """Seconds before the first byte of a collective arrives. An estimate."""
 ATTENTION = 0.5
@@ -96,13 +74,13 @@ def tokens_per_step(recipe: Recipe) -> int:
 
 
 def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> StepTime:
-    count, once = micro_batches_of(recipe, ranks=machine.ranks), _reductions(recipe, machine) == 1
-    forward, backward, again = (count * t for t in _compute(profile, recipe, machine))
-    network_forward, network_backward = _network(profile, recipe, machine)
-    copies_forward, copies_backward, waits, optimizer = _transfers(profile, recipe, machine)
+    work = Work(profile, recipe, ranks=machine.ranks)
+    forward, backward, again = (work.micro_batches * t for t in _compute(work, machine))
+    network_forward, network_backward = _network(work, machine)
+    copies_forward, copies_backward, waits, optimizer = _transfers(work, machine)
     hiding = backward + again
-    if recipe.strategy.kind == "ddp" and once:
-        hiding /= count
+    if work.ddp and work.reductions == 1:
+        hiding /= work.micro_batches
     late_forward = max(0.0, network_forward - forward)
     late_backward = max(0.0, network_backward - hiding)
     # Copies overlap with compute and with the network
@@ -118,40 +96,33 @@ def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Ste
     )
 
 
-def _compute(profile: ModelProfile, recipe: Recipe, machine: Machine) -> tuple[float, float, float]:
+def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
     """Seconds of forward, backward and recomputation of one micro-batch."""
-    rates, tokens = machine.rates, tokens_of(recipe)
-    size = DTYPE_BYTES[compute_dtype(recipe.strategy)]
-    rate = rates.half_flops if size == 2 else _float32_flops(recipe, machine)
-    issued = OPERATORS * LAUNCH
+    rates = machine.rates
+    rate = rates.half_flops if work.size == 2 else _float32_flops(work.recipe, machine)
 
-    def seconds(part: Footprint, weights: Weights) -> tuple[float, float, float]:
+    def seconds(part: Pass) -> tuple[float, float, float]:
+        """Forward, backward, selective recomputation."""
         products, attention = part.products / rate, part.attention / (ATTENTION * rate)
-        moved = part.traffic / rates.memory_bandwidth
-        trained = weights.trained / weights.count if weights.count else 1.0
+        moved, issued = TRAFFIC * part.kept / rates.memory_bandwidth, OPERATORS * LAUNCH
         forward = max(products + attention + moved, issued)
-        backward = (1 + trained) * products + ATTENTION_BACKWARD * attention + 2 * moved
+        backward = (1 + part.trained) * products + ATTENTION_BACKWARD * attention + 2 * moved
         selective = products / 2 + moved
         if part.spared is not None:
             selective = forward * (1 - part.spared)
         return forward, max(backward, 2 * issued), selective
 
-    classes = [
-        seconds(block_footprint(profile, kind, recipe, tokens), weights)
-        for kind, weights in enumerate(profile.classes)
-    ]
-    blocks = [classes[kind] for kind in profile.block_classes]
-    root = seconds(root_footprint(profile, recipe, tokens), profile.root)
+    blocks, root = [seconds(block) for block in work.blocks], seconds(work.root)
     # The logits are read, copied, normalised and read again
-    loss = tokens * profile.vocabulary * (2 * size + 12) / rates.memory_bandwidth
-    again = root[0] if logits_width(profile, tokens) < profile.vocabulary else 0.0
-    checkpointing = recipe.activation_checkpointing
+    loss = work.tokens * work.profile.vocabulary * (2 * work.size + 12) / rates.memory_bandwidth
+    checkpointing = work.recipe.activation_checkpointing
     which = 0 if checkpointing is None or checkpointing.mode == "full" else 2
-    recomputed = zip(blocks, checkpointed(profile, recipe), strict=True)
+    recomputed = zip(blocks, work.recomputed, strict=True)
     return (
         sum(block[0] for block in blocks) + root[0] + loss,
         sum(block[1] for block in blocks) + root[1] + loss,
-        sum(block[which] for block, twice in recomputed if twice) + again,
+        sum(block[which] for block, twice in recomputed if twice)
+        + (root[0] if work.chunked else 0.0),
     )
 
 
@@ -160,48 +131,30 @@ def _float32_flops(recipe: Recipe, machine: Machine) -> float:
     return machine.rates.float32_flops * (FLOAT32_PRODUCTS if slow else 1.0)
 
 
-def _orthogonalization(profile: ModelProfile, recipe: Recipe, machine: Machine) -> float:
-    """Seconds of Muon's products, and of two exchanges of each sharded matrix."""
-    shards, shapes = state_shards(recipe.strategy, machine.ranks), profile.orthogonalized
-    sides = [(math.prod(shape[:-2]), *sorted(shape[-2:])) for shape in shapes]
-    products = sum(n * STEPS * (4 * a**2 * b + 2 * a**3) for n, a, b in sides)
-    moved = 2 * 4 * sum(math.prod(shape) for shape in shapes if len(shape) == 2) / shards
-    calls = 2 * -(-len(shapes) // shards)
-    exchanges = _collective(moved, shards, machine, calls)
-    return products / shards / _float32_flops(recipe, machine) + exchanges
-
-
-def _gathers(recipe: Recipe, machine: Machine) -> tuple[int, int]:
+def _gathers(work: Work) -> tuple[int, int]:
     """All-gathers of each weight in a step's forward passes, and in its backward passes."""
-    strategy, count = recipe.strategy, micro_batches_of(recipe, ranks=machine.ranks)
-    resharded = strategy.reshard_after_backward
-    backward = count if resharded else int(count == 1)
-    return count if resharded else 1, backward if strategy.reshard_after_forward else 0
+    count, strategy = work.micro_batches, work.strategy
+    forward = count if strategy.reshard_after_backward else 1
+    backward = forward if strategy.reshard_after_backward else int(count == 1)
+    return forward, backward if strategy.reshard_after_forward else 0
 
 
-def _reductions(recipe: Recipe, machine: Machine) -> int:
-    """Reductions of each gradient in a step."""
-    every = syncs_every_micro_batch(recipe.strategy)
-    return micro_batches_of(recipe, ranks=machine.ranks) if every else 1
-
-
-def _network(profile: ModelProfile, recipe: Recipe, machine: Machine) -> tuple[float, float]:
+def _network(work: Work, machine: Machine) -> tuple[float, float]:
     """Seconds of collectives beside the forward and the backward passes of a step."""
-    strategy, reductions = recipe.strategy, _reductions(recipe, machine)
-    if strategy.kind == "ddp":
-        gradients = 4.0 * profile.trained
+    profile, strategy = work.profile, work.strategy
+    gradients = float(work.reduce * profile.trained)
+    if work.ddp:
         buckets = max(1, round(gradients / DDP_BUCKET))
-        return 0.0, 2 * reductions * _collective(gradients, machine.ranks, machine, buckets)
-    shards, groups = weight_shards(strategy, machine.ranks), len(profile.block_classes) + 1
-    mixed, size = strategy.mixed_precision, DTYPE_BYTES[compute_dtype(strategy)]
-    gradients = profile.trained * (4.0 if mixed is None else DTYPE_BYTES[mixed.reduce_dtype])
-    gather = _collective(size * profile.parameters, shards, machine, groups)
-    reduce = _collective(gradients, shards, machine, groups)
+        all_reduce = 2 * _collective(gradients, machine.ranks, machine, buckets)
+        return 0.0, work.reductions * all_reduce
+    groups = len(profile.block_classes) + 1
+    gather = _collective(work.size * profile.parameters, work.shards, machine, groups)
+    reduce = _collective(gradients, work.shards, machine, groups)
     if strategy.replicate > 1:
-        across, copies = machine.nodes > 1, strategy.replicate
-        reduce += 2 * _collective(gradients / shards, copies, machine, groups, across=across)
-    forward, backward = _gathers(recipe, machine)
-    return gather * forward, gather * backward + reduce * reductions
+        own, across = gradients / work.shards, machine.nodes > 1
+        reduce += 2 * _collective(own, strategy.replicate, machine, groups, across=across)
+    forward, backward = _gathers(work)
+    return gather * forward, gather * backward + reduce * work.reductions
 
 
 def _collective(
@@ -220,42 +173,51 @@ def _collective(
     return moved * (ranks - 1) / ranks / rate + calls * LATENCY
 
 
-def _transfers(
-    profile: ModelProfile, recipe: Recipe, machine: Machine
-) -> tuple[float, float, float, float]:
-    """Seconds of copies in forward and backward that overlap, of waiting copies, and of AdamW."""
-    strategy, rates, on_gpu = recipe.strategy, machine.rates, machine.device == "cuda"
-    shards, size = weight_shards(strategy, machine.ranks), DTYPE_BYTES[compute_dtype(strategy)]
-    trained = profile.trained / shards
+def _transfers(work: Work, machine: Machine) -> tuple[float, float, float, float]:
+    """Seconds of copies in forward and backward that overlap, of waiting copies, and of the
+    optimizer's step."""
+    profile, strategy, rates = work.profile, work.strategy, machine.rates
+    optimizer, trained = work.recipe.optimizer, profile.trained / work.shards
     forward = backward = waits = 0.0
-    adamw = recipe.optimizer.name == "adamw"
-    updating = STEP_BYTES[recipe.optimizer.state_dtype if adamw else recipe.optimizer.name]
-    moved = updating / state_shards(strategy, machine.ranks) * shards + NORM_BYTES
-    optimizer = moved * trained / rates.memory_bandwidth
-    if strategy.kind == "ddp" and strategy.shard_optimizer:
+    adamw = optimizer.name == "adamw"
+    updating = STEP_BYTES[optimizer.state_dtype if adamw else optimizer.name]
+    moved = updating / work.state_shards * work.shards + NORM_BYTES
+    update = moved * trained / rates.memory_bandwidth
+    if work.ddp and strategy.shard_optimizer:
         tensors = sum(len(group.parameters) for group in profile.groups)
-        optimizer += _collective(4.0 * trained, machine.ranks, machine, tensors)
-    in_memory, in_file, _ = streamed_state(profile, recipe, ranks=machine.ranks)
-    if on_gpu:
-        optimizer = max(optimizer, (in_memory + in_file) / rates.host_bandwidth)
-    if offloads_parameters(strategy.cpu_offload) and on_gpu:
-        masters = sum(sum(group.sizes(size)) for group in profile.groups) / shards
+        update += _collective(4.0 * trained, machine.ranks, machine, tensors)
+    if work.on_gpu:
+        update = max(update, work.streamed / rates.host_bandwidth)
+    # Float32 shards are uploaded for each all-gather, gradients downloaded for each reduction
+    if offloads_parameters(strategy.cpu_offload) and work.on_gpu:
+        masters = sum(sum(group.sizes(work.size)) for group in profile.groups) / work.shards
         upload = masters / rates.host_bandwidth
-        forward, backward = (upload * times for times in _gathers(recipe, machine))
-        if shards == 1:
+        forward, backward = (upload * times for times in _gathers(work))
+        if work.shards == 1:  # nothing hides them: FSDP2 copies on the stream that computes
             forward, backward, waits = 0.0, 0.0, forward + backward
         download = 4 * trained / rates.host_bandwidth
         addition = ADD_BYTES / ADAMW_BYTES * trained / rates.host_adamw
         backward += download
-        waits += (_reductions(recipe, machine) - 1) * (download + addition)
-        optimizer = trained / rates.host_adamw * updating / ADAMW_BYTES
-    optimizer = max(optimizer, 2 * in_file * machine.gpus_per_node / DISK)
-    if recipe.optimizer.name == "muon":
-        optimizer += _orthogonalization(profile, recipe, machine)
-    checkpointing = recipe.activation_checkpointing
-    if checkpointing is not None and checkpointing.offload_to_cpu and on_gpu:
-        count = micro_batches_of(recipe, ranks=machine.ranks)
-        outputs = checkpointed(profile, recipe).count(True) * size * profile.hidden
-        copied = outputs * tokens_of(recipe) * count / rates.host_bandwidth
+        # From the second reduction on, backward waits for the copy and the addition on the host
+        waits += (work.reductions - 1) * (download + addition)
+        update = trained / rates.host_adamw * updating / ADAMW_BYTES
+    # Files are read and written, by all ranks of a node from one drive
+    update = max(update, 2 * work.in_file * machine.gpus_per_node / DISK)
+    if optimizer.name == "muon":
+        update += _orthogonalization(work, machine)
+    if work.activations_to_host:
+        outputs = sum(work.recomputed) * work.size * profile.hidden
+        copied = outputs * work.tokens * work.micro_batches / rates.host_bandwidth
         forward, backward = forward + copied, backward + copied
-    return forward, backward, waits, optimizer
+    return forward, backward, waits, update
+
+
+def _orthogonalization(work: Work, machine: Machine) -> float:
+    """Seconds of Muon's products, and of two exchanges of each sharded matrix."""
+    shards, shapes = work.state_shards, work.profile.orthogonalized
+    sides = [(math.prod(shape[:-2]), *sorted(shape[-2:])) for shape in shapes]
+    products = sum(n * STEPS * (4 * a**2 * b + 2 * a**3) for n, a, b in sides)
+    moved = 2 * 4 * sum(math.prod(shape) for shape in shapes if len(shape) == 2) / shards
+    calls = 2 * -(-len(shapes) // shards)
+    exchanges = _collective(moved, shards, machine, calls)
+    return products / shards / _float32_flops(work.recipe, machine) + exchanges

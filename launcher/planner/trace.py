@@ -1,8 +1,7 @@
 """Memory of a training step, traced: the real code runs on fake tensors, which have no storage.
 
-The recipe's model is wrapped by `launcher/strategies` over a fake process group and trained for two
-steps by `launcher/training/loop.py`. Shapes, dtypes and lifetimes are real; nothing is computed.
-Deep models are traced at two small depths and extrapolated linearly.
+The recipe's model is wrapped over a fake process group and trained for two steps. Shapes, dtypes
+and lifetimes are real. Deep models are traced at two small depths and extrapolated linearly.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -60,20 +60,16 @@ def trace_step(
 ) -> StepMemory:
     """Memory of one optimizer step on rank 0 of `ranks`.
 
-    device: planned for; the trace does not need it. micro_batches: of a step; more than two change
-    nothing, or more than three with hybrid sharding, where FSDP keeps a micro-batch's averages
-    until the next one's. There must be no default process group. Raises RecipeError as
-    `prepare_model`, UntraceableError.
+    device: planned for; the trace does not need it. There must be no default process group. Raises
+    RecipeError as `prepare_model`, UntraceableError.
     """
     # Otherwise each refusal is logged with 40 lines
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     random = dataclasses.replace(recipe.model, init="random", compile=False)
     recipe = dataclasses.replace(recipe, model=random)
+    # More change nothing. With hybrid sharding FSDP keeps averages until the next micro-batch's
     micro_batches = min(micro_batches, 3 if recipe.strategy.replicate > 1 else 2)
-
-    def prepare() -> PreparedModel:
-        return prepare_model(recipe, device=torch.device(device))
-
+    prepare = partial(prepare_model, recipe, device=torch.device(device))
     with _fake_process_group(ranks) as group:
         run = partial(_run, recipe=recipe, ranks=group, device=device, micro_batches=micro_batches)
         prepared = prepare()
@@ -117,7 +113,6 @@ def _period(prepared: PreparedModel, recipe: Recipe) -> int:
 def _run(
     prepared: PreparedModel, *, recipe: Recipe, ranks: DataParallel, device: str, micro_batches: int
 ) -> StepMemory:
-    """Trains two steps on fake tensors."""
     data = prepared.synthetic_data(recipe.data, recipe.batch)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -149,23 +144,18 @@ def _run(
             optimizer = prepared.make_optimizer(wrapped, recipe.optimizer)
             observer = _Observer(tracker, wrapped, optimizer, offload=offload)
             observer.watch({**prepared.blocks, **_head(wrapped.module)})
-            enabled = prepared.compute_dtype == torch.float16
-            update = Update(
-                optimizer,
-                learning_rate=lambda step: 1e-3,
-                loss_scale=LossScale(CPU, enabled=enabled),
-                max_grad_norm=recipe.optimizer.max_grad_norm,
+            scale = LossScale(CPU, enabled=prepared.compute_dtype == torch.float16)
+            update = Update(optimizer, lambda step: 1e-3, scale, recipe.optimizer.max_grad_norm)
+            steps = train_steps(
+                wrapped,
+                _batches(data, micro_batches),
+                loss=data.loss,
+                update=update,
+                ranks=ranks.size,
+                heartbeat=observer.heartbeat,
             )
-            batches = _batches(data, micro_batches)
             try:
-                for _ in train_steps(
-                    wrapped,
-                    batches,
-                    loss=data.loss,
-                    update=update,
-                    ranks=ranks.size,
-                    heartbeat=observer.heartbeat,
-                ):
+                for _ in steps:
                     pass
             except Exception as error:  # models fail in various ways on tensors without values
                 raise UntraceableError(f"{type(error).__name__}: {first_line(error)}") from error
@@ -173,23 +163,16 @@ def _run(
 
 
 def _head(model: Any) -> dict[str, nn.Module]:
-    """The output embedding by name, if there is one."""
     head = embeddings(model)[1]
     return {clean_name(name): module for name, module in model.named_modules() if module is head}
 
 
-class _TracedStatistics:
-    """Stands in for the sums over ranks."""
-
-    def loss_tokens(self) -> torch.Tensor:
-        return torch.ones(())
-
-
 def _batches(data: SyntheticData, micro_batches: int) -> Iterator[GlobalBatch]:
     """Two steps; the first one only makes the optimizer state."""
+    statistics: Any = SimpleNamespace(loss_tokens=lambda: torch.ones(()))
     for step, count in ((1, 1), (2, micro_batches)):
         fake = [tree_map_only(torch.Tensor, torch.empty_like, data.tensors) for _ in range(count)]
-        yield GlobalBatch(step, fake, _TracedStatistics(), step, 0.0)  # type: ignore[arg-type]
+        yield GlobalBatch(step, fake, statistics, step, 0.0)
 
 
 class _Observer:
@@ -243,7 +226,7 @@ class _Observer:
         self._tracker.mark(gradients, self._gradients)
 
     def watch(self, modules: dict[str, nn.Module]) -> None:
-        """Follows these modules through forward, backward and recomputation."""
+        """Follows modules through forward, backward and recomputation."""
         for name, module in modules.items():
             module.forward = partial(self._forward, name, module.forward)
 
@@ -329,7 +312,6 @@ def _extrapolated(
 
 
 def _highest(step: StepMemory) -> dict[Place, Components]:
-    """The highest moment of each place."""
     found: dict[Place, Components] = {}
     for moment in step.timeline:
         place = Place(moment.phase, moment.micro_batch, moment.where)

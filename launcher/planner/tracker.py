@@ -25,13 +25,10 @@ from launcher.planner.memory import pinned as pinned_bytes
 HOST = "host"
 """The label of storages in host memory while the device is a GPU."""
 
+_COPIED = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
+"""The argument of a collective that gloo copies."""
 Held = dict[str, int]
 """Bytes by component, and HOST."""
-
-
-def on_device(held: Held) -> int:
-    """Bytes of all components."""
-    return sum(held.values()) - held[HOST]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,8 +58,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """label_of: a label by a tensor's shape. gloo: it copies what it gathers and scatters."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._gloo, self._label_of = gloo, label_of
-        self._copied = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
-        """The argument that gloo copies."""
         self.place = Place("forward", 0, "")
         self._events: list[tuple[Place, Record, int]] = []
         """Place, storage, and bytes allocated (positive) or released."""
@@ -84,8 +79,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if self._paused:
             return out
-        if self._gloo and func.name() in self._copied:
-            self._record_transient(args[self._copied[func.name()]].nbytes, "communication")
+        if self._gloo and func.name() in _COPIED:
+            self._record_transient(args[_COPIED[func.name()]].nbytes, "communication")
         casts = func is torch.ops.aten._to_copy.default
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -105,7 +100,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._record(record, -size)
 
     def go(self, **changes: Any) -> None:
-        """Changes the place of the events that follow."""
+        """Changes the place of what follows."""
         self.place = self.place._replace(**changes)
 
     def see(self, tensor: torch.Tensor, *, label: str | None = None, source: Any = None) -> Record:
@@ -140,7 +135,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def events(self) -> int:
-        """The number of recorded events, as a point in time."""
+        """Their number, as a point in time."""
         return len(self._events)
 
     def label_live(self, label: str, *, since: int) -> None:
@@ -150,7 +145,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 record.label = label
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Records that a storage changed its size."""
         record = self._live.get(storage._cdata)
         if record is not None:
             self._record(record, size - record.size)
@@ -184,7 +178,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moments: list[tuple[Place, Held]] = []
         for place, record, delta in self._events[since:until]:
             now[record.label or "temporary"] += delta
-            total = on_device(now)
+            total = sum(now.values()) - now[HOST]
             if place != last:
                 moments.append((place, dict(now)))
                 last, most = place, total

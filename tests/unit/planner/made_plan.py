@@ -4,7 +4,8 @@ import dataclasses
 
 from launcher.planner.candidates import Configuration
 from launcher.planner.machine import Machine, Rates
-from launcher.planner.memory import Components, HostMemory, Moment, Plan, StepMemory
+from launcher.planner.measure import Measured
+from launcher.planner.memory import COMPONENTS, Components, HostMemory, Moment, Plan, StepMemory
 from launcher.planner.search import Ladder
 from launcher.planner.speed import StepTime
 from launcher.recipe.schema import (
@@ -33,17 +34,15 @@ RATES = Rates(
 
 RECIPE = Recipe(
     run=Run(name="llama_3_1_8b", max_steps=10),
-    model=Model(
-        config={
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "num_hidden_layers": 32,
-            "vocab_size": 128256,
-        }
-    ),
+    model=Model(config={"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 128256}),
     data=Data(train=("a.txt",), sequence_length=4096),
     batch=Batch(global_batch_size=64, micro_batch_size=4),
     strategy=Strategy(kind="fsdp"),
+)  # fmt: skip
+OPEN = dataclasses.replace(
+    RECIPE,
+    strategy=Strategy(kind="auto"),
+    batch=Batch(global_batch_size=64, micro_batch_size="auto"),
 )
 
 
@@ -61,17 +60,10 @@ def machine(*, memory=80 * GIB, host_memory=None):
 
 def components(scale=1.0, **changes):
     """GiB, as floats, into Components."""
-    sizes = {
-        "parameters": 3.74,
-        "gradients": 3.74,
-        "optimizer": 7.48,
-        "gathered": 1.3,
-        "activations": 18.0,
-        "logits": 7.8,
-        "communication": 0.4,
-        "temporary": 1.1,
-    }
-    return Components(**{name: int(gib * scale * GIB) for name, gib in (sizes | changes).items()})
+    sizes = dict(
+        zip(COMPONENTS, (3.74, 3.74, 7.48, 1.3, 18.0, 7.8, 0.4, 1.1), strict=True), **changes
+    )
+    return Components(**{name: int(gib * scale * GIB) for name, gib in sizes.items()})
 
 
 def moment(phase, where, held):
@@ -87,12 +79,8 @@ def made_plan(scale=1.0, *, memory=80 * GIB, host_memory=None, host=12, arithmet
         moment("optimizer", "", components(scale, activations=0, logits=0, gathered=0)),
     )
     estimated = dataclasses.replace(moments[-1], components=components(scale * arithmetic))
-    step = StepMemory(
-        held=held,
-        after_forward=components(scale, gradients=0),
-        timeline=moments,
-        host=0,
-    )
+    after_forward = components(scale, gradients=0)
+    step = StepMemory(held=held, after_forward=after_forward, timeline=moments, host=0)
     return Plan(
         machine=machine(memory=memory, host_memory=host_memory),
         step=step,
@@ -106,25 +94,32 @@ def made_plan(scale=1.0, *, memory=80 * GIB, host_memory=None, host=12, arithmet
     )
 
 
+def measured_like(plan, scale=1.0, **changes):
+    """What would be measured if the plan were right but for the peak, which is `scale` of it."""
+    step = plan.step
+    found = {
+        "peak": int(step.peak.total * scale),
+        "phases": {phase: moment.total for phase, moment in step.phases.items()},
+        "step_start": step.held.total,
+        "after_forward": step.after_forward.total,
+        "parameters": step.held.parameters,
+        "gradients": step.phases["optimizer"].components.gradients,
+        "optimizer": step.held.optimizer,
+        "step_peaks": [],
+        "residue": 0,
+    }
+    return Measured(**found | changes)
+
+
 def configuration(overrides, plan, tokens_per_second, *, micro=4, **changes):
-    recipe = dataclasses.replace(
-        RECIPE, batch=Batch(global_batch_size=64, micro_batch_size=micro), **changes
-    )
-    total = 64 * 4096 / tokens_per_second
-    seconds = StepTime(
-        forward=total * 0.3,
-        backward=total * 0.6,
-        recomputation=0.0,
-        communication=total * 0.1,
-        offload=0.0,
-        optimizer=0.0,
-    )
-    return Configuration(
-        overrides=tuple(overrides),
-        recipe=recipe,
-        plan=plan,
-        seconds=seconds,
-    )
+    batch, total = Batch(global_batch_size=64, micro_batch_size=micro), 64 * 4096 / tokens_per_second  # fmt: skip
+    recipe = dataclasses.replace(RECIPE, batch=batch, **changes)
+    parts = {"forward": total * 0.3, "backward": total * 0.6, "communication": total * 0.1}
+    seconds = StepTime(recomputation=0.0, offload=0.0, optimizer=0.0, **parts)
+    return Configuration(overrides=tuple(overrides), recipe=recipe, plan=plan, seconds=seconds)
+
+
+SUGGESTIONS = ("16 GPUs instead of 8: gpus_per_node=8 nodes=2", "LoRA: lora={rank: 16}")
 
 
 def made_ladder(*, memory=80 * GIB, fits=True):
@@ -157,7 +152,5 @@ def made_ladder(*, memory=80 * GIB, fits=True):
         configurations=(one, two, asked, last),
         best=two if fits else None,
         evaluated=96,
-        suggestions=()
-        if fits
-        else ("16 GPUs instead of 8: gpus_per_node=8 nodes=2", "LoRA: lora={rank: 16}"),
+        suggestions=() if fits else SUGGESTIONS,
     )

@@ -1,6 +1,7 @@
 """The plan of a run, compared with the measured memory of its steps."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,41 +11,21 @@ from launcher.planner.comparison import Forecast, comparison_text
 
 MiB = 2**20
 PEAK, WHERE = 100 * MiB, "in the backward pass of lm_head"
+ON_GPU = SimpleNamespace(device="cuda")
 
 
 @pytest.mark.parametrize(
     ("measured", "resident", "expected"),
     [
-        (
-            100 * MiB,
-            None,
-            "memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; measured: 100.0 MiB, the same",
-        ),
-        (
-            95 * MiB,
-            None,
-            "memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; measured: 95.0 MiB, 5% less",
-        ),
-        (
-            120 * MiB,
-            None,
-            "warning: memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; measured: 120.0 MiB, 20% more; "
-            "`launcher plan ... --verify` shows which component differs",
-        ),
-        (
-            1600 * MiB,
-            250 * MiB,
-            "memory: 100.0 MiB at the peak by plan, in the backward pass of lm_head; resident memory grew by 1.3 GiB, with libraries "
-            "and allocator caches",
-        ),
+        (100, None, "memory: {plan}; measured: 100.0 MiB, the same"),
+        (95, None, "memory: {plan}; measured: 95.0 MiB, 5% less"),
+        (120, None, "warning: memory: {plan}; measured: 120.0 MiB, 20% more; `launcher plan ... --verify` shows which component differs"),
+        (1600, 250 * MiB, "memory: {plan}; resident memory grew by 1.3 GiB, with libraries and allocator caches"),
     ],
-)
+)  # fmt: skip
 def test_both_peaks_are_logged(measured, resident, expected):
-    assert comparison_text(PEAK, WHERE, measured, resident=resident) == expected
-
-
-class OnGpu:
-    device = "cuda"
+    text = comparison_text(PEAK, WHERE, measured * MiB, resident=resident)
+    assert text == expected.format(plan=f"100.0 MiB at the peak by plan, {WHERE}")
 
 
 def test_compare_waits_for_a_late_plan_only_on_request(monkeypatch):
@@ -53,7 +34,7 @@ def test_compare_waits_for_a_late_plan_only_on_request(monkeypatch):
         return PEAK, WHERE
 
     monkeypatch.setattr(comparison, "run_in_process", slow)
-    asked = Forecast(None, OnGpu())
+    asked = Forecast(None, ON_GPU)
     assert asked.compare(100 * MiB) is None
     assert asked.compare(100 * MiB, seconds=5).endswith("the same")
 
@@ -63,7 +44,5 @@ def test_a_failed_plan_is_reported(monkeypatch):
         raise TrainingError("planning ended with status 1:\nTraceback\nValueError: what")
 
     monkeypatch.setattr(comparison, "run_in_process", fail)
-    assert (
-        Forecast(None, OnGpu()).compare(1, seconds=5)
-        == "memory: the peak cannot be compared with a plan: ValueError: what"
-    )
+    text = Forecast(None, ON_GPU).compare(1, seconds=5)
+    assert text == "memory: the peak cannot be compared with a plan: ValueError: what"

@@ -77,30 +77,16 @@ def test_storages_are_counted_once():
 
 def test_marks_become_phases_and_components():
     def step(scale):
-        return [
-            Mark("data", 100, 110),
-            Mark("forward", 110, 300),
-            Mark("backward", 500, 800),
-            Mark("forward", 160, 700 * scale),
-            Mark("backward", 510, 790 * scale),
-            Mark("optimizer", 170, 180),
-        ]
+        first = [Mark("data", 100, 110), Mark("forward", 110, 300), Mark("backward", 500, 800)]
+        second = [Mark("forward", 160, 700 * scale), Mark("backward", 510, 790 * scale)]
+        return [*first, *second, Mark("optimizer", 170, 180)]
 
-    marks = [
-        Mark("start", 0, 100),
-        *step(0.1),
-        *step(2),
-        *step(1),
-        Mark("data", 104, 104),
-        Mark("end", 3, 3),
-    ]
+    end = [Mark("data", 104, 104), Mark("end", 3, 3)]
+    marks = [Mark("start", 0, 100), *step(0.1), *step(2), *step(1), *end]
     sizes = {"parameters": 40, "gradients": 50, "optimizer": 60}
     found = measure.evaluate(marks, sizes, device="cpu")
-    assert found.phases == {
-        "forward": 700,
-        "backward": 800,
-        "optimizer": 180,
-    }  # of the later steps the smallest
+    smallest = {"forward": 700, "backward": 800, "optimizer": 180}  # of the later steps
+    assert found.phases == smallest
     assert (found.peak, found.step_peaks, found.residue) == (800, [800, 1580, 800], 3)
     assert (found.step_start, found.after_forward) == (100, 500)
     assert (found.parameters, found.gradients, found.optimizer) == (40, 50, 60)
@@ -113,5 +99,5 @@ def test_the_measurement_imports_nothing_that_predicts():
     while waiting:
         seen.add(module := waiting.pop())
         waiting += graph.get(module, set()) - seen
-    predicts = {"estimate", "trace", "profile", "plan", "search", "speed"}
+    predicts = {"estimate", "trace", "profile", "plan", "search", "speed", "work"}
     assert not seen & {f"planner.{name}" for name in predicts}

@@ -91,7 +91,7 @@ def keep(model, budget, **settings):
 def test_operators_of_a_block():
     with torch.device("meta"):
         meta = blocks_of(1, dropout=0.1)
-    found = saved_of_blocks(meta, {"0": 0}, DATA, device="cpu", dtype=torch.float32)[0]
+    found = saved_of_blocks(meta, ["0"], DATA, device="cpu", dtype=torch.float32)["0"]
     assert found.input == ROWS * WIDTH * 4
     names = [str(one.function) for one in found.operators]
     assert names.count("aten.mm.default") == 2, "the last one is never computed again"
@@ -168,7 +168,7 @@ def test_a_size_is_shared_by_the_blocks_of_the_whole_model():
     model = blocks_of(4)
     with torch.device("meta"):
         meta = blocks_of(1)
-    block = saved_of_blocks(meta, {"0": 0}, DATA, device="cpu", dtype=torch.float32)[0]
+    block = saved_of_blocks(meta, ["0"], DATA, device="cpu", dtype=torch.float32)["0"]
     half = f"{block.kept * 4 / 2 / 1024:.3f}KiB"
     assert keep(model, half) == keep(model, 0.5) != keep(model, 0.9)
     assert set(keep(blocks_of(2), half, depth=4).values()) == set(keep(model, half).values())

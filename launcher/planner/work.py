@@ -1,0 +1,167 @@
+"""The work of a rank in one optimizer step: what the estimates of memory and speed have in common."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from launcher.data.batching import accumulation_steps
+from launcher.data.synthetic import rows_of
+from launcher.models.chunked_loss import chunk_width
+from launcher.planner.operators import share_of_budget
+from launcher.planner.profile import ModelProfile, Weights
+from launcher.recipe.schema import Optimizer, Recipe
+from launcher.strategies.base import compute_dtype
+from launcher.training.optimizer_offload import BUCKET
+
+STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2 * (1 + 4 / 256), "sgd": 4, "adafactor": 0}
+"""Of a parameter: AdamW's by the dtype of its state. 256 numbers in int8 share a scale of four."""
+
+# For models that do not run on fake tensors. Of a Llama block in bfloat16:
+OVER_MATRICES = 1.25
+"""What autograd saves over the inputs and outputs of its matrix products: 49 h bytes a token over
+2 bytes x 20 h (h: hidden size)."""
+SELECTED = 0.25
+"""Share of it that selective checkpointing keeps."""
+
+
+def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
+    """Forward passes of a rank in one optimizer step."""
+    rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
+    size = recipe.batch.global_batch_size
+    return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=ranks)
+
+
+def state_bytes(profile: ModelProfile, optimizer: Optimizer) -> float:
+    """Optimizer state of the whole model. Adafactor keeps a row and a column of a matrix."""
+    adamw = optimizer.name in ("adamw", "muon")
+    each = STATE_BYTES[optimizer.state_dtype if adamw else optimizer.name]
+    if optimizer.name == "sgd" and not optimizer.momentum:
+        each = 0.0
+    momenta = sum(map(math.prod, profile.orthogonalized)) if optimizer.name == "muon" else 0
+    return each * (profile.trained - momenta) + 4 * momenta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """The forward pass of a block, or of the root, in one micro-batch. Bytes."""
+
+    kept: float
+    """Saved by autograd."""
+    selective: float = 0
+    """Kept by selective checkpointing beside the block's input."""
+    spared: float | None = None
+    """Share of the operators' cost that a budget saves in recomputation; None: no budget."""
+    output: float
+    widest: float
+    """The largest tensor."""
+    casts: int
+    """Copies of weights under autocast."""
+    products: float
+    """Floating-point operations of matrix products."""
+    attention: float = 0
+    """Floating-point operations of attention, the causal half."""
+    trained: float
+    """Share of the weights that are trained."""
+
+
+class Work:
+    """Counts, and sizes in bytes."""
+
+    def __init__(self, profile: ModelProfile, recipe: Recipe, *, ranks: int) -> None:
+        """recipe: the profiled one, or one that differs in strategy, checkpointing and batch."""
+        self.profile, self.recipe, self.ranks = profile, recipe, ranks
+        self.strategy = strategy = recipe.strategy
+        self.ddp, self.on_gpu = strategy.kind == "ddp", profile.device == "cuda"
+        length, self.dtype = recipe.data.sequence_length, compute_dtype(strategy)
+        self.size = self.dtype.itemsize
+        mixed = strategy.mixed_precision
+        # Of a gradient that is being reduced
+        self.reduce = (
+            4 if mixed is None or self.ddp else getattr(torch, mixed.reduce_dtype).itemsize
+        )
+        # Of a full micro-batch
+        self.rows = rows_of(recipe.batch, sequence_length=length)
+        self.tokens = self.rows * length
+        self.micro_batches = micro_batches_of(recipe, ranks=ranks)
+        sync = strategy.sync_every_micro_batch
+        every = not self.ddp if sync == "auto" else sync
+        self.reductions = self.micro_batches if every else 1
+        # Ranks that share each parameter, and its optimizer state
+        self.shards = 1 if self.ddp else max(1, ranks // strategy.replicate)
+        self.state_shards = ranks if strategy.shard_optimizer else self.shards
+        self.states = round(state_bytes(profile, recipe.optimizer) / self.state_shards)
+        offload, self.in_file = strategy.cpu_offload, 0
+        if offload is not None and offload.optimizer_path is not None:
+            self.in_file = self.states
+        only_state = offload is not None and offload.what == "optimizer"
+        # Optimizer state that a step streams from host memory or a file, in buckets
+        self.streamed = self.in_file or (self.states if only_state else 0)
+        largest = max(group.largest_trained for group in profile.groups) / max(1, profile.trained)
+        bucket = max(min(BUCKET, self.states), round(self.states * largest))
+        self.bucket = bucket if self.streamed else 0
+        checkpointing = recipe.activation_checkpointing
+        n = 0 if checkpointing is None else checkpointing.every_n_blocks
+        indices = range(len(profile.block_classes))
+        self.recomputed = [n > 0 and index % n == 0 for index in indices]
+        self.activations_to_host = (
+            checkpointing is not None and checkpointing.offload_to_cpu and self.on_gpu
+        )
+        # Vocabulary entries that logits are computed for at a time
+        self.logits_width = profile.vocabulary
+        if profile.chunked_loss and profile.vocabulary:
+            self.logits_width = chunk_width(self.tokens, profile.vocabulary)
+        self.chunked = self.logits_width < profile.vocabulary
+        classes = [self._block(kind, weights) for kind, weights in enumerate(profile.classes)]
+        self.blocks = [classes[kind] for kind in profile.block_classes]
+        self.root = self._root()
+
+    def _block(self, kind: int, weights: Weights) -> Pass:
+        """Of a block of this class."""
+        profile, size, tokens = self.profile, self.size, self.tokens
+        matrices = [(m[-2], m[-1], profile.experts if len(m) == 3 else 1) for m in weights.matrices]
+        spared = None
+        if self.dtype in profile.saved:
+            of_class = profile.saved[self.dtype]
+            saved = of_class[kind]
+            kept, selective = float(self.rows * saved.kept), float(self.rows * saved.selected)
+            checkpointing = self.recipe.activation_checkpointing
+            if checkpointing is not None and checkpointing.budget is not None:
+                whole = self.rows * sum(of_class[kind].kept for kind in profile.block_classes)
+                chosen = saved.keep(share_of_budget(checkpointing.budget, whole))
+                selective = float(self.rows * sum(one.size for one in chosen))
+                spared = sum(one.cost for one in chosen) / saved.cost
+        else:
+            ends = sum(times * (i + o) for i, o, times in matrices)
+            kept = OVER_MATRICES * size * tokens * ends
+            selective = SELECTED * kept
+        heads, head_size = profile.heads
+        return Pass(
+            kept=kept,
+            selective=selective,
+            spared=spared,
+            output=size * profile.hidden * tokens,
+            widest=size * tokens * max((times * max(i, o) for i, o, times in matrices), default=0),
+            casts=size * weights.count if self.ddp and size < 4 else 0,
+            products=2.0 * tokens * sum(times * i * o for i, o, times in matrices),
+            attention=2.0 * tokens * self.recipe.data.sequence_length * heads * head_size,
+            trained=_share_trained(weights),
+        )
+
+    def _root(self) -> Pass:
+        """Of the embedding, the last norm (in float32) and the head, without the logits."""
+        profile, size, hidden, tokens = self.profile, self.size, self.profile.hidden, self.tokens
+        return Pass(
+            kept=(3 * size + 4) * hidden * tokens,
+            output=size * hidden * tokens,
+            widest=4 * hidden * tokens,
+            casts=size * self.logits_width * hidden if self.ddp and size < 4 else 0,
+            products=2.0 * tokens * hidden * profile.vocabulary,
+            trained=_share_trained(profile.root),
+        )
+
+
+def _share_trained(weights: Weights) -> float:
+    return weights.trained / weights.count if weights.count else 1.0
