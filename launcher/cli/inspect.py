@@ -118,7 +118,7 @@ def _first_documents(
     from launcher.data.packing import pack
     from launcher.data.sources import find_parts, read_all
     from launcher.data.streaming import assign_shards
-    from launcher.data.tokenization import store_rows
+    from launcher.data.token_store import store_rows
 
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
     parts = find_parts(files, kind=data.kind)

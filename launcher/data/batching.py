@@ -29,23 +29,13 @@ class Position:
     skipped_batches: int = 0
     """Batches before it that were skipped because the run diverged on them."""
     stream: Mapping[str, Any] | None = None
-    """data.streaming: the positions of the shards, from a checkpoint."""
+    """`StreamingDataset.state`, from a checkpoint."""
 
 
 def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, ranks: int) -> int:
     """Micro-batches per rank and optimizer step. Rounded up: on a resume, the ranks may not divide
     the batch."""
     return -(-global_batch_size // (micro_batch_size * ranks))
-
-
-def total_steps(
-    *, max_steps: int | None, epochs: int | None, samples: int, global_batch_size: int
-) -> int:
-    """Optimizer steps of the run. The last step of the last epoch may be incomplete."""
-    if max_steps is not None:
-        return max_steps
-    assert epochs is not None
-    return -(-epochs * samples // global_batch_size)
 
 
 def _mix(value: int) -> int:
@@ -68,10 +58,8 @@ def permuted(index: int, *, size: int, seed: int, epoch: int) -> int:
     while True:
         left, right = index >> half, index & mask
         for turn in range(6):
-            left, right = (
-                right,
-                left ^ (_mix((right + key + turn * 0xD1B54A32D192ED03) & _MASK) & mask),
-            )
+            mixed = _mix((right + key + turn * 0xD1B54A32D192ED03) & _MASK) & mask
+            left, right = right, left ^ mixed
         index = (left << half) | right
         if index < size:
             return index
@@ -143,7 +131,8 @@ class MixtureOrder:
             SampleOrder(samples=size, seed=_mix((seed * count + source) & _MASK), shuffle=shuffle)
             for source, size in enumerate(sizes)
         ]
-        self._counts = _apportion(weights, _PERIOD)
+        self._counts = [max(1, round(weight / sum(weights) * _PERIOD)) for weight in weights]
+        self._counts[self._counts.index(max(self._counts))] += _PERIOD - sum(self._counts)
         self._turns: list[tuple[int, int]] = []
         """For each position of a period: the source, and its turns before in the period."""
         had, credit = [0] * count, [0] * count
@@ -165,13 +154,6 @@ class MixtureOrder:
     def passes(self, positions: int) -> list[float]:
         counted = zip(self._counts, self._orders, strict=True)
         return [positions * count / _PERIOD / order.samples for count, order in counted]
-
-
-def _apportion(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in proportion to the weights, at least one each, with sum `total`."""
-    counts = [max(1, round(weight / sum(weights) * total)) for weight in weights]
-    counts[counts.index(max(counts))] += total - sum(counts)
-    return counts
 
 
 Order = SampleOrder | MixtureOrder | StreamOrder
@@ -202,11 +184,8 @@ class RankBatchSampler(_RankPart):
 
     def micro_batches(self, step: int) -> int:
         """Micro-batches of a step (0-based): the same number on every rank."""
-        return accumulation_steps(
-            global_batch_size=self.global_batch_size,
-            micro_batch_size=self.micro_batch_size,
-            ranks=self.ranks,
-        )
+        size, micro = self.global_batch_size, self.micro_batch_size
+        return accumulation_steps(global_batch_size=size, micro_batch_size=micro, ranks=self.ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The sample indices of each micro-batch of this rank, step after step."""
@@ -248,9 +227,8 @@ class TokenBatchSampler(_RankPart):
         # If the groups do not divide by the ranks, split groups before a rank gets none
         while not groups or len(groups) % self.ranks:
             largest = max(groups, key=len, default=[])
-            half = (len(largest) + 1) // 2
             if len(largest) > 1:
-                place = groups.index(largest)
+                place, half = groups.index(largest), (len(largest) + 1) // 2
                 groups[place : place + 1] = [largest[:half], largest[half:]]
             else:
                 groups.append([NO_SAMPLE])

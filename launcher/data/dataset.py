@@ -1,9 +1,10 @@
-"""Training sequences from token stores, and micro-batches from sequences."""
+"""Data sets by index, and their micro-batches."""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset
 
 from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
 from launcher.data.custom import CustomDataset
 from launcher.data.packing import Sequences, pack
-from launcher.data.token_store import ModelInputs, open_store
-from launcher.data.tokenization import TokenStore
+from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.models.attention import Masking
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
@@ -34,8 +33,7 @@ MOST_TARGETS = 0.9
 
 
 def make_row(pieces: Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> Row:
-    """A sequence of pieces of documents, given as ids and targets. In each the positions start
-    at 0."""
+    """A sequence of pieces of documents, given as ids and targets. Each has positions from 0."""
     ids, targets = zip(*pieces, strict=True)
     return {
         "input_ids": np.concatenate(ids, dtype=np.int64),
@@ -92,23 +90,20 @@ class _Stored:
         """Documents that are split or cut, and skipped rows."""
         sequences, longer = self.sequences, f"longer than {self.length} tokens"
         lines = []
-        if sequences.split_documents:
+        if split := sequences.split_documents:
+            lines.append(f"{split:,} documents are {longer} and continue in another sequence")
+        if cut := sequences.cut_documents:
+            lost = sequences.cut_tokens
+            share = f"{lost:,} tokens ({lost / int(self.store.offsets[-1]):.1%} of all)"
             lines.append(
-                f"{sequences.split_documents:,} documents are {longer} and continue in another "
-                "sequence"
-            )
-        if sequences.cut_documents:
-            share = sequences.cut_tokens / int(self.store.offsets[-1])
-            lines.append(
-                f"warning: {sequences.cut_documents:,} of {self.store.documents:,} documents are "
-                f"{longer} (data.sequence_length) and lose their end, {sequences.cut_tokens:,} "
-                f"tokens ({share:.1%} of all)"
+                f"warning: {cut:,} of {self.store.documents:,} documents are {longer} "
+                f"(data.sequence_length) and lose their end, {share}"
             )
         if skipped := self.skipped:
-            first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
             lines.append(
                 f"warning: {len(skipped):,} rows cannot be used and are skipped (data.on_error: "
-                f"skip), listed in skipped_rows.jsonl; the first: {first}"
+                "skip), listed in skipped_rows.jsonl; the first: "
+                f"{skipped[0]['where']}: {skipped[0]['problem']}"
             )
         return lines
 
@@ -129,12 +124,10 @@ class SequenceDataset(_Stored):
         """
         if index == NO_SAMPLE:
             return EMPTY
-        store = self.store
-        labels = store.ids if store.labels is None else store.labels
-        pieces = []
+        store, pieces = self.store, []
         for document, start, end in self.pieces(index):
             targets = np.full(end - start, IGNORED, dtype=np.int64)
-            known = labels[start + 1 : min(end + 1, int(store.offsets[document + 1]))]
+            known = store.targets[start + 1 : min(end + 1, int(store.offsets[document + 1]))]
             targets[: len(known)] = known
             pieces.append((store.ids[start:end], targets))
         return make_row(pieces)
@@ -180,21 +173,19 @@ def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Ma
         "input_ids": _padded([row["input_ids"] for row in rows], width, 0),
         "targets": _padded([row["targets"] for row in rows], width, IGNORED),
     }
-    if packed and any(int((row["position_ids"] == 0).sum()) > 1 for row in rows):
+    starts = [row["position_ids"] for row in rows]
+    if packed and any(int((one == 0).sum()) > 1 for one in starts):
         # Padding is a document of its own: its positions start at 0 again
-        positions = np.tile(np.arange(width), (len(rows), 1))
-        for filled, row in zip(positions, rows, strict=True):
-            used = len(row["position_ids"])
-            filled[:used], filled[used:] = row["position_ids"], np.arange(width - used)
+        positions = np.stack([np.append(one, np.arange(width - len(one))) for one in starts])
         tensors["position_ids"] = torch.from_numpy(positions)
         if masking == "varlen":
-            starts = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
-            tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(starts)
+            bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
+            tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(bounds)
             # An upper bound; a constant one saves compiled blocks from recompilation
             tensors["max_length_q"] = tensors["max_length_k"] = width
-    positions_with_target = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
-    if len(positions_with_target) < MOST_TARGETS * tensors["targets"].numel():
-        tensors["target_positions"] = positions_with_target
+    with_target = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
+    if len(with_target) < MOST_TARGETS * tensors["targets"].numel():
+        tensors["target_positions"] = with_target
     return _collated(tensors, rows)
 
 
@@ -255,27 +246,31 @@ class ClassificationDataset(_Stored):
         return [text, *self._problems()]
 
 
-class MixtureDataset(ConcatDataset[Row]):
+class MixtureDataset:
     """Several data sets of one form. Indices run through one after the other."""
 
     def __init__(
         self, parts: dict[str, SequenceDataset | ClassificationDataset], weights: tuple[float, ...]
     ) -> None:
-        super().__init__(parts.values())  # type: ignore[arg-type]
         self.parts, self.weights = parts, weights
+        self._starts = list(itertools.accumulate(map(len, parts.values()), initial=0))
         self._first = next(iter(parts.values()))
         self.packed = self._first.packed
         self.collate, self.loss = self._first.collate, self._first.loss
 
+    def __len__(self) -> int:
+        return self._starts[-1]
+
     def __getitem__(self, index: int) -> Row:
         if index == NO_SAMPLE:
             return self._first[index]
-        return super().__getitem__(index)  # type: ignore[no-untyped-call, no-any-return]
+        name, index = self.locate(index)
+        return self.parts[name][index]
 
     def locate(self, index: int) -> tuple[str, int]:
         """The source of a sample, and its index there."""
-        part = bisect.bisect_right(self.cumulative_sizes, index)
-        return list(self.parts)[part], index - ([0, *self.cumulative_sizes][part])
+        part = bisect.bisect_right(self._starts, index) - 1
+        return list(self.parts)[part], index - self._starts[part]
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -312,26 +307,21 @@ def open_dataset(
     build: bool,
     validation: bool = False,
 ) -> SequenceDataset | ClassificationDataset | MixtureDataset:
-    """Opens and packs the files of a source, or of each source of a mixture. See `open_store`.
-
-    tokenizer: data.tokenizer, or the model's.
-    """
+    """Opens and packs the files of a source, or of each source of a mixture. See `open_store`."""
+    options: Any = {"tokenizer": tokenizer, "model": model, "build": build}
     if isinstance(source, dict):
-        parts: dict[str, Any] = {
-            name: open_dataset(
-                dataclasses.replace(data, kind=part.kind or data.kind),
-                part.files,
-                tokenizer=tokenizer,
-                model=model,
-                build=build,
-                validation=validation,
-            )
-            for name, part in source.items()
-        }
+        parts: dict[str, Any] = {}
+        for name, part in source.items():
+            own = dataclasses.replace(data, kind=part.kind or data.kind)
+            parts[name] = open_dataset(own, part.files, validation=validation, **options)
         return MixtureDataset(parts, tuple(part.weight for part in source.values()))
-    store = open_store(
-        source, data, tokenizer=tokenizer, model=model, validation=validation, build=build
-    )
+    store = open_store(source, data, validation=validation, **options)
+    return pack_store(store, data, model)
+
+
+def pack_store(
+    store: TokenStore, data: schema.Data, model: ModelInputs
+) -> SequenceDataset | ClassificationDataset:
     length = data.sequence_length
     sequences = pack(store.offsets, data.kind, packing=data.packing, sequence_length=length)
     if data.kind == "classification":
@@ -341,8 +331,8 @@ def open_dataset(
 
 def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:
     """The order of samples. The sources of a mixture alternate by their weights."""
+    options: Any = {"seed": seed, "shuffle": shuffle, "epochs": epochs}
     if not isinstance(dataset, MixtureDataset):
-        return SampleOrder(samples=len(dataset), seed=seed, shuffle=shuffle, epochs=epochs)
+        return SampleOrder(samples=len(dataset), **options)
     sizes = [len(part) for part in dataset.parts.values()]
-    weights = dataset.weights
-    return MixtureOrder(sizes=sizes, weights=weights, seed=seed, shuffle=shuffle, epochs=epochs)
+    return MixtureOrder(sizes=sizes, weights=dataset.weights, **options)

@@ -34,7 +34,6 @@ from launcher.recipe import schema
 
 _Tokens = tuple[Ids, Ids | None, int | None]
 """Ids, labels and category of a row, as in Encoded."""
-_BATCH_ROWS = 64
 _RESPONSES = ("response", "completion", "output")
 _COLUMNS: dict[schema.DataKind, tuple[str, ...]] = {
     "text": ("text_column",),
@@ -92,7 +91,7 @@ class Encoder:
         return [self.kind, tokenizer, self.columns, self.labels, template]
 
     def fingerprint(self) -> dict[str, str | None]:
-        """For checkpoints: checksums of the tokenizer's files and of data.chat_template."""
+        """Checksums of the tokenizer's files and of data.chat_template."""
         template = self.template
         return {
             "tokenizer": None if self.tokenizer is None else tokenizer_identity(self.tokenizer),
@@ -107,9 +106,7 @@ class Encoder:
         assert self.tokenizer is not None
         return _load_template(self.tokenizer, self.template)
 
-    def encode_rows(
-        self, rows: Iterable[Row], *, batch_rows: int = _BATCH_ROWS
-    ) -> Iterator[Encoded]:
+    def encode_rows(self, rows: Iterable[Row], *, batch_rows: int = 64) -> Iterator[Encoded]:
         """One result per row, in order. Tokenizes in batches, which is several times faster.
 
         Raises RecipeError for a problem of the tokenizer rather than of a row.
@@ -117,15 +114,13 @@ class Encoder:
         read_row, encode = _KINDS[self.kind]
         rows = iter(rows)
         while batch := list(itertools.islice(rows, batch_rows)):
-            problems, usable = [], []
-            for row in batch:
-                problem = row.problem
+            problems, usable = [row.problem for row in batch], []
+            for index, row in enumerate(batch):
                 if row.values is not None:
                     try:
                         usable.append(read_row(self, row.values))
                     except RowError as error:
-                        problem = str(error)
-                problems.append(problem)
+                        problems[index] = str(error)
             encoded = iter(encode(self, usable) if usable else ())
             for row, problem in zip(batch, problems, strict=True):
                 yield Encoded(row, problem=problem) if problem else Encoded(row, *next(encoded))
@@ -135,7 +130,7 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
     """The encoder for a recipe's data section. It leaves out settings that `kind` does not use, so
     that they do not change the store. Raises RecipeError if the chat template cannot be read.
 
-    tokenizer: a folder, a hub id or `bytes`.
+    tokenizer: data.tokenizer, or the model's.
     """
     file, template = data.chat_template, None
     if kind in ("chat", "instruct") and file is not None:
@@ -170,16 +165,14 @@ def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[_Tokens]:
 
 def _read_tokens(encoder: Encoder, row: dict[str, Any]) -> _Tokens:
     ids = _integers(row, "input_ids")
-    if ids.size and int(ids.min()) < 0:
-        raise RowError(f"input_ids must not be negative; got {int(ids.min())}")
+    if (least := int(ids.min(initial=0))) < 0:
+        raise RowError(f"input_ids must not be negative; got {least}")
     if row.get("labels") is None:
         return ids, None, None
     labels = _integers(row, "labels")
     if len(labels) != len(ids):
-        raise RowError(
-            f"{len(ids)} input_ids, but {len(labels)} labels; there must be one for each token "
-            "(-100: no loss)"
-        )
+        need = "there must be one for each token (-100: no loss)"
+        raise RowError(f"{len(ids)} input_ids, but {len(labels)} labels; {need}")
     wrong = labels[(labels < 0) & (labels != IGNORED)]
     if wrong.size:
         raise RowError(f"labels must be token ids, or -100 for no loss; got {int(wrong[0])}")
@@ -204,16 +197,50 @@ def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> Iterator[_Tokens]:
 
 
 def _read_instruct(encoder: Encoder, row: dict[str, Any]) -> Rendered | tuple[str, str]:
-    first, second = read_prompt(row, as_chat=encoder.template is not None, **encoder.columns)
-    if isinstance(first, list):
-        return _render(encoder, row, first, loss_from=int(second))
-    _encodable(f"{first}{second}", "prompt or response")
-    return first, str(second)
+    """Prompt and response, to be joined as they are; or a conversation, if either is a list of
+    messages, or if the recipe has a chat template."""
+    what, as_chat = "text or a list of messages", encoder.template is not None
+    found = next((name for name in _RESPONSES if name in row), _RESPONSES[0])
+    column = encoder.columns["response_column"] or found
+    hint = f"data.response_column names it; null: {', '.join(_RESPONSES)}"
+    response = _value(row, column, (str, list), what, hint)
+    if not response:
+        raise RowError(f"column {column!r} is empty, so there is nothing to learn from")
+    key = encoder.columns["prompt_column"]
+    if key is None and "prompt" not in row and "instruction" in row:
+        prompt: Any = _instruction(row, headings=not (as_chat or isinstance(response, list)))
+    else:
+        hint = "data.prompt_column names it; null: prompt, or instruction and input"
+        prompt = _value(row, key or "prompt", (str, list), what, hint)
+    if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
+        _encodable(prompt + response, "prompt or response")
+        return prompt, response
+    question = _turns("user", prompt, key or "prompt")
+    answer = _turns("assistant", response, column)
+    return _render(encoder, row, question + answer, loss_from=len(question))
+
+
+def _turns(role: str, value: str | list[Any], column: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return read_messages(value, column)
+
+
+def _instruction(row: dict[str, Any], *, headings: bool) -> str:
+    """Instruction and input as one prompt. headings: in Alpaca's form."""
+    parts = {"Instruction": row["instruction"], "Input": row.get("input") or ""}
+    for name, text in parts.items():
+        if not isinstance(text, str):
+            got = type(text).__name__
+            raise RowError(f"column {name.lower()!r} must hold text; got {got}")
+    if not headings:
+        return "\n\n".join(text for text in parts.values() if text)
+    shown = [name for name, text in parts.items() if text or name == "Instruction"]
+    return "\n\n".join([*(f"### {name}:\n{parts[name]}" for name in shown), "### Response:\n"])
 
 
 def _encode_instruct(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
-    """Rows are pairs of texts or conversations. The texts are tokenized separately: at inference
-    the prompt is tokenized alone."""
+    """Prompt and response are tokenized separately: at inference the prompt is alone."""
     tokenizer = encoder.load_tokenizer()
     for kind, rows in itertools.groupby(batch, type):
         if kind is Rendered:
@@ -262,51 +289,6 @@ _KINDS: dict[schema.DataKind, tuple[_Read, _Encode]] = {
 }
 
 
-def read_prompt(
-    row: dict[str, Any], *, prompt_column: str | None, response_column: str | None, as_chat: bool
-) -> tuple[str, str] | tuple[list[Message], int]:
-    """Prompt and response as two texts, to be joined as they are; or, if either is a list of
-    messages, all messages and the index of the first one of the response. Raises RowError.
-
-    as_chat: always messages: the prompt is the user's turn, the response the assistant's.
-    """
-
-    def value(column: str, key: str, names: str) -> Any:
-        what = "text or a list of messages"
-        return _value(row, column, (str, list), what, f"{key} names it; null: {names}")
-
-    column = response_column or next((name for name in _RESPONSES if name in row), _RESPONSES[0])
-    response = value(column, "data.response_column", ", ".join(_RESPONSES))
-    if not response:
-        raise RowError(f"column {column!r} is empty, so there is nothing to learn from")
-    key = prompt_column or "prompt"
-    if prompt_column is None and "prompt" not in row and "instruction" in row:
-        prompt: Any = _instruction(row, headings=not (as_chat or isinstance(response, list)))
-    else:
-        prompt = value(key, "data.prompt_column", "prompt, or instruction and input")
-    if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
-        return prompt, response
-    turns = [("user", prompt, key), ("assistant", response, column)]
-    question, answer = (
-        [{"role": role, "content": text}] if isinstance(text, str) else read_messages(text, name)
-        for role, text, name in turns
-    )
-    return question + answer, len(question)
-
-
-def _instruction(row: dict[str, Any], *, headings: bool) -> str:
-    """Instruction and input as one prompt. headings: in Alpaca's form."""
-    parts = {"Instruction": row["instruction"], "Input": row.get("input") or ""}
-    for name, text in parts.items():
-        if not isinstance(text, str):
-            got = type(text).__name__
-            raise RowError(f"column {name.lower()!r} must hold text; got {got}")
-    if not headings:
-        return "\n\n".join(text for text in parts.values() if text)
-    shown = [name for name, text in parts.items() if text or name == "Instruction"]
-    return "\n\n".join([*(f"### {name}:\n{parts[name]}" for name in shown), "### Response:\n"])
-
-
 def _value(row: dict[str, Any], column: str, kinds: Any, what: str, hint: str) -> Any:
     value = row.get(column)
     if value is not None and isinstance(value, kinds):
@@ -333,9 +315,8 @@ def _encodable(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RowError(
-            f"{where} holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
-        ) from None
+        what = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
+        raise RowError(f"{where} {what}") from None
     return text
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +65,18 @@ def stream(offsets: Integers, length: int) -> Sequences:
 
 def separate(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
     """One piece per sequence. Documents longer than `length` are split, or cut."""
-    starts, lengths, counts = _pieces(offsets, length, cut)
+    sizes = np.diff(offsets)
+    longer = sizes > length
+    if cut:
+        starts, lengths = offsets[:-1], np.minimum(sizes, length)
+        counts = {"cut_documents": int(longer.sum()), "cut_tokens": int((sizes - lengths).sum())}
+    else:
+        pieces = -(-sizes // length)
+        number = np.arange(int(pieces.sum()), dtype=np.int64)
+        number -= np.repeat(np.cumsum(pieces) - pieces, pieces)  # of the piece in its document
+        starts = np.repeat(offsets[:-1], pieces) + number * length
+        lengths = np.minimum(np.repeat(offsets[1:], pieces) - starts, length)
+        counts = {"split_documents": int(longer.sum())}
     return Sequences(starts, lengths, np.arange(len(starts) + 1, dtype=np.int64), **counts)
 
 
@@ -74,12 +85,12 @@ def best_fit(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
 
     Needs at most 11/9 of the fewest sequences possible, and 4 more (Johnson, 1974).
     """
-    starts, lengths, counts = _pieces(offsets, length, cut)
+    pieces = separate(offsets, length, cut=cut)
     contents: list[list[int]] = []
     room: defaultdict[int, list[int]] = defaultdict(list)  # free tokens: sequences
     free: list[int] = []  # sorted, those with a sequence
-    for piece in np.argsort(-lengths, kind="stable").tolist():
-        size = int(lengths[piece])
+    for piece in np.argsort(-pieces.lengths, kind="stable").tolist():
+        size = int(pieces.lengths[piece])
         at = bisect.bisect_left(free, size)
         if at == len(free):
             sequence, left = len(contents), length - size
@@ -93,22 +104,9 @@ def best_fit(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
             bisect.insort(free, left)
         room[left].append(sequence)
     # By the first document of each, so that shuffle: false stays near the order of the files
-    contents = sorted((sorted(content) for content in contents), key=lambda content: content[0])
+    contents = sorted(sorted(content) for content in contents)
     order = np.array([piece for content in contents for piece in content], dtype=np.int64)
     bounds = np.cumsum([0] + [len(content) for content in contents], dtype=np.int64)
-    return Sequences(starts[order], lengths[order], bounds, **counts)
-
-
-def _pieces(offsets: Integers, length: int, cut: bool) -> tuple[Integers, Integers, dict[str, int]]:
-    sizes = np.diff(offsets)
-    longer = sizes > length
-    if cut:
-        lost = int((sizes[longer] - length).sum())
-        counts = {"cut_documents": int(longer.sum()), "cut_tokens": lost}
-        return offsets[:-1].copy(), np.minimum(sizes, length), counts
-    pieces = -(-sizes // length)
-    number = np.arange(int(pieces.sum()), dtype=np.int64)
-    number -= np.repeat(np.cumsum(pieces) - pieces, pieces)  # of the piece in its document
-    starts = np.repeat(offsets[:-1], pieces) + number * length
-    lengths = np.minimum(np.repeat(offsets[1:], pieces) - starts, length)
-    return starts, lengths, {"split_documents": int(longer.sum())}
+    return replace(
+        pieces, starts=pieces.starts[order], lengths=pieces.lengths[order], bounds=bounds
+    )

@@ -9,8 +9,7 @@ micro-batches, loader processes and batch sizes see the same samples in the same
 
 Reading. Process p of P (ranks times loader processes) has the samples k with k % P == p, so it
 reads every gcd(shards, P)-th shard. The number of shards is a power of two: if P is one too, and
-not larger, no two processes tokenize the same text. Before its first sample a process reads at most
-data.shuffle_buffer rows, over all shards.
+not larger, no two processes tokenize the same text.
 
 Resume. A checkpoint holds the positions of all shards, for any number of ranks. A resume reads one
 part per shard up to there without tokenizing it. Without saved positions everything before is
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import heapq
 import itertools
 import json
 import math
@@ -78,18 +76,18 @@ def assign_shards(
     total = sum(part.size for part in parts)
     size = max(_SHARD_BYTES, min(_PART_BYTES, total // (4 * SHARDS)), total // _PARTS)
     pieces = [piece for part in parts for piece in _divide(part, size)]
-    most = len(pieces)
+    most = min(shards, len(pieces))
     if all(part.form != "hub" for part in parts):
         most = min(most, total // _SHARD_BYTES)
-    number = 1 << (max(1, min(shards, most)).bit_length() - 1)
+    number = 1 << (max(1, most).bit_length() - 1)
     if shuffle:
         random.Random(f"parts {seed}").shuffle(pieces)
     assigned: list[list[Part]] = [[] for _ in range(number)]
-    smallest = [(0, 0, shard) for shard in range(number)]  # a heap of (bytes, parts, shard)
+    held = [(0, 0, shard) for shard in range(number)]  # bytes, parts, shard
     for piece in pieces:
-        held, count, shard = smallest[0]
+        held_bytes, count, shard = min(held)
         assigned[shard].append(piece)
-        heapq.heapreplace(smallest, (held + piece.size, count + 1, shard))
+        held[shard] = (held_bytes + piece.size, count + 1, shard)
     return assigned
 
 
@@ -102,14 +100,11 @@ def _divide(part: Part, size: int) -> list[Part]:
 
 def _through_buffer(rows: Iterator[Any], size: int, generator: random.Random) -> Iterator[Any]:
     """The rows in random order: each leaves a buffer of `size` rows at random."""
-    buffer: list[Any] = []
+    buffer = list(itertools.islice(rows, size))
     for row in rows:
-        if len(buffer) < size:
-            buffer.append(row)
-            continue
         index = generator.randrange(size)
-        buffer[index], row = row, buffer[index]
-        yield row
+        yield buffer[index]
+        buffer[index] = row
     generator.shuffle(buffer)
     yield from buffer
 
@@ -190,7 +185,7 @@ class StreamingDataset(IterableDataset[Collated]):
     ) -> dict[str, Any]:
         """What `starting` needs to continue after `samples` samples. Every rank must call it.
 
-        positions: the positions of the shards that this rank reads.
+        positions: of the shards that this rank reads.
         """
         table = torch.full((len(self._shards), len(_START)), -1, dtype=torch.int64)
         for shard, position in positions.items():
@@ -253,8 +248,8 @@ class StreamingDataset(IterableDataset[Collated]):
 
     def _pass(
         self, shard: int, turn: int, first_part: int, first_row: int
-    ) -> Iterator[tuple[Encoded, tuple[int, int]]]:
-        """The rows of pass `turn` of a shard, each with its part and row."""
+    ) -> Iterator[tuple[Encoded, tuple[int, int, int]]]:
+        """The rows of pass `turn` of a shard, each with its pass, part and row."""
         parts = list(self._shards[shard])
         if self._data.shuffle:
             random.Random(f"shard {shard} pass {turn} {self._seed}").shuffle(parts)
@@ -266,31 +261,30 @@ class StreamingDataset(IterableDataset[Collated]):
             rows = itertools.islice(rows, first_row, None)
             encoded_rows = self._encoder.encode_rows(rows, batch_rows=_ENCODED_ROWS)
             for index, encoded in enumerate(encoded_rows, first_row):
-                yield encoded, (number, index)
+                yield encoded, (turn, number, index)
             first_row = 0
 
     def _documents(
         self, shard: int, start: ShardPosition, *, list_bad_rows: bool
     ) -> Iterator[tuple[Encoded, tuple[int, int, int]]]:
         """The shard's documents from `start`, endless, each with its pass, part and row."""
-        turn, first_part, first_row, _ = start
+        first, part, row, _ = start
         # The rows before a start inside a pass are not seen, so they count as documents
         found = start[1:] != _START[1:]
-        while True:
-            for encoded, position in self._pass(shard, turn, first_part, first_row):
+        for turn in itertools.count(first):
+            for encoded, position in self._pass(shard, turn, part, row):
                 if encoded.problem:
                     self._report(encoded, listed=list_bad_rows and turn == 0)
                 elif encoded.ids.size:
                     check_range(encoded, self._model)
                     found = True
-                    yield encoded, (turn, *position)
+                    yield encoded, position
             if not found:
                 names = list(dict.fromkeys(part.name for part in self._shards[shard]))
-                raise RecipeError(
-                    f"data.streaming: no document with text in {', '.join(names[:5])}"
-                    f"{' ...' if names[5:] else ''}; leave these files out, or use streaming: false"
-                )
-            turn, first_part, first_row, found = turn + 1, 0, 0, False
+                listed = ", ".join(names[:5]) + (" ..." if names[5:] else "")
+                hint = "leave these files out, or use streaming: false"
+                raise RecipeError(f"data.streaming: no document with text in {listed}; {hint}")
+            part, row, found = 0, 0, False
 
     def _report(self, encoded: Encoded, *, listed: bool) -> None:
         """A row that cannot be used. Raises RecipeError unless data.on_error is skip."""

@@ -13,7 +13,7 @@ from launcher.cli.main import run
 from launcher.cli.rows import skipped_batches
 from launcher.data.dataset import SequenceDataset
 from launcher.data.packing import best_fit, separate, stream
-from launcher.data.tokenization import TokenStore
+from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
 from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED

@@ -17,8 +17,7 @@ from launcher.data.batching import NO_SAMPLE
 from launcher.data.dataset import SequenceDataset, open_dataset
 from launcher.data.encoder import make_encoder
 from launcher.data.sources import file_part, find_parts, read_rows
-from launcher.data.token_store import ModelInputs, cache_folder, open_store
-from launcher.data.tokenization import TokenStore
+from launcher.data.token_store import ModelInputs, TokenStore, cache_folder, open_store
 from launcher.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -164,7 +163,7 @@ BROKEN_FILES = [
     (
         "a.json",
         '[\n{"text": "x"},\n{"text" "y"}]',
-        ":3: not JSON: Expecting ':' delimiter (column 9)",
+        ": not JSON: Expecting ':' delimiter (line 3, column 9)",
     ),
     (
         "a.json",
@@ -175,7 +174,7 @@ BROKEN_FILES = [
     (
         "a.json",
         '{"text": "x"}\n{"text": "y"}',
-        ":2: not JSON: Extra data (column 1); if it has one object per line, name it .jsonl",
+        ": not JSON: Extra data (line 2, column 1); if it has one object per line, name it .jsonl",
     ),
     (
         "a.txt",

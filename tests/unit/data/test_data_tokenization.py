@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launcher.data import token_store, tokenization
+from launcher.data import token_store
 from launcher.data.sources import Part, file_part, find_parts, read_all, read_rows, split
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.distributed.environment import Environment
@@ -26,8 +26,8 @@ END = 256
 @pytest.fixture
 def many_tasks(monkeypatch):
     """Small inputs are taken for large ones: processes are started, and a task is some lines."""
-    monkeypatch.setattr(tokenization, "_TASK_BYTES", 64)
-    monkeypatch.setattr(tokenization, "_STORE_ROWS", 7)
+    monkeypatch.setattr(token_store, "_TASK_BYTES", 64)
+    monkeypatch.setattr(token_store, "_STORE_ROWS", 7)
 
 
 def jsonl(file, texts):
@@ -209,7 +209,7 @@ def test_a_tokenizer_problem_in_a_process_is_reported(tmp_path, many_tasks):
 
 
 def test_a_killed_process_is_an_error(tmp_path, many_tasks, monkeypatch):
-    monkeypatch.setattr(tokenization, "store_rows", lambda *arguments: os._exit(9))
+    monkeypatch.setattr(token_store, "store_rows", lambda *arguments: os._exit(9))
     with pytest.raises(
         TrainingError, match=r"a tokenization process was killed, .*; lower data.processes"
     ):
