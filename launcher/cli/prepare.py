@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.cli.app import Overrides
 from launcher.errors import EXIT_DONE
 from launcher.metrics.console import bytes_as_text, configure_logging
 from launcher.recipe.hub import is_hub_id, model_folder
 from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Data, DataKind, Recipe
+from launcher.recipe.schema import Data, DataKind, Model, Recipe
+
+if TYPE_CHECKING:
+    from launcher.data.token_store import ModelInputs
 
 
 def prepare(overrides: Overrides) -> int:
@@ -51,16 +55,13 @@ def prepare(overrides: Overrides) -> int:
 def _tokenize(
     recipe: Recipe, name: str, kind: DataKind, patterns: tuple[str, ...], validation: bool
 ) -> None:
-    from launcher.data.token_store import ModelInputs, open_store
+    from launcher.data.token_store import open_store
 
-    model = recipe.model
     store = open_store(
         patterns,
         dataclasses.replace(recipe.data, kind=kind),
-        tokenizer=recipe.data.tokenizer or model.path,
-        model=ModelInputs(
-            vocabulary=(model.config or {}).get("vocab_size"), classes=model.num_labels
-        ),
+        tokenizer=recipe.data.tokenizer or recipe.model.path,
+        model=model_inputs(recipe.model),
         validation=validation,
         build=True,
     )
@@ -70,6 +71,13 @@ def _tokenize(
     if store.skipped:
         first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
         _print(f"{name}: {len(store.skipped):,} rows cannot be used and are skipped, first {first}")
+
+
+def model_inputs(model: Model) -> ModelInputs:
+    """As far as the recipe says."""
+    from launcher.data.token_store import ModelInputs
+
+    return ModelInputs(vocabulary=(model.config or {}).get("vocab_size"), classes=model.num_labels)
 
 
 def data_sets(data: Data) -> Iterator[tuple[str, DataKind, tuple[str, ...], bool]]:

@@ -26,14 +26,13 @@ from launcher.training import loss
 Integers = npt.NDArray[np.int64]
 Row = dict[str, Integers]
 Collated = dict[str, Any]
-"""A micro-batch: `tensors`, the arguments of the loss, rows first; `tokens` without padding;
-`loss_tokens`, the number of targets."""
-MOST_TARGETS = 0.9
+"""A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`."""
+_MOST_TARGETS = 0.9
 """Share of positions with a target below which logits are computed for these positions only."""
 
 
 def make_row(pieces: Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> Row:
-    """A sequence of pieces of documents, given as ids and targets. Each has positions from 0."""
+    """pieces: ids and targets of each. In each the positions start at 0."""
     ids, targets = zip(*pieces, strict=True)
     return {
         "input_ids": np.concatenate(ids, dtype=np.int64),
@@ -53,19 +52,19 @@ class _Stored:
     store: TokenStore
     sequences: Sequences
     length: int
-    """The longest sequence."""
+    """Of the longest sequence."""
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """For checkpoints, to detect changed data (see `TokenStore.fingerprint`)."""
+        """See `TokenStore`."""
         return self.store.fingerprint
 
     @property
     def skipped(self) -> list[dict[str, str]]:
-        """`where` and `problem` of the rows that cannot be used (data.on_error: skip)."""
+        """See `TokenStore`."""
         return self.store.skipped
 
     @property
@@ -87,7 +86,6 @@ class _Stored:
             yield document, start, start + length
 
     def _problems(self) -> list[str]:
-        """Documents that are split or cut, and skipped rows."""
         sequences, longer = self.sequences, f"longer than {self.length} tokens"
         lines = []
         if split := sequences.split_documents:
@@ -113,15 +111,12 @@ class SequenceDataset(_Stored):
     """Sequences for next-token training."""
 
     packed: bool
-    """Whether documents are packed, so that padding does not depend on the micro-batches."""
+    """Whether sequences hold several documents."""
     masking: Masking = "mask"
 
     def __getitem__(self, index: int) -> Row:
-        """`input_ids`, `targets` and `position_ids`, each (tokens,).
-
-        The target of a token is the document's next token, even if that is in another sequence;
-        IGNORED at the end of a document.
-        """
+        """`input_ids`, `targets` and `position_ids`, each (tokens,). The target of a token is the
+        document's next token, even in another sequence; IGNORED at the end of a document."""
         if index == NO_SAMPLE:
             return EMPTY
         store, pieces = self.store, []
@@ -133,7 +128,6 @@ class SequenceDataset(_Stored):
         return make_row(pieces)
 
     def collate(self, rows: list[Row]) -> Collated:
-        """See `collate_sequences`."""
         return collate_sequences(rows, length=self.length, packed=self.packed, masking=self.masking)
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
@@ -141,7 +135,7 @@ class SequenceDataset(_Stored):
         return loss.summed_loss(model, tensors)
 
     def describe(self) -> list[str]:
-        """Size, cut documents and padding, one line each."""
+        """Lines for the log. The first is about the size."""
         tokens, count = self.tokens, len(self)
         text = f"{self.store.documents:,} documents, {tokens:,} tokens in {count:,} sequences "
         text += f"of up to {self.length}"
@@ -157,16 +151,14 @@ class SequenceDataset(_Stored):
 
 def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Masking) -> Collated:
     """A micro-batch: tensors (rows, tokens), padded on the right to the longest row (packed: to
-    `length`).
+    `length`). Attention is causal, so padding needs no mask.
 
-    Padding needs no attention mask: attention is causal, and padding has no target. If a row holds
-    several documents, `position_ids` shows transformers' masks where each starts. For varlen
-    attention there are also `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,), int32, the starts
-    in the flattened rows, and `max_length_q`, `max_length_k`: transformers' names.
+    If a row holds several documents, `position_ids` shows transformers' masks where each starts.
+    For varlen attention there are also `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,), int32,
+    the starts in the flattened rows, and `max_length_q`, `max_length_k`: transformers' names.
 
-    `target_positions` (positions,) are those of the flattened rows that have a target, if they are
-    so few that it saves time to compute logits for them only. The host knows their number: finding
-    it on the device would wait for the device.
+    `target_positions` (positions,) are those of the flattened rows with a target, if they are few.
+    They are found on the host: on the device, their number would have to be waited for.
     """
     width = length if packed else max(1, *(len(row["input_ids"]) for row in rows))
     tensors: dict[str, Any] = {
@@ -184,7 +176,7 @@ def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Ma
             # An upper bound; a constant one saves compiled blocks from recompilation
             tensors["max_length_q"] = tensors["max_length_k"] = width
     with_target = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
-    if len(with_target) < MOST_TARGETS * tensors["targets"].numel():
+    if len(with_target) < _MOST_TARGETS * tensors["targets"].numel():
         tensors["target_positions"] = with_target
     return _collated(tensors, rows)
 
@@ -209,7 +201,7 @@ class ClassificationDataset(_Stored):
     """Documents, each with a class."""
 
     padding: int
-    """The model's padding id: it finds the last token before the padding."""
+    """The model's padding id, by which it finds the last token."""
     packed: bool = False
 
     def __getitem__(self, index: int) -> Row:
@@ -224,8 +216,7 @@ class ClassificationDataset(_Stored):
         }
 
     def collate(self, rows: list[Row]) -> Collated:
-        """`input_ids` and `attention_mask` (rows, tokens), padded on the right to the longest row;
-        `targets` (rows,)."""
+        """`input_ids` and `attention_mask` (rows, tokens), padded on the right; `targets` (rows,)."""
         ids = [row["input_ids"] for row in rows]
         width = max(1, *(len(row) for row in ids))
         tensors = {
@@ -247,7 +238,7 @@ class ClassificationDataset(_Stored):
 
 
 class MixtureDataset:
-    """Several data sets of one form. Indices run through one after the other."""
+    """Several data sets, one after the other."""
 
     def __init__(
         self, parts: dict[str, SequenceDataset | ClassificationDataset], weights: tuple[float, ...]
@@ -295,7 +286,7 @@ class MixtureDataset:
 
 
 MapData = SequenceDataset | ClassificationDataset | MixtureDataset | CustomDataset
-"""Samples by index. `SequenceDataset` describes the members that all of them have."""
+"""All have the members of `SequenceDataset`."""
 
 
 def open_dataset(
@@ -307,7 +298,7 @@ def open_dataset(
     build: bool,
     validation: bool = False,
 ) -> SequenceDataset | ClassificationDataset | MixtureDataset:
-    """Opens and packs the files of a source, or of each source of a mixture. See `open_store`."""
+    """Opens (see `open_store`) and packs the files of a source, or of each source of a mixture."""
     options: Any = {"tokenizer": tokenizer, "model": model, "build": build}
     if isinstance(source, dict):
         parts: dict[str, Any] = {}
@@ -330,7 +321,6 @@ def pack_store(
 
 
 def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:
-    """The order of samples. The sources of a mixture alternate by their weights."""
     options: Any = {"seed": seed, "shuffle": shuffle, "epochs": epochs}
     if not isinstance(dataset, MixtureDataset):
         return SampleOrder(samples=len(dataset), **options)

@@ -1,4 +1,4 @@
-"""Rows into token ids, for each kind of data. Used by token stores and by streaming."""
+"""Rows into token ids, for each kind of data."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher.data.chat import (
-    ChatTemplate,
-    Message,
-    Rendered,
-    RowError,
-    read_messages,
-    read_tools,
-)
+from launcher.data.chat import ChatTemplate, Message, Rendered, RowError, read_messages, read_tools
 from launcher.data.sources import Row
 from launcher.data.tokenizer import (
     Ids,
@@ -52,7 +45,7 @@ class Encoded:
     ids: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """Empty: the row has no text, or cannot be used."""
     labels: Ids | None = None
-    """labels[t] is the target at position t - 1, as in transformers; None: the ids."""
+    """labels[t] is the target at position t - 1; None: the ids."""
     category: int | None = None
     """kind classification."""
     problem: str = ""
@@ -64,13 +57,13 @@ class Encoded:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """The row in a list of skipped rows."""
+        """For the list of skipped rows."""
         return {"where": self.row.where, "problem": self.problem}
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """How rows of one kind become ids. Loads the tokenizer when it is first used."""
+    """How rows of one kind become ids."""
 
     kind: schema.DataKind
     tokenizer: str | None
@@ -107,9 +100,9 @@ class Encoder:
         return _load_template(self.tokenizer, self.template)
 
     def encode_rows(self, rows: Iterable[Row], *, batch_rows: int = 64) -> Iterator[Encoded]:
-        """One result per row, in order. Tokenizes in batches, which is several times faster.
+        """One result per row, in order. Tokenizing in batches is several times faster.
 
-        Raises RecipeError for a problem of the tokenizer rather than of a row.
+        Raises RecipeError for a problem of the tokenizer.
         """
         read_row, encode = _KINDS[self.kind]
         rows = iter(rows)
@@ -127,10 +120,10 @@ class Encoder:
 
 
 def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | None) -> Encoder:
-    """The encoder for a recipe's data section. It leaves out settings that `kind` does not use, so
-    that they do not change the store. Raises RecipeError if the chat template cannot be read.
+    """Leaves out settings that `kind` does not use: they must not change the store.
 
-    tokenizer: data.tokenizer, or the model's.
+    tokenizer: data.tokenizer, or the model's. Raises RecipeError if the chat template cannot be
+    read.
     """
     file, template = data.chat_template, None
     if kind in ("chat", "instruct") and file is not None:
@@ -191,9 +184,8 @@ def _read_chat(encoder: Encoder, row: dict[str, Any]) -> Rendered:
     return _render(encoder, row, read_messages(value, column))
 
 
-def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> Iterator[_Tokens]:
-    for ids, labels in encoder.load_template().tokens(batch):
-        yield ids, labels, None
+def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
+    return [(ids, labels, None) for ids, labels in encoder.load_template().tokens(batch)]
 
 
 def _read_instruct(encoder: Encoder, row: dict[str, Any]) -> Rendered | tuple[str, str]:
@@ -262,20 +254,21 @@ def _read_classification(encoder: Encoder, row: dict[str, Any]) -> tuple[str, in
     value = _value(row, column, object, "the label", "data.label_column names it")
     if names is not None and value in names:
         return text, names.index(value)
-    digits = isinstance(value, str) and value.strip().isdecimal()  # a .csv holds only text
-    number = int(value) if digits else value
-    if type(number) is not int or not 0 <= number < (2**31 if names is None else len(names)):
+    if isinstance(value, str) and value.strip().isdecimal():  # a .csv holds only text
+        value = int(value)
+    most = 2**31 if names is None else len(names)
+    if type(value) is not int or not 0 <= value < most:
         form = "a whole number from 0; data.labels gives names"
         if names is not None:
-            form = f"a whole number from 0 to {len(names) - 1}, or a name: {', '.join(names)}"
+            form = f"a whole number from 0 to {most - 1}, or a name: {', '.join(names)}"
         raise RowError(f"column {column!r}: {value!r} is no class; it must be {form}")
-    return text, number
+    return text, value
 
 
-def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> Iterator[_Tokens]:
-    encoded = encoder.load_tokenizer().ids([text for text, _ in batch], special=True)
-    for (_, category), ids in zip(batch, encoded, strict=True):
-        yield ids, None, category
+def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> list[_Tokens]:
+    texts, categories = zip(*batch, strict=True)
+    encoded = encoder.load_tokenizer().ids(texts, special=True)
+    return [(ids, None, category) for ids, category in zip(encoded, categories, strict=True)]
 
 
 _Read = Callable[[Encoder, dict[str, Any]], Any]

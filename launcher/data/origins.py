@@ -25,7 +25,7 @@ class TrainedRow:
     """Name in a mixture."""
     dataset: Any
     sample: Any
-    """A sample of the data set with this row alone, as `collate` takes it."""
+    """This row alone, as the data set's `collate` takes it."""
     document: int = 0
     first: int = 0
     """The first token of the row in this sequence."""
@@ -36,9 +36,9 @@ class TrainedRow:
 
 
 def trained_rows(opened: RunData, *, batch: int, tokenizer: str | None) -> list[TrainedRow]:
-    """The rows of a global batch, sequence after sequence. Reads the files up to the last of them.
+    """The rows of a global batch. Reads the files up to the last of them.
 
-    batch: its number from 0: the finished steps and the skipped batches before it.
+    batch: from 0: the finished steps and the skipped batches before it.
     """
     data, size = opened.data, opened.sampler.global_batch_size
     rows: list[TrainedRow] = []
@@ -53,8 +53,8 @@ def trained_rows(opened: RunData, *, batch: int, tokenizer: str | None) -> list[
         mine = [row for row in rows if row.source == name]
         encoder = make_encoder(kind, data, tokenizer=tokenizer)
         found: Any = read_all(find_parts(files, kind=kind), column=encoder.text_column)
-        # A store does not record where its documents come from, so the rows are read again. They
-        # are tokenized again only if some of them have no document
+        # A store does not record where documents come from: read the rows again. Tokenize them
+        # only if some have no document
         store = mine[0].dataset.store
         if store.empty or store.skipped:
             found = (encoded.row for encoded in encoder.encode_rows(found) if encoded.ids.size)

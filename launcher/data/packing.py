@@ -1,8 +1,7 @@
 """Documents into sequences of pieces.
 
-A piece is a run of tokens of one document. A split document has each token in exactly one piece,
-and the first token of a piece is still the target of the last token before it: context is lost, but
-no target. A cut document has one piece, and the lost tokens are counted.
+A piece is a run of tokens of one document. A document that is too long is split into several
+pieces, and loses context, but no target; or it is cut to one piece.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences as lists of pieces."""
-
     starts: Integers
     """First token of each piece in the store, (pieces,)."""
     lengths: Integers
@@ -28,9 +25,7 @@ class Sequences:
     bounds: Integers
     """First piece of each sequence, and the end: (sequences + 1,)."""
     split_documents: int = 0
-    """Documents that continue in another sequence."""
     cut_documents: int = 0
-    """Documents that lose their end."""
     cut_tokens: int = 0
 
     def __len__(self) -> int:
@@ -38,11 +33,8 @@ class Sequences:
 
 
 def pack(offsets: Integers, kind: str, *, packing: bool, sequence_length: int) -> Sequences:
-    """Packs text one document after another, and other kinds (data.kind) whole if they fit.
-
-    Documents that are too long are split for text and tokens and cut for other kinds: the end of an
-    answer without its beginning teaches nothing.
-    """
+    """kind: data.kind. Too long documents are split for text and tokens and cut for other kinds: the
+    end of an answer without its beginning teaches nothing."""
     cut = kind in ("chat", "instruct", "classification")
     if not packing or kind == "classification":
         return separate(offsets, sequence_length, cut=cut)

@@ -10,23 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launcher.data.batching import (
-    BatchSampler,
-    Order,
-    Position,
-    StreamOrder,
-    make_batch_sampler,
-)
+from launcher.data.batching import BatchSampler, Order, Position, StreamOrder, make_batch_sampler
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import Collated, MapData, make_order, open_dataset
 from launcher.data.encoder import make_encoder
-from launcher.data.loader import (
-    GlobalBatch,
-    StepStatistics,
-    TrainingData,
-    make_loader,
-    to_device,
-)
+from launcher.data.loader import GlobalBatch, StepStatistics, TrainingData, make_loader, to_device
 from launcher.data.sources import find_parts
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs
@@ -38,11 +26,8 @@ from launcher.recipe import schema
 
 @dataclass(frozen=True)
 class RunData:
-    """A run's samples and their order."""
-
     training: TrainingData
     validation: dict[str, MapData]
-    """By name."""
     order: Order
     sampler: BatchSampler
     """This rank's micro-batches."""
@@ -62,10 +47,7 @@ class RunData:
         stop_requested: Callable[[], bool],
         save_requested: Callable[[], bool],
     ) -> Iterator[GlobalBatch]:
-        """This rank's part of the global batches, from a position of the run on.
-
-        Copies to the device and statistics start without waiting.
-        """
+        """This rank's part of the global batches, from a position of the run on."""
         skipped, dataset = position.skipped_batches, self.training
         first, end = position.step + skipped, self.steps + skipped
         sampler: Any = replace(self.sampler, first_step=first, steps=end)
@@ -131,14 +113,12 @@ def open_run_data(
     build: bool,
     skipped_rows: Path | None,
 ) -> RunData:
-    """Opens the data of the recipe.
-
-    build: tokenize what is not cached (one process per node).
-    skipped_rows: file that lists the rows of a stream that cannot be used.
-    """
+    """build: tokenize what is not cached (one process per node).
+    skipped_rows: file that lists the rows of a stream that cannot be used."""
     data, batch, run = recipe.data, recipe.batch, recipe.run
     tokenizer = data.tokenizer or recipe.model.path
-    train, sets = data.train, data.validation
+    train: Any = data.train
+    sets: Any = data.validation
     open_one: Any = partial(open_dataset, data, tokenizer=tokenizer, model=model, build=build)
     open_validation: Any = partial(open_one, validation=True)
     if data.builder is not None:
@@ -175,8 +155,8 @@ def open_run_data(
 
 
 def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:
-    """The transformers tokenizer for an exported model: that of the data, with its chat template,
-    or the model's own; None if there is none."""
+    """For an exported model: that of the data, with its chat template, or the model's own; None if
+    there is none."""
     name = data.tokenizer or model_path
     if name is None:
         return None

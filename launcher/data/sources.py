@@ -1,7 +1,7 @@
 """Files and hub data sets as rows: finding files, splitting them, reading them.
 
-Files are read here and not through `datasets`, whose errors name neither line nor column. A row
-that cannot be read is a Row with its problem.
+Files are not read through `datasets`, whose errors name neither line nor column. A row that cannot
+be read is a Row with its problem.
 """
 
 from __future__ import annotations
@@ -42,15 +42,13 @@ class Part:
     end: int | None = None
     """Exclusive, in the same unit; None: to the end. hub_stream: the number of shards."""
     size: int = 0
-    """Bytes, about; 0 for a hub data set that is not loaded."""
+    """Bytes, about; 0 for a hub data set."""
     validation: bool = False
     """Which split of a hub data set to use if its id names none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a part, or its problem."""
-
     part: Part
     number: int
     """From 1: the line in the part (jsonl), the line in the file (csv, text), else the row. 0: the
@@ -61,7 +59,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """`file:line` or `file row number`, for a message."""
+        """`file:line` or `file row number`."""
         part = self.part
         if not self.number:
             return part.name
@@ -95,7 +93,7 @@ def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False
     """Whole files and hub data sets, in the order of the patterns and sorted by path, each once.
 
     A folder means all files below it, except hidden files, caches and binaries; for kinds (data.kind)
-    other than text only files of rows (the folder of a data set often has a README).
+    other than text only files of rows.
     Raises RecipeError if a pattern matches nothing, or a text file where rows are needed.
     """
     parts: dict[str, Part] = {}
@@ -106,18 +104,15 @@ def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False
             continue
         files: list[Path] = []
         for path in map(Path, matches or [pattern]):
-            if path.is_dir():
-                inside = sorted(file for file in path.rglob("*") if file.is_file())
-                files += [file for file in inside if _wanted(file.relative_to(path), kind)]
-            elif path.is_file():
-                files.append(path)
+            inside = sorted(path.rglob("*")) if path.is_dir() else []
+            files += [file for file in inside if _wanted(file.relative_to(path), kind)] or [path]
+        files = [file for file in files if file.is_file()]
         if not files:
             raise RecipeError(f"data: {pattern!r} matches no file (in {Path.cwd()})")
         for file in files:
             part = file_part(file)
             if part.form == "text" and kind != "text":
-                forms = ", ".join(ROW_FILES)
-                what = f"kind {kind} reads {forms}; use kind text for text files"
+                what = f"kind {kind} reads {', '.join(ROW_FILES)}; use kind text for text files"
                 raise RecipeError(f"{file}: {what}")
             parts.setdefault(part.name, part)
     return list(parts.values())
@@ -199,11 +194,8 @@ def _row_group_sizes(file: str) -> list[int]:
 
 
 def read_rows(part: Part, *, column: str = "text") -> Iterator[Row]:
-    """The rows of a part. A text file is one row, its content in `column`.
-
-    A file without rows is a problem, except for an empty text file. Raises RecipeError if the
-    file cannot be opened.
-    """
+    """A text file is one row, its content in `column`. A file without rows is a problem, except for
+    an empty text file. Raises RecipeError if the file cannot be opened."""
     empty = True
     try:
         for row in _text(part, column) if part.form == "text" else _READERS[part.form](part):
@@ -292,8 +284,7 @@ def _csv(part: Part) -> Iterator[Row]:
             if re.search("[\udc80-\udcff]", "".join(fields)):
                 problem = "not UTF-8 text"
             elif not header and len(set(fields)) < len(fields):
-                twice = {name for name in fields if fields.count(name) > 1}
-                problem = f"the header names a column twice: {', '.join(sorted(twice))}"
+                problem = "the header names a column twice"
             elif header and fields and not problem and len(fields) != len(header):
                 problem = f"{len(fields)} fields, but the header in line 1 has {len(header)}"
             if problem:

@@ -4,16 +4,14 @@ Order. The data is divided into at most SHARDS shards, each an endless stream of
 k of the run is sequence k // shards of shard k % shards. A shard consists of parts: line ranges of
 a .jsonl, row groups of a .parquet, other files whole, files of a hub data set. With shuffle, each
 pass has the parts in another random order, and rows pass through a shuffle buffer, emptied at the
-end of each part. All follows from the files, the seed and data.shuffle_buffer, so other ranks,
-micro-batches, loader processes and batch sizes see the same samples in the same order.
+end of each part. So the order follows from the files, the seed and data.shuffle_buffer.
 
 Reading. Process p of P (ranks times loader processes) has the samples k with k % P == p, so it
 reads every gcd(shards, P)-th shard. The number of shards is a power of two: if P is one too, and
 not larger, no two processes tokenize the same text.
 
-Resume. A checkpoint holds the positions of all shards, for any number of ranks. A resume reads one
-part per shard up to there without tokenizing it. Without saved positions everything before is
-tokenized again, with the same samples.
+Resume. A checkpoint holds the positions of all shards. A resume reads one part per shard up to
+there without tokenizing it. Without saved positions everything before is tokenized again.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ from launcher.training import loss
 VERSION = 3
 """Of the order of samples."""
 SHARDS = 64
-"""More would let more ranks share the tokenization, and make each start slower."""
+"""More would let more ranks share the work, and make each start slower."""
 _SHARD_BYTES = 1 << 16
 """The smallest shard, on average: small data has fewer shards."""
 _PART_BYTES = 16 * 2**20
@@ -68,10 +66,7 @@ _START: ShardPosition = (0, 0, 0, 0)
 def assign_shards(
     parts: Sequence[Part], *, seed: int, shuffle: bool, shards: int = SHARDS
 ) -> list[list[Part]]:
-    """The parts of each shard, about as many bytes each.
-
-    shards: the most shards. Their number is a power of two and at most that of the parts.
-    """
+    """The parts of each shard, about as many bytes each. There are up to `shards`, a power of two."""
     parts = [part for part in parts if part.size or part.form != "text"]
     total = sum(part.size for part in parts)
     size = max(_SHARD_BYTES, min(_PART_BYTES, total // (4 * SHARDS)), total // _PARTS)
@@ -133,7 +128,7 @@ class _Reader:
 class StreamingDataset(IterableDataset[Collated]):
     """This rank's micro-batches in order; each of n loader processes yields every n-th of a step.
 
-    The `positions` of its last one in a step are those of its shards after the step.
+    `positions` of its last micro-batch of a step are those of its shards after the step.
     """
 
     packed = True
@@ -170,7 +165,7 @@ class StreamingDataset(IterableDataset[Collated]):
     ) -> StreamingDataset:
         """The same stream from the first step of `sampler` on.
 
-        saved: of `state`, for an earlier step or this one. That of another order is not used.
+        saved: `state` after an earlier step or the one before. That of another order is not used.
         """
         other = copy.copy(self)
         other._sampler = sampler
@@ -188,8 +183,7 @@ class StreamingDataset(IterableDataset[Collated]):
         positions: of the shards that this rank reads.
         """
         table = torch.full((len(self._shards), len(_START)), -1, dtype=torch.int64)
-        for shard, position in positions.items():
-            table[shard] = torch.tensor(position)
+        table[list(positions)] = torch.tensor(list(positions.values()))
         if ranks.size > 1:  # each shard is read by some rank; those that share one agree
             table = table.to(ranks.device)
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=ranks.group)
@@ -249,7 +243,7 @@ class StreamingDataset(IterableDataset[Collated]):
     def _pass(
         self, shard: int, turn: int, first_part: int, first_row: int
     ) -> Iterator[tuple[Encoded, tuple[int, int, int]]]:
-        """The rows of pass `turn` of a shard, each with its pass, part and row."""
+        """The rows of pass `turn`, each with its pass, part and row."""
         parts = list(self._shards[shard])
         if self._data.shuffle:
             random.Random(f"shard {shard} pass {turn} {self._seed}").shuffle(parts)
@@ -274,7 +268,7 @@ class StreamingDataset(IterableDataset[Collated]):
         for turn in itertools.count(first):
             for encoded, position in self._pass(shard, turn, part, row):
                 if encoded.problem:
-                    self._report(encoded, listed=list_bad_rows and turn == 0)
+                    self._skip(encoded, listed=list_bad_rows and turn == 0)
                 elif encoded.ids.size:
                     check_range(encoded, self._model)
                     found = True
@@ -286,8 +280,8 @@ class StreamingDataset(IterableDataset[Collated]):
                 raise RecipeError(f"data.streaming: no document with text in {listed}; {hint}")
             part, row, found = 0, 0, False
 
-    def _report(self, encoded: Encoded, *, listed: bool) -> None:
-        """A row that cannot be used. Raises RecipeError unless data.on_error is skip."""
+    def _skip(self, encoded: Encoded, *, listed: bool) -> None:
+        """Raises RecipeError unless data.on_error is skip."""
         if self._data.on_error != "skip":
             raise RecipeError(f"{encoded.row.where}: {encoded.problem}")
         if listed and self._skipped_rows is not None:
@@ -329,19 +323,19 @@ class StreamingDataset(IterableDataset[Collated]):
         return loss.summed_loss(model, tensors)
 
     def describe(self) -> list[str]:
-        parts, shards, ranks = sum(map(len, self._shards)), len(self._shards), self._sampler.ranks
+        data, shards, ranks = self._data, len(self._shards), self._sampler.ranks
         divided = math.gcd(shards, ranks)
-        packed = "packed" if self._data.packing else "not packed"
         lines = [
             f"streaming {len(self._files):,} files ({sum(self._files.values()) / 2**20:,.1f} MiB), "
-            f"{parts:,} parts in {shards} shards, sequences of up to {self._data.sequence_length}, "
-            f"{packed}; each rank reads {shards // divided} shards"
+            f"{sum(map(len, self._shards)):,} parts in {shards} shards, sequences of up to "
+            f"{data.sequence_length}, {'' if data.packing else 'not '}packed; each rank reads "
+            f"{shards // divided} shards"
         ]
         if divided < ranks:
+            hint = "use a power of two of ranks, or more or larger .jsonl or .parquet files"
             lines.append(
                 f"note: each shard is tokenized by {ranks // divided} ranks; to share the work "
-                "better, use a power of two of ranks, or more or larger .jsonl or .parquet files, "
-                f"up to {SHARDS} shards"
+                f"better, {hint}, up to {SHARDS} shards"
             )
         return lines
 

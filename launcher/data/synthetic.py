@@ -17,13 +17,10 @@ from launcher.models.attention import Masking
 from launcher.recipe import schema
 from launcher.training import loss
 
-PACKED_DOCUMENTS = 2
-"""Documents in a packed row."""
-
 
 @dataclass(frozen=True)
 class SyntheticData:
-    """One micro-batch, in host memory, and its loss."""
+    """A micro-batch in host memory."""
 
     tensors: Tensors
     loss: loss.Loss
@@ -33,7 +30,6 @@ class SyntheticData:
     def batches(
         self, ranks: DataParallel, *, micro_batches: int, steps: int
     ) -> Iterator[GlobalBatch]:
-        """The same global batch at every step."""
         values = [self.loss_tokens * micro_batches, self.tokens * micro_batches, 0, 0]
         for step in range(1, steps + 1):
             moved = [to_device(self.tensors, ranks.device) for _ in range(micro_batches)]
@@ -58,8 +54,7 @@ def synthetic_data(
 ) -> SyntheticData:
     """A micro-batch of full sequences; with data.builder, of its first samples.
 
-    vocabulary: ids are below it. classes: of a sequence classifier. packed: rows of several
-    documents.
+    vocabulary: ids are below it. packed: rows of two documents.
     """
     length = data.sequence_length
     rows = rows_of(batch, sequence_length=length)
@@ -79,13 +74,8 @@ def synthetic_data(
             "targets": torch.from_numpy(drawn.integers(0, classes or 2, rows, dtype=np.int64)),
         }
         return SyntheticData(tensors, loss.summed_classification_loss, rows * length, rows)
-    pieces = PACKED_DOCUMENTS if packed and length >= PACKED_DOCUMENTS else 1
-    collated = collate_sequences(
-        [make_row((part, part) for part in np.array_split(row, pieces)) for row in ids],
-        length=length,
-        packed=packed,
-        masking=masking,
-    )
+    found = [make_row((part, part) for part in np.array_split(row, 1 + packed)) for row in ids]
+    collated = collate_sequences(found, length=length, packed=packed, masking=masking)
     return _data(collated, loss.summed_loss)
 
 

@@ -2,8 +2,8 @@
 
 A store is a folder: `ids.bin` (int32, all documents one after another), `offsets.npy` (documents +
 1), `labels.bin` if targets may differ from the ids, `classes.npy` for classification, `meta.json`.
-One process builds it, with a lock like that of a run folder; all others, on any node and of any
-job, wait. It writes to a scratch folder and then renames it, so a store is always complete.
+One process builds it in a scratch folder, with a lock like that of a run folder, and renames that;
+all others, on any node and of any job, wait.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ _Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What the data depends on of the model."""
-
     vocabulary: int | None = None
     """Rows of the embedding. A larger token id is an error."""
     classes: int | None = None
@@ -66,7 +64,6 @@ class ModelInputs:
     padding: int = 0
     """Id of the padding token."""
     masking: Masking = "mask"
-    """How attention stays inside a packed document."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,6 @@ class TokenStore:
     """Documents, in memory or memory-mapped."""
 
     ids: _Int32s
-    """(tokens,)."""
     labels: _Int32s | None
     """(tokens,): each token as a target; None: the ids."""
     offsets: npt.NDArray[np.int64]
@@ -90,8 +86,8 @@ class TokenStore:
     """Tokens that are a target."""
     folder: Path | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    """For checkpoints, to detect changed data: `files` (bytes by name), `documents`, `tokens`, and
-    checksums of the `content`, `tokenizer` and `chat_template`."""
+    """To detect changed data: `files` (bytes by name), `documents`, `tokens`, and checksums of the
+    `content`, `tokenizer` and `chat_template`."""
 
     @property
     def documents(self) -> int:
@@ -113,12 +109,9 @@ def open_store(
 ) -> TokenStore:
     """The tokenized documents of `patterns`, from the cache or tokenized now.
 
-    A hub data set keeps the version that was tokenized first: starts from the cache do not load it.
-
     tokenizer: data.tokenizer, or the model's.
-    validation: which split of a hub data set to use if its id names none.
-    build: tokenize if the store is missing and no other process does (one rank per node). Other
-    ranks wait; if the building rank fails, its job ends them.
+    build: tokenize if the store is missing and no other process does (one rank per node). Others
+    wait; if the building rank fails, its job ends them.
     Raises RecipeError if a file or row cannot be used, or does not fit the model.
     """
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
@@ -190,7 +183,6 @@ def _wait(folder: Path, *, build: bool) -> Ownership | None:
 def _build(
     folder: Path, scratch: Path, parts: list[Part], encoder: Encoder, data: schema.Data
 ) -> None:
-    """Tokenizes into a scratch folder, which becomes the store."""
     size = sum(part.size for part in parts) / 2**20
     logger.info(f"tokenizing {len(parts)} files ({size:.1f} MiB)")
     for leftover in folder.parent.glob(f".{folder.name}-*"):  # of a process that was killed
@@ -289,7 +281,7 @@ def _start_worker(parent: int, worker: int) -> None:
 def _run_task(
     encoder: Encoder, on_error: str, parts: list[Part]
 ) -> tuple[list[TokenStore], list[str]]:
-    """The documents of a task, and its problems: a loader would wrap a RecipeError."""
+    """The documents of a task; or its problems: a loader would wrap a RecipeError."""
     stores = []
     rows = encoder.encode_rows(read_all(parts, column=encoder.text_column))
     try:
@@ -326,7 +318,7 @@ def _joined(arrays: list[_Int32s]) -> _Int32s:
 
 
 def _write(folder: Path, stores: Iterable[TokenStore]) -> dict[str, Any]:
-    """Writes the arrays of the stores, one after another. Returns what meta.json says of them."""
+    """Writes the arrays of the stores, one after another. Returns what goes to meta.json."""
     lengths, classes, skipped = [], [], []
     largest, trained, empty = -1, 0, 0
     with contextlib.ExitStack() as files:
