@@ -143,7 +143,7 @@ class SequenceDataset(_Stored):
             how = {"mask": "a mask", "varlen": "variable-length attention"}[self.masking]
             padding = 1 - tokens / (count * self.length)
             text += f", packed ({padding:.1%} padding; kept apart by {how})"
-        if self.store.labels is not None and self.store.trained is not None:
+        if self.store.labels is not None:
             share = self.store.trained / int(self.store.offsets[-1])
             text += f"; {share:.1%} of the documents' tokens carry loss"
         return [text, *self._problems()]

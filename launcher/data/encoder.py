@@ -91,14 +91,6 @@ class Encoder:
             "chat_template": template and hashlib.sha256(template.encode()).hexdigest(),
         }
 
-    def load_tokenizer(self) -> Tokenizer:
-        assert self.tokenizer is not None
-        return load_tokenizer(self.tokenizer)
-
-    def load_template(self) -> ChatTemplate:
-        assert self.tokenizer is not None
-        return _load_template(self.tokenizer, self.template)
-
     def encode_rows(self, rows: Iterable[Row], *, batch_rows: int = 64) -> Iterator[Encoded]:
         """One result per row, in order. Tokenizing in batches is several times faster.
 
@@ -151,7 +143,7 @@ def _read_text(encoder: Encoder, row: dict[str, Any]) -> str:
 
 
 def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[_Tokens]:
-    tokenizer = encoder.load_tokenizer()
+    tokenizer = load_tokenizer(encoder.tokenizer)
     for text, ids in zip(texts, tokenizer.ids(texts), strict=True):
         yield _document(tokenizer, ids) if text else ids, None, None
 
@@ -185,7 +177,10 @@ def _read_chat(encoder: Encoder, row: dict[str, Any]) -> Rendered:
 
 
 def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
-    return [(ids, labels, None) for ids, labels in encoder.load_template().tokens(batch)]
+    return [
+        (ids, labels, None)
+        for ids, labels in _load_template(encoder.tokenizer, encoder.template).tokens(batch)
+    ]
 
 
 def _read_instruct(encoder: Encoder, row: dict[str, Any]) -> Rendered | tuple[str, str]:
@@ -233,7 +228,7 @@ def _instruction(row: dict[str, Any], *, headings: bool) -> str:
 
 def _encode_instruct(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
     """Prompt and response are tokenized separately: at inference the prompt is alone."""
-    tokenizer = encoder.load_tokenizer()
+    tokenizer = load_tokenizer(encoder.tokenizer)
     for kind, rows in itertools.groupby(batch, type):
         if kind is Rendered:
             yield from _encode_chats(encoder, list(rows))
@@ -267,7 +262,7 @@ def _read_classification(encoder: Encoder, row: dict[str, Any]) -> tuple[str, in
 
 def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> list[_Tokens]:
     texts, categories = zip(*batch, strict=True)
-    encoded = encoder.load_tokenizer().ids(texts, special=True)
+    encoded = load_tokenizer(encoder.tokenizer).ids(texts, special=True)
     return [(ids, None, category) for ids, category in zip(encoded, categories, strict=True)]
 
 
@@ -320,7 +315,8 @@ def _document(tokenizer: Tokenizer, *parts: Ids) -> Ids:
 
 
 @functools.lru_cache(maxsize=4)
-def _load_template(name: str, template: str | None) -> ChatTemplate:
+def _load_template(name: str | None, template: str | None) -> ChatTemplate:
+    assert name is not None
     return ChatTemplate(hugging_face_tokenizer(name), name, template)
 
 
@@ -328,6 +324,8 @@ def _render(
     encoder: Encoder, row: dict[str, Any], messages: list[Message], loss_from: int = 0
 ) -> Rendered:
     tools = read_tools(row.get("tools"))
-    rendered = encoder.load_template().render(messages, tools, loss_from=loss_from)
+    rendered = _load_template(encoder.tokenizer, encoder.template).render(
+        messages, tools, loss_from=loss_from
+    )
     _encodable(rendered.text, "the conversation")
     return rendered

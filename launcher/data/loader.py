@@ -111,15 +111,11 @@ def make_loader(
         prefetch_factor=data.prefetch_factor if workers else None,
         persistent_workers=persistent_workers and workers > 0,
         pin_memory=device.type == "cuda" and data.pin_memory is not False,
-        worker_init_fn=_start_worker if workers else None,
+        worker_init_fn=prepare_worker_process if workers else None,
         # By default each pass draws from the generator of dropout, which a resume would draw again
         generator=torch.Generator(),
         **batches,
     )
-
-
-def _start_worker(worker: int) -> None:
-    prepare_worker_process()
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -127,15 +123,13 @@ def to_device(value: Any, device: torch.device) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
-def expected_padding(
-    dataset: TrainingData, sampler: BatchSampler, *, micro_batches: int = 64
-) -> float | None:
-    """Share of padding in the first micro-batches if rows are padded to the longest; None if the
-    lengths are not known."""
+def expected_padding(dataset: TrainingData, sampler: BatchSampler) -> float | None:
+    """Share of padding in 64 micro-batches if rows are padded to the longest; None if the lengths
+    are not known."""
     if (lengths := dataset.lengths) is None:
         return None
     held = padded = 0
-    for indices in itertools.islice(sampler, micro_batches):
+    for indices in itertools.islice(sampler, 64):
         rows = [int(lengths[index]) for index in indices if index != NO_SAMPLE]
         held += sum(rows)
         padded += max(rows, default=0) * len(rows)

@@ -82,7 +82,7 @@ class TokenStore:
     empty: int = 0
     """Rows without text."""
     largest_id: int = -1
-    trained: int | None = None
+    trained: int = 0
     """Tokens that are a target."""
     folder: Path | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
@@ -191,7 +191,12 @@ def _build(
     try:
         scratch.mkdir()
         meta = _write(scratch, _tokenize(parts, encoder, data))
-        _check_documents(meta, parts)
+        if not meta["documents"]:
+            problem, skipped = f"data: no document with text in {len(parts)} files", meta["skipped"]
+            if skipped:
+                first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
+                problem += f"; all {len(skipped)} rows were skipped, the first: {first}"
+            raise RecipeError(problem)
         about = {"kind": encoder.kind, "files": [part.name for part in parts]}
         (scratch / "meta.json").write_text(json.dumps(about | meta), encoding="utf-8")
         scratch.rename(folder)
@@ -206,15 +211,6 @@ def _build(
         f"tokenized {meta['documents']:,} documents, {meta['tokens']:,} tokens in "
         f"{seconds:.1f} s ({meta['tokens'] / seconds:,.0f} tokens/s){empty}"
     )
-
-
-def _check_documents(meta: dict[str, Any], parts: list[Part]) -> None:
-    if not meta["documents"]:
-        problem = f"data: no document with text in {len(parts)} files"
-        if skipped := meta["skipped"]:
-            first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
-            problem += f"; all {len(skipped)} rows were skipped, the first: {first}"
-        raise RecipeError(problem)
 
 
 def _load(folder: Path, parts: list[Part], encoder: Encoder) -> TokenStore:
@@ -274,7 +270,7 @@ def _tasks(parts: list[Part]) -> list[list[Part]]:
 
 
 def _start_worker(parent: int, worker: int) -> None:
-    prepare_worker_process()
+    prepare_worker_process(worker)
     end_with_parent(parent)
 
 

@@ -127,7 +127,8 @@ def hugging_face_tokenizer(name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=4)
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str | None) -> Tokenizer:
+    assert name is not None
     # Its threads do not survive a fork, and each process forked later would print a warning
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
@@ -145,8 +146,8 @@ def tokenizer_identity(name: str) -> str:
     return digest.hexdigest()
 
 
-def prepare_worker_process() -> None:
-    """In a process that a rank starts: ignores requests to stop the rank; one thread tokenizes."""
+def prepare_worker_process(worker: int) -> None:
+    """In a loader process: ignores requests to stop the rank, and tokenizes in one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
