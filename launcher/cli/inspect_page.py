@@ -34,7 +34,6 @@ _STREAMED = 1000
 """Rows of a stream that are inspected."""
 _SHOWN_PROBLEMS = 5
 _BAR = 44
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 _SYMBOLS: dict[int, str] = {
     **{code: chr(0x2400 + code) for code in range(0x20)},
     **{code: f"<{code:02x}>" for code in range(0x80, 0xA0)},
@@ -186,8 +185,6 @@ def _marked(found: Iterator[Span]) -> Text:
 
 
 class _Page:
-    """Prints samples and totals."""
-
     def __init__(self) -> None:
         width = None if sys.stdout.isatty() else _WIDTH
         self._console = Console(highlight=False, width=width, emoji=False, markup=False)
@@ -216,7 +213,7 @@ class _Page:
         *,
         most: int,
     ) -> None:
-        """Prints a sample: its tokens as text, up to `most` of them, document by document."""
+        """Prints up to `most` tokens of a sample as text, document by document."""
         row, store = dataset[index], dataset.store
         pieces, ids = list(dataset.pieces(index)), row["input_ids"]
         name, *facts = [*heading, *_describe(row, labels)]
@@ -253,7 +250,7 @@ class _Page:
             self._print(text, "yellow")
 
     def totals(self, columns: dict[str, dict[str, str]]) -> None:
-        """Prints a table with a column of `_facts` per set."""
+        """columns: `_facts` of each set."""
         several = len(columns) > 1
         style = box.SIMPLE_HEAD if several else None
         table = Table(box=style, show_header=several, pad_edge=False)
@@ -279,14 +276,12 @@ class _Page:
             if low == most + 1:
                 line = f"{'':>{2 * width + 3}} ╌╌╌ data.sequence_length {most:,} ╌╌╌"
                 self._print(line, "yellow")
-            bar = count * _BAR * 8 // largest
-            drawn = "█" * (bar // 8) + _EIGHTHS[bar % 8].strip() or ("▏" if count else "")
+            drawn = "█" * (count * _BAR // largest) or ("▏" if count else "")
             style = "yellow" if low > most else "green"
             row = (f"{low:>{width},} – {high:>{width},} ", (f"{drawn:<{_BAR}}", style))
             self._print(Text.assemble(*row, f" {count:>{len(f'{largest:,}')},}"))
 
     def skipped(self, rows: list[dict[str, str]]) -> None:
-        """Prints the rows that cannot be used."""
         for row in rows[:_SHOWN_PROBLEMS]:
             self._print(f"skipped: {row['where']}: {row['problem']}")
         if (more := len(rows) - _SHOWN_PROBLEMS) > 0:

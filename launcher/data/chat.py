@@ -24,11 +24,11 @@ Span = tuple[int, int]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _SHAREGPT = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
-    "system": "system",
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
 }
+"""Roles in ShareGPT's `from` with another name."""
 _BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _THOUGHT = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
@@ -56,30 +56,26 @@ def _message(turn: Message, what: str) -> Message:
     message = {key: content for key, content in turn.items() if content is not None}
     if "role" not in message and "from" in message:
         speaker = message.pop("from")
-        if speaker not in _SHAREGPT:
-            roles = ", ".join(_SHAREGPT)
-            raise RowError(f"{what}: unknown role {speaker!r} in `from`; must be one of {roles}")
-        message = {"role": _SHAREGPT[speaker], "content": message.pop("value", None), **message}
+        content = message.pop("value", None)
+        message = {"role": _SHAREGPT.get(speaker, speaker), "content": content, **message}
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         got = "no role" if role is None else f"unknown role {role!r}"
         raise RowError(f"{what}: {got}; must be one of {', '.join(_ROLES)}")
     if isinstance(content, list):
-        content = "".join(_text(part, what) for part in content)
+        texts: list[Any] = [
+            part.get("text") if isinstance(part, dict) else part for part in content
+        ]
+        if not all(isinstance(text, str) for text in texts):
+            kinds = [part.get("type") for part in content if isinstance(part, dict)]
+            raise RowError(f"{what}: only text can be trained on; got parts of the types {kinds}")
+        content = "".join(texts)
     if content is None and any(message.get(key) for key in _BESIDE_CONTENT):
         content = ""
     if not isinstance(content, str):
         got = "nothing" if content is None else type(content).__name__
         raise RowError(f"{what}: content must be text, or a list of text parts; got {got}")
     return {**message, "content": content}
-
-
-def _text(part: Any, what: str) -> str:
-    text = part.get("text") if isinstance(part, dict) else part
-    if isinstance(text, str):
-        return text
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise RowError(f"{what}: a content part is {kind!r}; only text can be trained on")
 
 
 def read_tools(value: Any) -> list[Any] | None:
@@ -127,16 +123,15 @@ class ChatTemplate:
     ) -> Rendered:
         """loss_from: index of the first message that may carry loss. Raises RowError."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if not any(index >= loss_from for index in turns):
+        if not turns or turns[-1] < loss_from:
             raise RowError("no assistant turn, so nothing to learn from")
         marked = _MARKS.search(self._source(tools)) is not None
         text, spans = self._apply(messages, tools, marks=marked)
         if marked:
             spans = _check_marks(spans, turns, loss_from)
         else:
-            found = self._by_placeholders(messages, tools, text, turns)
-            if found is None:
-                found = self._by_turns(messages, tools, text, turns)
+            arguments = messages, tools, text, turns
+            found = self._by_placeholders(*arguments) or self._by_turns(*arguments)
             spans = [span for index, span in zip(turns, found, strict=True) if index >= loss_from]
         return Rendered(text, spans, marked, closed=turns[-1] == len(messages) - 1)
 

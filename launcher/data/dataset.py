@@ -5,14 +5,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
 from launcher.data.custom import CustomDataset
@@ -21,7 +20,7 @@ from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.models.attention import Masking
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
-from launcher.training import loss
+from launcher.training.loss import summed_classification_loss, summed_loss
 
 Integers = npt.NDArray[np.int64]
 Row = dict[str, Integers]
@@ -86,22 +85,22 @@ class _Stored:
             yield document, start, start + length
 
     def _problems(self) -> list[str]:
-        sequences, longer = self.sequences, f"longer than {self.length} tokens"
+        store, sequences, longer = self.store, self.sequences, f"longer than {self.length} tokens"
         lines = []
         if split := sequences.split_documents:
             lines.append(f"{split:,} documents are {longer} and continue in another sequence")
         if cut := sequences.cut_documents:
-            lost = sequences.cut_tokens
-            share = f"{lost:,} tokens ({lost / int(self.store.offsets[-1]):.1%} of all)"
+            share = sequences.cut_tokens / int(store.offsets[-1])
             lines.append(
-                f"warning: {cut:,} of {self.store.documents:,} documents are {longer} "
-                f"(data.sequence_length) and lose their end, {share}"
+                f"warning: {cut:,} of {store.documents:,} documents are {longer} "
+                f"(data.sequence_length) and lose their end, {sequences.cut_tokens:,} tokens "
+                f"({share:.1%} of all)"
             )
-        if skipped := self.skipped:
+        if store.skipped:
+            first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
             lines.append(
-                f"warning: {len(skipped):,} rows cannot be used and are skipped (data.on_error: "
-                "skip), listed in skipped_rows.jsonl; the first: "
-                f"{skipped[0]['where']}: {skipped[0]['problem']}"
+                f"warning: {len(store.skipped):,} rows cannot be used and are skipped "
+                f"(data.on_error: skip), listed in skipped_rows.jsonl; the first: {first}"
             )
         return lines
 
@@ -113,6 +112,8 @@ class SequenceDataset(_Stored):
     packed: bool
     """Whether sequences hold several documents."""
     masking: Masking = "mask"
+
+    loss = staticmethod(summed_loss)
 
     def __getitem__(self, index: int) -> Row:
         """`input_ids`, `targets` and `position_ids`, each (tokens,). The target of a token is the
@@ -129,10 +130,6 @@ class SequenceDataset(_Stored):
 
     def collate(self, rows: list[Row]) -> Collated:
         return collate_sequences(rows, length=self.length, packed=self.packed, masking=self.masking)
-
-    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        """Sum of the losses of a micro-batch's targets; a float32 scalar."""
-        return loss.summed_loss(model, tensors)
 
     def describe(self) -> list[str]:
         """Lines for the log. The first is about the size."""
@@ -204,6 +201,8 @@ class ClassificationDataset(_Stored):
     """The model's padding id, by which it finds the last token."""
     packed: bool = False
 
+    loss = staticmethod(summed_classification_loss)
+
     def __getitem__(self, index: int) -> Row:
         """`input_ids` (tokens,) and `targets` (1,)."""
         if index == NO_SAMPLE:
@@ -225,9 +224,6 @@ class ClassificationDataset(_Stored):
             "targets": torch.from_numpy(np.concatenate([row["targets"] for row in rows])),
         }
         return _collated(tensors, rows)
-
-    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        return loss.summed_classification_loss(model, tensors)
 
     def describe(self) -> list[str]:
         assert self.store.classes is not None

@@ -300,7 +300,7 @@ ROLES = "must be one of system, developer, user, assistant, tool, function, ipyt
         ([{"role": "bot", "content": "x"}], f"message 1: unknown role 'bot'; {ROLES}"),
         (
             [{"from": "narrator"}],
-            "message 1: unknown role 'narrator' in `from`; must be one of human",
+            f"message 1: unknown role 'narrator'; {ROLES}",
         ),
         (
             [{"role": "user"}],
@@ -308,7 +308,7 @@ ROLES = "must be one of system, developer, user, assistant, tool, function, ipyt
         ),
         (
             [{"role": "user", "content": [{"type": "image"}]}],
-            "message 1: a content part is 'image'",
+            "message 1: only text can be trained on; got parts of the types ['image']",
         ),
     ],
 )
