@@ -27,7 +27,6 @@ from launcher.recipe import schema
 
 _Tokens = tuple[Ids, Ids | None, int | None]
 """Ids, labels and category of a row, as in Encoded."""
-_RESPONSES = ("response", "completion", "output")
 _COLUMNS: dict[schema.DataKind, tuple[str, ...]] = {
     "text": ("text_column",),
     "tokens": (),
@@ -138,8 +137,8 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
 
 
 def _read_text(encoder: Encoder, row: dict[str, Any]) -> str:
-    text = _value(row, encoder.text_column, str, "text", "data.text_column names it")
-    return _encodable(text, f"column {encoder.text_column!r}")
+    column, text = _column(encoder, row, "text_column", str, "text")
+    return _encodable(text, f"column {column!r}")
 
 
 def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[_Tokens]:
@@ -169,10 +168,8 @@ def _encode_tokens(encoder: Encoder, batch: list[_Tokens]) -> list[_Tokens]:
 
 
 def _read_chat(encoder: Encoder, row: dict[str, Any]) -> Rendered:
-    names = [name for name in ("messages", "conversations") if name in row]
-    column = encoder.columns["messages_column"] or (names or ["messages"])[0]
-    hint = "data.messages_column names it; null: messages or conversations"
-    value = _value(row, column, object, "messages", hint)
+    names = ("messages", "conversations")
+    column, value = _column(encoder, row, "messages_column", object, "messages", names)
     return _render(encoder, row, read_messages(value, column))
 
 
@@ -186,24 +183,20 @@ def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
 def _read_instruct(encoder: Encoder, row: dict[str, Any]) -> Rendered | tuple[str, str]:
     """Prompt and response, to be joined as they are; or a conversation, if either is a list of
     messages, or if the recipe has a chat template."""
-    what, as_chat = "text or a list of messages", encoder.template is not None
-    found = next((name for name in _RESPONSES if name in row), _RESPONSES[0])
-    column = encoder.columns["response_column"] or found
-    hint = f"data.response_column names it; null: {', '.join(_RESPONSES)}"
-    response = _value(row, column, (str, list), what, hint)
+    kinds, what, as_chat = (str, list), "text or a list of messages", encoder.template is not None
+    names: tuple[str, ...] = ("response", "completion", "output")
+    column, response = _column(encoder, row, "response_column", kinds, what, names)
     if not response:
         raise RowError(f"column {column!r} is empty, so there is nothing to learn from")
-    key = encoder.columns["prompt_column"]
-    if key is None and "prompt" not in row and "instruction" in row:
+    key, names = "prompt", ("prompt", "instruction and input")
+    if encoder.columns["prompt_column"] is None and "prompt" not in row and "instruction" in row:
         prompt: Any = _instruction(row, headings=not (as_chat or isinstance(response, list)))
     else:
-        hint = "data.prompt_column names it; null: prompt, or instruction and input"
-        prompt = _value(row, key or "prompt", (str, list), what, hint)
+        key, prompt = _column(encoder, row, "prompt_column", kinds, what, names)
     if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
         _encodable(prompt + response, "prompt or response")
         return prompt, response
-    question = _turns("user", prompt, key or "prompt")
-    answer = _turns("assistant", response, column)
+    question, answer = _turns("user", prompt, key), _turns("assistant", response, column)
     return _render(encoder, row, question + answer, loss_from=len(question))
 
 
@@ -245,8 +238,8 @@ def _read_classification(encoder: Encoder, row: dict[str, Any]) -> tuple[str, in
     text = _read_text(encoder, row)
     if not text:
         raise RowError(f"column {encoder.text_column!r} is empty")
-    names, column = encoder.labels, encoder.columns["label_column"] or "label"
-    value = _value(row, column, object, "the label", "data.label_column names it")
+    names = encoder.labels
+    column, value = _column(encoder, row, "label_column", object, "the label")
     if names is not None and value in names:
         return text, names.index(value)
     if isinstance(value, str) and value.strip().isdecimal():  # a .csv holds only text
@@ -277,11 +270,22 @@ _KINDS: dict[schema.DataKind, tuple[_Read, _Encode]] = {
 }
 
 
-def _value(row: dict[str, Any], column: str, kinds: Any, what: str, hint: str) -> Any:
+def _column(
+    encoder: Encoder,
+    row: dict[str, Any],
+    key: str,
+    kinds: Any,
+    what: str,
+    names: tuple[str, ...] = (),
+) -> tuple[str, Any]:
+    """Name and value of the column that data.KEY names; null: of the first of `names` in the row."""
+    found = [name for name in names if name in row]
+    column = encoder.columns[key] or (found or names)[0]
     value = row.get(column)
     if value is not None and isinstance(value, kinds):
-        return value
+        return column, value
     got = f"got {type(value).__name__}" if column in row else "no such column"
+    hint = f"data.{key} names it" + (f"; null: {', '.join(names)}" if names else "")
     columns = ", ".join(row)
     raise RowError(f"column {column!r} must hold {what}; {got}; columns: {columns} ({hint})")
 

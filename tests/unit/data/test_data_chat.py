@@ -400,7 +400,7 @@ def test_a_bad_row_between_good_ones(tmp_path, folder):
         "",
         "no assistant turn, so nothing to learn from",
         "column 'messages' must hold messages; no such column; columns: text "
-        "(data.messages_column names it; null: messages or conversations)",
+        "(data.messages_column names it; null: messages, conversations)",
         "the conversation holds half a surrogate pair (\\ud800 to \\udfff), which is no character",
         "",
     ]
