@@ -197,6 +197,12 @@ def _build(
                 first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
                 problem += f"; all {len(skipped)} rows were skipped, the first: {first}"
             raise RecipeError(problem)
+        seconds = max(time.monotonic() - started, 1e-3)
+        empty = f"; {meta['empty']:,} rows without text skipped" if meta["empty"] else ""
+        logger.info(
+            f"tokenized {meta['documents']:,} documents, {meta['tokens']:,} tokens in "
+            f"{seconds:.1f} s ({meta['tokens'] / seconds:,.0f} tokens/s){empty}"
+        )
         about = {"kind": encoder.kind, "files": [part.name for part in parts]}
         (scratch / "meta.json").write_text(json.dumps(about | meta), encoding="utf-8")
         scratch.rename(folder)
@@ -205,12 +211,6 @@ def _build(
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    seconds = max(time.monotonic() - started, 1e-3)
-    empty = f"; {meta['empty']:,} rows without text skipped" if meta["empty"] else ""
-    logger.info(
-        f"tokenized {meta['documents']:,} documents, {meta['tokens']:,} tokens in "
-        f"{seconds:.1f} s ({meta['tokens'] / seconds:,.0f} tokens/s){empty}"
-    )
 
 
 def _load(folder: Path, parts: list[Part], encoder: Encoder) -> TokenStore:
