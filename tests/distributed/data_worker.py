@@ -185,12 +185,8 @@ def main(folder):
     evaluate("images", own)
 
     # The same documents in one step: packing changes what meets in a row, not the loss nor the gradient
-    whole = [
-        "batch.global_batch_size=64",
-        "data.shuffle=false",
-        "run.max_steps=null",
-        "run.epochs=1",
-    ]
+    whole = ["run.max_steps=null", "run.epochs=1"]
+    whole += ["batch.global_batch_size=64", "data.shuffle=false"]
     train("a step of all, not packed", [*whole, *loose])
     train("a step of all, packed", whole)
     offloaded = [*whole, *checkpointed, "strategy.cpu_offload={}"]

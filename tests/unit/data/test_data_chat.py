@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from launcher.data.chat import ChatTemplate, RowError, read_messages, read_tools
-from launcher.data.encoder import Encoder, make_encoder
+from launcher.data.encoder import make_encoder
 from launcher.data.sources import file_part, read_rows
 from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED
@@ -226,22 +226,10 @@ ANSWERED = said("a", "yes")
 REFUSED = [
     (bare(INST), [*ANSWERED, ANSWERED[1]], "refuses this conversation: turns must go user, assis"),
     (bare(CHATML), said("a"), "no assistant turn, so nothing to learn from"),
-    (
-        "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
-        ANSWERED,
-        "message 2: the assis",
-    ),
-    (
-        "{% for m in messages %}{{ m.content * 2 }}{% endfor %}",
-        ANSWERED,
-        "cannot be verified; put {% g",
-    ),
+    ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", ANSWERED, "message 2: the"),
+    ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", ANSWERED, "; put {% gen"),
     ("{{ messages[0].content }}", ANSWERED, "cannot be verified"),
-    (
-        "{% generation %}{% endgeneration %}{{ messages[0].content }}",
-        ANSWERED,
-        "enclose nothing here",
-    ),
+    ("{% generation %}{% endgeneration %}{{ messages[0].content }}", ANSWERED, "enclose nothing"),
     ("{{ messages[9].content + 'x' }}", ANSWERED, "the chat template refuses"),
 ]
 
@@ -298,18 +286,9 @@ ROLES = "must be one of system, developer, user, assistant, tool, function, ipyt
         ([], f"{LIST} an empty list"),
         ([{"content": "x"}], f"message 1: no role; {ROLES}"),
         ([{"role": "bot", "content": "x"}], f"message 1: unknown role 'bot'; {ROLES}"),
-        (
-            [{"from": "narrator"}],
-            f"message 1: unknown role 'narrator'; {ROLES}",
-        ),
-        (
-            [{"role": "user"}],
-            "message 1: content must be text, or a list of text parts; got nothing",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "image"}]}],
-            "message 1: only text can be trained on; got parts of the types ['image']",
-        ),
+        ([{"from": "narrator"}], f"message 1: unknown role 'narrator'; {ROLES}"),
+        ([{"role": "user"}], "message 1: content must be text, or a list of text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "message 1: only text can be"),
     ],
 )
 def test_broken_messages(messages, what):
@@ -409,15 +388,9 @@ def test_a_bad_row_between_good_ones(tmp_path, folder):
 
 
 BROKEN_INSTRUCT = [
-    (
-        {"prompt": "a"},
-        "column 'response' must hold text or a list of messages; no such column; columns",
-    ),
+    ({"prompt": "a"}, "column 'response' must hold text or a list of messages; no such"),
     ({"prompt": "a", "output": ""}, "column 'output' is empty, so there is nothing to learn from"),
-    (
-        {"prompt": 3, "output": "x"},
-        "column 'prompt' must hold text or a list of messages; got int; ",
-    ),
+    ({"prompt": 3, "output": "x"}, "column 'prompt' must hold text or a list of messages; got"),
     ({"instruction": 3, "output": "x"}, "column 'instruction' must hold text; got int"),
     ({"prompt": "a", "completion": said("x")}, "no assistant turn, so nothing to learn from"),
 ]
@@ -444,10 +417,3 @@ def test_classification_rows(tmp_path, folder):
     ]
     unnamed = results(tmp_path, rows, "classification", folder)
     assert [one.category for one in unnamed] == [1, 0, None, 2, None, None, None]
-
-
-def test_what_a_kind_does_not_use_changes_nothing():
-    data = schema.Data(text_column="body", prompt_column="q", labels=("a", "b"))
-    of_text = make_encoder("text", data, tokenizer="bytes")
-    assert of_text == make_encoder("text", schema.Data(text_column="body"), tokenizer="bytes")
-    assert make_encoder("tokens", data, tokenizer="bytes") == Encoder("tokens", None, {})
