@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,14 +16,24 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from launcher.cli.prepare import model_inputs
+from launcher.data.batching import make_batch_sampler
+from launcher.data.dataset import MixtureDataset, make_order, open_dataset, pack_store
+from launcher.data.encoder import make_encoder
+from launcher.data.loader import expected_padding
+from launcher.data.sources import find_parts, read_all
+from launcher.data.streaming import assign_shards
+from launcher.data.token_store import store_rows
 from launcher.data.tokenizer import hugging_face_tokenizer
+from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED
-from launcher.recipe.schema import Data
+from launcher.recipe.schema import Batch, Recipe
 
+_WIDTH = 120
+_STREAMED = 1000
+"""Rows of a stream that are inspected."""
+_SHOWN_PROBLEMS = 5
 _BAR = 44
-_EIGHTHS = " ▏▎▍▌▋▊▉"
-_SPECIAL = "black on bright_black"
-_SPECIAL_LOSS = "black on green"
 _SYMBOLS: dict[int, str] = {
     **{code: chr(0x2400 + code) for code in range(0x20)},
     **{code: f"<{code:02x}>" for code in range(0x80, 0xA0)},
@@ -32,13 +44,80 @@ _SYMBOLS: dict[int, str] = {
 """How control characters are shown."""
 
 
-class Span(NamedTuple):
-    """Consecutive tokens of one sort, as text."""
+def print_page(
+    recipe: Recipe, name: str, sets: dict[str, Any], *, samples: int, tokens: int
+) -> None:
+    """sets: kind, files, and whether they are for validation, by name."""
+    data, seed = recipe.data, recipe.run.seed
+    opened = {part: _open(recipe, *one) for part, one in sets.items()}
+    validates = any(validation for *_, validation in sets.values())
+    shuffle, several = data.shuffle and not validates, len(opened) > 1
+    weights: tuple[float, ...] = ()
+    if name == "train" and isinstance(data.train, dict):
+        weights = tuple(source.weight for source in data.train.values())
+    page = _Page()
+    streamed = f"the first {_STREAMED:,} rows" if data.streaming else "in the order of the run"
+    page.title(f"{recipe.run.name} · {name}", "validation" if validates else streamed)
+    decoder = load_decoder(data.tokenizer or recipe.model.path)
+    shown = itertools.islice(_order(opened, weights, seed, shuffle=shuffle), samples)
+    for number, (part, index) in enumerate(shown, start=1):
+        heading = [f"sample {number}", *([part] if several else [])]
+        page.sample(heading, index, opened[part], decoder, data.labels, most=tokens)
+    shares = [f"{weight / sum(weights):.1%}" for weight in weights] or [""] * len(opened)
+    page.totals(
+        {
+            part: {"share of the sequences": share}
+            | _facts(dataset, padding=_padding(dataset, recipe, shuffle=shuffle))
+            for (part, dataset), share in zip(opened.items(), shares, strict=True)
+        }
+    )
+    for part, dataset in opened.items():
+        page.histogram(f"{part}: " if several else "", dataset)
+        page.skipped(dataset.skipped)
 
-    text: str
-    loss: bool
-    """The tokens are targets."""
-    special: bool
+
+def _open(recipe: Recipe, kind: Any, files: tuple[str, ...], validation: bool) -> Any:
+    """A set, tokenized; of a stream the first rows, packed as they are without streaming."""
+    data, model = dataclasses.replace(recipe.data, kind=kind), model_inputs(recipe.model)
+    tokenizer = data.tokenizer or recipe.model.path
+    if validation or not data.streaming:
+        return open_dataset(
+            data, files, tokenizer=tokenizer, model=model, build=True, validation=validation
+        )
+    encoder = make_encoder(kind, data, tokenizer=tokenizer)
+    parts = find_parts(files, kind=kind)
+    shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]
+    rows = itertools.islice(read_all(shard, column=encoder.text_column), _STREAMED)
+    store = store_rows(list(encoder.encode_rows(rows)), data.on_error)
+    if not store.documents:
+        raise RecipeError(f"data: {', '.join(files)}: no documents in the first {_STREAMED:,} rows")
+    return pack_store(store, data, model)
+
+
+def _order(
+    opened: dict[str, Any], weights: tuple[float, ...], seed: int, *, shuffle: bool
+) -> Iterator[tuple[str, int]]:
+    """Set and index of each sample in the order of the run; of several sets in turn."""
+    options: Any = {"seed": seed, "shuffle": shuffle, "epochs": None}
+    if not weights and len(opened) == 1:
+        ((name, dataset),) = opened.items()
+        order = make_order(dataset, **options)
+        return ((name, order.sample(position)) for position in itertools.count())
+    mixture = MixtureDataset(opened, weights or (1.0,) * len(opened))
+    order = make_order(mixture, **options)
+    return (mixture.locate(order.sample(position)) for position in itertools.count())
+
+
+def _padding(dataset: Any, recipe: Recipe, *, shuffle: bool) -> str:
+    """Share of padding; estimated over 64 micro-batches if rows are padded to the longest."""
+    if dataset.packed:
+        return f"{1 - dataset.tokens / (len(dataset) * dataset.length):.1%}"
+    batch = recipe.batch
+    if batch.micro_batch_size == "auto":
+        batch = Batch(global_batch_size=batch.global_batch_size, micro_batch_size=1)
+    order = make_order(dataset, seed=recipe.run.seed, shuffle=shuffle, epochs=None)
+    sampler = make_batch_sampler(batch, order=order, lengths=dataset.lengths, steps=64)
+    return f"{expected_padding(dataset, sampler):.1%}"
 
 
 class Decoder(NamedTuple):
@@ -67,6 +146,15 @@ def load_decoder(tokenizer: str | None) -> Decoder:
     return Decoder(text, frozenset(loaded.all_special_ids))
 
 
+class Span(NamedTuple):
+    """Consecutive tokens of one sort, as text."""
+
+    text: str
+    loss: bool
+    """The tokens are targets."""
+    special: bool
+
+
 def spans(ids: Sequence[int], loss: Sequence[bool], decoder: Decoder) -> Iterator[Span]:
     """Runs of tokens with and without loss; a special token is a run of its own."""
     sorts = [
@@ -84,44 +172,51 @@ def spans(ids: Sequence[int], loss: Sequence[bool], decoder: Decoder) -> Iterato
         before = whole
 
 
-class Page:
-    """Prints samples and totals: in colour on a terminal, with brackets elsewhere."""
+def _marked(found: Iterator[Span]) -> Text:
+    """Tokens with loss in brackets; on a terminal also in colour."""
+    text = Text()
+    for loss, run in itertools.groupby(found, key=lambda span: span.loss):
+        text.append("⟦" if loss else "")
+        for span in run:
+            plain, special = ("green", "black on green") if loss else ("dim", "black on white")
+            text.append(span.text, style=special if span.special else plain)
+        text.append("⟧" if loss else "")
+    return text
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._colours = (
-            console.is_terminal and console.color_system is not None and not console.no_color
-        )
+
+class _Page:
+    def __init__(self) -> None:
+        width = None if sys.stdout.isatty() else _WIDTH
+        self._console = Console(highlight=False, width=width, emoji=False, markup=False)
+        self._console.width = min(self._console.width, _WIDTH)
 
     def _print(self, text: Text | str = "", style: str = "") -> None:
-        self._console.print(text, style=style, soft_wrap=not self._colours)
+        self._console.print(text, style=style, soft_wrap=True)
 
     def _rule(self, *parts: str | tuple[str, str], characters: str = "━") -> None:
         title = Text.assemble(*parts)
         rule = Rule(title, align="left", characters=characters, style="bright_black")
         self._console.print(rule)
 
-    def title(self, run: str, name: str, what: str) -> None:
-        """Prints run and set, and how to read the samples."""
+    def title(self, title: str, what: str) -> None:
         self._print()
-        order = f"   {what or 'in the order of the run'}"
-        self._print(Text.assemble((f"{run} · {name}", "bold"), (order, "dim")))
-        if not self._colours:
-            self._print("⟦tokens with loss⟧, and tokens without")
-            return
-        special = (("<special>", _SPECIAL_LOSS), " ", ("<special>", _SPECIAL))
-        names = (("  loss ", "green"), ("  no loss  ", "dim"))
-        self._print(Text.assemble(*names, *special, ("  with and without", "dim")))
+        self._print(Text.assemble((title, "bold"), (f"   {what}", "dim")))
+        self._print(Text.assemble(("⟦tokens with loss⟧", "green"), ", and tokens without"))
 
     def sample(
-        self, title: str, index: int, dataset: Any, decoder: Decoder, data: Data, *, most: int
+        self,
+        heading: list[str],
+        index: int,
+        dataset: Any,
+        decoder: Decoder,
+        labels: tuple[str, ...] | None,
+        *,
+        most: int,
     ) -> None:
-        """Prints a sample: its tokens as text, up to `most` of them, document by document."""
+        """Prints up to `most` tokens of a sample as text, document by document."""
         row, store = dataset[index], dataset.store
         pieces, ids = list(dataset.pieces(index)), row["input_ids"]
-        name, _, part = title.partition(" · ")
-        facts = [part] if part else []
-        facts += _describe(row, data.labels)
+        name, *facts = [*heading, *_describe(row, labels)]
         if len(pieces) > 1:
             facts.append(f"{len(pieces)} documents")
         if dataset.packed and len(ids) < dataset.length:
@@ -138,14 +233,13 @@ class Page:
             after = int(store.offsets[document + 1]) - end
             if before:
                 self._print(f"… {before:,} tokens of it are in another sequence", "cyan")
-            # A token has loss if it is a target of the one before, maybe in another sequence
-            loss = [before > 0 and (store.labels is None or store.labels[start] != IGNORED)]
+            loss = [False] * (end - start)
             if "position_ids" in row:
-                loss += (row["targets"][shown : shown + end - start - 1] != IGNORED).tolist()
-            else:
-                loss = [False] * (end - start)
+                # A token has loss if it is a target of the one before, maybe in another sequence
+                loss = (store.targets[start:end] != IGNORED).tolist()
+                loss[0] = loss[0] and before > 0
             decoded = ids[shown : min(most, shown + end - start)].tolist()
-            self._print(self._decoded(spans(decoded, loss[: len(decoded)], decoder)))
+            self._print(_marked(spans(decoded, loss[: len(decoded)], decoder)))
             shown += end - start
             if after and shown <= most:
                 cut = dataset.sequences.cut_documents
@@ -155,25 +249,12 @@ class Page:
             text = f"… {len(ids) - most:,} more tokens (tokens={len(ids)} shows them)"
             self._print(text, "yellow")
 
-    def _decoded(self, found: Iterator[Span]) -> Text:
-        text, inside = Text(), False
-        for span in found:
-            if self._colours:
-                plain, special = ("green", _SPECIAL_LOSS) if span.loss else ("dim", _SPECIAL)
-                text.append(span.text, style=special if span.special else plain)
-                continue
-            if span.loss != inside:
-                text.append("⟦" if span.loss else "⟧")
-            inside = span.loss
-            text.append(span.text)
-        return text.append("⟧") if inside else text
-
     def totals(self, columns: dict[str, dict[str, str]]) -> None:
-        """Prints a table with a column of `facts` per set."""
+        """columns: `_facts` of each set."""
         several = len(columns) > 1
         style = box.SIMPLE_HEAD if several else None
         table = Table(box=style, show_header=several, pad_edge=False)
-        table.add_column("", style="dim" if self._colours else "")
+        table.add_column("", style="dim")
         for part in columns:
             table.add_column(part, justify="right" if several else "left")
         for name in next(iter(columns.values())):
@@ -190,26 +271,21 @@ class Page:
         rows = bins(np.diff(dataset.store.offsets), mark=most)
         width, largest = len(f"{rows[-1][1]:,}"), max(count for _, _, count in rows)
         self._print()
-        self._rule((f"{part + ': ' if part else ''}documents by tokens", "bold"))
+        self._rule((f"{part}documents by tokens", "bold"))
         for low, high, count in rows:
             if low == most + 1:
                 line = f"{'':>{2 * width + 3}} ╌╌╌ data.sequence_length {most:,} ╌╌╌"
                 self._print(line, "yellow")
-            bar = count * _BAR * 8 // largest
-            drawn = "█" * (bar // 8) + _EIGHTHS[bar % 8].strip() or ("▏" if count else "")
+            drawn = "█" * (count * _BAR // largest) or ("▏" if count else "")
             style = "yellow" if low > most else "green"
             row = (f"{low:>{width},} – {high:>{width},} ", (f"{drawn:<{_BAR}}", style))
             self._print(Text.assemble(*row, f" {count:>{len(f'{largest:,}')},}"))
 
-    def skipped(self, rows: list[dict[str, str]], most: int = 5) -> None:
-        """Prints the rows that cannot be used."""
-        if rows:
-            self._print()
-        for row in rows[:most]:
+    def skipped(self, rows: list[dict[str, str]]) -> None:
+        for row in rows[:_SHOWN_PROBLEMS]:
             self._print(f"skipped: {row['where']}: {row['problem']}")
-        if len(rows) > most:
-            left = len(rows) - most
-            self._print(f"... and {left:,} more; a run lists them in skipped_rows.jsonl")
+        if (more := len(rows) - _SHOWN_PROBLEMS) > 0:
+            self._print(f"... and {more:,} more; a run lists them in skipped_rows.jsonl")
 
 
 def bins(lengths: npt.NDArray[Any], *, mark: int) -> list[tuple[int, int, int]]:
@@ -223,8 +299,8 @@ def bins(lengths: npt.NDArray[Any], *, mark: int) -> list[tuple[int, int, int]]:
     return rows[used[0] : used[-1] + 1]
 
 
-def facts(dataset: Any, *, padding: str) -> dict[str, str]:
-    """The totals of a set. Empty text: not shown. padding: share of padding."""
+def _facts(dataset: Any, *, padding: str) -> dict[str, str]:
+    """The totals of a set. Empty text: not shown."""
     store, sequences = dataset.store, dataset.sequences
     lengths, tokens, with_loss = np.diff(store.offsets), dataset.tokens, tokens_with_loss(dataset)
     median, most = np.quantile(lengths, [0.5, 0.9], method="nearest").tolist()
@@ -251,10 +327,8 @@ def tokens_with_loss(dataset: Any) -> int:
     first = sequences.starts + 1
     ends = store.offsets[np.searchsorted(store.offsets, sequences.starts, side="right")]
     last = np.minimum(first + sequences.lengths, ends)
-    if store.labels is None:
-        return int((last - first).sum())
     # 32 bits may overflow; the differences are still right
-    trained = np.cumsum(store.labels != IGNORED, dtype=np.uint32)
+    trained = np.cumsum(store.targets != IGNORED, dtype=np.uint32)
     return int((trained[last - 1] - trained[first - 1]).sum())
 
 

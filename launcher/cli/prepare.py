@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.cli.app import Overrides
 from launcher.errors import EXIT_DONE
 from launcher.metrics.console import bytes_as_text, configure_logging
 from launcher.recipe.hub import is_hub_id, model_folder
 from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Data, DataKind, Recipe
+from launcher.recipe.schema import Data, DataKind, Model, Recipe, Source
+
+if TYPE_CHECKING:
+    from launcher.data.token_store import ModelInputs
 
 
 def prepare(overrides: Overrides) -> int:
@@ -51,39 +55,40 @@ def prepare(overrides: Overrides) -> int:
 def _tokenize(
     recipe: Recipe, name: str, kind: DataKind, patterns: tuple[str, ...], validation: bool
 ) -> None:
-    from launcher.data.token_store import ModelInputs, open_store
+    from launcher.data.token_store import open_store
 
-    model = recipe.model
     store = open_store(
         patterns,
         dataclasses.replace(recipe.data, kind=kind),
-        tokenizer=recipe.data.tokenizer or model.path,
-        model=ModelInputs(
-            vocabulary=(model.config or {}).get("vocab_size"), classes=model.num_labels
-        ),
+        tokenizer=recipe.data.tokenizer or recipe.model.path,
+        model=model_inputs(recipe.model),
         validation=validation,
         build=True,
     )
     assert store.folder is not None
     what = f"{store.documents:,} documents, {len(store.ids):,} tokens"
     _print(f"{name}: {what}: {store.folder} ({_size(store.folder)})")
-    if store.skipped:
-        first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
-        _print(f"{name}: {len(store.skipped):,} rows cannot be used and are skipped, first {first}")
+    if skipped := store.skipped:
+        first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
+        _print(f"{name}: {len(skipped):,} rows cannot be used and are skipped, first {first}")
+
+
+def model_inputs(model: Model) -> ModelInputs:
+    """As far as the recipe says."""
+    from launcher.data.token_store import ModelInputs
+
+    return ModelInputs(vocabulary=(model.config or {}).get("vocab_size"), classes=model.num_labels)
 
 
 def data_sets(data: Data) -> Iterator[tuple[str, DataKind, tuple[str, ...], bool]]:
     """Name, kind, files, and whether it is for validation."""
-    if isinstance(data.train, dict):
-        for name, source in data.train.items():
-            yield f"data.train.{name}", source.kind or data.kind, source.files, False
-    elif data.train is not None:
-        yield "data.train", data.kind, data.train, False
-    if isinstance(data.validation, dict):
-        for name, files in data.validation.items():
-            yield f"data.validation.{name}", data.kind, files, True
-    elif data.validation is not None:
-        yield "data.validation", data.kind, data.validation, True
+    for which, sets in (("train", data.train), ("validation", data.validation)):
+        for name, one in (sets if isinstance(sets, dict) else {"": sets}).items():
+            full = f"data.{which}.{name}".removesuffix(".")
+            if isinstance(one, Source):
+                yield full, one.kind or data.kind, one.files, False
+            elif one is not None:
+                yield full, data.kind, one, which == "validation"
 
 
 def _print(line: str) -> None:

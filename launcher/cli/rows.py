@@ -79,8 +79,7 @@ def _recipe(run: Path, step: int) -> Recipe:
 def skipped_batches(events: list[dict[str, Any]], step: int, *, run: Path) -> int:
     """Batches that the run had skipped before a step, because it diverged on them.
 
-    events: of events.jsonl. Raises RecipeError if it is not known, or if another run trained the
-    step.
+    events: of events.jsonl. Raises RecipeError if another run trained the step.
     """
     skipped, other, other_step = 0, run, 0
     for event in events:
@@ -92,14 +91,11 @@ def skipped_batches(events: list[dict[str, Any]], step: int, *, run: Path) -> in
         if source.resolve() != run.resolve():
             other, other_step = source, event["step"]
         if event["step"] < step:
-            if "skipped_batches" not in event and "reason" in event:
-                what = f"an older version did not record what the rewind to step {event['step']}"
-                raise RecipeError(f"{run / 'events.jsonl'}: {what} skipped")
             skipped = event.get("skipped_batches", 0)
     if step <= other_step:
+        what = f"{run} was started from step {other_step} of another run"
         raise RecipeError(
-            f"command line: step={step}: {run} was started from step {other_step} of another run; "
-            f"see launcher rows {other} step={step}"
+            f"command line: step={step}: {what}; see launcher rows {other} step={step}"
         )
     return skipped
 
@@ -114,18 +110,12 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     from launcher.distributed.process_group import DataParallel
 
     group: Any = None  # one process
+    alone = DataParallel(rank=0, size=1, group=group, device=torch.device("cpu"))
+    data = dataclasses.replace(recipe.data, validation=None)
     size = recipe.batch.global_batch_size
-    opened = open_run_data(
-        dataclasses.replace(
-            recipe,
-            data=dataclasses.replace(recipe.data, validation=None),
-            batch=Batch(global_batch_size=size, micro_batch_size=1),  # any gives the same rows
-        ),
-        model=ModelInputs(),
-        ranks=DataParallel(rank=0, size=1, group=group, device=torch.device("cpu")),
-        build=True,
-        skipped_rows=None,
-    )
+    batch = Batch(global_batch_size=size, micro_batch_size=1)  # any gives the same rows
+    recipe = dataclasses.replace(recipe, data=data, batch=batch)
+    opened = open_run_data(recipe, model=ModelInputs(), ranks=alone, build=True, skipped_rows=None)
     for checkpoint in files.list_checkpoints(run / "checkpoints")[-1:]:
         changes = list(data_changes(read_state(checkpoint)["data"], opened.fingerprint))
         if changes:
@@ -147,17 +137,17 @@ def _losses(run: Path, recipe: Recipe, step: int, found: list[TrainedRow]) -> li
     before = [path for path in checkpoints if files.step_of(path) < step]
     nearest = [*reversed(before), *checkpoints[len(before) :]]
     checkpoint = next((path for path in nearest if files.verify(path) is None), None)
-    if checkpoint is None and not (run / "hf").is_dir():
+    if checkpoint is not None:
+        weights: Any = open_checkpoint_weights(checkpoint)
+    elif (run / "hf").is_dir():
+        weights = open_exported_weights(run / "hf")
+    else:
         raise RecipeError(f"command line: --loss: {run} has neither a checkpoint nor hf/")
-    print(f"losses with the weights of {checkpoint or run / 'hf'}", end="")
-    lines = (line for line in read_jsonl(run / "metrics.jsonl") if line.get("step") == step)
-    in_training = next((line["loss"] for line in lines if "loss" in line), None)
-    print(f"; the step's loss in training was {in_training}" if in_training is not None else "")
-    weights = (
-        open_exported_weights(run / "hf")
-        if checkpoint is None
-        else open_checkpoint_weights(checkpoint)
-    )
+    title = f"losses with the weights of {checkpoint or run / 'hf'}"
+    for line in read_jsonl(run / "metrics.jsonl"):
+        if line.get("step") == step and line.get("loss") is not None:
+            title += f"; the step's loss in training was {line['loss']}"
+    print(title)
     model, losses = weights.load(device), []
     for row in found:
         collated = row.dataset.collate([row.sample])
@@ -183,7 +173,7 @@ def _print(found: list[TrainedRow], losses: list[float] | None, tokenizer: str |
         shown = "" if math.isnan(loss) else f"{loss:.4f}"
         table.append((loss, (str(row.sequence), shown, tokens, row.where, text)))
     if losses is not None:
-        table.sort(key=lambda line: -math.inf if math.isnan(line[0]) else line[0], reverse=True)
+        table.sort(key=lambda line: math.inf if math.isnan(line[0]) else -line[0])
     cells = [("sequence", "loss" if losses else "", "tokens", "row", "text")]
     cells += [line for _, line in table]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -1,8 +1,7 @@
 """Which sample is at which position of the run, and which positions a rank computes.
 
-The order of samples is a function of (seed, epoch, global position) alone. Ranks, loader processes
-and micro-batches only divide the positions. So a run on other hardware sees the same samples in the
-same order, and the step is all that a checkpoint must hold.
+The order of samples is a function of (seed, epoch, global position) alone: the same on any
+hardware, and the step is all that a checkpoint must hold.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from launcher.recipe import schema
 _MASK = (1 << 64) - 1
 
 NO_SAMPLE = -1
-"""Index of a row without targets, which weighs nothing: at the end of the last epoch, or where the
-ranks do not divide the batch."""
+"""Index of an empty row: after the last epoch, or where the ranks do not divide the batch."""
 
 
 @dataclass(frozen=True)
@@ -27,25 +25,14 @@ class Position:
     step: int = 0
     """Finished optimizer steps."""
     skipped_batches: int = 0
-    """Batches before it that were skipped because the run diverged on them."""
+    """Batches before it on which the run diverged."""
     stream: Mapping[str, Any] | None = None
-    """data.streaming: the positions of the shards, from a checkpoint."""
+    """`StreamingDataset.state`, from a checkpoint."""
 
 
 def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, ranks: int) -> int:
-    """Micro-batches per rank and optimizer step. Rounded up: on a resume, the ranks may not divide
-    the batch."""
+    """Micro-batches per rank and optimizer step."""
     return -(-global_batch_size // (micro_batch_size * ranks))
-
-
-def total_steps(
-    *, max_steps: int | None, epochs: int | None, samples: int, global_batch_size: int
-) -> int:
-    """Optimizer steps of the run. The last step of the last epoch may be incomplete."""
-    if max_steps is not None:
-        return max_steps
-    assert epochs is not None
-    return -(-epochs * samples // global_batch_size)
 
 
 def _mix(value: int) -> int:
@@ -56,11 +43,10 @@ def _mix(value: int) -> int:
 
 
 def permuted(index: int, *, size: int, seed: int, epoch: int) -> int:
-    """Element `index` of a pseudo-random permutation of range(size), without a table.
+    """Element `index` of a pseudo-random permutation of range(size).
 
-    A balanced Feistel network of six rounds over the smallest even number of bits that hold `size`,
-    applied until the result is below `size` (cycle walking: Black and Rogaway, 2002; under four
-    times on average).
+    A balanced Feistel network over the smallest even number of bits that hold `size`, applied until
+    the result is below `size` (cycle walking: Black and Rogaway, 2002).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -68,10 +54,8 @@ def permuted(index: int, *, size: int, seed: int, epoch: int) -> int:
     while True:
         left, right = index >> half, index & mask
         for turn in range(6):
-            left, right = (
-                right,
-                left ^ (_mix((right + key + turn * 0xD1B54A32D192ED03) & _MASK) & mask),
-            )
+            mixed = _mix((right + key + turn * 0xD1B54A32D192ED03) & _MASK) & mask
+            left, right = right, left ^ mixed
         index = (left << half) | right
         if index < size:
             return index
@@ -86,7 +70,6 @@ class SampleOrder:
     seed: int
     shuffle: bool
     epochs: int | None = None
-    """None: endless."""
 
     def sample(self, position: int) -> int:
         """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
@@ -104,7 +87,7 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """The order of a stream (data.streaming): indices are positions, its length is not known."""
+    """The order of a stream: indices are positions, its length is not known."""
 
     samples: int = 0
     epochs: int | None = None
@@ -123,9 +106,8 @@ class MixtureOrder:
     """Several sources in fixed shares. Each has its own order, and they alternate by their weights.
 
     The alternation repeats after 4,096 positions. In these each source has its share, rounded to at
-    least one and spread evenly (smooth weighted round-robin). Sample indices run through the
-    sources one after another. An epoch has as many positions as the sources have samples, so a
-    source with a larger share than its size repeats, in another order each time.
+    least one and spread evenly (smooth weighted round-robin). An epoch has as many positions as the
+    sources have samples, so a source with a larger share than its size repeats, in another order.
     """
 
     def __init__(
@@ -143,7 +125,8 @@ class MixtureOrder:
             SampleOrder(samples=size, seed=_mix((seed * count + source) & _MASK), shuffle=shuffle)
             for source, size in enumerate(sizes)
         ]
-        self._counts = _apportion(weights, _PERIOD)
+        self._counts = [max(1, round(weight / sum(weights) * _PERIOD)) for weight in weights]
+        self._counts[self._counts.index(max(self._counts))] += _PERIOD - sum(self._counts)
         self._turns: list[tuple[int, int]] = []
         """For each position of a period: the source, and its turns before in the period."""
         had, credit = [0] * count, [0] * count
@@ -167,13 +150,6 @@ class MixtureOrder:
         return [positions * count / _PERIOD / order.samples for count, order in counted]
 
 
-def _apportion(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in proportion to the weights, at least one each, with sum `total`."""
-    counts = [max(1, round(weight / sum(weights) * total)) for weight in weights]
-    counts[counts.index(max(counts))] += total - sum(counts)
-    return counts
-
-
 Order = SampleOrder | MixtureOrder | StreamOrder
 
 
@@ -194,22 +170,18 @@ class _RankPart:
 class RankBatchSampler(_RankPart):
     """Micro-batches of a fixed number of rows.
 
-    Micro-batch m of rank r has the positions from (m * ranks + r) * micro_batch_size on. So with
-    more ranks and fewer micro-batches, the same rows are reduced together.
+    Micro-batch m of rank r has the positions from (m * ranks + r) * micro_batch_size on.
     """
 
     micro_batch_size: int
 
     def micro_batches(self, step: int) -> int:
-        """Micro-batches of a step (0-based): the same number on every rank."""
-        return accumulation_steps(
-            global_batch_size=self.global_batch_size,
-            micro_batch_size=self.micro_batch_size,
-            ranks=self.ranks,
-        )
+        """Of a step (0-based): the same number on every rank."""
+        size, micro = self.global_batch_size, self.micro_batch_size
+        return accumulation_steps(global_batch_size=size, micro_batch_size=micro, ranks=self.ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The sample indices of each micro-batch of this rank, step after step."""
+        """The sample indices of each micro-batch of this rank."""
         for step in range(self.first_step, self.steps):
             first, size = step * self.global_batch_size, self.micro_batch_size
             for micro in range(self.micro_batches(step)):
@@ -222,12 +194,8 @@ class RankBatchSampler(_RankPart):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBatchSampler(_RankPart):
-    """Micro-batches of a limited number of tokens, padding included: a step's samples, sorted by
-    length and cut into groups.
-
-    A step has the same samples as with RankBatchSampler. The groups follow from the lengths alone,
-    so every rank knows those of all ranks.
-    """
+    """Micro-batches of a limited number of tokens, padding included: the samples of a step, sorted
+    by length and cut into groups."""
 
     lengths: Sequence[int]
     """Tokens of each sample."""
@@ -235,7 +203,7 @@ class TokenBatchSampler(_RankPart):
     """At least the length of the longest sample."""
 
     def groups(self, step: int) -> list[list[int]]:
-        """All ranks' micro-batches of a step (0-based); rank r has every ranks-th one from r on."""
+        """All ranks' micro-batches of a step; rank r has every ranks-th one from r on."""
         start = step * self.global_batch_size
         found = map(self.order.sample, range(start, start + self.global_batch_size))
         samples = [sample for sample in found if sample != NO_SAMPLE]
@@ -248,9 +216,8 @@ class TokenBatchSampler(_RankPart):
         # If the groups do not divide by the ranks, split groups before a rank gets none
         while not groups or len(groups) % self.ranks:
             largest = max(groups, key=len, default=[])
-            half = (len(largest) + 1) // 2
             if len(largest) > 1:
-                place = groups.index(largest)
+                place, half = groups.index(largest), (len(largest) + 1) // 2
                 groups[place : place + 1] = [largest[:half], largest[half:]]
             else:
                 groups.append([NO_SAMPLE])
@@ -270,10 +237,7 @@ BatchSampler = RankBatchSampler | TokenBatchSampler
 def make_batch_sampler(
     batch: schema.Batch, *, lengths: Sequence[int] | None, **part: Any
 ) -> BatchSampler:
-    """A rank's micro-batches, of a number of rows or of tokens.
-
-    lengths: tokens of each sample, needed with micro_batch_tokens. part: of `_RankPart`.
-    """
+    """lengths: tokens of each sample, for micro_batch_tokens. part: of `_RankPart`."""
     part["global_batch_size"] = batch.global_batch_size
     if batch.micro_batch_tokens is None:
         assert isinstance(batch.micro_batch_size, int)  # `auto` was resolved before

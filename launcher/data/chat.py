@@ -1,9 +1,9 @@
 """Conversations into tokens, with loss on what the assistant says.
 
-A template may mark which characters are the assistant's: `{% generation %} ... {% endgeneration
-%}`. Otherwise a second rendering is compared with the first: one with a placeholder for each
-answer, which must be the same apart from the answers; or, for tool calls and reasoning, those of
-the conversation up to each answer. Nothing is guessed: a row that cannot be verified is an error.
+A template may mark it: `{% generation %} ... {% endgeneration %}`. Otherwise a second rendering,
+with a placeholder for each answer, must be the same apart from the answers; or, for tool calls and
+reasoning, the conversation up to each answer must render to a prefix. Nothing is guessed: a row
+that cannot be verified is an error.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ Span = tuple[int, int]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _SHAREGPT = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
-    "system": "system",
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
 }
+"""Roles in ShareGPT's `from` with another name."""
 _BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""What an assistant says besides its content."""
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _THOUGHT = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 
@@ -48,31 +47,29 @@ def read_messages(value: Any, column: str) -> list[Message]:
     """
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
         return [_message(turn, f"message {number}") for number, turn in enumerate(value, start=1)]
-    raise RowError(
-        f"column {column!r} must hold a list of messages, each with role and content (or from and "
-        f"value); got {'an empty list' if value == [] else type(value).__name__}"
-    )
+    got = "an empty list" if value == [] else type(value).__name__
+    form = "a list of messages, each with role and content (or from and value)"
+    raise RowError(f"column {column!r} must hold {form}; got {got}")
 
 
 def _message(turn: Message, what: str) -> Message:
     message = {key: content for key, content in turn.items() if content is not None}
     if "role" not in message and "from" in message:
         speaker = message.pop("from")
-        if speaker not in _SHAREGPT:
-            roles = ", ".join(_SHAREGPT)
-            raise RowError(f"{what}: unknown role {speaker!r} in `from`; must be one of {roles}")
-        message = {"role": _SHAREGPT[speaker], "content": message.pop("value", None), **message}
+        content = message.pop("value", None)
+        message = {"role": _SHAREGPT.get(speaker, speaker), "content": content, **message}
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         got = "no role" if role is None else f"unknown role {role!r}"
         raise RowError(f"{what}: {got}; must be one of {', '.join(_ROLES)}")
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        for part, text in zip(content, texts, strict=True):
-            if not isinstance(text, str):
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise RowError(f"{what}: a content part is {kind!r}; only text can be trained on")
-        content = "".join(map(str, texts))
+        texts: list[Any] = [
+            part.get("text") if isinstance(part, dict) else part for part in content
+        ]
+        if not all(isinstance(text, str) for text in texts):
+            kinds = [part.get("type") for part in content if isinstance(part, dict)]
+            raise RowError(f"{what}: only text can be trained on; got parts of the types {kinds}")
+        content = "".join(texts)
     if content is None and any(message.get(key) for key in _BESIDE_CONTENT):
         content = ""
     if not isinstance(content, str):
@@ -100,7 +97,7 @@ class Rendered:
     text: str
     spans: list[Span]
     marked: bool
-    """By the template itself. Otherwise `ChatTemplate.tokens` adds the end of each turn."""
+    """By the template, with the end of each turn. Otherwise `ChatTemplate.tokens` adds it."""
     closed: bool
     """The last turn is the assistant's."""
 
@@ -112,16 +109,11 @@ class ChatTemplate:
         """name: of the tokenizer, for messages. Raises RecipeError if no template can be used."""
         self._tokenizer, self._template = tokenizer, template
         if template is None and not tokenizer.chat_template:
-            raise RecipeError(
-                f"data.tokenizer: {name}: has no chat template; set data.chat_template to a file "
-                "with one"
-            )
+            hint = "set data.chat_template to a file with one"
+            raise RecipeError(f"data.tokenizer: {name}: has no chat template; {hint}")
         if not tokenizer.is_fast:
-            raise RecipeError(
-                f"data.tokenizer: {name}: is a slow tokenizer ({type(tokenizer).__name__}), which "
-                "gives no positions of tokens in the text, so the assistant's tokens cannot be "
-                "found; use one with a tokenizer.json"
-            )
+            what = f"is a slow tokenizer ({type(tokenizer).__name__}), which gives no positions"
+            raise RecipeError(f"data.tokenizer: {name}: {what}; use one with a tokenizer.json")
         added = tokenizer.added_tokens_decoder.items()
         special = {number for number, token in added if token.special}
         self._special = list(special.union(tokenizer.all_special_ids))
@@ -129,21 +121,17 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], tools: list[Any] | None, *, loss_from: int = 0
     ) -> Rendered:
-        """Text and spans. loss_from: index of the first message that may carry loss.
-
-        Raises RowError.
-        """
+        """loss_from: index of the first message that may carry loss. Raises RowError."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if not any(index >= loss_from for index in turns):
+        if not turns or turns[-1] < loss_from:
             raise RowError("no assistant turn, so nothing to learn from")
         marked = _MARKS.search(self._source(tools)) is not None
         text, spans = self._apply(messages, tools, marks=marked)
         if marked:
             spans = _check_marks(spans, turns, loss_from)
         else:
-            found = self._by_placeholders(messages, tools, text, turns)
-            if found is None:
-                found = self._by_turns(messages, tools, text, turns)
+            arguments = messages, tools, text, turns
+            found = self._by_placeholders(*arguments) or self._by_turns(*arguments)
             spans = [span for index, span in zip(turns, found, strict=True) if index >= loss_from]
         return Rendered(text, spans, marked, closed=turns[-1] == len(messages) - 1)
 
@@ -194,11 +182,8 @@ class ChatTemplate:
     @property
     def _end(self) -> int:
         if self._tokenizer.eos_token_id is None:
-            raise RecipeError(
-                "data.chat_template: no special token ends the assistant's turn, and the tokenizer "
-                "has no eos_token: the model would not learn to stop; end the turn with one in the "
-                "template"
-            )
+            what = "neither a special token after the assistant's turn nor an eos_token"
+            raise RecipeError(f"data.chat_template: {what}: the model would not learn to stop")
         return int(self._tokenizer.eos_token_id)
 
     def _source(self, tools: list[Any] | None) -> str:
@@ -245,12 +230,11 @@ class ChatTemplate:
             return None
         probe, contents = list(messages), {}
         for index in turns:
-            content, answer = messages[index]["content"], f"Qz{index}aZq"
+            content, replaced = messages[index]["content"], f"Qz{index}aZq"
             if thought := _THOUGHT.fullmatch(content):
-                contents[f"Qz{index}tZq"], contents[answer] = thought[2], thought[4]
-                replaced = f"{thought[1]}Qz{index}tZq{thought[3]}{answer}"
-            else:
-                contents[answer], replaced = content, answer
+                contents[f"Qz{index}tZq"], content = thought[2], thought[4]
+                replaced = f"{thought[1]}Qz{index}tZq{thought[3]}{replaced}"
+            contents[f"Qz{index}aZq"] = content
             probe[index] = {**messages[index], "content": replaced}
         if any(placeholder in text for placeholder in contents):
             return None
@@ -258,17 +242,16 @@ class ChatTemplate:
             probed, _ = self._apply(probe, tools)
         except RowError:
             return None
-        parts = re.split(f"({'|'.join(contents)})", probed)
-        literals, found = parts[::2], parts[1::2]
+        before, *rest = re.split(f"({'|'.join(contents)})", probed)
+        found, literals = rest[::2], rest[1::2]
         in_order = [placeholder for placeholder in contents if placeholder in found]
         answers = {f"Qz{index}aZq" for index in turns}
-        if found != in_order or not answers <= set(found) or not text.startswith(literals[0]):
+        if found != in_order or not answers <= set(found) or not text.startswith(before):
             return None
         spans: dict[str, Span] = {}
-        start = len(literals[0])
-        for number, placeholder in enumerate(found):
-            before, after = literals[number : number + 2]
-            last = number == len(found) - 1
+        start = len(before)
+        for placeholder, after in zip(found, literals, strict=True):
+            last = placeholder == found[-1]
             end = _find_end(text, start, contents[placeholder], after, last=last)
             if end is None:
                 return None
@@ -277,7 +260,7 @@ class ChatTemplate:
             first = start - len(opening[0]) if opening else start
             turn = placeholder[:-3]
             spans[turn] = (spans[turn][0] if turn in spans else first, end)
-            start = end + len(after)
+            start, before = end + len(after), after
         return list(spans.values())
 
     def _by_turns(
@@ -298,11 +281,10 @@ class ChatTemplate:
             # Without a generation prompt, the heading of the turn would count as the answer
             known = len(bare) < len(before) < len(until)
             if not (known and text.startswith(before) and text.startswith(until)):
-                raise RowError(
-                    f"message {index + 1}: the assistant's part of the rendered text cannot be "
-                    "verified; put {% generation %} and {% endgeneration %} around what the "
-                    "assistant says in the template, and set data.chat_template to that file"
-                )
+                what = "the assistant's part of the rendered text cannot be verified"
+                marks = "{% generation %} and {% endgeneration %} around what the assistant says"
+                hint = f"put {marks} in the template, and set data.chat_template to that file"
+                raise RowError(f"message {index + 1}: {what}; {hint}")
             # The special token that ends the turn is not part of the answer
             start, end = len(before), len(until.rstrip())
             special = self._tokenizer.convert_ids_to_tokens(self._special)
@@ -315,22 +297,17 @@ def _check_marks(marks: list[Span], turns: list[int], loss_from: int) -> list[Sp
     """The marks of the turns from `loss_from` on."""
     marks = [(start, end) for start, end in marks if end > start]
     if not marks:
-        raise RowError(
-            "the template's {% generation %} marks enclose nothing here; do they enclose what the "
-            "assistant says?"
-        )
+        raise RowError("the template's {% generation %} marks enclose nothing here")
     skipped = sum(index < loss_from for index in turns)
     if skipped and len(marks) != len(turns):
-        raise RowError(
-            f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks: which are "
-            "the prompt's?"
-        )
+        what = f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks"
+        raise RowError(f"{what}: which are the prompt's?")
     return marks[skipped:]
 
 
 def _find_end(text: str, start: int, content: str, after: str, *, last: bool) -> int | None:
-    """Where `content` ends that starts at `start`, apart from white space around it, and the
-    literal `after` follows; None if it does not. last: the text ends with `after`."""
+    """Where the literal `after` follows `content`, which starts at `start`, apart from white space
+    around it; None if it does not. last: the text ends with `after`."""
     content = content.strip()
     begin = text.find(content, start)
     end = begin + len(content)

@@ -35,7 +35,7 @@ class CustomData:
     """loss(model, micro-batch): the SUM over the micro-batch's targets, a scalar, not the mean. It
     is divided by the targets of the whole global batch, over all ranks and micro-batches."""
     targets: Callable[[Mapping[str, Any]], int] | None = None
-    """Number of targets of a micro-batch; None: its number of samples."""
+    """Of a micro-batch; None: its number of samples."""
     validation: Any = None
     """A data set like train, or a dict of them by name."""
 
@@ -70,10 +70,8 @@ class CustomDataset:
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         loss = self.data.loss(model, tensors["batch"])
         if loss.ndim:
-            raise RecipeError(
-                "data.builder: its loss must be a scalar, the sum over the micro-batch; got the "
-                f"shape {tuple(loss.shape)}"
-            )
+            what = "its loss must be a scalar, the sum over the micro-batch"
+            raise RecipeError(f"data.builder: {what}; got the shape {tuple(loss.shape)}")
         weighted: torch.Tensor = loss.float() * tensors["weight"]
         return weighted
 
@@ -86,16 +84,12 @@ class CustomDataset:
 
 
 def build_custom_data(builder: str, arguments: Mapping[str, Any] | None) -> CustomData:
-    """Calls `package.module:function` with the recipe's arguments.
-
-    Raises RecipeError if there is no such function, or if it returns something else.
-    """
+    """Calls `package.module:function`. Raises RecipeError if it is missing or returns something
+    else."""
     built = call_function(builder, arguments or {}, key="data.builder")
     if not isinstance(built, CustomData):
-        raise RecipeError(
-            f"data.builder: {builder} must return a launcher.data.custom.CustomData; got "
-            f"{type(built).__name__}"
-        )
+        got = f"a launcher.data.custom.CustomData; got {type(built).__name__}"
+        raise RecipeError(f"data.builder: {builder} must return {got}")
     if not len(built.train):
         raise RecipeError(f"data.builder: {builder} returned an empty training set")
     return built

@@ -1,41 +1,37 @@
-"""Training sequences from token stores, and micro-batches from sequences."""
+"""Data sets by index, and their micro-batches."""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
-from torch.utils.data import ConcatDataset
 
 from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
 from launcher.data.custom import CustomDataset
 from launcher.data.packing import Sequences, pack
-from launcher.data.token_store import ModelInputs, open_store
-from launcher.data.tokenization import TokenStore
+from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.models.attention import Masking
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
-from launcher.training import loss
+from launcher.training.loss import summed_classification_loss, summed_loss
 
 Integers = npt.NDArray[np.int64]
 Row = dict[str, Integers]
 Collated = dict[str, Any]
-"""A micro-batch: `tensors`, the arguments of the loss, rows first; `tokens` without padding;
-`loss_tokens`, the number of targets."""
-MOST_TARGETS = 0.9
+"""A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`."""
+_MOST_TARGETS = 0.9
 """Share of positions with a target below which logits are computed for these positions only."""
 
 
 def make_row(pieces: Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> Row:
-    """A sequence of pieces of documents, given as ids and targets. In each the positions start
-    at 0."""
+    """pieces: ids and targets of each. In each the positions start at 0."""
     ids, targets = zip(*pieces, strict=True)
     return {
         "input_ids": np.concatenate(ids, dtype=np.int64),
@@ -55,19 +51,19 @@ class _Stored:
     store: TokenStore
     sequences: Sequences
     length: int
-    """The longest sequence."""
+    """Of the longest sequence."""
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """For checkpoints, to detect changed data (see `TokenStore.fingerprint`)."""
+        """See `TokenStore`."""
         return self.store.fingerprint
 
     @property
     def skipped(self) -> list[dict[str, str]]:
-        """`where` and `problem` of the rows that cannot be used (data.on_error: skip)."""
+        """See `TokenStore`."""
         return self.store.skipped
 
     @property
@@ -89,26 +85,22 @@ class _Stored:
             yield document, start, start + length
 
     def _problems(self) -> list[str]:
-        """Documents that are split or cut, and skipped rows."""
-        sequences, longer = self.sequences, f"longer than {self.length} tokens"
+        store, sequences, longer = self.store, self.sequences, f"longer than {self.length} tokens"
         lines = []
-        if sequences.split_documents:
+        if split := sequences.split_documents:
+            lines.append(f"{split:,} documents are {longer} and continue in another sequence")
+        if cut := sequences.cut_documents:
+            share = sequences.cut_tokens / int(store.offsets[-1])
             lines.append(
-                f"{sequences.split_documents:,} documents are {longer} and continue in another "
-                "sequence"
+                f"warning: {cut:,} of {store.documents:,} documents are {longer} "
+                f"(data.sequence_length) and lose their end, {sequences.cut_tokens:,} tokens "
+                f"({share:.1%} of all)"
             )
-        if sequences.cut_documents:
-            share = sequences.cut_tokens / int(self.store.offsets[-1])
+        if store.skipped:
+            first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
             lines.append(
-                f"warning: {sequences.cut_documents:,} of {self.store.documents:,} documents are "
-                f"{longer} (data.sequence_length) and lose their end, {sequences.cut_tokens:,} "
-                f"tokens ({share:.1%} of all)"
-            )
-        if skipped := self.skipped:
-            first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
-            lines.append(
-                f"warning: {len(skipped):,} rows cannot be used and are skipped (data.on_error: "
-                f"skip), listed in skipped_rows.jsonl; the first: {first}"
+                f"warning: {len(store.skipped):,} rows cannot be used and are skipped "
+                f"(data.on_error: skip), listed in skipped_rows.jsonl; the first: {first}"
             )
         return lines
 
@@ -118,37 +110,29 @@ class SequenceDataset(_Stored):
     """Sequences for next-token training."""
 
     packed: bool
-    """Whether documents are packed, so that padding does not depend on the micro-batches."""
+    """Whether sequences hold several documents."""
     masking: Masking = "mask"
 
-    def __getitem__(self, index: int) -> Row:
-        """`input_ids`, `targets` and `position_ids`, each (tokens,).
+    loss = staticmethod(summed_loss)
 
-        The target of a token is the document's next token, even if that is in another sequence;
-        IGNORED at the end of a document.
-        """
+    def __getitem__(self, index: int) -> Row:
+        """`input_ids`, `targets` and `position_ids`, each (tokens,). The target of a token is the
+        document's next token, even in another sequence; IGNORED at the end of a document."""
         if index == NO_SAMPLE:
             return EMPTY
-        store = self.store
-        labels = store.ids if store.labels is None else store.labels
-        pieces = []
+        store, pieces = self.store, []
         for document, start, end in self.pieces(index):
             targets = np.full(end - start, IGNORED, dtype=np.int64)
-            known = labels[start + 1 : min(end + 1, int(store.offsets[document + 1]))]
+            known = store.targets[start + 1 : min(end + 1, int(store.offsets[document + 1]))]
             targets[: len(known)] = known
             pieces.append((store.ids[start:end], targets))
         return make_row(pieces)
 
     def collate(self, rows: list[Row]) -> Collated:
-        """See `collate_sequences`."""
         return collate_sequences(rows, length=self.length, packed=self.packed, masking=self.masking)
 
-    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        """Sum of the losses of a micro-batch's targets; a float32 scalar."""
-        return loss.summed_loss(model, tensors)
-
     def describe(self) -> list[str]:
-        """Size, cut documents and padding, one line each."""
+        """Lines for the log. The first is about the size."""
         tokens, count = self.tokens, len(self)
         text = f"{self.store.documents:,} documents, {tokens:,} tokens in {count:,} sequences "
         text += f"of up to {self.length}"
@@ -156,7 +140,7 @@ class SequenceDataset(_Stored):
             how = {"mask": "a mask", "varlen": "variable-length attention"}[self.masking]
             padding = 1 - tokens / (count * self.length)
             text += f", packed ({padding:.1%} padding; kept apart by {how})"
-        if self.store.labels is not None and self.store.trained is not None:
+        if self.store.labels is not None:
             share = self.store.trained / int(self.store.offsets[-1])
             text += f"; {share:.1%} of the documents' tokens carry loss"
         return [text, *self._problems()]
@@ -164,37 +148,33 @@ class SequenceDataset(_Stored):
 
 def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Masking) -> Collated:
     """A micro-batch: tensors (rows, tokens), padded on the right to the longest row (packed: to
-    `length`).
+    `length`). Attention is causal, so padding needs no mask.
 
-    Padding needs no attention mask: attention is causal, and padding has no target. If a row holds
-    several documents, `position_ids` shows transformers' masks where each starts. For varlen
-    attention there are also `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,), int32, the starts
-    in the flattened rows, and `max_length_q`, `max_length_k`: transformers' names.
+    If a row holds several documents, `position_ids` shows transformers' masks where each starts.
+    For varlen attention there are also `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,), int32,
+    the starts in the flattened rows, and `max_length_q`, `max_length_k`: transformers' names.
 
-    `target_positions` (positions,) are those of the flattened rows that have a target, if they are
-    so few that it saves time to compute logits for them only. The host knows their number: finding
-    it on the device would wait for the device.
+    `target_positions` (positions,) are those of the flattened rows with a target, if they are few.
+    They are found on the host: on the device, their number would have to be waited for.
     """
     width = length if packed else max(1, *(len(row["input_ids"]) for row in rows))
     tensors: dict[str, Any] = {
         "input_ids": _padded([row["input_ids"] for row in rows], width, 0),
         "targets": _padded([row["targets"] for row in rows], width, IGNORED),
     }
-    if packed and any(int((row["position_ids"] == 0).sum()) > 1 for row in rows):
+    starts = [row["position_ids"] for row in rows]
+    if packed and any(int((one == 0).sum()) > 1 for one in starts):
         # Padding is a document of its own: its positions start at 0 again
-        positions = np.tile(np.arange(width), (len(rows), 1))
-        for filled, row in zip(positions, rows, strict=True):
-            used = len(row["position_ids"])
-            filled[:used], filled[used:] = row["position_ids"], np.arange(width - used)
+        positions = np.stack([np.append(one, np.arange(width - len(one))) for one in starts])
         tensors["position_ids"] = torch.from_numpy(positions)
         if masking == "varlen":
-            starts = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
-            tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(starts)
+            bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
+            tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(bounds)
             # An upper bound; a constant one saves compiled blocks from recompilation
             tensors["max_length_q"] = tensors["max_length_k"] = width
-    positions_with_target = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
-    if len(positions_with_target) < MOST_TARGETS * tensors["targets"].numel():
-        tensors["target_positions"] = positions_with_target
+    with_target = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
+    if len(with_target) < _MOST_TARGETS * tensors["targets"].numel():
+        tensors["target_positions"] = with_target
     return _collated(tensors, rows)
 
 
@@ -218,8 +198,10 @@ class ClassificationDataset(_Stored):
     """Documents, each with a class."""
 
     padding: int
-    """The model's padding id: it finds the last token before the padding."""
+    """The model's padding id, by which it finds the last token."""
     packed: bool = False
+
+    loss = staticmethod(summed_classification_loss)
 
     def __getitem__(self, index: int) -> Row:
         """`input_ids` (tokens,) and `targets` (1,)."""
@@ -233,8 +215,7 @@ class ClassificationDataset(_Stored):
         }
 
     def collate(self, rows: list[Row]) -> Collated:
-        """`input_ids` and `attention_mask` (rows, tokens), padded on the right to the longest row;
-        `targets` (rows,)."""
+        """`input_ids` and `attention_mask` (rows, tokens), padded on the right; `targets` (rows,)."""
         ids = [row["input_ids"] for row in rows]
         width = max(1, *(len(row) for row in ids))
         tensors = {
@@ -244,9 +225,6 @@ class ClassificationDataset(_Stored):
         }
         return _collated(tensors, rows)
 
-    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        return loss.summed_classification_loss(model, tensors)
-
     def describe(self) -> list[str]:
         assert self.store.classes is not None
         counts = enumerate(np.bincount(self.store.classes).tolist())
@@ -255,27 +233,31 @@ class ClassificationDataset(_Stored):
         return [text, *self._problems()]
 
 
-class MixtureDataset(ConcatDataset[Row]):
-    """Several data sets of one form. Indices run through one after the other."""
+class MixtureDataset:
+    """Several data sets, one after the other."""
 
     def __init__(
         self, parts: dict[str, SequenceDataset | ClassificationDataset], weights: tuple[float, ...]
     ) -> None:
-        super().__init__(parts.values())  # type: ignore[arg-type]
         self.parts, self.weights = parts, weights
+        self._starts = list(itertools.accumulate(map(len, parts.values()), initial=0))
         self._first = next(iter(parts.values()))
         self.packed = self._first.packed
         self.collate, self.loss = self._first.collate, self._first.loss
 
+    def __len__(self) -> int:
+        return self._starts[-1]
+
     def __getitem__(self, index: int) -> Row:
         if index == NO_SAMPLE:
             return self._first[index]
-        return super().__getitem__(index)  # type: ignore[no-untyped-call, no-any-return]
+        name, index = self.locate(index)
+        return self.parts[name][index]
 
     def locate(self, index: int) -> tuple[str, int]:
         """The source of a sample, and its index there."""
-        part = bisect.bisect_right(self.cumulative_sizes, index)
-        return list(self.parts)[part], index - ([0, *self.cumulative_sizes][part])
+        part = bisect.bisect_right(self._starts, index) - 1
+        return list(self.parts)[part], index - self._starts[part]
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -300,7 +282,7 @@ class MixtureDataset(ConcatDataset[Row]):
 
 
 MapData = SequenceDataset | ClassificationDataset | MixtureDataset | CustomDataset
-"""Samples by index. `SequenceDataset` describes the members that all of them have."""
+"""All have the members of `SequenceDataset`."""
 
 
 def open_dataset(
@@ -312,26 +294,21 @@ def open_dataset(
     build: bool,
     validation: bool = False,
 ) -> SequenceDataset | ClassificationDataset | MixtureDataset:
-    """Opens and packs the files of a source, or of each source of a mixture. See `open_store`.
-
-    tokenizer: data.tokenizer, or the model's.
-    """
+    """Opens (see `open_store`) and packs the files of a source, or of each source of a mixture."""
+    options: Any = {"tokenizer": tokenizer, "model": model, "build": build}
     if isinstance(source, dict):
-        parts: dict[str, Any] = {
-            name: open_dataset(
-                dataclasses.replace(data, kind=part.kind or data.kind),
-                part.files,
-                tokenizer=tokenizer,
-                model=model,
-                build=build,
-                validation=validation,
-            )
-            for name, part in source.items()
-        }
+        parts: dict[str, Any] = {}
+        for name, part in source.items():
+            own = dataclasses.replace(data, kind=part.kind or data.kind)
+            parts[name] = open_dataset(own, part.files, validation=validation, **options)
         return MixtureDataset(parts, tuple(part.weight for part in source.values()))
-    store = open_store(
-        source, data, tokenizer=tokenizer, model=model, validation=validation, build=build
-    )
+    store = open_store(source, data, validation=validation, **options)
+    return pack_store(store, data, model)
+
+
+def pack_store(
+    store: TokenStore, data: schema.Data, model: ModelInputs
+) -> SequenceDataset | ClassificationDataset:
     length = data.sequence_length
     sequences = pack(store.offsets, data.kind, packing=data.packing, sequence_length=length)
     if data.kind == "classification":
@@ -340,9 +317,8 @@ def open_dataset(
 
 
 def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:
-    """The order of samples. The sources of a mixture alternate by their weights."""
+    options: Any = {"seed": seed, "shuffle": shuffle, "epochs": epochs}
     if not isinstance(dataset, MixtureDataset):
-        return SampleOrder(samples=len(dataset), seed=seed, shuffle=shuffle, epochs=epochs)
+        return SampleOrder(samples=len(dataset), **options)
     sizes = [len(part) for part in dataset.parts.values()]
-    weights = dataset.weights
-    return MixtureOrder(sizes=sizes, weights=weights, seed=seed, shuffle=shuffle, epochs=epochs)
+    return MixtureOrder(sizes=sizes, weights=dataset.weights, **options)

@@ -1,4 +1,4 @@
-"""Rows into token ids, for each kind of data. Used by token stores and by streaming."""
+"""Rows into token ids, for each kind of data."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher.data.chat import (
-    ChatTemplate,
-    Message,
-    Rendered,
-    RowError,
-    read_messages,
-    read_tools,
-)
+from launcher.data.chat import ChatTemplate, Message, Rendered, RowError, read_messages, read_tools
 from launcher.data.sources import Row
 from launcher.data.tokenizer import (
     Ids,
@@ -34,8 +27,6 @@ from launcher.recipe import schema
 
 _Tokens = tuple[Ids, Ids | None, int | None]
 """Ids, labels and category of a row, as in Encoded."""
-_BATCH_ROWS = 64
-_RESPONSES = ("response", "completion", "output")
 _COLUMNS: dict[schema.DataKind, tuple[str, ...]] = {
     "text": ("text_column",),
     "tokens": (),
@@ -53,7 +44,7 @@ class Encoded:
     ids: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """Empty: the row has no text, or cannot be used."""
     labels: Ids | None = None
-    """labels[t] is the target at position t - 1, as in transformers; None: the ids."""
+    """labels[t] is the target at position t - 1; None: the ids."""
     category: int | None = None
     """kind classification."""
     problem: str = ""
@@ -65,13 +56,13 @@ class Encoded:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """The row in a list of skipped rows."""
+        """For the list of skipped rows."""
         return {"where": self.row.where, "problem": self.problem}
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """How rows of one kind become ids. Loads the tokenizer when it is first used."""
+    """How rows of one kind become ids."""
 
     kind: schema.DataKind
     tokenizer: str | None
@@ -92,50 +83,38 @@ class Encoder:
         return [self.kind, tokenizer, self.columns, self.labels, template]
 
     def fingerprint(self) -> dict[str, str | None]:
-        """For checkpoints: checksums of the tokenizer's files and of data.chat_template."""
+        """Checksums of the tokenizer's files and of data.chat_template."""
         template = self.template
         return {
             "tokenizer": None if self.tokenizer is None else tokenizer_identity(self.tokenizer),
             "chat_template": template and hashlib.sha256(template.encode()).hexdigest(),
         }
 
-    def load_tokenizer(self) -> Tokenizer:
-        assert self.tokenizer is not None
-        return load_tokenizer(self.tokenizer)
+    def encode_rows(self, rows: Iterable[Row], *, batch_rows: int = 64) -> Iterator[Encoded]:
+        """One result per row, in order. Tokenizing in batches is several times faster.
 
-    def load_template(self) -> ChatTemplate:
-        assert self.tokenizer is not None
-        return _load_template(self.tokenizer, self.template)
-
-    def encode_rows(
-        self, rows: Iterable[Row], *, batch_rows: int = _BATCH_ROWS
-    ) -> Iterator[Encoded]:
-        """One result per row, in order. Tokenizes in batches, which is several times faster.
-
-        Raises RecipeError for a problem of the tokenizer rather than of a row.
+        Raises RecipeError for a problem of the tokenizer.
         """
         read_row, encode = _KINDS[self.kind]
         rows = iter(rows)
         while batch := list(itertools.islice(rows, batch_rows)):
-            problems, usable = [], []
-            for row in batch:
-                problem = row.problem
+            problems, usable = [row.problem for row in batch], []
+            for index, row in enumerate(batch):
                 if row.values is not None:
                     try:
                         usable.append(read_row(self, row.values))
                     except RowError as error:
-                        problem = str(error)
-                problems.append(problem)
+                        problems[index] = str(error)
             encoded = iter(encode(self, usable) if usable else ())
             for row, problem in zip(batch, problems, strict=True):
                 yield Encoded(row, problem=problem) if problem else Encoded(row, *next(encoded))
 
 
 def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | None) -> Encoder:
-    """The encoder for a recipe's data section. It leaves out settings that `kind` does not use, so
-    that they do not change the store. Raises RecipeError if the chat template cannot be read.
+    """Leaves out settings that `kind` does not use: they must not change the store.
 
-    tokenizer: a folder, a hub id or `bytes`.
+    tokenizer: data.tokenizer, or the model's. Raises RecipeError if the chat template cannot be
+    read.
     """
     file, template = data.chat_template, None
     if kind in ("chat", "instruct") and file is not None:
@@ -158,28 +137,26 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
 
 
 def _read_text(encoder: Encoder, row: dict[str, Any]) -> str:
-    text = _value(row, encoder.text_column, str, "text", "data.text_column names it")
-    return _encodable(text, f"column {encoder.text_column!r}")
+    column, text = _column(encoder, row, "text_column", str, "text")
+    return _encodable(text, f"column {column!r}")
 
 
 def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[_Tokens]:
-    tokenizer = encoder.load_tokenizer()
+    tokenizer = load_tokenizer(encoder.tokenizer)
     for text, ids in zip(texts, tokenizer.ids(texts), strict=True):
         yield _document(tokenizer, ids) if text else ids, None, None
 
 
 def _read_tokens(encoder: Encoder, row: dict[str, Any]) -> _Tokens:
     ids = _integers(row, "input_ids")
-    if ids.size and int(ids.min()) < 0:
-        raise RowError(f"input_ids must not be negative; got {int(ids.min())}")
+    if (least := int(ids.min(initial=0))) < 0:
+        raise RowError(f"input_ids must not be negative; got {least}")
     if row.get("labels") is None:
         return ids, None, None
     labels = _integers(row, "labels")
     if len(labels) != len(ids):
-        raise RowError(
-            f"{len(ids)} input_ids, but {len(labels)} labels; there must be one for each token "
-            "(-100: no loss)"
-        )
+        need = "there must be one for each token (-100: no loss)"
+        raise RowError(f"{len(ids)} input_ids, but {len(labels)} labels; {need}")
     wrong = labels[(labels < 0) & (labels != IGNORED)]
     if wrong.size:
         raise RowError(f"labels must be token ids, or -100 for no loss; got {int(wrong[0])}")
@@ -191,30 +168,60 @@ def _encode_tokens(encoder: Encoder, batch: list[_Tokens]) -> list[_Tokens]:
 
 
 def _read_chat(encoder: Encoder, row: dict[str, Any]) -> Rendered:
-    names = [name for name in ("messages", "conversations") if name in row]
-    column = encoder.columns["messages_column"] or (names or ["messages"])[0]
-    hint = "data.messages_column names it; null: messages or conversations"
-    value = _value(row, column, object, "messages", hint)
+    names = ("messages", "conversations")
+    column, value = _column(encoder, row, "messages_column", object, "messages", names)
     return _render(encoder, row, read_messages(value, column))
 
 
-def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> Iterator[_Tokens]:
-    for ids, labels in encoder.load_template().tokens(batch):
-        yield ids, labels, None
+def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
+    return [
+        (ids, labels, None)
+        for ids, labels in _load_template(encoder.tokenizer, encoder.template).tokens(batch)
+    ]
 
 
 def _read_instruct(encoder: Encoder, row: dict[str, Any]) -> Rendered | tuple[str, str]:
-    first, second = read_prompt(row, as_chat=encoder.template is not None, **encoder.columns)
-    if isinstance(first, list):
-        return _render(encoder, row, first, loss_from=int(second))
-    _encodable(f"{first}{second}", "prompt or response")
-    return first, str(second)
+    """Prompt and response, to be joined as they are; or a conversation, if either is a list of
+    messages, or if the recipe has a chat template."""
+    kinds, what, as_chat = (str, list), "text or a list of messages", encoder.template is not None
+    names: tuple[str, ...] = ("response", "completion", "output")
+    column, response = _column(encoder, row, "response_column", kinds, what, names)
+    if not response:
+        raise RowError(f"column {column!r} is empty, so there is nothing to learn from")
+    key, names = "prompt", ("prompt", "instruction and input")
+    if encoder.columns["prompt_column"] is None and "prompt" not in row and "instruction" in row:
+        prompt: Any = _instruction(row, headings=not (as_chat or isinstance(response, list)))
+    else:
+        key, prompt = _column(encoder, row, "prompt_column", kinds, what, names)
+    if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
+        _encodable(prompt + response, "prompt or response")
+        return prompt, response
+    question, answer = _turns("user", prompt, key), _turns("assistant", response, column)
+    return _render(encoder, row, question + answer, loss_from=len(question))
+
+
+def _turns(role: str, value: str | list[Any], column: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return read_messages(value, column)
+
+
+def _instruction(row: dict[str, Any], *, headings: bool) -> str:
+    """Instruction and input as one prompt. headings: in Alpaca's form."""
+    parts = {"Instruction": row["instruction"], "Input": row.get("input") or ""}
+    for name, text in parts.items():
+        if not isinstance(text, str):
+            got = type(text).__name__
+            raise RowError(f"column {name.lower()!r} must hold text; got {got}")
+    if not headings:
+        return "\n\n".join(text for text in parts.values() if text)
+    shown = [name for name, text in parts.items() if text or name == "Instruction"]
+    return "\n\n".join([*(f"### {name}:\n{parts[name]}" for name in shown), "### Response:\n"])
 
 
 def _encode_instruct(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
-    """Rows are pairs of texts or conversations. The texts are tokenized separately: at inference
-    the prompt is tokenized alone."""
-    tokenizer = encoder.load_tokenizer()
+    """Prompt and response are tokenized separately: at inference the prompt is alone."""
+    tokenizer = load_tokenizer(encoder.tokenizer)
     for kind, rows in itertools.groupby(batch, type):
         if kind is Rendered:
             yield from _encode_chats(encoder, list(rows))
@@ -231,24 +238,25 @@ def _read_classification(encoder: Encoder, row: dict[str, Any]) -> tuple[str, in
     text = _read_text(encoder, row)
     if not text:
         raise RowError(f"column {encoder.text_column!r} is empty")
-    names, column = encoder.labels, encoder.columns["label_column"] or "label"
-    value = _value(row, column, object, "the label", "data.label_column names it")
+    names = encoder.labels
+    column, value = _column(encoder, row, "label_column", object, "the label")
     if names is not None and value in names:
         return text, names.index(value)
-    digits = isinstance(value, str) and value.strip().isdecimal()  # a .csv holds only text
-    number = int(value) if digits else value
-    if type(number) is not int or not 0 <= number < (2**31 if names is None else len(names)):
+    if isinstance(value, str) and value.strip().isdecimal():  # a .csv holds only text
+        value = int(value)
+    most = 2**31 if names is None else len(names)
+    if type(value) is not int or not 0 <= value < most:
         form = "a whole number from 0; data.labels gives names"
         if names is not None:
-            form = f"a whole number from 0 to {len(names) - 1}, or a name: {', '.join(names)}"
+            form = f"a whole number from 0 to {most - 1}, or a name: {', '.join(names)}"
         raise RowError(f"column {column!r}: {value!r} is no class; it must be {form}")
-    return text, number
+    return text, value
 
 
-def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> Iterator[_Tokens]:
-    encoded = encoder.load_tokenizer().ids([text for text, _ in batch], special=True)
-    for (_, category), ids in zip(batch, encoded, strict=True):
-        yield ids, None, category
+def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> list[_Tokens]:
+    texts, categories = zip(*batch, strict=True)
+    encoded = load_tokenizer(encoder.tokenizer).ids(texts, special=True)
+    return [(ids, None, category) for ids, category in zip(encoded, categories, strict=True)]
 
 
 _Read = Callable[[Encoder, dict[str, Any]], Any]
@@ -262,56 +270,22 @@ _KINDS: dict[schema.DataKind, tuple[_Read, _Encode]] = {
 }
 
 
-def read_prompt(
-    row: dict[str, Any], *, prompt_column: str | None, response_column: str | None, as_chat: bool
-) -> tuple[str, str] | tuple[list[Message], int]:
-    """Prompt and response as two texts, to be joined as they are; or, if either is a list of
-    messages, all messages and the index of the first one of the response. Raises RowError.
-
-    as_chat: always messages: the prompt is the user's turn, the response the assistant's.
-    """
-
-    def value(column: str, key: str, names: str) -> Any:
-        what = "text or a list of messages"
-        return _value(row, column, (str, list), what, f"{key} names it; null: {names}")
-
-    column = response_column or next((name for name in _RESPONSES if name in row), _RESPONSES[0])
-    response = value(column, "data.response_column", ", ".join(_RESPONSES))
-    if not response:
-        raise RowError(f"column {column!r} is empty, so there is nothing to learn from")
-    key = prompt_column or "prompt"
-    if prompt_column is None and "prompt" not in row and "instruction" in row:
-        prompt: Any = _instruction(row, headings=not (as_chat or isinstance(response, list)))
-    else:
-        prompt = value(key, "data.prompt_column", "prompt, or instruction and input")
-    if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
-        return prompt, response
-    turns = [("user", prompt, key), ("assistant", response, column)]
-    question, answer = (
-        [{"role": role, "content": text}] if isinstance(text, str) else read_messages(text, name)
-        for role, text, name in turns
-    )
-    return question + answer, len(question)
-
-
-def _instruction(row: dict[str, Any], *, headings: bool) -> str:
-    """Instruction and input as one prompt. headings: in Alpaca's form."""
-    parts = {"Instruction": row["instruction"], "Input": row.get("input") or ""}
-    for name, text in parts.items():
-        if not isinstance(text, str):
-            got = type(text).__name__
-            raise RowError(f"column {name.lower()!r} must hold text; got {got}")
-    if not headings:
-        return "\n\n".join(text for text in parts.values() if text)
-    shown = [name for name, text in parts.items() if text or name == "Instruction"]
-    return "\n\n".join([*(f"### {name}:\n{parts[name]}" for name in shown), "### Response:\n"])
-
-
-def _value(row: dict[str, Any], column: str, kinds: Any, what: str, hint: str) -> Any:
+def _column(
+    encoder: Encoder,
+    row: dict[str, Any],
+    key: str,
+    kinds: Any,
+    what: str,
+    names: tuple[str, ...] = (),
+) -> tuple[str, Any]:
+    """Name and value of the column that data.KEY names; null: of the first of `names` in the row."""
+    found = [name for name in names if name in row]
+    column = encoder.columns[key] or (found or names)[0]
     value = row.get(column)
     if value is not None and isinstance(value, kinds):
-        return value
+        return column, value
     got = f"got {type(value).__name__}" if column in row else "no such column"
+    hint = f"data.{key} names it" + (f"; null: {', '.join(names)}" if names else "")
     columns = ", ".join(row)
     raise RowError(f"column {column!r} must hold {what}; {got}; columns: {columns} ({hint})")
 
@@ -333,9 +307,8 @@ def _encodable(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RowError(
-            f"{where} holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
-        ) from None
+        what = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
+        raise RowError(f"{where} {what}") from None
     return text
 
 
@@ -346,7 +319,8 @@ def _document(tokenizer: Tokenizer, *parts: Ids) -> Ids:
 
 
 @functools.lru_cache(maxsize=4)
-def _load_template(name: str, template: str | None) -> ChatTemplate:
+def _load_template(name: str | None, template: str | None) -> ChatTemplate:
+    assert name is not None
     return ChatTemplate(hugging_face_tokenizer(name), name, template)
 
 
@@ -354,6 +328,8 @@ def _render(
     encoder: Encoder, row: dict[str, Any], messages: list[Message], loss_from: int = 0
 ) -> Rendered:
     tools = read_tools(row.get("tools"))
-    rendered = encoder.load_template().render(messages, tools, loss_from=loss_from)
+    rendered = _load_template(encoder.tokenizer, encoder.template).render(
+        messages, tools, loss_from=loss_from
+    )
     _encodable(rendered.text, "the conversation")
     return rendered

@@ -28,8 +28,7 @@ Tensors = dict[str, Any]
 class StepStatistics:
     """Integers summed over the ranks by one all-reduce, which overlaps with the step before.
 
-    On CUDA it runs on a stream of its own: `loss_tokens` stays on the device, and `read` waits for
-    the sum alone, not for queued compute.
+    On CUDA it has a stream of its own, so `read` does not wait for queued compute.
     """
 
     def __init__(self, values: list[int], ranks: DataParallel) -> None:
@@ -58,7 +57,6 @@ class StepStatistics:
         return self._device[0].clamp(min=1).float()
 
     def read(self) -> list[int]:
-        """All sums."""
         self._wait()
         # A query does not block, and the event is usually done
         if self._event is not None and not self._event.query():
@@ -86,11 +84,11 @@ class GlobalBatch:
     statistics: StepStatistics
     """Tokens with a target, tokens without padding, ranks asked to stop, ranks asked to save."""
     samples_seen: int
-    """Since the start of the run, over all ranks, including this step."""
+    """Over all ranks, including this step."""
     seconds_waited: float
     """For this rank's loader."""
     stream_positions: Mapping[int, ShardPosition] = field(default_factory=dict)
-    """data.streaming: the positions of this rank's shards after this batch."""
+    """Of this rank's shards, after this batch."""
 
 
 def make_loader(
@@ -101,7 +99,7 @@ def make_loader(
     persistent_workers: bool,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """Loads the micro-batches of `sampler`. A stream has its own order."""
+    """A stream has its own order, the same as that of `sampler`."""
     workers, batches = data.workers, dict[str, Any](batch_size=None)
     if isinstance(dataset, StreamingDataset):
         workers = dataset.workers(workers)
@@ -113,15 +111,11 @@ def make_loader(
         prefetch_factor=data.prefetch_factor if workers else None,
         persistent_workers=persistent_workers and workers > 0,
         pin_memory=device.type == "cuda" and data.pin_memory is not False,
-        worker_init_fn=_start_worker if workers else None,
+        worker_init_fn=prepare_worker_process if workers else None,
         # By default each pass draws from the generator of dropout, which a resume would draw again
         generator=torch.Generator(),
         **batches,
     )
-
-
-def _start_worker(worker: int) -> None:
-    prepare_worker_process()
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -129,16 +123,13 @@ def to_device(value: Any, device: torch.device) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
-def expected_padding(
-    dataset: TrainingData, sampler: BatchSampler, *, micro_batches: int = 64
-) -> float | None:
-    """Share of padding in the first micro-batches if rows are padded to the longest; None if the
-    lengths are not known."""
-    lengths = dataset.lengths
-    if lengths is None:
+def expected_padding(dataset: TrainingData, sampler: BatchSampler) -> float | None:
+    """Share of padding in 64 micro-batches if rows are padded to the longest; None if the lengths
+    are not known."""
+    if (lengths := dataset.lengths) is None:
         return None
     held = padded = 0
-    for indices in itertools.islice(sampler, micro_batches):
+    for indices in itertools.islice(sampler, 64):
         rows = [int(lengths[index]) for index in indices if index != NO_SAMPLE]
         held += sum(rows)
         padded += max(rows, default=0) * len(rows)

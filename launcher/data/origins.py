@@ -25,7 +25,7 @@ class TrainedRow:
     """Name in a mixture."""
     dataset: Any
     sample: Any
-    """A sample of the data set with this row alone, as `collate` takes it."""
+    """This row alone, as the data set's `collate` takes it."""
     document: int = 0
     first: int = 0
     """The first token of the row in this sequence."""
@@ -36,12 +36,11 @@ class TrainedRow:
 
 
 def trained_rows(opened: RunData, *, batch: int, tokenizer: str | None) -> list[TrainedRow]:
-    """The rows of a global batch, sequence after sequence. Reads the files up to the last of them.
+    """The rows of a global batch. Reads the files up to the last of them.
 
-    batch: its number from 0: the finished steps and the skipped batches before it.
-    tokenizer: data.tokenizer, or the model's.
+    batch: from 0: the finished steps and the skipped batches before it.
     """
-    data, size = opened.data, opened.batch.global_batch_size
+    data, size = opened.data, opened.sampler.global_batch_size
     rows: list[TrainedRow] = []
     for sequence, position in enumerate(range(batch * size, (batch + 1) * size), start=1):
         if (index := opened.order.sample(position)) != NO_SAMPLE:
@@ -52,16 +51,15 @@ def trained_rows(opened: RunData, *, batch: int, tokenizer: str | None) -> list[
     for name in {row.source for row in rows if row.of is not None}:
         kind, files = sources[name]
         mine = [row for row in rows if row.source == name]
-        encoder = make_encoder(kind, replace(data, kind=kind), tokenizer=tokenizer)
+        encoder = make_encoder(kind, data, tokenizer=tokenizer)
         found: Any = read_all(find_parts(files, kind=kind), column=encoder.text_column)
-        # A store does not record where its documents come from, so the rows are read again. They
-        # are tokenized again only if some of them have no document
+        # A store does not record where documents come from: read the rows again. Tokenize them
+        # only if some have no document
         store = mine[0].dataset.store
         if store.empty or store.skipped:
             found = (encoded.row for encoded in encoder.encode_rows(found) if encoded.ids.size)
-        last = max(row.document for row in mine)
         wanted = {row.document for row in mine}
-        read = enumerate(itertools.islice(found, last + 1))
+        read = enumerate(itertools.islice(found, max(wanted) + 1))
         where = {number: row.where for number, row in read if number in wanted}
         for row in mine:
             row.where = where[row.document]

@@ -1,15 +1,14 @@
 """Documents into sequences of pieces.
 
-A piece is a run of tokens of one document. A split document has each token in exactly one piece,
-and the first token of a piece is still the target of the last token before it: context is lost, but
-no target. A cut document has one piece, and the lost tokens are counted.
+A piece is a run of tokens of one document. A document that is too long is split into several
+pieces, and loses context, but no target; or it is cut to one piece.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +18,6 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences as lists of pieces."""
-
     starts: Integers
     """First token of each piece in the store, (pieces,)."""
     lengths: Integers
@@ -28,9 +25,7 @@ class Sequences:
     bounds: Integers
     """First piece of each sequence, and the end: (sequences + 1,)."""
     split_documents: int = 0
-    """Documents that continue in another sequence."""
     cut_documents: int = 0
-    """Documents that lose their end."""
     cut_tokens: int = 0
 
     def __len__(self) -> int:
@@ -38,11 +33,8 @@ class Sequences:
 
 
 def pack(offsets: Integers, kind: str, *, packing: bool, sequence_length: int) -> Sequences:
-    """Packs text one document after another, and other kinds (data.kind) whole if they fit.
-
-    Documents that are too long are split for text and tokens and cut for other kinds: the end of an
-    answer without its beginning teaches nothing.
-    """
+    """kind: data.kind. Too long documents are split for text and tokens and cut for other kinds: the
+    end of an answer without its beginning teaches nothing."""
     cut = kind in ("chat", "instruct", "classification")
     if not packing or kind == "classification":
         return separate(offsets, sequence_length, cut=cut)
@@ -65,7 +57,18 @@ def stream(offsets: Integers, length: int) -> Sequences:
 
 def separate(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
     """One piece per sequence. Documents longer than `length` are split, or cut."""
-    starts, lengths, counts = _pieces(offsets, length, cut)
+    sizes = np.diff(offsets)
+    longer = sizes > length
+    if cut:
+        starts, lengths = offsets[:-1], np.minimum(sizes, length)
+        counts = {"cut_documents": int(longer.sum()), "cut_tokens": int((sizes - lengths).sum())}
+    else:
+        pieces = -(-sizes // length)
+        number = np.arange(int(pieces.sum()), dtype=np.int64)
+        number -= np.repeat(np.cumsum(pieces) - pieces, pieces)  # of the piece in its document
+        starts = np.repeat(offsets[:-1], pieces) + number * length
+        lengths = np.minimum(np.repeat(offsets[1:], pieces) - starts, length)
+        counts = {"split_documents": int(longer.sum())}
     return Sequences(starts, lengths, np.arange(len(starts) + 1, dtype=np.int64), **counts)
 
 
@@ -74,12 +77,12 @@ def best_fit(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
 
     Needs at most 11/9 of the fewest sequences possible, and 4 more (Johnson, 1974).
     """
-    starts, lengths, counts = _pieces(offsets, length, cut)
+    pieces = separate(offsets, length, cut=cut)
     contents: list[list[int]] = []
     room: defaultdict[int, list[int]] = defaultdict(list)  # free tokens: sequences
     free: list[int] = []  # sorted, those with a sequence
-    for piece in np.argsort(-lengths, kind="stable").tolist():
-        size = int(lengths[piece])
+    for piece in np.argsort(-pieces.lengths, kind="stable").tolist():
+        size = int(pieces.lengths[piece])
         at = bisect.bisect_left(free, size)
         if at == len(free):
             sequence, left = len(contents), length - size
@@ -93,22 +96,9 @@ def best_fit(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
             bisect.insort(free, left)
         room[left].append(sequence)
     # By the first document of each, so that shuffle: false stays near the order of the files
-    contents = sorted((sorted(content) for content in contents), key=lambda content: content[0])
+    contents = sorted(sorted(content) for content in contents)
     order = np.array([piece for content in contents for piece in content], dtype=np.int64)
     bounds = np.cumsum([0] + [len(content) for content in contents], dtype=np.int64)
-    return Sequences(starts[order], lengths[order], bounds, **counts)
-
-
-def _pieces(offsets: Integers, length: int, cut: bool) -> tuple[Integers, Integers, dict[str, int]]:
-    sizes = np.diff(offsets)
-    longer = sizes > length
-    if cut:
-        lost = int((sizes[longer] - length).sum())
-        counts = {"cut_documents": int(longer.sum()), "cut_tokens": lost}
-        return offsets[:-1].copy(), np.minimum(sizes, length), counts
-    pieces = -(-sizes // length)
-    number = np.arange(int(pieces.sum()), dtype=np.int64)
-    number -= np.repeat(np.cumsum(pieces) - pieces, pieces)  # of the piece in its document
-    starts = np.repeat(offsets[:-1], pieces) + number * length
-    lengths = np.minimum(np.repeat(offsets[1:], pieces) - starts, length)
-    return starts, lengths, {"split_documents": int(longer.sum())}
+    return replace(
+        pieces, starts=pieces.starts[order], lengths=pieces.lengths[order], bounds=bounds
+    )

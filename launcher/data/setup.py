@@ -5,30 +5,16 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launcher.data.batching import (
-    BatchSampler,
-    Order,
-    Position,
-    RankBatchSampler,
-    StreamOrder,
-    make_batch_sampler,
-    total_steps,
-)
+from launcher.data.batching import BatchSampler, Order, Position, StreamOrder, make_batch_sampler
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import Collated, MapData, make_order, open_dataset
 from launcher.data.encoder import make_encoder
-from launcher.data.loader import (
-    GlobalBatch,
-    StepStatistics,
-    TrainingData,
-    make_loader,
-    to_device,
-)
+from launcher.data.loader import GlobalBatch, StepStatistics, TrainingData, make_loader, to_device
 from launcher.data.sources import find_parts
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs
@@ -40,17 +26,13 @@ from launcher.recipe import schema
 
 @dataclass(frozen=True)
 class RunData:
-    """A run's samples and their order."""
-
     training: TrainingData
     validation: dict[str, MapData]
-    """By name."""
     order: Order
     sampler: BatchSampler
     """This rank's micro-batches."""
     steps: int
     data: schema.Data
-    batch: schema.Batch
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -65,33 +47,21 @@ class RunData:
         stop_requested: Callable[[], bool],
         save_requested: Callable[[], bool],
     ) -> Iterator[GlobalBatch]:
-        """This rank's part of the global batches, from a position of the run on.
-
-        Copies to the device and statistics start without waiting.
-        """
+        """This rank's part of the global batches, from a position of the run on."""
         skipped, dataset = position.skipped_batches, self.training
-        sampler = make_batch_sampler(
-            self.batch,
-            order=self.order,
-            lengths=dataset.lengths,
-            steps=self.steps + skipped,
-            first_step=position.step + skipped,
-            rank=ranks.rank,
-            ranks=ranks.size,
-        )
+        first, end = position.step + skipped, self.steps + skipped
+        sampler: Any = replace(self.sampler, first_step=first, steps=end)
         if isinstance(dataset, StreamingDataset):
-            assert isinstance(sampler, RankBatchSampler)
             dataset = dataset.starting(sampler, position.stream)
-        loader = make_loader(
-            dataset, sampler, self.data, persistent_workers=False, device=ranks.device
+        loaded = iter(
+            make_loader(dataset, sampler, self.data, persistent_workers=False, device=ranks.device)
         )
-        loaded = iter(loader)
         for step in range(position.step, self.steps):
             started = time.perf_counter()
             count = sampler.micro_batches(step + skipped)
             collated = [raise_error(next(loaded)) for _ in range(count)]
             waited = time.perf_counter() - started
-            seen = (step + 1) * self.batch.global_batch_size
+            samples, seen = self.samples, (step + 1) * sampler.global_batch_size
             tokens = [sum(one[name] for one in collated) for name in ("loss_tokens", "tokens")]
             values = [*tokens, int(stop_requested()), int(save_requested())]
             positions = [one.get("positions", {}) for one in collated]
@@ -99,7 +69,7 @@ class RunData:
                 step=step + 1,
                 micro_batches=[to_device(one["tensors"], ranks.device) for one in collated],
                 statistics=StepStatistics(values, ranks),
-                samples_seen=seen if self.samples is None else min(seen, self.samples),
+                samples_seen=seen if samples is None else min(seen, samples),
                 seconds_waited=waited,
                 stream_positions={shard: at for of in positions for shard, at in of.items()},
             )
@@ -124,7 +94,7 @@ class RunData:
         """
         if not isinstance(self.training, StreamingDataset):
             return None
-        samples = (batch.step + skipped_batches) * self.batch.global_batch_size
+        samples = (batch.step + skipped_batches) * self.sampler.global_batch_size
         return self.training.state(batch.stream_positions, samples=samples, ranks=ranks)
 
 
@@ -143,13 +113,10 @@ def open_run_data(
     build: bool,
     skipped_rows: Path | None,
 ) -> RunData:
-    """Opens the data of the recipe.
-
-    build: tokenize what is not cached (one process per node).
-    skipped_rows: file that lists the rows of a stream that cannot be used.
-    """
+    """build: tokenize what is not cached (one process per node).
+    skipped_rows: file that lists the rows of a stream that cannot be used."""
     data, batch, run = recipe.data, recipe.batch, recipe.run
-    tokenizer = data.tokenizer if data.tokenizer is not None else recipe.model.path
+    tokenizer = data.tokenizer or recipe.model.path
     train: Any = data.train
     sets: Any = data.validation
     open_one: Any = partial(open_dataset, data, tokenizer=tokenizer, model=model, build=build)
@@ -165,19 +132,16 @@ def open_run_data(
     if not data.streaming:
         training = open_one(train)
         order = make_order(training, seed=run.seed, shuffle=data.shuffle, epochs=run.epochs)
-    steps = total_steps(
-        max_steps=run.max_steps,
-        epochs=run.epochs,
-        samples=order.samples,
-        global_batch_size=batch.global_batch_size,
-    )
+    steps = run.max_steps
+    if steps is None:
+        assert run.epochs is not None
+        steps = -(-run.epochs * order.samples // batch.global_batch_size)
     lengths = training.lengths if training is not None else None
-    sampler = make_batch_sampler(
+    sampler: Any = make_batch_sampler(
         batch, order=order, lengths=lengths, steps=steps, rank=ranks.rank, ranks=ranks.size
     )
     if data.streaming:
         assert isinstance(data.train, tuple)
-        assert isinstance(sampler, RankBatchSampler)
         training = StreamingDataset(
             find_parts(data.train, kind=data.kind),
             make_encoder(data.kind, data, tokenizer=tokenizer),
@@ -187,13 +151,13 @@ def open_run_data(
             model=model,
             skipped_rows=skipped_rows,
         )
-    return RunData(training, validation, order, sampler, steps, data, batch)
+    return RunData(training, validation, order, sampler, steps, data)
 
 
 def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:
-    """The transformers tokenizer for an exported model: that of the data, with its chat template,
-    or the model's own; None if there is none."""
-    name = data.tokenizer if data.tokenizer is not None else model_path
+    """For an exported model: that of the data, with its chat template, or the model's own; None if
+    there is none."""
+    name = data.tokenizer or model_path
     if name is None:
         return None
     try:

@@ -1,7 +1,7 @@
 """Files and hub data sets as rows: finding files, splitting them, reading them.
 
-Files are read here and not through pyarrow or `datasets`, whose errors name neither line nor
-column. A row that cannot be read is a Row with its problem.
+Files are not read through `datasets`, whose errors name neither line nor column. A row that cannot
+be read is a Row with its problem.
 """
 
 from __future__ import annotations
@@ -42,35 +42,30 @@ class Part:
     end: int | None = None
     """Exclusive, in the same unit; None: to the end. hub_stream: the number of shards."""
     size: int = 0
-    """Bytes, about; 0 for a hub data set that is not loaded."""
+    """Bytes, about; 0 for a hub data set."""
     validation: bool = False
     """Which split of a hub data set to use if its id names none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a part, or its problem."""
-
     part: Part
     number: int
-    """From 1: the line in the part (jsonl), the line in the file (csv), else the row."""
+    """From 1: the line in the part (jsonl), the line in the file (csv, text), else the row. 0: the
+    whole file."""
     values: dict[str, Any] | None
     """None: it cannot be read."""
     problem: str = ""
-    at: str | None = None
-    """Overrides `where`."""
 
     @property
     def where(self) -> str:
-        """`file:line` or `file row number`, for a message."""
+        """`file:line` or `file row number`."""
         part = self.part
-        if self.at is not None:
-            return self.at
-        if part.form == "text":
+        if not self.number:
             return part.name
         if part.form == "jsonl":
             return f"{part.name}:{_lines_before(part.name, part.start) + self.number}"
-        if part.form == "csv":
+        if part.form in ("csv", "text"):
             return f"{part.name}:{self.number}"
         shard = f" shard {part.start + 1} of {part.end}" if part.form == "hub_stream" else ""
         return f"{part.name}{shard} row {self.number}"
@@ -97,9 +92,8 @@ def _count_lines(file: str, block: int, size: int) -> int:
 def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False) -> list[Part]:
     """Whole files and hub data sets, in the order of the patterns and sorted by path, each once.
 
-    A folder means all files below it, except hidden files, caches and binaries; for kinds other
-    than text only files of rows (the folder of a data set often has a README).
-    kind: data.kind; only kind text reads text files.
+    A folder means all files below it, except hidden files, caches and binaries; for kinds (data.kind)
+    other than text only files of rows.
     Raises RecipeError if a pattern matches nothing, or a text file where rows are needed.
     """
     parts: dict[str, Part] = {}
@@ -110,20 +104,16 @@ def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False
             continue
         files: list[Path] = []
         for path in map(Path, matches or [pattern]):
-            if path.is_dir():
-                inside = sorted(file for file in path.rglob("*") if file.is_file())
-                files += [file for file in inside if _wanted(file.relative_to(path), kind)]
-            elif path.is_file():
-                files.append(path)
+            inside = sorted(path.rglob("*")) if path.is_dir() else []
+            files += [file for file in inside if _wanted(file.relative_to(path), kind)] or [path]
+        files = [file for file in files if file.is_file()]
         if not files:
             raise RecipeError(f"data: {pattern!r} matches no file (in {Path.cwd()})")
         for file in files:
             part = file_part(file)
             if part.form == "text" and kind != "text":
-                forms = ", ".join(ROW_FILES)
-                raise RecipeError(
-                    f"{file}: kind {kind} reads {forms}; use kind text for text files"
-                )
+                what = f"kind {kind} reads {', '.join(ROW_FILES)}; use kind text for text files"
+                raise RecipeError(f"{file}: {what}")
             parts.setdefault(part.name, part)
     return list(parts.values())
 
@@ -137,12 +127,11 @@ def _wanted(relative: Path, kind: str) -> bool:
 def file_part(file: Path) -> Part:
     """A whole file. Raises RecipeError if it cannot be read."""
     suffix = file.suffix.lower()
+    form: Any = suffix[1:] if suffix in ROW_FILES else "text"
     try:
-        size = file.stat().st_size
+        return Part(str(file), form, size=file.stat().st_size)
     except OSError as error:
         raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
-    form: Any = suffix[1:] if suffix in ROW_FILES else "text"
-    return Part(str(file), form, size=size)
 
 
 # Splitting
@@ -179,14 +168,12 @@ def split(part: Part, size: int) -> list[Part]:
 
 def _line_starts(part: Part, size: int) -> Iterator[int]:
     """The start of the first line after each `size` bytes."""
-    end = part.start + part.size
+    at, end = part.start + size, part.start + part.size
     with open(part.name, "rb") as stream:
-        at = part.start + size
         while at < end:
             stream.seek(at - 1)
             stream.readline()
-            start = stream.tell()
-            if start >= end:
+            if (start := stream.tell()) >= end:
                 return
             yield start
             at = start + size
@@ -207,11 +194,8 @@ def _row_group_sizes(file: str) -> list[int]:
 
 
 def read_rows(part: Part, *, column: str = "text") -> Iterator[Row]:
-    """The rows of a part. A text file is one row, its content in `column`.
-
-    A file without rows is a problem, except for an empty text file. Raises RecipeError if the
-    file cannot be opened.
-    """
+    """A text file is one row, its content in `column`. A file without rows is a problem, except for
+    an empty text file. Raises RecipeError if the file cannot be opened."""
     empty = True
     try:
         for row in _text(part, column) if part.form == "text" else _READERS[part.form](part):
@@ -220,45 +204,42 @@ def read_rows(part: Part, *, column: str = "text") -> Iterator[Row]:
     except OSError as error:
         raise RecipeError(f"{part.name}: cannot be read: {error.strerror or error}") from None
     if empty and part.form not in ("text", "hub_stream") and not part.start:
-        problem = "it has no rows; remove it, or leave it out of the patterns"
-        yield Row(part, 0, None, problem, at=part.name)
+        yield Row(part, 0, None, "it has no rows; remove it, or leave it out of the patterns")
 
 
 def read_all(parts: Iterable[Part], *, column: str = "text") -> Iterator[Row]:
-    """The rows of all parts."""
     for part in parts:
         yield from read_rows(part, column=column)
 
 
 def _text(part: Part, column: str) -> Iterator[Row]:
     content = Path(part.name).read_bytes()  # read_text would translate line ends
-    if not content:
-        return
     try:
-        yield Row(part, 1, {column: content.decode()})
+        if text := content.decode():
+            yield Row(part, 0, {column: text})
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         problem = f"not UTF-8 text (byte {error.start}); convert it, or leave it out"
-        yield Row(part, 1, None, problem, at=f"{part.name}:{line}")
+        yield Row(part, line, None, problem)
 
 
-def _parse_json(content: bytes) -> tuple[Any, str, int]:
-    """The value; or the problem and its line (0: unknown)."""
+def _parse_json(content: bytes) -> tuple[Any, str]:
+    """The value, or the problem."""
     try:
-        return json.loads(content.decode("utf-8-sig")), "", 0
+        return json.loads(content.decode("utf-8-sig")), ""
     except UnicodeDecodeError as error:
-        return None, f"not UTF-8 text (byte {error.start})", 0
+        return None, f"not UTF-8 text (byte {error.start})"
     except json.JSONDecodeError as error:
-        return None, f"not JSON: {error.msg} (column {error.colno})", error.lineno
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        return None, f"not JSON: {error.msg} ({line}column {error.colno})"
     except (ValueError, RecursionError) as error:
-        return None, f"not JSON that can be read: {error}", 0
+        return None, f"not JSON that can be read: {error}"
 
 
-def _object(part: Part, number: int, value: Any) -> Row:
-    if isinstance(value, dict):
-        return Row(part, number, value)
-    problem = f'must be an object such as {{"text": ...}}; got {type(value).__name__}'
-    return Row(part, number, None, problem)
+def _object(part: Part, number: int, value: Any, problem: str = "") -> Row:
+    if not problem and not isinstance(value, dict):
+        problem = f'must be an object such as {{"text": ...}}; got {type(value).__name__}'
+    return Row(part, number, None if problem else value, problem)
 
 
 def _jsonl(part: Part) -> Iterator[Row]:
@@ -270,18 +251,17 @@ def _jsonl(part: Part) -> Iterator[Row]:
                 return
             left -= len(line)
             if line.strip():
-                value, problem, _ = _parse_json(line.rstrip())
-                yield Row(part, number, None, problem) if problem else _object(part, number, value)
+                yield _object(part, number, *_parse_json(line.rstrip()))
 
 
 def _json(part: Part) -> Iterator[Row]:
-    rows, problem, line = _parse_json(Path(part.name).read_bytes())
+    rows, problem = _parse_json(Path(part.name).read_bytes())
     if "Extra data" in problem:
         problem += "; if it has one object per line, name it .jsonl"
     elif not problem and not isinstance(rows, list):
         problem = f"must be a list of objects; got {type(rows).__name__}"
     if problem:
-        yield Row(part, 0, None, problem, at=f"{part.name}:{line}" if line else part.name)
+        yield Row(part, 0, None, problem)
         return
     for number, row in enumerate(rows, start=1):
         yield _object(part, number, row)
@@ -304,8 +284,7 @@ def _csv(part: Part) -> Iterator[Row]:
             if re.search("[\udc80-\udcff]", "".join(fields)):
                 problem = "not UTF-8 text"
             elif not header and len(set(fields)) < len(fields):
-                twice = {name for name in fields if fields.count(name) > 1}
-                problem = f"the header names a column twice: {', '.join(sorted(twice))}"
+                problem = "the header names a column twice"
             elif header and fields and not problem and len(fields) != len(header):
                 problem = f"{len(fields)} fields, but the header in line 1 has {len(header)}"
             if problem:
@@ -334,16 +313,14 @@ def _parquet(part: Part) -> Iterator[Row]:
         raise
     except (pyarrow.ArrowException, OSError) as error:
         problem = f"not a parquet file, or a damaged one: {str(error).splitlines()[0]}"
-        yield Row(part, 0, None, problem, at=part.name)
+        yield Row(part, 0, None, problem)
 
 
 def _hub(part: Part) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation)
     end = len(rows) if part.end is None else part.end
-    for first in range(part.start, end, 1000):
-        columns = rows[first : min(first + 1000, end)]
-        for number, values in enumerate(zip(*columns.values(), strict=True), start=first + 1):
-            yield Row(part, number, dict(zip(columns, values, strict=True)))
+    for number, values in enumerate(rows.select(range(part.start, end)), start=part.start + 1):
+        yield Row(part, number, values)
 
 
 def _hub_stream(part: Part) -> Iterator[Row]:

@@ -4,24 +4,20 @@ Order. The data is divided into at most SHARDS shards, each an endless stream of
 k of the run is sequence k // shards of shard k % shards. A shard consists of parts: line ranges of
 a .jsonl, row groups of a .parquet, other files whole, files of a hub data set. With shuffle, each
 pass has the parts in another random order, and rows pass through a shuffle buffer, emptied at the
-end of each part. All follows from the files, the seed and data.shuffle_buffer, so other ranks,
-micro-batches, loader processes and batch sizes see the same samples in the same order.
+end of each part. So the order follows from the files, the seed and data.shuffle_buffer.
 
 Reading. Process p of P (ranks times loader processes) has the samples k with k % P == p, so it
 reads every gcd(shards, P)-th shard. The number of shards is a power of two: if P is one too, and
-not larger, no two processes tokenize the same text. Before its first sample a process reads at most
-data.shuffle_buffer rows, over all shards.
+not larger, no two processes tokenize the same text.
 
-Resume. A checkpoint holds the positions of all shards, for any number of ranks. A resume reads one
-part per shard up to there without tokenizing it. Without saved positions everything before is
-tokenized again, with the same samples.
+Resume. A checkpoint holds the positions of all shards. A resume reads one part per shard up to
+there without tokenizing it. Without saved positions everything before is tokenized again.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import heapq
 import itertools
 import json
 import math
@@ -34,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from launcher.data.batching import RankBatchSampler
@@ -47,12 +42,12 @@ from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
-from launcher.training import loss
+from launcher.training.loss import summed_loss
 
 VERSION = 3
 """Of the order of samples."""
 SHARDS = 64
-"""More would let more ranks share the tokenization, and make each start slower."""
+"""More would let more ranks share the work, and make each start slower."""
 _SHARD_BYTES = 1 << 16
 """The smallest shard, on average: small data has fewer shards."""
 _PART_BYTES = 16 * 2**20
@@ -70,26 +65,23 @@ _START: ShardPosition = (0, 0, 0, 0)
 def assign_shards(
     parts: Sequence[Part], *, seed: int, shuffle: bool, shards: int = SHARDS
 ) -> list[list[Part]]:
-    """The parts of each shard, about as many bytes each.
-
-    shards: the most shards. Their number is a power of two and at most that of the parts.
-    """
+    """The parts of each shard, about as many bytes each. There are up to `shards`, a power of two."""
     parts = [part for part in parts if part.size or part.form != "text"]
     total = sum(part.size for part in parts)
     size = max(_SHARD_BYTES, min(_PART_BYTES, total // (4 * SHARDS)), total // _PARTS)
     pieces = [piece for part in parts for piece in _divide(part, size)]
-    most = len(pieces)
+    most = min(shards, len(pieces))
     if all(part.form != "hub" for part in parts):
         most = min(most, total // _SHARD_BYTES)
-    number = 1 << (max(1, min(shards, most)).bit_length() - 1)
+    number = 1 << (max(1, most).bit_length() - 1)
     if shuffle:
         random.Random(f"parts {seed}").shuffle(pieces)
     assigned: list[list[Part]] = [[] for _ in range(number)]
-    smallest = [(0, 0, shard) for shard in range(number)]  # a heap of (bytes, parts, shard)
+    held = [(0, 0, shard) for shard in range(number)]  # bytes, parts, shard
     for piece in pieces:
-        held, count, shard = smallest[0]
+        held_bytes, count, shard = min(held)
         assigned[shard].append(piece)
-        heapq.heapreplace(smallest, (held + piece.size, count + 1, shard))
+        held[shard] = (held_bytes + piece.size, count + 1, shard)
     return assigned
 
 
@@ -102,31 +94,28 @@ def _divide(part: Part, size: int) -> list[Part]:
 
 def _through_buffer(rows: Iterator[Any], size: int, generator: random.Random) -> Iterator[Any]:
     """The rows in random order: each leaves a buffer of `size` rows at random."""
-    buffer: list[Any] = []
+    buffer = list(itertools.islice(rows, size))
     for row in rows:
-        if len(buffer) < size:
-            buffer.append(row)
-            continue
         index = generator.randrange(size)
-        buffer[index], row = row, buffer[index]
-        yield row
+        yield buffer[index]
+        buffer[index] = row
     generator.shuffle(buffer)
     yield from buffer
 
 
-class _Reader:
-    """Reads the sequences of a shard in order."""
+class _Shard:
+    """Reads the sequences of a shard in order, endless, from a saved position on."""
 
-    def __init__(
-        self, samples: Iterator[tuple[Row, ShardPosition]], *, given: int, position: ShardPosition
-    ) -> None:
-        """given: sequences before the first of `samples`, which starts at `position`."""
-        self._samples, self._given, self.position = samples, given, position
+    def __init__(self, stream: StreamingDataset, number: int, *, list_bad_rows: bool) -> None:
+        self._stream, self._number, self._list_bad_rows = stream, number, list_bad_rows
+        self.position = stream.saved_positions[number]
+        self._given = _given(stream.saved_samples, number, len(stream.shards))
+        self._sequences = self._read()
 
     def take(self, number: int) -> Row:
         """Sequence `number` of the shard. Skips those before it."""
         self.skip_to(number)
-        row, self.position = next(self._samples)
+        row, self.position = next(self._sequences)
         self._given += 1
         return row
 
@@ -134,13 +123,90 @@ class _Reader:
         while self._given < number:
             self.take(self._given)
 
+    def _pass(
+        self, turn: int, first_part: int, first_row: int
+    ) -> Iterator[tuple[Encoded, tuple[int, int, int]]]:
+        """The rows of pass `turn`, each with its pass, part and row."""
+        stream, key = self._stream, f"shard {self._number} pass {turn}"
+        parts, shuffle = list(stream.shards[self._number]), stream.data.shuffle
+        if shuffle:
+            random.Random(f"{key} {stream.seed}").shuffle(parts)
+        for number in range(first_part, len(parts)):
+            rows = read_rows(parts[number], column=stream.encoder.text_column)
+            if shuffle:
+                generator = random.Random(f"{key} part {number} {stream.seed}")
+                rows = _through_buffer(rows, stream.buffer_rows, generator)
+            rows = itertools.islice(rows, first_row, None)
+            encoded_rows = stream.encoder.encode_rows(rows, batch_rows=_ENCODED_ROWS)
+            for index, encoded in enumerate(encoded_rows, first_row):
+                yield encoded, (turn, number, index)
+            first_row = 0
+
+    def _documents(self) -> Iterator[tuple[Encoded, tuple[int, int, int]]]:
+        """The documents, each with its pass, part and row."""
+        first, part, row, token = self.position
+        # The rows before a start inside a pass are not seen, so they count as documents
+        found = (part, row, token) != (0, 0, 0)
+        for turn in itertools.count(first):
+            for encoded, position in self._pass(turn, part, row):
+                if encoded.problem:
+                    self._skip(encoded, listed=self._list_bad_rows and turn == 0)
+                elif encoded.ids.size:
+                    check_range(encoded, self._stream.model)
+                    found = True
+                    yield encoded, position
+            if not found:
+                names = list(dict.fromkeys(one.name for one in self._stream.shards[self._number]))
+                listed = ", ".join(names[:5]) + (" ..." if names[5:] else "")
+                hint = "leave these files out, or use streaming: false"
+                raise RecipeError(f"data.streaming: no document with text in {listed}; {hint}")
+            part, row, found = 0, 0, False
+
+    def _skip(self, encoded: Encoded, *, listed: bool) -> None:
+        """Raises RecipeError unless data.on_error is skip."""
+        if self._stream.data.on_error != "skip":
+            raise RecipeError(f"{encoded.row.where}: {encoded.problem}")
+        if listed and self._stream.skipped_rows is not None:
+            line = json.dumps(encoded.skipped, ensure_ascii=False) + "\n"
+            with self._stream.skipped_rows.open("a", encoding="utf-8") as file:
+                file.write(line)  # at once: other processes append too
+
+    def _read(self) -> Iterator[tuple[Row, ShardPosition]]:
+        """The sequences, each with where the next one starts.
+
+        Text continues in the next sequence. Documents of other kinds start a new sequence if they
+        do not fit; chat and instruct are cut to one sequence.
+        """
+        data = self._stream.data
+        kind, length, packing = data.kind, data.sequence_length, data.packing
+        pieces: list[Any] = []
+        room, done = length, self.position[3]
+        for encoded, position in self._documents():
+            ids, targets = encoded.ids, np.append(encoded.targets[1:], IGNORED)
+            whole = not (kind == "text" and packing)
+            if whole and pieces and min(len(ids), length) > room:
+                yield make_row(pieces), (*position, 0)
+                pieces, room = [], length
+            while done < len(ids):
+                end = done + min(room, len(ids) - done)
+                pieces.append((ids[done:end], targets[done:end]))
+                room -= end - done
+                done = len(ids) if kind in ("chat", "instruct") else end
+                if room == 0 or not packing:
+                    turn, part, row = position
+                    following = (row, done) if done < len(ids) else (row + 1, 0)
+                    yield make_row(pieces), (turn, part, *following)
+                    pieces, room = [], length
+            done = 0
+
 
 class StreamingDataset(IterableDataset[Collated]):
     """This rank's micro-batches in order; each of n loader processes yields every n-th of a step.
 
-    The `positions` of its last one in a step are those of its shards after the step.
+    `positions` of its last micro-batch of a step are those of its shards after the step.
     """
 
+    loss = staticmethod(summed_loss)
     packed = True
     lengths: Sequence[int] | None = None
 
@@ -156,33 +222,33 @@ class StreamingDataset(IterableDataset[Collated]):
         skipped_rows: Path | None,
     ) -> None:
         """skipped_rows: file that lists the rows that cannot be used (data.on_error: skip)."""
-        self._shards = assign_shards(parts, seed=seed, shuffle=data.shuffle)
-        self._encoder, self._sampler, self._data, self._model = encoder, sampler, data, model
-        self._seed, self._skipped_rows = seed, skipped_rows
-        self._buffer_rows = max(1, data.shuffle_buffer // len(self._shards))
+        self.shards = assign_shards(parts, seed=seed, shuffle=data.shuffle)
+        self.encoder, self._sampler, self.data, self.model = encoder, sampler, data, model
+        self.seed, self.skipped_rows = seed, skipped_rows
+        self.buffer_rows = max(1, data.shuffle_buffer // len(self.shards))
         self._files = {part.name: part.size for part in parts}
         self.fingerprint = {"files": self._files, **encoder.fingerprint()}
         self.skipped: list[dict[str, str]] = []
-        shards = [[(part.name, part.start, part.size) for part in shard] for shard in self._shards]
-        settings = [data.shuffle, self._buffer_rows, data.sequence_length, data.packing]
+        shards = [[(part.name, part.start, part.size) for part in shard] for shard in self.shards]
+        settings = [data.shuffle, self.buffer_rows, data.sequence_length, data.packing]
         order = [VERSION, shards, seed, *settings, data.on_error == "skip", repr(encoder)]
         self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
         """Digest of all that the order of samples depends on."""
-        self._saved_samples, self._saved_positions = 0, [_START] * len(self._shards)
+        self.saved_samples, self.saved_positions = 0, [_START] * len(self.shards)
 
     def starting(
         self, sampler: RankBatchSampler, saved: Mapping[str, Any] | None
     ) -> StreamingDataset:
         """The same stream from the first step of `sampler` on.
 
-        saved: of `state`, for an earlier step or this one. That of another order is not used.
+        saved: `state` after an earlier step or the one before. That of another order is not used.
         """
         other = copy.copy(self)
         other._sampler = sampler
         first_sample = sampler.first_step * sampler.global_batch_size
         if saved and saved["order"] == self.order and saved["samples"] <= first_sample:
-            other._saved_samples = saved["samples"]
-            other._saved_positions = [(turn, *rest) for turn, *rest in saved["positions"]]
+            other.saved_samples = saved["samples"]
+            other.saved_positions = [(turn, *rest) for turn, *rest in saved["positions"]]
         return other
 
     def state(
@@ -190,11 +256,10 @@ class StreamingDataset(IterableDataset[Collated]):
     ) -> dict[str, Any]:
         """What `starting` needs to continue after `samples` samples. Every rank must call it.
 
-        positions: the positions of the shards that this rank reads.
+        positions: of the shards that this rank reads.
         """
-        table = torch.full((len(self._shards), len(_START)), -1, dtype=torch.int64)
-        for shard, position in positions.items():
-            table[shard] = torch.tensor(position)
+        table = torch.full((len(self.shards), len(_START)), -1, dtype=torch.int64)
+        table[list(positions)] = torch.tensor(list(positions.values()))
         if ranks.size > 1:  # each shard is read by some rank; those that share one agree
             table = table.to(ranks.device)
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=ranks.group)
@@ -215,139 +280,49 @@ class StreamingDataset(IterableDataset[Collated]):
 
     def _micro_batches(self, number: int, of: int) -> Iterator[Collated]:
         """Those of loader process `number` of `of`, in order."""
-        sampler, shards = self._sampler, len(self._shards)
+        sampler, shards = self._sampler, len(self.shards)
         size, batch = sampler.micro_batch_size, sampler.global_batch_size
         processes, own = sampler.ranks * of, number * sampler.ranks + sampler.rank
-        readers = self._readers(own, processes)
+        common = math.gcd(shards, processes)
+        # The shards with the samples k for which k % processes is `own`. One process lists the bad
+        # rows of a shard
+        mine = {
+            key: _Shard(self, key, list_bad_rows=own < common)
+            for key in range(own % common, shards, common)
+        }
         for step in range(sampler.first_step, sampler.steps):
             begin, end = step * batch, (step + 1) * batch
             samples = range(begin + (own - begin) % processes, end, processes)
             micro_batches = sampler.micro_batches(step) // of
             for index in range(micro_batches):
                 wanted = samples[index * size : (index + 1) * size]
-                rows = [readers[sample % shards].take(sample // shards) for sample in wanted]
+                rows = [mine[sample % shards].take(sample // shards) for sample in wanted]
                 if index == micro_batches - 1:
-                    for shard, reader in readers.items():
-                        reader.skip_to(_given(end, shard, shards))
+                    for key, shard in mine.items():
+                        shard.skip_to(_given(end, key, shards))
                 collated = collate_sequences(
                     rows + [EMPTY] * (size - len(rows)),
-                    length=self._data.sequence_length,
-                    packed=self._data.packing,
-                    masking=self._model.masking,
+                    length=self.data.sequence_length,
+                    packed=self.data.packing,
+                    masking=self.model.masking,
                 )
-                positions = {shard: reader.position for shard, reader in readers.items()}
+                positions = {key: shard.position for key, shard in mine.items()}
                 yield collated | {"positions": positions}
 
-    def _readers(self, own: int, processes: int) -> dict[int, _Reader]:
-        """Readers of the shards with the samples k for which k % processes is `own`."""
-        shards = len(self._shards)
-        common = math.gcd(shards, processes)
-        readers = {}
-        for shard in range(own % common, shards, common):
-            position = self._saved_positions[shard]
-            # One process lists the bad rows of a shard
-            samples = self._sequences(shard, position, list_bad_rows=own < common)
-            given = _given(self._saved_samples, shard, shards)
-            readers[shard] = _Reader(samples, given=given, position=position)
-        return readers
-
-    def _pass(
-        self, shard: int, turn: int, first_part: int, first_row: int
-    ) -> Iterator[tuple[Encoded, tuple[int, int]]]:
-        """The rows of pass `turn` of a shard, each with its part and row."""
-        parts = list(self._shards[shard])
-        if self._data.shuffle:
-            random.Random(f"shard {shard} pass {turn} {self._seed}").shuffle(parts)
-        for number in range(first_part, len(parts)):
-            rows = read_rows(parts[number], column=self._encoder.text_column)
-            if self._data.shuffle:
-                key = f"shard {shard} pass {turn} part {number} {self._seed}"
-                rows = _through_buffer(rows, self._buffer_rows, random.Random(key))
-            rows = itertools.islice(rows, first_row, None)
-            encoded_rows = self._encoder.encode_rows(rows, batch_rows=_ENCODED_ROWS)
-            for index, encoded in enumerate(encoded_rows, first_row):
-                yield encoded, (number, index)
-            first_row = 0
-
-    def _documents(
-        self, shard: int, start: ShardPosition, *, list_bad_rows: bool
-    ) -> Iterator[tuple[Encoded, tuple[int, int, int]]]:
-        """The shard's documents from `start`, endless, each with its pass, part and row."""
-        turn, first_part, first_row, _ = start
-        # The rows before a start inside a pass are not seen, so they count as documents
-        found = start[1:] != _START[1:]
-        while True:
-            for encoded, position in self._pass(shard, turn, first_part, first_row):
-                if encoded.problem:
-                    self._report(encoded, listed=list_bad_rows and turn == 0)
-                elif encoded.ids.size:
-                    check_range(encoded, self._model)
-                    found = True
-                    yield encoded, (turn, *position)
-            if not found:
-                names = list(dict.fromkeys(part.name for part in self._shards[shard]))
-                raise RecipeError(
-                    f"data.streaming: no document with text in {', '.join(names[:5])}"
-                    f"{' ...' if names[5:] else ''}; leave these files out, or use streaming: false"
-                )
-            turn, first_part, first_row, found = turn + 1, 0, 0, False
-
-    def _report(self, encoded: Encoded, *, listed: bool) -> None:
-        """A row that cannot be used. Raises RecipeError unless data.on_error is skip."""
-        if self._data.on_error != "skip":
-            raise RecipeError(f"{encoded.row.where}: {encoded.problem}")
-        if listed and self._skipped_rows is not None:
-            line = json.dumps(encoded.skipped, ensure_ascii=False) + "\n"
-            with self._skipped_rows.open("a", encoding="utf-8") as file:
-                file.write(line)  # at once: other processes append too
-
-    def _sequences(
-        self, shard: int, start: ShardPosition, *, list_bad_rows: bool
-    ) -> Iterator[tuple[Row, ShardPosition]]:
-        """The shard's sequences from `start`, endless, each with where the next one starts.
-
-        Text continues in the next sequence. Documents of other kinds start a new sequence if they
-        do not fit; chat and instruct are cut to one sequence.
-        """
-        kind, length, packing = self._encoder.kind, self._data.sequence_length, self._data.packing
-        cut = kind in ("chat", "instruct")
-        pieces: list[Any] = []
-        room, done = length, start[3]
-        for encoded, position in self._documents(shard, start, list_bad_rows=list_bad_rows):
-            ids, targets = encoded.ids, np.append(encoded.targets[1:], IGNORED)
-            whole = not (kind == "text" and packing)
-            if whole and pieces and min(len(ids), length) > room:
-                yield make_row(pieces), (*position, 0)
-                pieces, room = [], length
-            while done < len(ids):
-                end = done + min(room, len(ids) - done)
-                pieces.append((ids[done:end], targets[done:end]))
-                room -= end - done
-                done = len(ids) if cut else end
-                if room == 0 or not packing:
-                    turn, part, row = position
-                    following = (row, done) if done < len(ids) else (row + 1, 0)
-                    yield make_row(pieces), (turn, part, *following)
-                    pieces, room = [], length
-            done = 0
-
-    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        return loss.summed_loss(model, tensors)
-
     def describe(self) -> list[str]:
-        parts, shards, ranks = sum(map(len, self._shards)), len(self._shards), self._sampler.ranks
+        data, shards, ranks = self.data, len(self.shards), self._sampler.ranks
         divided = math.gcd(shards, ranks)
-        packed = "packed" if self._data.packing else "not packed"
         lines = [
             f"streaming {len(self._files):,} files ({sum(self._files.values()) / 2**20:,.1f} MiB), "
-            f"{parts:,} parts in {shards} shards, sequences of up to {self._data.sequence_length}, "
-            f"{packed}; each rank reads {shards // divided} shards"
+            f"{sum(map(len, self.shards)):,} parts in {shards} shards, sequences of up to "
+            f"{data.sequence_length}, {'' if data.packing else 'not '}packed; each rank reads "
+            f"{shards // divided} shards"
         ]
         if divided < ranks:
+            hint = "use a power of two of ranks, or more or larger .jsonl or .parquet files"
             lines.append(
                 f"note: each shard is tokenized by {ranks // divided} ranks; to share the work "
-                "better, use a power of two of ranks, or more or larger .jsonl or .parquet files, "
-                f"up to {SHARDS} shards"
+                f"better, {hint}, up to {SHARDS} shards"
             )
         return lines
 

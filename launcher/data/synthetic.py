@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +16,10 @@ from launcher.models.attention import Masking
 from launcher.recipe import schema
 from launcher.training import loss
 
-PACKED_DOCUMENTS = 2
-"""Documents in a packed row."""
-
 
 @dataclass(frozen=True)
 class SyntheticData:
-    """One micro-batch, in host memory, and its loss."""
+    """A micro-batch in host memory."""
 
     tensors: Tensors
     loss: loss.Loss
@@ -33,7 +29,6 @@ class SyntheticData:
     def batches(
         self, ranks: DataParallel, *, micro_batches: int, steps: int
     ) -> Iterator[GlobalBatch]:
-        """The same global batch at every step."""
         values = [self.loss_tokens * micro_batches, self.tokens * micro_batches, 0, 0]
         for step in range(1, steps + 1):
             moved = [to_device(self.tensors, ranks.device) for _ in range(micro_batches)]
@@ -58,19 +53,19 @@ def synthetic_data(
 ) -> SyntheticData:
     """A micro-batch of full sequences; with data.builder, of its first samples.
 
-    vocabulary: ids are below it. classes: of a sequence classifier. packed: rows of several
-    documents.
+    vocabulary: ids are below it. packed: rows of two documents.
     """
     length = data.sequence_length
     rows = rows_of(batch, sequence_length=length)
+    summed: loss.Loss = loss.summed_loss
+    drawn = np.random.default_rng(0)
+    ids = [drawn.integers(0, vocabulary or 2, length, dtype=np.int64) for _ in range(rows)]
     if data.builder is not None:
         custom = build_custom_data(data.builder, data.arguments)
         samples = CustomDataset(custom.train, custom, data.builder)
         collated = samples.collate([samples[index % len(samples)] for index in range(rows)])
-        return _data(collated, samples.loss)
-    drawn = np.random.default_rng(0)
-    ids = [drawn.integers(0, vocabulary or 2, length, dtype=np.int64) for _ in range(rows)]
-    if data.kind == "classification":
+        summed = samples.loss
+    elif data.kind == "classification":
         mask = torch.ones(rows, length, dtype=torch.int64)
         mask[0, -1] = 0  # without padding, some models build no mask
         tensors = {
@@ -78,16 +73,9 @@ def synthetic_data(
             "attention_mask": mask,
             "targets": torch.from_numpy(drawn.integers(0, classes or 2, rows, dtype=np.int64)),
         }
-        return SyntheticData(tensors, loss.summed_classification_loss, rows * length, rows)
-    pieces = PACKED_DOCUMENTS if packed and length >= PACKED_DOCUMENTS else 1
-    collated = collate_sequences(
-        [make_row((part, part) for part in np.array_split(row, pieces)) for row in ids],
-        length=length,
-        packed=packed,
-        masking=masking,
-    )
-    return _data(collated, loss.summed_loss)
-
-
-def _data(collated: dict[str, Any], summed: loss.Loss) -> SyntheticData:
+        collated = {"tensors": tensors, "tokens": rows * length, "loss_tokens": rows}
+        summed = loss.summed_classification_loss
+    else:
+        found = [make_row((part, part) for part in np.array_split(row, 1 + packed)) for row in ids]
+        collated = collate_sequences(found, length=length, packed=packed, masking=masking)
     return SyntheticData(collated["tensors"], summed, collated["tokens"], collated["loss_tokens"])

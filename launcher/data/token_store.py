@@ -2,54 +2,100 @@
 
 A store is a folder: `ids.bin` (int32, all documents one after another), `offsets.npy` (documents +
 1), `labels.bin` if targets may differ from the ids, `classes.npy` for classification, `meta.json`.
-One process tokenizes, with a lock like that of a run folder; all others, on any node and of any
-job, wait. It writes to a scratch folder and then renames it, so a store is always complete.
+One process builds it in a scratch folder, with a lock like that of a run folder, and renames that;
+all others, on any node and of any job, wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch.utils.data import DataLoader
 
 from launcher.data.encoder import Encoded, Encoder, make_encoder
-from launcher.data.sources import Part, find_parts, read_all
-from launcher.data.tokenization import TokenStore, tokenize
+from launcher.data.sources import Part, find_parts, read_all, split
+from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
-from launcher.errors import RecipeError
+from launcher.distributed.spawn import end_with_parent
+from launcher.errors import RecipeError, TrainingError
+from launcher.metrics.console import task
 from launcher.models.attention import Masking
+from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, current_owner
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 4
+_TASK_BYTES = 4 << 20
+"""For less, starting a process takes longer than tokenizing."""
+_STORE_ROWS = 4096
+"""Rows held in memory with their text."""
+_SHOWN_PROBLEMS = 5
 _POLL_SECONDS = 5.0
 """The longest pause between two checks of the cache: a thousand ranks may wait."""
 _LOGGED_SECONDS = 60.0
 
+_Int32s = npt.NDArray[np.int32]
+
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What the data depends on of the model."""
-
     vocabulary: int | None = None
-    """Rows of the embedding. A larger token id is an error here, not on the GPU."""
+    """Rows of the embedding. A larger token id is an error."""
     classes: int | None = None
     """Of a sequence classifier."""
     padding: int = 0
-    """Padding id."""
+    """Id of the padding token."""
     masking: Masking = "mask"
-    """How attention stays inside a packed document."""
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """Documents, in memory or memory-mapped."""
+
+    ids: _Int32s
+    labels: _Int32s | None
+    """(tokens,): each token as a target; None: the ids."""
+    offsets: npt.NDArray[np.int64]
+    """Start of each document, and the end: (documents + 1,)."""
+    classes: _Int32s | None = None
+    """kind classification: (documents,)."""
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    """`where` and `problem` of the rows that cannot be used (on_error: skip)."""
+    empty: int = 0
+    """Rows without text."""
+    largest_id: int = -1
+    trained: int = 0
+    """Tokens that are a target."""
+    folder: Path | None = None
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    """To detect changed data: `files` (bytes by name), `documents`, `tokens`, and checksums of the
+    `content`, `tokenizer` and `chat_template`."""
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def targets(self) -> _Int32s:
+        return self.ids if self.labels is None else self.labels
 
 
 def open_store(
@@ -63,12 +109,9 @@ def open_store(
 ) -> TokenStore:
     """The tokenized documents of `patterns`, from the cache or tokenized now.
 
-    A hub data set keeps the version that was tokenized first: starts from the cache do not load it.
-
-    tokenizer: a folder, a hub id or `bytes`; None for kind tokens.
-    validation: which split of a hub data set to use if its id names none.
-    build: tokenize if the store is missing and no other process does (one rank per node). Other
-    ranks wait; if the building rank fails, its job ends them.
+    tokenizer: data.tokenizer, or the model's.
+    build: tokenize if the store is missing and no other process does (one rank per node). Others
+    wait; if the building rank fails, its job ends them.
     Raises RecipeError if a file or row cannot be used, or does not fit the model.
     """
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
@@ -96,18 +139,14 @@ def open_store(
 
 def check_range(encoded: Encoded, model: ModelInputs) -> None:
     """Raises RecipeError if the model has no such token or class."""
-    arrays = [array for array in (encoded.ids, encoded.labels) if array is not None]
-    largest = max((int(array.max(initial=-1)) for array in arrays), default=-1)
+    row, category = encoded.row, encoded.category
+    largest = max(int(ids.max(initial=-1)) for ids in (encoded.ids, encoded.targets))
     if model.vocabulary is not None and largest >= model.vocabulary:
-        raise RecipeError(
-            f"{encoded.row.where}: token id {largest} is beyond the model's vocabulary of "
-            f"{model.vocabulary} (model.config.vocab_size)"
-        )
-    if model.classes is not None and (encoded.category or 0) >= model.classes:
-        raise RecipeError(
-            f"{encoded.row.where}: label {encoded.category}, but the model has {model.classes} "
-            f"classes, 0 to {model.classes - 1} (model.num_labels)"
-        )
+        what = f"is beyond the model's vocabulary of {model.vocabulary} (model.config.vocab_size)"
+        raise RecipeError(f"{row.where}: token id {largest} {what}")
+    if model.classes is not None and (category or 0) >= model.classes:
+        what = f"{model.classes} classes, 0 to {model.classes - 1} (model.num_labels)"
+        raise RecipeError(f"{row.where}: label {category}, but the model has {what}")
 
 
 def _identity(part: Part) -> list[Any]:
@@ -126,8 +165,8 @@ def _wait(folder: Path, *, build: bool) -> Ownership | None:
         try:
             lock.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            text = f"data.cache: {folder.parent} cannot be written to: {error.strerror}"
-            raise RecipeError(text) from None
+            what = f"{folder.parent} cannot be written to: {error.strerror}"
+            raise RecipeError(f"data.cache: {what}") from None
     while not folder.is_dir():
         owner = current_owner(lock) if build else None
         if build and (owner is None or not owner[1]):  # free, or its process may have ended
@@ -144,14 +183,26 @@ def _wait(folder: Path, *, build: bool) -> Ownership | None:
 def _build(
     folder: Path, scratch: Path, parts: list[Part], encoder: Encoder, data: schema.Data
 ) -> None:
-    """Tokenizes into a scratch folder, which becomes the store."""
     size = sum(part.size for part in parts) / 2**20
     logger.info(f"tokenizing {len(parts)} files ({size:.1f} MiB)")
     for leftover in folder.parent.glob(f".{folder.name}-*"):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
+    started = time.monotonic()
     try:
         scratch.mkdir()
-        meta = tokenize(scratch, parts, encoder, on_error=data.on_error, processes=data.processes)
+        meta = _write(scratch, _tokenize(parts, encoder, data))
+        if not meta["documents"]:
+            problem, skipped = f"data: no document with text in {len(parts)} files", meta["skipped"]
+            if skipped:
+                first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
+                problem += f"; all {len(skipped)} rows were skipped, the first: {first}"
+            raise RecipeError(problem)
+        seconds = max(time.monotonic() - started, 1e-3)
+        empty = f"; {meta['empty']:,} rows without text skipped" if meta["empty"] else ""
+        logger.info(
+            f"tokenized {meta['documents']:,} documents, {meta['tokens']:,} tokens in "
+            f"{seconds:.1f} s ({meta['tokens'] / seconds:,.0f} tokens/s){empty}"
+        )
         about = {"kind": encoder.kind, "files": [part.name for part in parts]}
         (scratch / "meta.json").write_text(json.dumps(about | meta), encoding="utf-8")
         scratch.rename(folder)
@@ -171,11 +222,134 @@ def _load(folder: Path, parts: list[Part], encoder: Encoder) -> TokenStore:
         ids=np.memmap(folder / "ids.bin", dtype=np.int32, mode="r"),
         labels=np.memmap(labels, dtype=np.int32, mode="r") if labels.exists() else None,
         offsets=np.load(folder / "offsets.npy"),
-        largest_id=meta["largest_id"],
         classes=np.load(classes) if classes.exists() else None,
-        trained=meta["trained"],
-        skipped=meta["skipped"],
-        empty=meta["empty"],
         folder=folder,
         fingerprint={"files": files, **encoder.fingerprint(), **counts},
+        **{name: meta[name] for name in ("largest_id", "trained", "skipped", "empty")},
     )
+
+
+# Tokenization. Tasks are parts of files. This process writes their documents in the order of files
+# and lines, so the number of processes does not change the result
+
+
+def _tokenize(parts: list[Part], encoder: Encoder, data: schema.Data) -> Iterator[TokenStore]:
+    """Raises RecipeError for rows that cannot be used (data.on_error: fail)."""
+    tasks = _tasks(parts)
+    processes = min(data.processes or len(os.sched_getaffinity(0)), len(tasks))
+    loader: DataLoader[Any] = DataLoader(
+        tasks,  # type: ignore[arg-type]
+        batch_size=None,
+        collate_fn=partial(_run_task, encoder, data.on_error),
+        num_workers=processes if processes > 1 else 0,
+        worker_init_fn=partial(_start_worker, os.getpid()),
+        multiprocessing_context="fork" if processes > 1 else None,
+        # By default it draws from the generator of dropout
+        generator=torch.Generator(),
+    )
+    try:
+        with task("tokenizing", len(tasks)) as advance:
+            for stores, problems in loader:
+                if problems:
+                    raise RecipeError(problems)
+                yield from stores
+                advance(1)
+    except RuntimeError as error:
+        if "exited unexpectedly" not in str(error):
+            raise
+        hint = "perhaps for lack of memory; lower data.processes"
+        raise TrainingError(f"a tokenization process was killed, {hint}") from None
+
+
+def _tasks(parts: list[Part]) -> list[list[Part]]:
+    """Consecutive parts of about _TASK_BYTES: large files are split, small ones grouped."""
+    pieces = [piece for part in parts for piece in split(part, _TASK_BYTES)]
+    starts = itertools.accumulate((piece.size for piece in pieces), initial=0)
+    groups = itertools.groupby(zip(starts, pieces, strict=False), lambda one: one[0] // _TASK_BYTES)
+    return [[piece for _, piece in group] for _, group in groups]
+
+
+def _start_worker(parent: int, worker: int) -> None:
+    prepare_worker_process(worker)
+    end_with_parent(parent)
+
+
+def _run_task(
+    encoder: Encoder, on_error: str, parts: list[Part]
+) -> tuple[list[TokenStore], list[str]]:
+    """The documents of a task; or its problems: a loader would wrap a RecipeError."""
+    stores = []
+    rows = encoder.encode_rows(read_all(parts, column=encoder.text_column))
+    try:
+        while some := list(itertools.islice(rows, _STORE_ROWS)):
+            stores.append(store_rows(some, on_error))
+        return stores, []
+    except RecipeError as error:
+        return [], error.problems
+
+
+def store_rows(rows: list[Encoded], on_error: str) -> TokenStore:
+    """The documents of these rows. Raises RecipeError with their problems (on_error: fail)."""
+    skipped = [row.skipped for row in rows if row.problem]
+    if on_error == "fail" and skipped:
+        lines = [f"{row['where']}: {row['problem']}" for row in skipped[:_SHOWN_PROBLEMS]]
+        if more := len(skipped) - len(lines):
+            lines.append(f"... and {more} more nearby; data.on_error: skip leaves such rows out")
+        raise RecipeError(lines)
+    documents = [row for row in rows if row.ids.size]
+    labelled = any(row.labels is not None for row in documents)
+    classes = [row.category for row in documents if row.category is not None]
+    return TokenStore(
+        ids=_joined([row.ids for row in documents]),
+        labels=_joined([row.targets for row in documents]) if labelled else None,
+        offsets=np.cumsum([0, *(row.ids.size for row in documents)], dtype=np.int64),
+        classes=np.array(classes, dtype=np.int32) if classes else None,
+        skipped=skipped,
+        empty=len(rows) - len(skipped) - len(documents),
+    )
+
+
+def _joined(arrays: list[_Int32s]) -> _Int32s:
+    return np.concatenate([np.zeros(0, dtype=np.int32), *arrays])
+
+
+def _write(folder: Path, stores: Iterable[TokenStore]) -> dict[str, Any]:
+    """Writes the arrays of the stores, one after another. Returns what goes to meta.json."""
+    lengths, classes, skipped = [], [], []
+    largest, trained, empty = -1, 0, 0
+    with contextlib.ExitStack() as files:
+        ids = files.enter_context((folder / "ids.bin").open("wb"))
+        labels: Any = None
+        for store in stores:
+            if store.labels is not None and labels is None:  # the first store with labels
+                ids.flush()
+                shutil.copyfile(folder / "ids.bin", folder / "labels.bin")
+                labels = files.enter_context((folder / "labels.bin").open("ab"))
+            ids.write(store.ids.data)
+            if labels is not None:
+                labels.write(store.targets.data)
+            largest = max(largest, *(int(x.max(initial=-1)) for x in (store.ids, store.targets)))
+            trained += int((store.targets != IGNORED).sum())
+            empty += store.empty
+            skipped += store.skipped
+            lengths.append(np.diff(store.offsets))
+            classes += [] if store.classes is None else [store.classes]
+    offsets = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *lengths]))
+    np.save(folder / "offsets.npy", offsets)
+    if classes:
+        np.save(folder / "classes.npy", np.concatenate(classes))
+    checksum = xxhash.xxh3_128()
+    for name in ("ids.bin", "labels.bin", "offsets.npy", "classes.npy"):
+        file = folder / name
+        if file.exists() and file.stat().st_size:
+            checksum.update(name.encode())
+            checksum.update(np.memmap(file, mode="r").data)
+    return {
+        "documents": len(offsets) - 1,
+        "tokens": int(offsets[-1]),
+        "trained": trained,
+        "largest_id": largest,
+        "empty": empty,
+        "skipped": skipped,
+        "content": checksum.hexdigest(),
+    }

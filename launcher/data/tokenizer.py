@@ -21,11 +21,8 @@ Ids = npt.NDArray[np.int32]
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".tiktoken", ".vocab", ".bpe", ".jinja")
 _BYTES_IDENTITY = "bytes 66c407729331c690d5ec7918bdbd26f273781ae6971d60fe1590e6d778295bde"
 """Of the ids and the chat template of the byte tokenizer; part of the names of stores."""
-END = "<|end|>"
-"""Byte tokenizer: ends a document and a turn: id 256, where generation stops."""
-ROLES = ("system", "user", "assistant")
-"""`<|system|>` 257, `<|user|>` 258, `<|assistant|>` 259 start a turn."""
-
+_SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+"""Of the byte tokenizer: 256 ends a document and a turn, 257 to 259 start a turn."""
 _CHAT_TEMPLATE = """\
 {%- for message in messages -%}
     {%- if message.role not in ["system", "user", "assistant"] -%}
@@ -62,27 +59,19 @@ class HuggingFaceTokenizer:
         # Documents get a begin-of-text token (Llama's <|begin_of_text|>), but no [CLS]
         begins = bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos]
         self.begin: list[int] = [bos] if begins else []
-        """Begins a document."""
 
     @property
     def end(self) -> int:
         """Ends a document. Raises RecipeError if there is no such token."""
         if self.tokenizer.eos_token_id is None:
-            raise RecipeError(
-                f"data.tokenizer: {self._name}: has no end-of-text token (eos_token), which ends "
-                "each document"
-            )
+            what = "has no end-of-text token (eos_token), which ends each document"
+            raise RecipeError(f"data.tokenizer: {self._name}: {what}")
         return int(self.tokenizer.eos_token_id)
 
     def ids(self, texts: Sequence[str], *, special: bool = False) -> list[Ids]:
         """Each text's ids. special: with the tokens that the tokenizer adds at inference."""
-        encoded = self.tokenizer(
-            list(texts),
-            add_special_tokens=special,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        options = {"return_attention_mask": False, "return_token_type_ids": False}
+        encoded = self.tokenizer(list(texts), add_special_tokens=special, verbose=False, **options)
         return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
 
@@ -103,17 +92,17 @@ def hugging_face_byte_tokenizer() -> Any:
     others = [byte for byte in range(256) if byte not in printable]
     vocabulary = {chr(byte): byte for byte in printable}
     vocabulary |= {chr(0x100 + index): byte for index, byte in enumerate(others)}
-    roles = [f"<|{role}|>" for role in ROLES]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [AddedToken(name, special=True, normalized=False) for name in (END, *roles)]
+        [AddedToken(name, special=True, normalized=False) for name in _SPECIAL_TOKENS]
     )
+    end, *roles = _SPECIAL_TOKENS
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=END,
+        eos_token=end,
+        pad_token=end,
         additional_special_tokens=roles,
         chat_template=_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
@@ -123,10 +112,8 @@ def hugging_face_byte_tokenizer() -> Any:
 
 @functools.lru_cache(maxsize=4)
 def hugging_face_tokenizer(name: str) -> Any:
-    """The transformers tokenizer of a folder, a hub id or `bytes`, shared by all callers.
-
-    Raises RecipeError if there is none.
-    """
+    """The transformers tokenizer of a folder, a hub id or `bytes`. Raises RecipeError if there is
+    none."""
     if name == "bytes":
         return hugging_face_byte_tokenizer()
     from transformers import AutoTokenizer
@@ -140,8 +127,8 @@ def hugging_face_tokenizer(name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=4)
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer `bytes`, or that of a folder or hub id. Cached: loading takes a second."""
+def load_tokenizer(name: str | None) -> Tokenizer:
+    assert name is not None
     # Its threads do not survive a fork, and each process forked later would print a warning
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
@@ -153,16 +140,14 @@ def tokenizer_identity(name: str) -> str:
         return _BYTES_IDENTITY
     digest = hashlib.sha256()
     for file in sorted(model_folder(name, key="data.tokenizer", weights=False).iterdir()):
-        wanted = file.suffix in _TOKENIZER_FILES and not file.name.endswith(".index.json")
-        if wanted and file.is_file():
+        if file.suffix in _TOKENIZER_FILES and not file.name.endswith(".index.json"):
             content = file.read_bytes()
             digest.update(json.dumps([file.name, len(content)]).encode() + content)
     return digest.hexdigest()
 
 
-def prepare_worker_process() -> None:
-    """For a process that a rank starts: it ignores requests to stop the rank, and tokenizes with
-    one thread."""
+def prepare_worker_process(worker: int) -> None:
+    """In a loader process: ignores requests to stop the rank, and tokenizes in one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

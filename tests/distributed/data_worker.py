@@ -55,25 +55,17 @@ def make_data(folder):
             labels = [-100 if place < len(ids) // 3 else token for place, token in enumerate(ids)]
             rows.append({"input_ids": ids, "labels": labels} if index % 2 else {"input_ids": ids})
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = [(generator.choice([3, 9, 25]), generator.choice(["plain", "odd"])) for _ in range(40)]
     labelled = [
-        (
-            "".join(generator.choices("abcdef ", k=generator.choice([3, 9, 25]))),
-            generator.choice(["plain", "odd"]),
-        )
-        for _ in range(40)
+        "".join(generator.choices("abcdef ", k=size)) + f"x,{label}" for size, label in sizes
     ]
-    (folder / "labelled.csv").write_text(
-        "text,label\n" + "".join(f"{text}x,{label}\n" for text, label in labelled)
-    )
+    (folder / "labelled.csv").write_text("\n".join(["text,label", *labelled, ""]))
     (folder / "texts").mkdir()
     for index in range(3):
-        words = [
-            "".join(generator.choices("abcdefgh ", k=generator.choice([3, 20, 90])))
-            for _ in range(40)
-        ]
-        (folder / f"texts/{index}.jsonl").write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in words)
-        )
+        sizes = [generator.choice([3, 20, 90]) for _ in range(40)]
+        words = ["".join(generator.choices("abcdefgh ", k=size)) for size in sizes]
+        rows = [json.dumps({"text": text}) + "\n" for text in words]
+        (folder / f"texts/{index}.jsonl").write_text("".join(rows))
 
 
 class Worker:
@@ -95,10 +87,8 @@ class Worker:
 
     def train(self, name, overrides, *, ranks=2, model="llama"):
         """Losses, gradient norms and counts of the run's steps."""
-        started, note = (
-            time.monotonic(),
-            {"losses": [], "norms": [], "counts": [], "micro_batches": []},
-        )
+        started = time.monotonic()
+        note = {"losses": [], "norms": [], "counts": [], "micro_batches": []}
         if self.rank < ranks:
             for step in self.assemble(overrides, ranks=ranks, model=model).all_steps:
                 loss = step.loss.clone()
@@ -157,89 +147,50 @@ def main(folder):
     validation = ["data.validation=FOLDER/rows.jsonl"]
     for model in ("llama", "mistral", "gpt2"):
         for attention in ("sdpa", "eager"):
-            evaluate(
-                f"packed, {model}, {attention}",
-                [*validation, f"model.attention={attention}"],
-                model=model,
-            )
+            setting = f"model.attention={attention}"
+            evaluate(f"packed, {model}, {attention}", [*validation, setting], model=model)
         evaluate(f"not packed, {model}", [*validation, *loose], model=model)
     evaluate("two sets", ["data.validation={a: FOLDER/rows.jsonl, b: [FOLDER/other.jsonl]}"])
-    stream = [
-        "data.streaming=true",
-        "data.kind=text",
-        "data.tokenizer=bytes",
-        "data.shuffle_buffer=5",
-        "data.sequence_length=48",
-    ]
-    stream += [
-        "data.train=FOLDER/texts",
-        "model.config.vocab_size=260",
-        "model.config.max_position_embeddings=64",
-    ]
+    settings = "streaming=true kind=text tokenizer=bytes shuffle_buffer=5 sequence_length=48"
+    stream = [f"data.{setting}" for setting in [*settings.split(), "train=FOLDER/texts"]]
+    stream += ["model.config.vocab_size=260", "model.config.max_position_embeddings=64"]
     train("stream, 2 ranks", stream)
     train("stream, 1 rank", [*stream, "batch.micro_batch_size=4"], ranks=1)
-    train(
-        "stream, 2 ranks, loader processes", [*stream, "data.workers=3", "batch.micro_batch_size=1"]
-    )
+    processes = ["data.workers=3", "batch.micro_batch_size=1"]
+    train("stream, 2 ranks, loader processes", [*stream, *processes])
     train("stream, another seed", [*stream, "run.seed=8"])
-    labelled = [
-        "data.kind=classification",
-        "data.train=FOLDER/labelled.csv",
-        "data.tokenizer=bytes",
-        "model.task=sequence_classification",
-    ]
-    labelled += [
-        "data.labels=[plain, odd]",
-        "model.config.vocab_size=260",
-        "data.validation=FOLDER/labelled.csv",
-    ]
+    file = "FOLDER/labelled.csv"
+    settings = f"kind=classification tokenizer=bytes train={file} validation={file}"
+    labelled = [f"data.{setting}" for setting in [*settings.split(), "labels=[plain, odd]"]]
+    labelled += ["model.task=sequence_classification", "model.config.vocab_size=260"]
+    whole = [*labelled, "batch.micro_batch_size=8"]
+    budget = ["micro_batch_size=null", "micro_batch_tokens=64"]
+    budget = [*labelled, *(f"batch.{setting}" for setting in budget), "strategy.kind=fsdp"]
     for model in ("llama", "bert"):
         train(f"classes, {model}, 2 ranks", labelled, model=model)
-        train(
-            f"classes, {model}, 1 rank",
-            [*labelled, "batch.micro_batch_size=8"],
-            ranks=1,
-            model=model,
-        )
-        budget = [
-            "batch.micro_batch_size=null",
-            "batch.micro_batch_tokens=64",
-            "strategy.kind=fsdp",
-        ]
-        train(f"classes, {model}, 2 ranks, by tokens, fsdp", [*labelled, *budget], model=model)
+        train(f"classes, {model}, 1 rank", whole, ranks=1, model=model)
+        train(f"classes, {model}, 2 ranks, by tokens, fsdp", budget, model=model)
     evaluate("classes", labelled)
-    evaluate("classes, 1 rank", [*labelled, "batch.micro_batch_size=8"], ranks=1)
+    evaluate("classes, 1 rank", whole, ranks=1)
 
-    own = [
-        "model.config=null",
-        "model.builder=tests.distributed.vision:model",
-        "data.train=null",
-        "data.builder=tests.distributed.vision:data",
-    ]
-    own += ["run.max_steps=null", "run.epochs=2", "optimizer.learning_rate=2e-2"]
-    train(
-        "images, 1 rank", [*own, "batch.micro_batch_size=8", "model.arguments={depth: 2}"], ranks=1
-    )
+    vision = "tests.distributed.vision"
+    own = [f"model.builder={vision}:model", f"data.builder={vision}:data", "run.epochs=2"]
+    own += ["model.config=null", "data.train=null", "run.max_steps=null"]
+    own += ["optimizer.learning_rate=2e-2"]
+    deep = ["batch.micro_batch_size=8", "model.arguments={depth: 2}"]
+    train("images, 1 rank", [*own, *deep], ranks=1)
     train("images, 2 ranks", own)
-    train(
-        "images, 2 ranks, fsdp",
-        [*own, "strategy.kind=fsdp", "activation_checkpointing={mode: full}"],
-    )
+    checkpointed = ["strategy.kind=fsdp", "activation_checkpointing={mode: full}"]
+    train("images, 2 ranks, fsdp", [*own, *checkpointed])
     evaluate("images", own)
 
     # The same documents in one step: packing changes what meets in a row, not the loss nor the gradient
-    whole = ["run.max_steps=1", "batch.global_batch_size=64", "data.shuffle=false"]
-    train("a step of all, not packed", [*whole, *loose, "run.max_steps=null", "run.epochs=1"])
-    train("a step of all, packed", [*whole, "run.max_steps=null", "run.epochs=1"])
-    checkpointed = [
-        "strategy.kind=fsdp",
-        "strategy.cpu_offload={}",
-        "activation_checkpointing={mode: full}",
-    ]
-    train(
-        "a step of all, packed, offload and checkpointing",
-        [*whole, *checkpointed, "run.max_steps=null", "run.epochs=1"],
-    )
+    whole = ["run.max_steps=null", "run.epochs=1"]
+    whole += ["batch.global_batch_size=64", "data.shuffle=false"]
+    train("a step of all, not packed", [*whole, *loose])
+    train("a step of all, packed", whole)
+    offloaded = [*whole, *checkpointed, "strategy.cpu_offload={}"]
+    train("a step of all, packed, offload and checkpointing", offloaded)
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.destroy_process_group()

@@ -12,6 +12,21 @@ from tests.distributed.launching import PATIENCE, REPOSITORY, run, torchrun, wai
 from tests.distributed.test_train import SMALL, TRAIN, status
 
 ROWS = 12_000
+SCRIPT = """
+import sys, time
+import launcher.data.encoder as encoder
+from launcher.data.token_store import open_store
+from launcher.metrics.console import configure_logging
+from launcher.recipe import schema
+
+configure_logging()
+file, cache, processes, seconds = sys.argv[1:]
+fast = encoder._encodable
+encoder._encodable = lambda *arguments: (time.sleep(float(seconds)), fast(*arguments))[1]
+data = schema.Data(kind="instruct", cache=cache, processes=int(processes))
+found = open_store((file,), data, tokenizer="bytes", build=True)
+print("documents:", found.documents)
+"""
 INSTRUCT = ["data.kind=instruct", "data.processes=2", "run.max_steps=1"]
 
 
@@ -27,34 +42,19 @@ def rows_file(folder, bad=None):
 
 def test_a_bad_row_ends_all_ranks_and_their_processes(tmp_path):
     file = rows_file(tmp_path, bad=ROWS - 5)
-    overrides = [
-        *INSTRUCT,
-        f"data.train=[{file}]",
-        f"data.cache={tmp_path}/cache",
-        f"run.dir={tmp_path}/run",
-    ]
-    result = torchrun(TRAIN, *SMALL, *overrides, ranks=2)
+    paths = [f"data.train=[{file}]", f"data.cache={tmp_path}/cache", f"run.dir={tmp_path}/run"]
+    result = torchrun(TRAIN, *SMALL, *INSTRUCT, *paths, ranks=2)
     assert result.status == 1, "torchrun's own status for any failure"
     shown = f"{file}:{ROWS - 4}: not JSON: "
     assert shown in result.output.split("Traceback")[0]
-    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["reason"]) == (
-        "failed",
-        "recipe",
-    )
-    assert status(tmp_path / "run")["error"].startswith(shown)
+    ended = status(tmp_path / "run")
+    assert (ended["state"], ended["reason"]) == ("failed", "recipe")
+    assert ended["error"].startswith(shown)
     assert list((tmp_path / "cache").rglob("*.bin")) == [], "half a store is left behind"
 
 
 def test_a_killed_process_ends_its_worker_processes(tmp_path):
     """launching.run refuses to leave a process behind."""
-    script = (
-        "import sys; from launcher.data import sources;"
-        "from launcher.data.token_store import open_store; from launcher.recipe import schema;"
-        "import time, launcher.data.encoder as encoder; slow = encoder.read_prompt;"
-        "encoder.read_prompt = lambda *a, **k: (time.sleep(0.01), slow(*a, **k))[1];"
-        "open_store((sys.argv[1],), schema.Data(kind='instruct', cache=sys.argv[2], processes=2), tokenizer='bytes',"
-        " build=True)"
-    )
     cache = tmp_path / "cache"
 
     def kill(process):
@@ -65,7 +65,7 @@ def test_a_killed_process_ends_its_worker_processes(tmp_path):
         time.sleep(1)
 
     result = run(
-        [sys.executable, "-c", script, rows_file(tmp_path), cache],
+        [sys.executable, "-c", SCRIPT, rows_file(tmp_path), cache, "2", "0.01"],
         during=kill,
         PYTHONPATH=str(REPOSITORY),
     )
@@ -74,20 +74,12 @@ def test_a_killed_process_ends_its_worker_processes(tmp_path):
 
 def test_another_process_takes_over_when_the_one_that_tokenizes_is_killed(tmp_path):
     """Of any jobs: three start at once, the one that tokenizes is killed, and one of the others goes on."""
-    script = (
-        "import sys, time; from launcher.data.token_store import open_store; from launcher.recipe import schema;"
-        "from launcher.metrics.console import configure_logging; configure_logging();"
-        "import launcher.data.encoder as encoder; slow = encoder.read_prompt;"
-        "encoder.read_prompt = lambda *a, **k: (time.sleep(float(sys.argv[3])), slow(*a, **k))[1];"
-        "found = open_store((sys.argv[1],), schema.Data(kind='instruct', cache=sys.argv[2], processes=1), tokenizer='bytes',"
-        " build=True); print('documents:', found.documents)"
-    )
     file, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
     file.write_text((json.dumps({"prompt": "what?", "response": "so"}) + "\n") * 300)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
 
     def start(seconds):
-        command = [sys.executable, "-c", script, str(file), str(cache), str(seconds)]
+        command = [sys.executable, "-c", SCRIPT, str(file), str(cache), "1", str(seconds)]
         return subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

@@ -1,5 +1,6 @@
 """The order of samples and who computes which: pure integers."""
 
+import collections
 import itertools
 import random
 import statistics
@@ -14,7 +15,6 @@ from launcher.data.batching import (
     TokenBatchSampler,
     accumulation_steps,
     permuted,
-    total_steps,
 )
 
 
@@ -35,11 +35,8 @@ def test_every_size_is_permuted(seed):
 @pytest.mark.parametrize("size", [2**31 - 1, 2**40 + 1, 10**15])
 def test_in_huge_sizes_no_two_of_many_meet(size):
     chance = random.Random(size)
-    indices = [
-        *range(1000),
-        *range(size - 1000, size),
-        *(chance.randrange(size) for _ in range(2000)),
-    ]
+    drawn = [chance.randrange(size) for _ in range(2000)]
+    indices = [*range(1000), *range(size - 1000, size), *drawn]
     results = {index: permuted(index, size=size, seed=1, epoch=0) for index in indices}
     assert all(0 <= result < size for result in results.values())
     assert len(set(results.values())) == len(results)
@@ -57,14 +54,11 @@ def test_the_order_does_not_change_between_versions():
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    size = 1000
-    orders = [
-        permutation(size, seed=seed, epoch=epoch) for seed in (0, 1, 2) for epoch in (0, 1, 2)
-    ]
-    for number, first in enumerate(orders):
-        for second in orders[:number]:
-            # Two random permutations agree in one place on average, and hardly ever in ten
-            assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
+    keys = itertools.product((0, 1, 2), (0, 1, 2))
+    orders = [permutation(1000, seed=seed, epoch=epoch) for seed, epoch in keys]
+    for first, second in itertools.combinations(orders, 2):
+        # Two random permutations agree in one place on average, and hardly ever in ten
+        assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
 
 
 @pytest.mark.parametrize("size", [1000, 1024, 3000])
@@ -93,28 +87,16 @@ def test_sample_order():
     assert passes == [permutation(7, seed=3, epoch=epoch) for epoch in range(3)]
     straight = SampleOrder(samples=3, seed=3, shuffle=False)
     assert [straight.sample(position) for position in range(8)] == [0, 1, 2, 0, 1, 2, 0, 1]
+    for shuffle in (True, False):
+        order = SampleOrder(samples=5, seed=0, shuffle=shuffle, epochs=2)
+        samples = [order.sample(position) for position in range(13)]
+        assert sorted(samples[:5]) == sorted(samples[5:10]) == [0, 1, 2, 3, 4]
+        assert samples[10:] == [NO_SAMPLE] * 3
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_after_the_last_epoch_there_is_no_sample(shuffle):
-    order = SampleOrder(samples=5, seed=0, shuffle=shuffle, epochs=2)
-    samples = [order.sample(position) for position in range(13)]
-    assert sorted(samples[:5]) == sorted(samples[5:10]) == [0, 1, 2, 3, 4]
-    assert samples[10:] == [NO_SAMPLE] * 3
-
-
-def batches_of(ranks, micro, *, rank, order, size=16, first_step=0, steps=3):
-    return list(
-        RankBatchSampler(
-            order=order,
-            global_batch_size=size,
-            micro_batch_size=micro,
-            rank=rank,
-            ranks=ranks,
-            first_step=first_step,
-            steps=steps,
-        )
-    )
+def batches_of(ranks, micro, *, size=16, steps=3, **part):
+    sizes = {"global_batch_size": size, "micro_batch_size": micro}
+    return list(RankBatchSampler(ranks=ranks, steps=steps, **sizes, **part))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -122,18 +104,14 @@ def batches_of(ranks, micro, *, rank, order, size=16, first_step=0, steps=3):
 @pytest.mark.parametrize("epochs", [None, 2])
 def test_any_ranks_and_micro_batches_share_the_same_steps(ranks, micro, epochs):
     """Read micro-batch by micro-batch and rank by rank, the samples of a step stand in the order of their positions."""
-    order = SampleOrder(
-        samples=21, seed=9, shuffle=True, epochs=epochs
-    )  # 42 samples of the 48 places of 3 steps
+    # 42 samples of the 48 places of 3 steps
+    order = SampleOrder(samples=21, seed=9, shuffle=True, epochs=epochs)
     of_rank = [batches_of(ranks, micro, rank=rank, order=order) for rank in range(ranks)]
     accumulation = 16 // (micro * ranks)
     assert {len(batches) for batches in of_rank} == {3 * accumulation}
     assert {len(batch) for batches in of_rank for batch in batches} == {micro}
     read = [
-        sample
-        for number in range(3 * accumulation)
-        for batches in of_rank
-        for sample in batches[number]
+        sample for batches in zip(*of_rank, strict=True) for batch in batches for sample in batch
     ]
     assert read == [order.sample(position) for position in range(48)]
     assert read.count(NO_SAMPLE) == (0 if epochs is None else 6)
@@ -148,45 +126,20 @@ def test_a_sampler_can_start_at_a_later_step():
 
 @pytest.mark.parametrize(
     ("micro", "ranks", "accumulation"),
-    [(1, 1, 64), (8, 1, 8), (8, 2, 4), (8, 8, 1), (64, 1, 1), (1, 64, 1)],
+    [(1, 1, 64), (8, 1, 8), (8, 2, 4), (8, 8, 1), (64, 1, 1), (1, 64, 1), (8, 3, 3)],
 )
 def test_accumulation(micro, ranks, accumulation):
-    assert (
-        accumulation_steps(global_batch_size=64, micro_batch_size=micro, ranks=ranks)
-        == accumulation
-    )
-
-
-@pytest.mark.parametrize(
-    ("epochs", "samples", "size", "steps"),
-    [
-        (1, 64, 16, 4),
-        (1, 65, 16, 5),
-        (1, 63, 16, 4),
-        (1, 1, 16, 1),
-        (3, 21, 16, 4),
-        (2, 8, 16, 1),
-        (10**6, 10**9 + 1, 1000, 10**12 + 1000),
-    ],
-)
-def test_total_steps_round_up(epochs, samples, size, steps):
-    assert (
-        total_steps(max_steps=None, epochs=epochs, samples=samples, global_batch_size=size) == steps
-    )
-    assert total_steps(max_steps=7, epochs=None, samples=samples, global_batch_size=size) == 7
+    found = accumulation_steps(global_batch_size=64, micro_batch_size=micro, ranks=ranks)
+    assert found == accumulation
 
 
 def test_the_last_step_of_the_last_epoch_holds_the_rest():
-    steps = total_steps(max_steps=None, epochs=3, samples=21, global_batch_size=16)
     order = SampleOrder(samples=21, seed=0, shuffle=True, epochs=3)
-    seen = [
-        sample
-        for rank in range(2)
-        for batch in batches_of(2, 2, rank=rank, order=order, steps=steps)
-        for sample in batch
+    batches = [
+        batch for rank in (0, 1) for batch in batches_of(2, 2, rank=rank, order=order, steps=4)
     ]
-    counts = {sample: seen.count(sample) for sample in set(seen) - {NO_SAMPLE}}
-    assert counts == dict.fromkeys(range(21), 3)
+    counts = collections.Counter(sample for batch in batches for sample in batch)
+    assert counts == dict.fromkeys(range(21), 3) | {NO_SAMPLE: 1}
 
 
 def source_of(sample, sizes):
@@ -236,17 +189,13 @@ def test_a_mixture_ends_after_its_epochs():
 
 
 def test_other_seeds_give_other_mixtures_and_sources_are_not_in_step():
-    first, second = (
-        [
-            MixtureOrder(sizes=(64, 64), weights=(1, 1), seed=seed, shuffle=True).sample(p)
-            for p in range(64)
-        ]
-        for seed in (1, 2)
+    orders = (
+        MixtureOrder(sizes=(64, 64), weights=(1, 1), seed=seed, shuffle=True) for seed in (1, 2)
     )
+    first, second = ([order.sample(position) for position in range(64)] for order in orders)
     assert first != second
-    assert [sample for sample in first if sample < 64] != [
-        sample - 64 for sample in first if sample >= 64
-    ]
+    sources = [sample for sample in first if sample < 64], [s - 64 for s in first if s >= 64]
+    assert sources[0] != sources[1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -254,49 +203,24 @@ def test_a_token_budget_holds_and_keeps_the_steps_samples(ranks):
     generator = random.Random(3)
     lengths = [generator.choice([1, 7, 30, 100, 128]) for _ in range(113)]
     order = SampleOrder(samples=113, seed=1, shuffle=True, epochs=1)
-    common = {
-        "order": order,
-        "lengths": lengths,
-        "global_batch_size": 50,
-        "micro_batch_tokens": 256,
-        "ranks": ranks,
-        "steps": 3,
-    }
-    of_rank = [TokenBatchSampler(rank=rank, first_step=0, **common) for rank in range(ranks)]
+    common = {"order": order, "global_batch_size": 50, "steps": 3}
+    budget = common | {"lengths": lengths, "micro_batch_tokens": 256, "ranks": ranks}
+    of_rank = [TokenBatchSampler(rank=rank, **budget) for rank in range(ranks)]
     batches = [list(sampler) for sampler in of_rank]
     assert len({len(one) for one in batches}) == 1, "every rank has as many micro-batches"
-    position = 0
+    together, position = list(zip(*batches, strict=True)), 0
     for step in range(3):
-        number = of_rank[0].micro_batches(step)
-        assert {sampler.micro_batches(step) for sampler in of_rank} == {number}
-        samples = [
-            sample
-            for one in batches
-            for batch in one[position : position + number]
-            for sample in batch
-            if sample != NO_SAMPLE
-        ]
-        assert sorted(samples) == sorted(
-            s for s in (order.sample(p) for p in range(50 * step, 50 * step + 50)) if s != NO_SAMPLE
-        )
+        (number,) = {sampler.micro_batches(step) for sampler in of_rank}
+        found = itertools.chain(*together[position : position + number])
+        samples = {order.sample(p) for p in range(50 * step, 50 * step + 50)} - {NO_SAMPLE}
+        assert sorted({*itertools.chain(*found)} - {NO_SAMPLE}) == sorted(samples)
         position += number
-    padded = [
-        len(batch) * max(lengths[sample] for sample in batch)
-        for one in batches
-        for batch in one
-        if batch != [NO_SAMPLE]
-    ]
+    real = [batch for one in batches for batch in one if batch != [NO_SAMPLE]]
+    assert sum(map(len, real)) == 113
+    padded = [len(batch) * max(lengths[sample] for sample in batch) for batch in real]
     assert max(padded) <= 256
-    rows = RankBatchSampler(
-        order=order,
-        global_batch_size=50,
-        micro_batch_size=2,
-        rank=0,
-        ranks=1,
-        first_step=0,
-        steps=2,
-    )
+    rows = RankBatchSampler(micro_batch_size=2, **(common | {"steps": 2}))
     unsorted = sum(2 * max(lengths[sample] for sample in batch) for batch in rows)
     assert sum(padded) < unsorted, "like lengths meet: less padding"
-    later = list(TokenBatchSampler(rank=0, first_step=2, **common))
+    later = list(TokenBatchSampler(rank=0, first_step=2, **budget))
     assert later == batches[0][-len(later) :]

@@ -38,10 +38,8 @@ def tokenizer(request, tmp_path_factory):
 def test_the_ids_are_the_bytes_and_decode_to_the_text(tokenizer):
     chance = random.Random(3)
     planes = [range(0x80), range(0x80, 0x800), range(0x800, 0xD800), range(0x10000, 0x110000)]
-    odd = [
-        "".join(chr(chance.choice(chance.choice(planes))) for _ in range(chance.randrange(40)))
-        for _ in range(300)
-    ]
+    sizes = [chance.randrange(40) for _ in range(300)]
+    odd = ["".join(chr(chance.choice(chance.choice(planes))) for _ in range(n)) for n in sizes]
     for text in TEXTS + odd:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ids == list(text.encode())
@@ -53,12 +51,8 @@ def test_the_ids_are_the_bytes_and_decode_to_the_text(tokenizer):
 
 def test_special_tokens(tokenizer):
     assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (260, 256, 256)
-    assert tokenizer.convert_ids_to_tokens([256, 257, 258, 259]) == [
-        "<|end|>",
-        "<|system|>",
-        "<|user|>",
-        "<|assistant|>",
-    ]
+    names = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    assert tokenizer.convert_ids_to_tokens([256, 257, 258, 259]) == names
     assert tokenizer("a<|end|><|user|> ")["input_ids"] == [97, 256, 258, 32]
     assert tokenizer.decode([97, 256, 259, 98]) == "a<|end|><|assistant|>b"
 
@@ -72,19 +66,11 @@ def test_chat_template_marks_what_the_assistant_says(tokenizer):
         *[259, *b" yo", 256, 258, *b"a", 256, 259, *b"b\n", 256],
     ]
     assert rendered["input_ids"] == expected
-    marked = [
-        token
-        for token, mark in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True)
-        if mark
-    ]
+    ids, masks = rendered["input_ids"], rendered["assistant_masks"]
+    marked = [token for token, mark in zip(ids, masks, strict=True) if mark]
     assert marked == [*b" yo", 256, *b"b\n", 256]
-    asked = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True)[
-        "input_ids"
-    ]
-    assert asked == expected[: expected.index(259) + 1]
-
-
-def test_a_role_of_another_name_is_refused(tokenizer):
+    asked = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True)
+    assert asked["input_ids"] == expected[: expected.index(259) + 1]
     with pytest.raises(Exception, match="a role must be system, user or assistant; got tool"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
 
@@ -102,14 +88,8 @@ class SaysThenEnds(LogitsProcessor):
 
 
 def test_generation_stops_at_the_end_of_the_turn(tokenizer):
-    config = LlamaConfig(
-        vocab_size=260,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=260, num_hidden_layers=1, **sizes))
     asked = tokenizer.apply_chat_template(
         CHAT[:2], add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
+from tests.unit.data.rows import write
 
 END = 256
 
@@ -28,26 +30,10 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(streaming, "_SHARD_BYTES", 50)
 
 
-def make_stream(
-    source,
-    *,
-    batch=4,
-    micro=2,
-    rank=0,
-    ranks=1,
-    first_step=0,
-    steps=3,
-    kind="text",
-    skip=False,
-    vocabulary=260,
-    **more,
-):
+def make_stream(source, *, batch=4, micro=2, rank=0, ranks=1, first_step=0, steps=3, **more):
     folder, saved, seed = more.pop("folder", source), more.pop("saved", None), more.pop("seed", 3)
-    options = {
-        "sequence_length": 16,
-        "shuffle_buffer": 1000,
-        "on_error": "skip" if skip else "fail",
-    } | more
+    kind, vocabulary = more.pop("kind", "text"), more.pop("vocabulary", 260)
+    options = {"sequence_length": 16, "shuffle_buffer": 1000} | more
     data = schema.Data(train=(str(source),), kind=kind, tokenizer="bytes", **options)
     sampler = RankBatchSampler(
         order=StreamOrder(),
@@ -71,54 +57,43 @@ def make_stream(
 
 def rows_of(stream):
     """input_ids and targets of each row, as lists, in the order of the stream; what is wrong is raised, as the loader does."""
-    stream = [raise_error(collated) for collated in stream]
-    return [
-        (ids, targets)
-        for collated in stream
-        for ids, targets in zip(
-            collated["tensors"]["input_ids"].tolist(),
-            collated["tensors"]["targets"].tolist(),
-            strict=True,
-        )
-    ]
+    rows = []
+    for collated in map(raise_error, stream):
+        tensors = collated["tensors"]
+        rows += zip(tensors["input_ids"].tolist(), tensors["targets"].tolist(), strict=True)
+    return rows
 
 
 @pytest.fixture
 def texts(tmp_path):
     """Two files of 40 and 7 documents, each one a number in letters."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
     for name, numbers in (("a", range(40)), ("b", range(40, 47))):
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps({"text": f"<{number}>"}) + "\n" for number in numbers)
-        )
-    return folder
+        write(tmp_path / f"texts/{name}.jsonl", [f"<{number}>" for number in numbers])
+    return tmp_path / "texts"
 
 
 def documents(rows):
     """The texts in a shard's sequences, joined over their cuts."""
     ids = [token for ids, _ in rows for token in ids]
-    return [
-        bytes(group).decode()
-        for between, group in itertools.groupby(ids, key=lambda token: token in (END, 0))
-        if not between
-    ]
+    groups = itertools.groupby(ids, key=lambda token: token in (END, 0))
+    return [bytes(group).decode() for between, group in groups if not between]
+
+
+def skipped_rows(folder):
+    lines = (folder.parent / "skipped_rows.jsonl").read_text().splitlines()
+    return sorted(Path(json.loads(line)["where"]).name for line in lines)
 
 
 def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
     """The rows of each step, in the order of the run, over all ranks and loader processes; and the states after each step."""
-    streams = [
-        make_stream(source, rank=rank, ranks=ranks, steps=steps, first_step=first_step, **more)
-        for rank in range(ranks)
-    ]
+    more |= {"ranks": ranks, "steps": steps, "first_step": first_step}
+    streams = [make_stream(source, rank=rank, **more) for rank in range(ranks)]
     assert streams[0].workers(workers) == workers
     running = [
         [stream._micro_batches(worker, workers) for worker in range(workers)] for stream in streams
     ]
-    micro_batches, batch = (
-        streams[0]._sampler.micro_batches(0),
-        streams[0]._sampler.global_batch_size,
-    )
+    sampler = streams[0]._sampler
+    micro_batches, batch = sampler.micro_batches(0), sampler.global_batch_size
     found, states = [], []
     for step in range(first_step, steps):
         positions, rows = {}, []
@@ -133,6 +108,9 @@ def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
     return found, json.loads(json.dumps(states))
 
 
+TEXTS = sorted(f"<{number}>" for number in range(47))
+
+
 @pytest.mark.parametrize("size", [50, 350, 10**6])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_row_belongs_to_one_shard(texts, monkeypatch, size, shuffle):
@@ -142,50 +120,38 @@ def test_every_row_belongs_to_one_shard(texts, monkeypatch, size, shuffle):
     assigned = assign_shards(parts, seed=3, shuffle=shuffle)
     assert len(assigned) == {50: 8, 350: 2, 10**6: 1}[size], "a power of two"
     rows = [row.values["text"] for shard in assigned for part in shard for row in read_rows(part)]
-    assert sorted(rows) == sorted(f"<{number}>" for number in range(47)), (
-        "each file is read once, each line by one shard"
-    )
+    assert sorted(rows) == TEXTS, "each file is read once, each line by one shard"
     held = [sum(part.size for part in shard) for shard in assigned]
     assert max(held) - min(held) <= max(part.size for shard in assigned for part in shard)
     assert assigned == assign_shards(parts, seed=3, shuffle=shuffle)
 
 
 def test_a_line_longer_than_a_part_is_read_once(tmp_path, small_shards):
-    file = tmp_path / "long.jsonl"
     texts = ["a" * 500, "b", "c" * 130, "d" * 3, "e" * 49]
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    file = write(tmp_path / "long.jsonl", texts)
     assigned = assign_shards(find_parts((str(file),), kind="text"), seed=3, shuffle=False)
-    assert (
-        sorted(
-            row.values["text"] for shard in assigned for part in shard for row in read_rows(part)
-        )
-        == texts
-    )
+    rows = [row.values["text"] for shard in assigned for part in shard for row in read_rows(part)]
+    assert sorted(rows) == texts
 
 
 def test_the_shards_do_not_depend_on_the_batch(texts, small_shards):
-    of_batches = [
-        [
-            row
-            for step in steps_of(texts, batch=batch, micro=1, steps=48 // batch)[0]
-            for row in step
-        ]
+    by_4, by_12 = (
+        list(itertools.chain(*steps_of(texts, batch=batch, micro=1, steps=48 // batch)[0]))
         for batch in (4, 12)
-    ]
-    assert len(of_batches[0]) == 48
-    assert sorted(of_batches[0]) == sorted(of_batches[1])
+    )
+    assert len(by_4) == 48
+    assert sorted(by_4) == sorted(by_12)
 
 
 def test_the_first_step_reads_no_more_for_a_larger_batch(tmp_path, monkeypatch, small_shards):
-    file = tmp_path / "large.jsonl"
-    file.write_text("".join(json.dumps({"text": "x" * 100}) + "\n" for _ in range(20_000)))
-    read = []
-    monkeypatch.setattr(
-        streaming,
-        "read_rows",
-        lambda *a, **k: (read.append(1) or row for row in read_rows(*a, **k)),
-    )
-    counts = []
+    file, read, counts = write(tmp_path / "large.jsonl", ["x" * 100] * 20_000), [], []
+
+    def counted(*arguments, **options):
+        for row in read_rows(*arguments, **options):
+            read.append(1)
+            yield row
+
+    monkeypatch.setattr(streaming, "read_rows", counted)
     for batch in (16, 1024):
         read.clear()
         next(iter(make_stream(file, batch=batch, micro=2, shuffle_buffer=640, sequence_length=64)))
@@ -194,16 +160,12 @@ def test_the_first_step_reads_no_more_for_a_larger_batch(tmp_path, monkeypatch, 
 
 
 def test_a_pass_reads_each_document_once_and_the_next_one_in_another_order(texts):
-    stream = make_stream(texts, batch=1, micro=1, steps=60)
-    seen = documents(rows_of(stream))
+    seen = documents(rows_of(make_stream(texts, batch=1, micro=1, steps=60)))
     first, second = seen[:47], seen[47:94]
-    assert sorted(first) == sorted(second) == sorted(f"<{number}>" for number in range(47))
+    assert sorted(first) == sorted(second) == TEXTS
     assert first != second
-
-
-def test_without_shuffle_documents_come_in_the_order_of_the_files(texts):
-    seen = documents(rows_of(make_stream(texts, batch=1, micro=1, steps=14, shuffle=False)))
-    assert seen[:40] == [f"<{number}>" for number in range(40)]
+    in_order = documents(rows_of(make_stream(texts, batch=1, micro=1, steps=14, shuffle=False)))
+    assert in_order[:40] == [f"<{number}>" for number in range(40)]
 
 
 def test_every_token_is_the_target_of_the_one_before_it_also_over_a_cut(texts):
@@ -233,14 +195,13 @@ def test_ranks_micro_batches_and_loader_processes_do_not_change_a_step(texts, sm
 @pytest.mark.parametrize("kind", ["text", "tokens"])
 def test_a_resume_continues_from_the_saved_positions(tmp_path, small_shards, kind):
     folder = tmp_path / "rows"
-    folder.mkdir()
     for name in ("a", "b"):
         sizes = [1 + (number * 37) % 41 for number in range(60)]
         rows = [
             {"input_ids": [1 + number] * size, "text": (f"{name}{number} " * size)[:size]}
             for number, size in enumerate(sizes)
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(folder / f"{name}.jsonl", rows)
     options = {"batch": 12, "kind": kind, "steps": 20, "shuffle_buffer": 40}
     whole, states = steps_of(folder, micro=12, **options)
     passes = {position[0] for position in states[-1]["positions"]}
@@ -250,62 +211,51 @@ def test_a_resume_continues_from_the_saved_positions(tmp_path, small_shards, kin
         assert found == whole[18:]
         assert again == states[18:]
     # Batches may be skipped after the checkpoint; without the positions everything is tokenized again
-    assert (
-        steps_of(folder, first_step=18, saved=states[14], **LAYOUTS[2], **options)[0] == whole[18:]
-    )
-    assert steps_of(folder, first_step=18, **LAYOUTS[2], **options)[0] == whole[18:]
+    for saved in (states[14], None):
+        found, _ = steps_of(folder, first_step=18, saved=saved, **LAYOUTS[2], **options)
+        assert found == whole[18:]
 
 
 def test_a_resume_does_not_tokenize_what_was_seen(tmp_path, monkeypatch):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(
-        "".join(json.dumps({"input_ids": [number % 200] * 10}) + "\n" for number in range(1000))
-    )
-    encoded = []
-    monkeypatch.setattr(
-        Encoder,
-        "encode_rows",
-        lambda *a, real=Encoder.encode_rows, **k: (
-            encoded.append(1) or one for one in real(*a, **k)
-        ),
-    )
-    whole, states = steps_of(file, steps=100, kind="tokens")
+    rows = [{"input_ids": [number % 200] * 10} for number in range(1000)]
+    file, encoded, real = write(tmp_path / "rows.jsonl", rows), [], Encoder.encode_rows
+
+    def counted(*arguments, **options):
+        for one in real(*arguments, **options):
+            encoded.append(1)
+            yield one
+
+    monkeypatch.setattr(Encoder, "encode_rows", counted)
+    options = {"steps": 100, "kind": "tokens"}
+    whole, states = steps_of(file, **options)
     assert len(encoded) > 300
     encoded.clear()
-    assert (
-        steps_of(file, steps=100, first_step=98, saved=states[97], kind="tokens")[0] == whole[98:]
-    )
+    assert steps_of(file, first_step=98, saved=states[97], **options)[0] == whole[98:]
     assert len(encoded) < 60
 
 
 def test_positions_of_another_order_are_not_used(texts, small_shards):
-    whole, states = steps_of(texts, batch=12, micro=12, seed=4)
-    _, others = steps_of(texts, batch=12, micro=12, seed=5)
+    options = {"batch": 12, "micro": 12}
+    whole, states = steps_of(texts, seed=4, **options)
+    _, others = steps_of(texts, seed=5, **options)
     assert others[0]["order"] != states[0]["order"]
-    assert (
-        steps_of(texts, batch=12, micro=12, seed=4, first_step=1, saved=others[0])[0] == whole[1:]
-    )
+    assert steps_of(texts, seed=4, first_step=1, saved=others[0], **options)[0] == whole[1:]
 
 
 def test_the_ranks_divide_the_tokenization(texts, small_shards):
     """Each of two ranks, each with two loader processes, tokenizes a quarter of the shards."""
-    stream = [make_stream(texts, batch=8, micro=1, rank=rank, ranks=2) for rank in range(2)]
+    streams = [make_stream(texts, batch=8, micro=1, rank=rank, ranks=2) for rank in range(2)]
     read = [
-        set(next(one._micro_batches(worker, 2))["positions"])
-        for one in stream
+        set(next(stream._micro_batches(worker, 2))["positions"])
+        for stream in streams
         for worker in range(2)
     ]
     assert [len(one) for one in read] == [2, 2, 2, 2]
     assert set.union(*read) == set(range(8))
-    assert (
-        stream[0]
-        .describe()[0]
-        .endswith("in 8 shards, sequences of up to 16, packed; each rank reads 4 shards")
-    )
-    assert (
-        "each shard is tokenized by 3 ranks"
-        in make_stream(texts, batch=6, micro=1, ranks=6).describe()[1]
-    )
+    size = "in 8 shards, sequences of up to 16, packed; each rank reads 4 shards"
+    assert streams[0].describe()[0].endswith(size)
+    of_six = make_stream(texts, batch=6, micro=1, ranks=6).describe()
+    assert "each shard is tokenized by 3 ranks" in of_six[1]
 
 
 @pytest.mark.parametrize(("wanted", "workers"), [(0, 0), (1, 1), (2, 2), (3, 2), (8, 4)])
@@ -315,69 +265,47 @@ def test_loader_processes_divide_the_micro_batches(texts, wanted, workers):
 
 def test_whole_documents_stay_whole_where_they_fit(tmp_path):
     """kind tokens: a sequence ends early rather than splits a row; rows longer than a sequence are split."""
-    folder = tmp_path / "rows"
-    folder.mkdir()
-    sizes = [5, 6, 9, 20, 3]
-    (folder / "a.jsonl").write_text(
-        "".join(json.dumps({"input_ids": [size] * size}) + "\n" for size in sizes)
-    )
-    rows = rows_of(make_stream(folder, batch=1, micro=1, steps=5, kind="tokens", shuffle=False))
+    rows = [{"input_ids": [size] * size} for size in (5, 6, 9, 20, 3)]
+    file = write(tmp_path / "a.jsonl", rows)
+    options = {"batch": 1, "micro": 1, "kind": "tokens", "shuffle": False}
+    rows = rows_of(make_stream(file, steps=5, **options))
     assert [[ids[place] for place in (0, 5, 11)] for ids, _ in rows[:2]] == [[5, 6, 0], [9, 9, 0]]
     assert [ids.count(20) for ids, _ in rows] == [0, 0, 16, 4, 0]
-    assert rows[3][0][:13] == [20] * 4 + [3] * 3 + [5] * 5 + [0], (
-        "the next pass follows without padding"
-    )
-    loose = rows_of(
-        make_stream(folder, batch=1, micro=1, steps=6, kind="tokens", shuffle=False, packing=False)
-    )
+    next_pass = [20] * 4 + [3] * 3 + [5] * 5 + [0]
+    assert rows[3][0][:13] == next_pass, "the next pass follows without padding"
+    loose = rows_of(make_stream(file, steps=6, packing=False, **options))
     assert [len(ids) for ids, _ in loose] == [5, 6, 9, 16, 4, 3]
 
 
-def test_rows_that_cannot_be_used(texts):
-    (texts / "c.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\nnot json\n')
+def test_rows_that_cannot_be_used(texts, small_shards):
+    write(texts / "c.jsonl", '{"text": "fine"}\n{"body": "x"}\nnot json\n')
     with pytest.raises(RecipeError, match=r"c\.jsonl:[23]: "):
         rows_of(make_stream(texts, batch=1, micro=1, steps=30))
-    seen = documents(rows_of(make_stream(texts, batch=1, micro=1, steps=60, skip=True)))
-    assert seen.count("fine") >= 2
-    listed = [
-        json.loads(line) for line in (texts.parent / "skipped_rows.jsonl").read_text().splitlines()
-    ]
-    assert [
-        one["where"].rpartition("/")[2] for one in sorted(listed, key=lambda one: one["where"])
-    ] == ["c.jsonl:2", "c.jsonl:3"]
-
-
-def test_skipped_rows_are_listed_once(texts, small_shards):
-    (texts / "c.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\nnot json\n')
-    steps_of(texts, ranks=3, batch=12, micro=1, workers=4, steps=8, skip=True)
-    listed = [
-        json.loads(line)["where"]
-        for line in (texts.parent / "skipped_rows.jsonl").read_text().splitlines()
-    ]
-    assert len(listed) == len(set(listed)) == 2
+    skip = {"on_error": "skip", "micro": 1}
+    seen = documents(rows_of(make_stream(texts, batch=1, steps=60, **skip)))
+    assert seen.count("fine") >= 1
+    assert skipped_rows(texts) == ["c.jsonl:2", "c.jsonl:3"]
+    (texts.parent / "skipped_rows.jsonl").unlink()
+    steps_of(texts, ranks=3, batch=12, workers=4, steps=8, **skip)
+    assert skipped_rows(texts) == ["c.jsonl:2", "c.jsonl:3"], "each is listed once"
 
 
 @pytest.mark.parametrize("row", ['{"text": ""}\n', ""])
 def test_data_without_a_document_is_refused(tmp_path, row):
-    folder = tmp_path / "few"
-    folder.mkdir()
-    (folder / "a.jsonl").write_text(row)
-    (folder / "b.txt").write_text("")
+    write(tmp_path / "few/a.jsonl", row)
+    write(tmp_path / "few/b.txt", "")
     with pytest.raises(RecipeError, match=r"a\.jsonl"):
-        rows_of(make_stream(folder, skip=True))
+        rows_of(make_stream(tmp_path / "few", on_error="skip"))
 
 
 def test_few_documents_make_a_large_batch(tmp_path):
-    folder = tmp_path / "few"
-    folder.mkdir()
-    (folder / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    assert len(rows_of(make_stream(folder, batch=64, micro=8))) == 3 * 64
+    file = write(tmp_path / "a.jsonl", ["one", "two"])
+    assert len(rows_of(make_stream(file, batch=64, micro=8))) == 3 * 64
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(texts):
-    with pytest.raises(
-        RecipeError, match=r"jsonl:\d+: token id 256 is beyond the model's vocabulary of 256"
-    ):
+    what = r"jsonl:\d+: token id 256 is beyond the model's vocabulary of 256"
+    with pytest.raises(RecipeError, match=what):
         rows_of(make_stream(texts, vocabulary=256))
 
 
@@ -387,49 +315,26 @@ def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
 
     files = []
     for number in range(3):
-        files.append(str(tmp_path / f"{number}.jsonl"))
-        (tmp_path / f"{number}.jsonl").write_text(
-            "".join(json.dumps({"text": f"<{number}.{row}>"}) + "\n" for row in range(8))
-        )
+        texts = [f"<{number}.{row}>" for row in range(8)]
+        files.append(str(write(tmp_path / f"{number}.jsonl", texts)))
     asked = []
 
     def load_dataset(repository, config, *, split, streaming):
         asked.append((repository, config, split, streaming))
-        return real(
-            "json",
-            data_files=files,
-            split="train",
-            streaming=True,
-            cache_dir=str(tmp_path / "cache"),
-        )
+        cache = str(tmp_path / "cache")
+        return real("json", data_files=files, split="train", streaming=True, cache_dir=cache)
 
     for module in ("sources", "streaming"):
-        monkeypatch.setattr(
-            f"launcher.data.{module}.load_data_set", functools.cache(load_data_set.__wrapped__)
-        )
+        cached = functools.cache(load_data_set.__wrapped__)
+        monkeypatch.setattr(f"launcher.data.{module}.load_data_set", cached)
     real = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    whole, states = steps_of("owner/set", batch=2, micro=1, steps=16, folder=tmp_path)
+    options = {"batch": 2, "steps": 16, "folder": tmp_path}
+    whole, states = steps_of("owner/set", micro=1, **options)
     assert len(states[0]["positions"]) == 2, "three files, and a power of two"
-    assert (
-        steps_of(
-            "owner/set",
-            batch=2,
-            micro=1,
-            ranks=2,
-            first_step=9,
-            steps=16,
-            saved=states[8],
-            folder=tmp_path,
-        )[0]
-        == whole[9:]
-    )
-    seen = [
-        text
-        for shard in (0, 1)
-        for text in documents(
-            rows_of(make_stream("owner/set", batch=2, steps=16, folder=tmp_path))[shard::2]
-        )
-    ]
-    assert set(seen) >= {f"<{number}.{row}>" for number in range(3) for row in range(8)}
+    resumed = {"ranks": 2, "first_step": 9, "saved": states[8]}
+    assert steps_of("owner/set", micro=1, **resumed, **options)[0] == whole[9:]
+    rows = rows_of(make_stream("owner/set", **options))
+    seen = {text for shard in (0, 1) for text in documents(rows[shard::2])}
+    assert seen >= {f"<{number}.{row}>" for number in range(3) for row in range(8)}
     assert set(asked) == {("owner/set", None, "train", True)}

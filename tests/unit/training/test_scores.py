@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from launcher.data.tokenization import TokenStore
+from launcher.data.token_store import TokenStore
 from launcher.models.chunked_loss import IGNORED
 from launcher.training.evaluation import (
     EarlyStopping,
