@@ -133,7 +133,7 @@ def _refusals(folder: Path | None) -> Iterator[None]:
         key = "model.config" if folder is None else "model.path"
         lines = str(error).strip().splitlines()[:3] or [type(error).__name__]
         what = " ".join(line.strip() for line in lines)[:400]
-        if "trust_remote_code" in what:
+        if "trust_remote_code" in str(error):
             what = f"{folder} needs its own Python code, which is not run by default: if you have "
             what += "read it and trust it, set model.trust_remote_code: true"
         elif "attention implementation" in what or "attn_implementation" in what:

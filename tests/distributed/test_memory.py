@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.planner.estimate import micro_batches_of
 from launcher.planner.measure import measure
 from launcher.planner.memory import compare
 from launcher.planner.trace import trace_step
+from launcher.planner.work import micro_batches_of
 from launcher.recipe.load import load_recipe
 
 RANKS = 2

@@ -361,11 +361,8 @@ def test_a_run_survives_a_full_disk_but_not_repeated_failures(folder):
     assert status(run_dir)["state"] == "failed"
     assert status(run_dir)["reason"] == "checkpoint_failed"
     assert "2 checkpoints in a row could not be written (checkpoint.max_failures=2)" in output
-    assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == [
-        "step_00000008",
-        "step_00000012",
-    ]
-    assert (run_dir / "checkpoints/step_00000012/commit.json").exists()
+    complete = sorted((run_dir / "checkpoints").glob("*/commit.json"))
+    assert [path.parent.name for path in complete] == ["step_00000008", "step_00000012"]
 
 
 # Asked to stop, to save
