@@ -48,6 +48,9 @@ def make_charts(
                 seconds = [round(when - start, 3) for when in times]
                 curve = {"step": steps, "time": seconds, "y": values}
                 series.append({"run": run, "name": name, "dash": dash, **curve})
+        names = {curve["name"] for curve in series}
+        if keys == ("eval_*",) and len(names) == 1:  # the tooltip has no name if there is one only
+            title = f"Evaluation: {names.pop()}"
         charts += [{"title": title, "unit": unit, "series": series}] if series else []
         absent += [title] if not series and keys != ("eval_*",) else []
     notes = [f"No values in metrics.jsonl: {', '.join(absent)}."] if absent else []

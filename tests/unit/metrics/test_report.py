@@ -20,7 +20,7 @@ START = 1_800_000_000.0
 CHARTS = {
     "Loss": "loss",
     "Evaluation loss": "eval_loss",
-    "Evaluation metrics": "eval_exact_match",
+    "Evaluation: exact_match": "eval_exact_match",
     "Learning rate": "learning_rate",
     "Gradient norm before clipping": "grad_norm",
     "Tokens per second, all ranks": "tokens_per_second",
