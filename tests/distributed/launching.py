@@ -61,9 +61,9 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **v
     )
     if trains and not any("run.device" in part for part in command):
         command.append(f"run.device={device}")
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+    # torch sets the last one when it is first used in this process
+    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHINDUCTOR_CACHE_DIR")
+    environment = {k: v for k, v in os.environ.items() if k not in own}
     mark = uuid.uuid4().hex
     environment |= {
         "PYTHONUNBUFFERED": "1",
