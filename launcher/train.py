@@ -68,12 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         return train(loaded, environment, run)
-    except TrainingError as error:  # before the ranks could tell each other
+    except TrainingError as error:  # raised before the ranks could exchange failures
         if environment.local_rank == 0 or error.reason != "no_gpu":
             print(f"rank {environment.rank}: {error}", file=sys.stderr, flush=True)
         environment.tell_agent(str(error))
         if environment.main:
-            with contextlib.suppress(OSError, TrainingError):  # another job owns the folder by now
+            with contextlib.suppress(OSError, TrainingError):  # another job may own the folder
                 step = last_line(run.metrics).get("step", 0)
                 run.write_status("failed", step=step, reason=error.reason, error=str(error))
                 run.note("failed", step=step, reason=error.reason)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 LINE_SECONDS = 10.0
-"""Between two lines about a long task, where the output is not a terminal."""
+"""Seconds between two lines about a long task, where the output is not a terminal."""
 _CLEAR = "\r\x1b[2K"
 """Erases the line of the cursor."""
 _SHORTEST_BAR = 5
@@ -101,7 +101,7 @@ def _draw(terminal: Any, done: float, total: float, fields: list[tuple[int, str]
     line.add_row(bar, *(field[1] for field in fields if field in kept))
     with console.capture() as captured:
         console.print(line, end="", no_wrap=True)
-    # In one piece: text with a carriage return is not written to the log of the rank
+    # A single write: text with a carriage return is not written to the log of the rank
     terminal.write(_CLEAR + captured.get().rstrip("\n"))
     terminal.flush()
 
@@ -187,5 +187,5 @@ class ProgressLine:
 
 
 def _smoothed(mean: float | None, value: float) -> float:
-    """Moves a mean by a tenth of the way."""
+    """Exponential moving average, in which a new value has the weight 0.1."""
     return value if mean is None else 0.9 * mean + 0.1 * value

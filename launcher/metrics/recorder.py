@@ -22,9 +22,9 @@ from launcher.training.loop import Step
 PHASES = ("data", "forward", "backward", "optimizer", "logging")
 """The phases of a step. All other time, such as that of a checkpoint, belongs to no step."""
 TIMED_EVERY = 10
-"""CUDA: steps between two whose waits for communication are measured, by events."""
+"""CUDA: waits for communication are measured, by events, in one of this number of steps."""
 SENSOR_SECONDS = 5.0
-"""Between two readings of a GPU's sensors."""
+"""Seconds between two readings of a GPU's sensors."""
 GATHERED = ("loss", "waited", "cpu", "peak", "reserved", "own", "power", "temperature", "busy")
 """What each rank contributes: its part of the loss; seconds waited for data; CPU seconds; peaks of
 allocated and reserved memory; `_Interval.own_seconds`; values of `GpuSensors`."""
@@ -95,7 +95,7 @@ class _Interval:
 
 
 class GpuSensors:
-    """A thread asks NVML (nvidia-ml-py). Training only takes the last values."""
+    """Values of NVML (nvidia-ml-py), which a thread reads; training uses the last ones."""
 
     def __init__(self, device: torch.device) -> None:
         self.values = (math.nan, math.nan, math.nan)
@@ -221,7 +221,7 @@ class StepRecorder:
         device, cuda, interval = self._device, self._cuda, self._interval
         end = moment(device)
         interval.marks.append(("logging", end))
-        if not cuda:  # else its own time is not known yet: it is gathered with the next record
+        if not cuda:  # on CUDA not known yet: gathered with the next record
             interval.read()
             self._own = interval.own_seconds
         used = (interval.waited, time.process_time() - interval.cpu_before, *_peak_memory(device))
@@ -313,7 +313,7 @@ class StepRecorder:
 
     def _add_totals(self, interval: _Interval) -> None:
         self.totals["records"] += 1
-        if self.totals["records"] == 1:  # it loads, compiles and allocates
+        if self.totals["records"] == 1:  # its steps load, compile and allocate
             return
         for phase in PHASES:
             self.totals[phase] += interval.seconds[phase]

@@ -11,7 +11,7 @@ from launcher.errors import RecipeError
 from launcher.metrics.console import finite
 
 MOST_POINTS = 2000
-"""Of a curve in the page."""
+"""Points of a curve in the page."""
 _CHARTS = (
     ("Loss", "", ("loss",)),
     ("Evaluation loss", "", ("eval_loss",)),
@@ -23,7 +23,8 @@ _CHARTS = (
     ("FLOPs utilization (MFU)", "%", ("mfu", "hfu")),
     ("Peak memory of a rank", "bytes", ("peak_memory_bytes", "reserved_memory_bytes")),
 )
-"""Title, unit, and keys of metrics.jsonl. eval_*: what no other chart shows of an evaluation."""
+"""Title, unit, and keys of metrics.jsonl. eval_*: metrics of an evaluation that no other
+chart shows."""
 
 _NO_METRICS = ("eval_loss", "eval_losses", "eval_scores", "eval_tokens")
 

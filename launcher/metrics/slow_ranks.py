@@ -15,7 +15,7 @@ RECORDS = 15
 SLOW, FAST = 1.3, 1.15
 """A rank is slow from the first factor on, until it is below the second."""
 LEAST_SECONDS = 0.01
-"""Of a step that a slow rank costs; less needs no warning."""
+"""Least time per step that a slow rank must cost for a warning."""
 
 
 class SlowRanks:
@@ -39,7 +39,7 @@ class SlowRanks:
         if len(self._recent) < RECORDS:
             return []
         medians = np.median([own for *_, own in self._recent], axis=0)
-        # Of two ranks, the median would be half of the slow one
+        # With two ranks, the median would be the mean of both
         usual = float(medians.min() if len(medians) == 2 else np.median(medians))
         factors, messages = medians / max(usual, 1e-9), []
         slow = np.flatnonzero((factors >= SLOW) & (medians - usual >= LEAST_SECONDS)).tolist()

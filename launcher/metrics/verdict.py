@@ -24,7 +24,7 @@ class Measured:
     """Where the time of a step goes, and the shape of the run."""
 
     shares: Mapping[str, float]
-    """Of `step_shares`."""
+    """The result of `step_shares`."""
     ranks: int = 1
     nodes: int = 1
     micro_batches: int = 1
@@ -51,7 +51,7 @@ def step_shares(totals: Mapping[str, float], *, recomputed_share: float) -> dict
 
 
 def verdict(measured: Measured, recipe: Recipe) -> str:
-    """One sentence."""
+    """The bottleneck, and the override that most likely helps, in one sentence."""
     over = {name: measured.shares[name] / most for name, most in TOLERATED.items()}
     name = max(over, key=lambda name: over[name])
     if over[name] <= 1:

@@ -25,7 +25,7 @@ KeyPath = tuple[str | int, ...]
 DEFAULT = Recipe(
     run=Run(name="unnamed"), model=Model(), data=Data(), batch=Batch(global_batch_size=1)
 )
-"""Every key at its default. The two that must be given have any value."""
+"""Every key at its default. The two keys that must be given have arbitrary values."""
 
 _KINDS = {
     "bool_type": "true or false",
@@ -41,7 +41,7 @@ _WORDS = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
 }
-"""Of pydantic's messages."""
+"""Replacements in pydantic's messages."""
 
 
 class Problem(NamedTuple):
@@ -62,7 +62,8 @@ def keys(section: type[Section] = Recipe, path: tuple[str, ...] = ()) -> Iterato
     for name in section.__dataclass_fields__:
         yield (*path, name)
         inner = subsection(section, name)
-        if inner is not None and inner is not Source:  # which is below a name of the user's
+        # The keys of a Source lie below a name that the user chooses
+        if inner is not None and inner is not Source:
             yield from keys(inner, (*path, name))
 
 
@@ -108,7 +109,8 @@ def decode(plain: dict[str, Any]) -> tuple[Recipe, list[Problem], set[KeyPath]]:
 
 
 def unit(path: KeyPath) -> KeyPath:
-    """What is unsound with a key: the key of a section, or a whole section without a default."""
+    """What becomes unsound with a key: the key of a section that holds it, or the whole section if
+    its default is null."""
     return path[: 1 if getattr(DEFAULT, str(path[0]), None) is None else 2]
 
 
@@ -172,7 +174,7 @@ def _unknown(plain: dict[str, Any], path: KeyPath) -> tuple[str, set[KeyPath]]:
 
 
 def _message(errors: list[Any]) -> str:
-    """What to say about a key. Several errors: of the kinds of value that it may hold."""
+    """The message about a key. It has several errors if it may hold several kinds of values."""
     kinds, choices, value = [], [], errors[0]["input"]
     got = f"; got {_quoted(value)}"
     for error in errors:

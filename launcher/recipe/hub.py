@@ -19,7 +19,7 @@ _FILE_ENDINGS = (
 )
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
-"""Not the same weights in another format."""
+"""Without files that hold the same weights in another format."""
 
 
 def _not_fetched(what: str, error: Exception) -> RecipeError:

@@ -27,7 +27,7 @@ from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 from launcher.recipe.yaml_text import to_yaml as to_yaml
 
 Places = dict[KeyPath, int | str]
-"""Of each key: the line of the file, or the argument as it was typed."""
+"""For each key, its line in the file, or the argument as it was typed."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class LoadedRecipe:
     origins: Origins
 
     def refuse(self, path: KeyPath, message: str) -> RecipeError:
-        """The error for what is found after the check, such as a GPU without bfloat16."""
+        """An error about a key that is found after the check, such as a GPU without bfloat16."""
         return RecipeError(self.origins.cite(Problem(path, message)))
 
 
@@ -149,7 +149,7 @@ def _walk(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
-    """Replaces each `${...}` by its value. Returns those that have none, and sets them to null."""
+    """Replaces each `${...}` by its value. One without a value is a problem, and becomes null."""
     if isinstance(plain.get("run"), dict):
         plain["run"].setdefault("dir", DEFAULT_RUN_DIR)
     if not OmegaConf.has_resolver("stdlib"):

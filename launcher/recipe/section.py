@@ -21,7 +21,7 @@ def form(pattern: str, message: str) -> AfterValidator:
 
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-# Nothing is converted but a whole number to a float: 3 is not true, "4" is not 4
+# The only conversion is that of an integer to a float: 3 is not true, and "4" is not 4
 StrictFloat = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 PositiveInt = Annotated[StrictInt, Field(ge=1)]
 NonNegativeInt = Annotated[StrictInt, Field(ge=0)]

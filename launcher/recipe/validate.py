@@ -295,7 +295,7 @@ def _batches(recipe: Recipe, ranks: int | None) -> Found:
     resume = recipe.checkpoint.resume
     resumes = _has_checkpoints(recipe) if resume == "auto" else resume != "never"
     if size % unit == 0 and resumes:
-        return  # on other ranks than before: the last micro-batches may be smaller
+        return  # perhaps on another number of ranks: the last micro-batches may be smaller
     factors = [] if micro == "auto" else [f"{micro} (micro-batch)"]
     if ranks is not None:
         unit *= ranks

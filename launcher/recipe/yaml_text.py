@@ -36,14 +36,13 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = set()
         for key, _ in node.value:
-            if (
-                isinstance(key, yaml.ScalarNode) and key.tag != _TAG + "merge"
-            ):  # yaml refuses others
+            # PyYAML itself refuses keys that are not scalars
+            if isinstance(key, yaml.ScalarNode) and key.tag != _TAG + "merge":
                 if key.value in names:
                     what = f"{key.value} is given twice"
                     raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
                 names.add(key.value)
-                key.tag = _TAG + "str"  # 0 and on, too: id2label: {0: no, 1: yes}
+                key.tag = _TAG + "str"  # also of 0 and on, as in id2label: {0: no, 1: yes}
         return super().construct_mapping(node, deep)
 
 
@@ -51,7 +50,7 @@ _Loader.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
 
 
 class NotYamlError(ValueError):
-    """line: where it is; None: not known."""
+    """Text that is not YAML. line: of the error; None: not known."""
 
     def __init__(self, message: str, line: int | None) -> None:
         super().__init__(message)

@@ -1,9 +1,9 @@
-"""Adafactor (Shazeer and Stern, 2018) in the form of torch.optim.Adafactor, which waits for the
-device and cannot skip a step: of the second moment of a matrix only the means of its rows and of
-its columns are kept.
+"""Adafactor (Shazeer and Stern, 2018): of the second moment of a matrix, only the means of its rows
+and of its columns are stored.
 
-A step takes two all-reduces if parameters are sharded: of column sums and squared weights, and of
-squared updates.
+The update is that of torch.optim.Adafactor, which waits for the device and cannot skip a step. If
+parameters are sharded, a step takes two all-reduces: one of column sums and squared weights, and
+one of squared updates.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from launcher.models.shards import local_rows, sharded_zeros
 from launcher.training.low_precision import State
 
 EPS1, EPS2 = torch.finfo(torch.float32).eps, 1e-3
-"""Least square root of a second moment; least root mean square of a weight."""
+"""Lower bounds: of the root of the second moment; of the root mean square of a parameter."""
 BETA2_DECAY = -0.8
 """1 - beta2 is step ** BETA2_DECAY."""
 Values = dict[torch.Tensor, torch.Tensor]
-"""By parameter."""
+"""Tensors by parameter."""
 
 
 class Adafactor(torch.optim.Optimizer):
-    """`grad_scale` and `found_inf` as in torch's fused optimizers. Changes the gradients."""
+    """`grad_scale` and `found_inf` as in torch's fused optimizers. A step overwrites gradients."""
 
     grad_scale: torch.Tensor | None = None
     found_inf = torch.zeros(())
 
     def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
-        """Zeros. Every rank has all columns of a matrix."""
+        """Zeros. Every rank holds the means of all columns of a matrix."""
         step, shape = torch.zeros((), device=parameter.device), parameter.shape
         if parameter.ndim < 2:
             return {"step": step, "variance": torch.zeros_like(parameter)}
@@ -73,7 +73,10 @@ class Adafactor(torch.optim.Optimizer):
     def _inverse_root(
         self, parameter: torch.Tensor, gradient: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Of the second moment, which it updates. columns: sums of a matrix's squared gradients."""
+        """Updates the second moment, and returns the reciprocal of its square root.
+
+        columns: sums of a matrix's squared gradients over its rows.
+        """
         state = self.state[parameter]
         state["step"] += 1 - self.found_inf
         new = {"variance": gradient.square()}

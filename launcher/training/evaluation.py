@@ -82,8 +82,8 @@ class Evaluator:
         stop_requested: Callable[[], bool] = lambda: False,
         heartbeat: Callable[[str], None] = lambda phase: None,
     ) -> dict[str, Evaluated]:
-        """The loss of each set over all ranks, in the order of the recipe; empty if a stop was
-        requested on a rank, on which the ranks agree at each micro-batch."""
+        """The loss and scores of each set over all ranks, in the order of the recipe. Empty if a
+        stop was requested on any rank, which the ranks exchange at each micro-batch."""
         device, ranks = self._ranks.device, self._ranks
         stop_requests: StepStatistics | None = None
         totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
@@ -97,8 +97,8 @@ class Evaluator:
             for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
                 counts: Any = None
                 for collated in loader:
-                    # The answer at the previous micro-batch, so that nothing waits. All ranks get
-                    # it at the same one
+                    # Read the requests of the previous micro-batch, so that nothing waits. All
+                    # ranks stop at the same micro-batch
                     going = proceed()
                     if stop_requests is not None and stop_requests.read()[0] > 0:
                         return {}
@@ -141,8 +141,8 @@ def _measure(
 
 
 def _class_counts(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """For each class, the samples that are predicted correctly, predicted, and of the class: (3,
-    classes), float64."""
+    """For each class, the numbers of samples that are predicted correctly, predicted, and of the
+    class. Shape (3, classes), float64."""
     classes = torch.arange(logits.shape[-1], device=logits.device)
     actual = targets[:, None] == classes
     predicted = (logits.argmax(-1)[:, None] == classes) & (targets != IGNORED)[:, None]
@@ -179,7 +179,7 @@ def over_all(results: Mapping[str, Evaluated]) -> Evaluated:
 
 
 def is_better(metric: str, value: float, than: float | None) -> bool:
-    """eval_loss: smaller is better; all other metrics: larger."""
+    """Whether a value is better than another: smaller for eval_loss, larger for other metrics."""
     return than is None or (value < than if metric == "eval_loss" else value > than)
 
 

@@ -77,7 +77,7 @@ class Generator:
         longest = self._longest - most
         prompts = find_prompts(store, prompts=self._settings.prompts, longest=longest)
         width = max((len(prompt.ids) for prompt in prompts), default=0) + most
-        # 0: no token, so that a sum over the ranks gathers the rows
+        # Tokens plus 1; 0: no token, so that a sum over the ranks gathers the rows
         answers = torch.zeros(len(prompts) + rows, most, dtype=torch.int64, device=ranks.device)
         for first in range(0, len(prompts), rows * ranks.size):  # micro-batches, in turn
             mine = first + rows * ranks.rank

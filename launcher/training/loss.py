@@ -80,7 +80,7 @@ def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch
 
 
 def classification_logits(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-    """(batch, classes), float32."""
+    """The logits of a micro-batch, (batch, classes), float32."""
     inputs = {name: value for name, value in micro_batch.items() if name != "targets"}
     logits: torch.Tensor = model(**inputs).logits
     return logits.float()

@@ -8,8 +8,8 @@ state does not depend on how parameters are sharded.
 
 int8 (Dettmers et al., 2022, with other codes): a block of 256 numbers x has a float32 scale s, its
 largest absolute value. The second moment is kept as 255 * (x / s)^(1/4), because a linear code
-would set small numbers to 0. Of the first moment its ratio to the root of the second one is kept,
-as 127 * x / s: ratios differ less than moments do, so the code can be linear.
+would set small numbers to 0. Instead of the first moment, its ratio to the root of the second one
+is kept, as 127 * x / s: ratios differ less than moments do, so the code can be linear.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from launcher.models.shards import derived_seed, local_rows, sharded_zeros
 BLOCK = 256
 """Numbers that share a scale."""
 AT_ONCE = {"cpu": 2**18}
-"""Numbers that are updated at once; elsewhere 2^22. Each takes up to 25 bytes. The fastest of 2^16,
-2^18 and 2^20 on one core."""
+"""Numbers that are updated at once, by device type; 2^22 on other devices. Each takes up to 25
+bytes meanwhile. On one core, 2^18 is the fastest of 2^16, 2^18 and 2^20."""
 _LEVELS = {torch.int8: 127, torch.uint8: 255}
 _INT8 = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 State = dict[str, torch.Tensor]
@@ -126,7 +126,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, (rows, columns). Shares memory."""
+    """This rank's part of a tensor as (rows, columns). Shares its memory."""
     local = local_rows(tensor.detach())[0]
     return local.view(len(local) if local.ndim else 1, -1)
 
@@ -141,7 +141,7 @@ def parts_of(matrix: torch.Tensor, device: torch.device) -> Iterator[Part]:
 
 
 def _blocks(part: Part) -> Part:
-    """Of the scales."""
+    """The rows and columns of the scales for a part of a moment."""
     rows, columns = part
     return rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
 
@@ -159,7 +159,8 @@ def _load(state: State, key: str, part: Part) -> torch.Tensor:
 
 
 def _store(state: State, key: str, part: Part, moment: torch.Tensor, noise: torch.Tensor) -> None:
-    """Rounds up with the probability of the remainder. Keeps what `_load` returned as it was."""
+    """Stores part of a moment, rounded up with the probability of the remainder. What `_load`
+    returned is stored without a change."""
     kept = _matrix(state[key])[part]
     if kept.dtype == torch.bfloat16:  # the upper half of a float32
         bits = moment.view(torch.int32)

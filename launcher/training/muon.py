@@ -1,8 +1,9 @@
-"""Muon (Jordan et al., 2024): momentum, whose direction for a matrix is made nearly orthogonal. Its
-update has the root mean square of AdamW's (Liu et al., 2025), so both take one learning rate.
+"""Muon (Jordan et al., 2024): the update of a matrix is its momentum, made nearly orthogonal. It is
+scaled to the root mean square of AdamW's (Liu et al., 2025), so both take one learning rate.
 
-Of sharded matrices, each rank computes one at a time: an all-to-all brings its rows, and another one
-brings the rows of the result back. Experts (three dimensions) are sharded as whole matrices.
+If matrices are sharded, each rank computes one at a time: an all-to-all gathers its rows, and
+another one returns the rows of the result. Experts (three dimensions) are sharded as whole
+matrices.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from launcher.models.shards import compute_device, local_rows
 from launcher.training.low_precision import LowPrecisionAdamW, State
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
-"""Of the Newton-Schulz iteration, by Jordan: singular values end between 0.7 and 1.2."""
+"""Number and coefficients of Newton-Schulz iterations, by Jordan: singular values end between 0.7
+and 1.2."""
 ADAMW_RMS = 0.2
 """Root mean square of AdamW's updates over the learning rate, by Liu et al."""
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Whether Muon orthogonalizes a parameter of a block: a matrix, or experts. A convolution over
-    single channels has vectors."""
+    """Whether Muon orthogonalizes a parameter of a block: a matrix, or experts. The kernels of a
+    depthwise convolution are vectors."""
     return len(shape) in (2, 3) and min(shape[-2:]) > 1
 
 
 class Muon(LowPrecisionAdamW):
-    """Updates groups without `orthogonalize` as AdamW. Changes the gradients of the others."""
+    """Updates groups without `orthogonalize` as AdamW. Overwrites the gradients of the others."""
 
     def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
         if group["orthogonalize"]:
@@ -56,7 +58,7 @@ class Muon(LowPrecisionAdamW):
             weights = local_rows(parameter.detach())[0]
             weights.mul_(1 - group["lr"] * group["weight_decay"] * updates)
             weights.sub_(direction.view_as(weights).mul_(rate * updates))
-            del direction  # not to hold two
+            del direction  # freed before the next one is computed
 
 
 def _directions(
@@ -82,7 +84,7 @@ def _exchange(matrices: Sequence[DTensor]) -> Iterator[tuple[torch.Tensor, torch
     chunk = -(-shape[0] // size)
     whole_from = [max(0, min(chunk, shape[0] - other * chunk)) * shape[1] for other in range(size)]
     rows_to = [len(part) for part in rows] + [0] * (size - len(rows))
-    device = compute_device(matrices[0])  # of CPU offload: the GPU
+    device = compute_device(matrices[0])  # with CPU offload: the GPU
     mine = torch.cat(rows).to(device)
     whole = torch.empty(shape, device=device)
     dist.all_to_all_single(whole.view(-1), mine, whole_from, rows_to, group)
@@ -92,8 +94,8 @@ def _exchange(matrices: Sequence[DTensor]) -> Iterator[tuple[torch.Tensor, torch
 
 
 def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
-    """The nearest orthogonal matrix of each, roughly. matrices: (rows, columns), or with a leading
-    dimension; its memory is used. The precision is that of float32 products."""
+    """Approximates the nearest orthogonal matrix of each. matrices: (rows, columns), or with a
+    leading dimension; overwritten. The precision is that of float32 matrix products."""
     whole = matrices if matrices.ndim == 3 else matrices.unsqueeze(0)
     whole /= torch.linalg.vector_norm(whole, dim=(1, 2), keepdim=True).clamp(min=1e-7)
     tall, (a, b, c) = whole.shape[1] > whole.shape[2], COEFFICIENTS

@@ -38,8 +38,10 @@ def make_optimizer(
 
     Its step reads two scalars on the device: `grad_scale`, which divides the gradients, and
     `found_inf`, which skips the step. The loop clips and skips through them, without waiting and
-    without another pass over the gradients. seed: of stochastic rounding. optimizer_mesh, offload:
-    of the strategy. blocks: whose matrices Muon orthogonalizes. Raises RecipeError if it finds none.
+    without another pass over the gradients.
+
+    seed: of stochastic rounding. optimizer_mesh, offload: of the strategy. blocks: those whose
+    matrices Muon orthogonalizes. Raises RecipeError if they have none.
     """
     trained = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     inner: set[str] = set()
@@ -89,7 +91,7 @@ def _make(groups: list[dict[str, Any]], optimizer: schema.Optimizer, seed: int) 
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, with its state made before the first step."""
+    """torch.optim.AdamW, with its state made before the first step."""
 
     def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
         moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
@@ -97,7 +99,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class Sgd(torch.optim.SGD):
-    """Fused, on each rank's shards: torch's does not take DTensors."""
+    """Fused SGD on each rank's shards, because torch's fused SGD does not take DTensors."""
 
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None

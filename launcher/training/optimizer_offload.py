@@ -2,8 +2,8 @@
 
 For each bucket of parameters, a step copies the state to the device, lets the optimizer update them
 by the same operators as without offload, and copies the state back. On CUDA, copies in both
-directions run at the same time, on streams of their own. Of a file, threads read the next buckets
-and write earlier ones.
+directions run at the same time, on streams of their own. If the state is in a file, threads read
+the next buckets and write earlier ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Piece(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     spec: Any
-    """Of a DTensor, else None."""
+    """The DTensorSpec of a DTensor; None of another tensor."""
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         local = memory[self.span].view(self.dtype).view(self.shape)
@@ -59,7 +59,7 @@ class _Piece(NamedTuple):
 @dataclass
 class _Bucket:
     start: int
-    """First byte in all state."""
+    """Offset in the whole state, in bytes."""
     size: int = 0
     members: dict[int, list[int]] = field(default_factory=dict)
     """Parameters: indices in each parameter group."""
@@ -219,7 +219,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, stream: Any, after: Any) -> Any:
-    """On a stream, after an event; returns the event that ends it. Both are None on CPUs."""
+    """Copies on a stream after an event, and returns the event that ends the copy. Stream and
+    events are None on CPUs."""
     if stream is None:
         target.copy_(source)
         return None
@@ -230,14 +231,15 @@ def _copy(source: torch.Tensor, target: torch.Tensor, stream: Any, after: Any) -
 
 
 def _pin(tensor: torch.Tensor, *, owner: Any) -> None:
-    """Until the owner is deleted. PyTorch's own pinned memory is a power of two."""
+    """Page-locks a tensor until the owner is deleted. PyTorch's own pinned memory would have a
+    power of two as its size."""
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 1)))
     weakref.finalize(owner, cudart.cudaHostUnregister, tensor.data_ptr())
 
 
 class StateFile:
-    """Zeros in a file without a name, which the kernel deletes however this process ends."""
+    """A file of zeros without a name, which the kernel deletes however this process ends."""
 
     def __init__(self, folder: Path, size: int) -> None:
         """Raises TrainingError, for example if the disk is full."""
@@ -262,7 +264,6 @@ class StateFile:
         self._direct = DirectFile(self._file)
 
     def read(self, buffer: torch.Tensor, start: int) -> None:
-
         def read(file: int, memory: memoryview, at: int) -> int:
             return os.preadv(file, [memory], at)
 

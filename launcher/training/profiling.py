@@ -14,7 +14,7 @@ from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
 
 _ROWS = 40
-"""Of a table."""
+"""Rows of a table."""
 
 
 class Profiler:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _LOSSES, _FEWEST_LOSSES = 50, 10
 """Number of recent losses that a new one is compared with."""
 VERDICT_STEPS = 100
-"""After so many steps the first verdict is logged; the last one at the end."""
+"""Steps of a start after which a verdict is logged; another one is logged at the end."""
 _LAST_RECORD_SECONDS = 1.0
 """Time for the numbers of the last step to arrive after a failure."""
 
@@ -53,7 +53,7 @@ class Reporter:
         self._first_step = self._last_step = first_step
         self._started = time.monotonic()
         self._losses: list[float] = []
-        """The first one of this start, and the last one."""
+        """The first and the last one of this start."""
         self._recent: deque[float] = deque(maxlen=_LOSSES)
         self._peak = 0
         """Largest peak of a rank in the last record, in bytes."""
@@ -157,7 +157,7 @@ class Reporter:
         self._folder.note("verdict", step=self._last_step, text=text, shares=rounded)
 
     def _compare_memory(self, *, seconds: float = 0) -> None:
-        """Once. seconds: to wait for the plan."""
+        """Compares planned and measured memory in the log, once. seconds: to wait for the plan."""
         if self._forecast is not None and (
             text := self._forecast.compare(self._peak, seconds=seconds)
         ):

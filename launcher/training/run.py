@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 Scores = Mapping[str, float]
 """Finite metrics of an evaluation by name, as in metrics.jsonl; empty if none was due."""
 MAX_REWINDS = 5
-"""In one start. A run that diverges more often needs another learning rate, not other samples."""
+"""Most rewinds in one start. A run that diverges more often needs another learning rate, not other
+samples."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Run:
     def _resume(
         self, resumed: Resumed, skipped_batches: int, diverged: DivergedError | None = None
     ) -> None:
-        """After the checkpoint was loaded. skipped_batches: from now on."""
+        """Continues from a checkpoint that was loaded. skipped_batches: from now on."""
         self._position = replace(resumed.position, skipped_batches=skipped_batches)
         self._saved_after = resumed.position.step
         self._early_stopping.restore(resumed.observed)
@@ -204,7 +205,7 @@ class Run:
 
     def _train_from_position(self) -> bool:
         self._progress.preparing = False
-        if self._early_stopping.over:  # in the start before
+        if self._early_stopping.over:  # in an earlier start
             return True
         for step in self._training.steps_from(self._position):
             self._record(step)

@@ -293,11 +293,12 @@ def assemble(
 def _count_flops(
     prepared: PreparedModel, wrapped: WrappedModel, recipe: Recipe, device: torch.device
 ) -> Flops:
-    """Recomputed are checkpointed blocks, and the logits with a chunked loss."""
+    """Checkpointed blocks are recomputed, and with a chunked loss the logits, too."""
     model, tokens = prepared.model, recipe.data.sequence_length
     blocks = [module for module in wrapped.module.modules() if is_checkpointed(module)]
     checkpointing = recipe.activation_checkpointing
-    if checkpointing is not None and checkpointing.mode == "selective":  # half of the products
+    if checkpointing is not None and checkpointing.mode == "selective":
+        # Half of the matrix products
         recomputed = recomputed_flops(model, blocks, tokens=0) / 2
     else:
         recomputed = recomputed_flops(model, blocks, tokens=tokens)

@@ -62,12 +62,12 @@ def _held(training: Training) -> dict[str, list[torch.Tensor]]:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """On this rank."""
+    """Bytes of tensors on this rank."""
     return sum(local_rows(tensor.detach())[0].nbytes for tensor in tensors)
 
 
 def _model(training: Training) -> Iterator[str]:
-    """Model, strategy and memory: read off the wrapped model, not off the recipe."""
+    """Model, strategy and memory, of the wrapped model rather than of the recipe."""
     recipe, device, held = training.recipe, training.ranks.device, _held(training)
     module, blocks = training.wrapped.module, training.blocks
     name = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
