@@ -155,7 +155,7 @@ def _times(runs: list[_Run]) -> Iterator[dict[str, Any]]:
     for run in runs:
         spent = time_spent(run.summary) if run.summary.attempts else {}
         rows.append((run.name, {text: spent[name] for name, text in labels.items() if spent}))
-        for name, (seconds, share) in page.step_shares(run.records).items():
+        for name, (seconds, share) in page.timed_parts(run.records).items():
             parts.append((f"{run.name}: {name}, {share:.1%}", {name: seconds}))
     yield page.bars("Time", rows, seconds_as_text)
     note = "Means of all steps, and their shares of step_seconds; parts may overlap."

@@ -98,7 +98,7 @@ def thin(points: list[Point]) -> list[Point]:
     return sorted(kept, key=lambda point: point[:2])
 
 
-def step_shares(records: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+def timed_parts(records: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     """Of each part of a step that was timed: mean seconds, and the share of `step_seconds`."""
     timed = [record for record in records if finite(record.get("step_seconds"))]
     names = dict.fromkeys(name for record in timed for name in record if name.endswith("_seconds"))

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -57,13 +58,21 @@ class JsonLines:
 
 
 def remove_later_steps(path: Path, step: int) -> int:
-    """Removes the lines after `step`, and an incomplete last line; returns how many. A reader sees
-    the old lines or the new ones."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    """Removes the lines after `step`, and lines that a crash has damaged; returns how many. A
+    reader sees the old lines or the new ones."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
     if len(kept) < len(lines):
         replace_text(path, "".join(kept))
     return len(lines) - len(kept)
+
+
+def _step_of(line: str) -> float:
+    """Infinity if the line is damaged."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 class OptionalSink:

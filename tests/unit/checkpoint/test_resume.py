@@ -170,9 +170,10 @@ def test_metrics_end_at_the_checkpoint(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3, 4)]
     lines.insert(2, json.dumps({"step": 2, "eval_loss": 1.0}))
+    lines.insert(1, "\0" * 40)  # a block that a power failure did not let reach the disk
     metrics.write_text("\n".join(lines) + '\n{"step": 2, "lo')
     sink = JsonLines(metrics)
-    assert sink.remove_later_steps(2) == 3
+    assert sink.remove_later_steps(2) == 4
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2, 2]
     assert sink.remove_later_steps(2) == 0
     assert sink.remove_later_steps(0) == 3
