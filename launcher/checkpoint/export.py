@@ -45,7 +45,7 @@ def export_checkpoint(
 ) -> bool:
     """Writes `out` from a checkpoint, atomically. Returns whether it is an adapter.
 
-    dtype: None: the one that the run would export. merged: adds an adapter into its base model.
+    dtype: None: the one that the run would export. merged: merges an adapter into its base model.
     save_tokenizer: saves the recipe's tokenizer into a folder. Raises RecipeError if weights are
     missing, DamagedCheckpointError if they cannot be read.
     """
@@ -76,7 +76,7 @@ class Weights:
     model: Any
     read: Read
     dtype: torch.dtype
-    """Of the checkpoint that the run started from; float32 without one."""
+    """Dtype of the weights that the run started from; float32 if it started from none."""
     recipe: Any = None
     """The Recipe of the run; None for an exported folder."""
 

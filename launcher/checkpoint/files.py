@@ -62,7 +62,7 @@ class NoneLeftError(TrainingError):
 class StoredFile(BaseModel):
     bytes: int
     checksum: str
-    """xxh3_128."""
+    """xxh3_128, in hexadecimal digits."""
 
 
 class Marker(BaseModel):
@@ -114,7 +114,7 @@ def write_chunks(
 
     Bypasses the page cache if the file system can and the chunks' addresses and sizes are multiples
     of ALIGNMENT: copying into it would cost CPU time that training needs. advance: called with the
-    bytes of each chunk.
+    number of bytes of each chunk.
     """
     checksum, at = xxhash.xxh3_128(), 0
     with path.open("xb", buffering=0) as file:
@@ -130,7 +130,7 @@ def write_chunks(
 
 
 class DirectFile:
-    """Reads and writes an open file, past the page cache where the file system can."""
+    """Reads and writes an open file, bypassing the page cache where the file system can."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._flags = file, fcntl.fcntl(file, fcntl.F_GETFL)
@@ -138,12 +138,15 @@ class DirectFile:
             fcntl.fcntl(file, fcntl.F_SETFL, self._flags | os.O_DIRECT)
 
     def move(self, call: Callable[..., int], memory: memoryview, at: int) -> None:
-        """call(descriptor, memory, at): such as os.pwrite. at: byte of the file. Raises OSError."""
+        """Reads or writes all of `memory`, from byte `at` of the file on. Raises OSError.
+
+        call: a function such as os.pwrite, called as `call(descriptor, memory, at)`.
+        """
         while len(memory):
             try:
                 moved = call(self._file.fileno(), memory, at)
             except OSError as problem:
-                # EINVAL: this file system wants another alignment, or a short write broke it.
+                # EINVAL: the file system requires another alignment, or a short write broke it.
                 # EFAULT: the disk cannot access this memory, such as some pinned memory
                 unsuitable = problem.errno in (errno.EINVAL, errno.EFAULT)
                 if not unsuitable or fcntl.fcntl(self._file, fcntl.F_GETFL) == self._flags:
@@ -251,7 +254,7 @@ def newest_valid(
     checkpoints: Sequence[Path], check: Callable[[Path], str | None] = verify
 ) -> Path | None:
     """The newest valid one of `list_checkpoints`; None if there are none. Logs each damaged one.
-    Raises NoneLeftError if all are."""
+    Raises NoneLeftError if all are damaged."""
     problems = []
     for path in reversed(checkpoints):
         problem = check(path)
@@ -282,9 +285,11 @@ def discard_newer(folder: Path, step: int) -> None:
 def prune(
     folder: Path, keep_last: int, keep_every: int | None = None, best_step: int | None = None
 ) -> None:
-    """Deletes scratch folders, and checkpoints older than the `keep_last` newest valid ones (by
-    marker and sizes) but valid ones of `best_step` and of multiples of `keep_every`. Raises OSError.
-    No save may be in progress."""
+    """Deletes scratch folders and old checkpoints. No save may be in progress. Raises OSError.
+
+    Keeps the `keep_last` newest valid checkpoints (by marker and file sizes), all that are newer
+    than the oldest of these, and the valid ones of `best_step` and of multiples of `keep_every`.
+    """
     for entry in list(os.scandir(folder)):
         if _SCRATCH.fullmatch(entry.name):
             shutil.rmtree(entry.path)

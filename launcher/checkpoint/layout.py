@@ -30,7 +30,7 @@ class Layout:
     starts: dict[str, int]
     """First byte of each tensor, in order."""
     size: int
-    """Of the file."""
+    """Size of the file in bytes."""
     index: bytes | None
     """Content of index.json, on rank 0."""
 
@@ -81,10 +81,10 @@ def _lay_out(tensors: Tensors) -> tuple[bytes, dict[str, int], int]:
 
 
 def _written_by(rank: int, ranks: int, tensors: Tensors) -> list[str]:
-    """Names of the tensors that this rank writes its part of; each rank computes all assignments.
+    """Names of the tensors of which this rank writes its part. All ranks compute the same result.
 
-    Several ranks have the same rows of a plain tensor or of a hybrid-sharded one. The one with the
-    fewest bytes so far writes them.
+    Several ranks hold the same rows of a plain or a hybrid-sharded tensor. Of these, the rank with
+    the fewest bytes so far writes them.
     """
     loads: dict[int, list[int]] = {}
     names = []

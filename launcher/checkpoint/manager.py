@@ -61,11 +61,11 @@ class CheckpointManager:
         )
 
     def restore(self, resume: str, *, at_most: int | None = None) -> Resumed | None:
-        """Loads the newest valid checkpoint up to step `at_most` (`auto`), or the one at a path.
-        None: `never`, or there is none.
+        """Loads a checkpoint. Returns None if `resume` is `never` or there is no checkpoint.
 
-        Raises RecipeError if recipe, data or model have changed that must not change; NoneLeftError
-        if all checkpoints are damaged.
+        resume: `auto`: the newest valid checkpoint up to step `at_most`; otherwise a path. Raises
+        RecipeError if the recipe, the data or the model have changed in a way that is not allowed;
+        NoneLeftError if all checkpoints are damaged.
         """
         path = self._find(resume, at_most=at_most)
         if path is None:
@@ -86,7 +86,7 @@ class CheckpointManager:
         if state["ranks"] == self._ranks.size:
             local = read_local(path, self._ranks.rank)
             restore_rank_state(local, self._module, self._ranks.device)
-        else:  # other ranks' random states do not fit: draw other numbers
+        else:  # the saved random states belong to other ranks: use new seeds
             name = f"{state['step']}/{self._ranks.rank}"
             torch.manual_seed(derived_seed(self._training.recipe.run.seed, name))
         self.saved_step = state["step"]
@@ -127,8 +127,11 @@ class CheckpointManager:
         scores: Mapping[str, float],
         evaluated: bool = True,
     ) -> None:
-        """Starts a save, whose outcome `report` logs; raises as `report`. scores: of an evaluation
-        after this step. evaluated: False if one was interrupted."""
+        """Starts a save, whose outcome `report` logs. Raises the same errors as `report`.
+
+        scores: results of an evaluation after this step. evaluated: False if that evaluation was
+        interrupted.
+        """
         step, metric = position.step, self._settings.keep_best
         value = None if metric is None else scores.get(metric)
         if metric and value is not None and is_better(metric, value, self._best.get(metric)):
@@ -156,7 +159,7 @@ class CheckpointManager:
         self._log(self._checkpointer.poll())
 
     def finish(self) -> None:
-        """As `report`, but waits for a save in progress."""
+        """Like `report`, but first waits for the save in progress."""
         self._log(self._checkpointer.finish())
 
     def _log(self, saves: list[Save]) -> None:

@@ -28,7 +28,7 @@ def find_checkpoint(
     folder: Path, *, group: dist.ProcessGroup, at_most: int | None = None
 ) -> Path | None:
     """`files.newest_valid` up to a step, with the verification shared among the ranks."""
-    # Rank 0's list: another node may see the folder a little later
+    # Rank 0's list: other nodes may see a new checkpoint later
     listed: list[Any] = [files.list_checkpoints(folder) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(listed, group=group, group_src=0)
     wanted = [path for path in listed[0] if at_most is None or files.step_of(path) <= at_most]
@@ -79,7 +79,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_local(path: Path, rank: int) -> dict[str, torch.Tensor]:
-    """A rank's own tensors. Raises DamagedCheckpointError, also if that rank wrote none."""
+    """A rank's own tensors. Raises DamagedCheckpointError, also if its file is missing."""
     name = files.rank_file(rank)
     try:
         with safe_open(path / name, framework="pt") as file:
@@ -97,7 +97,7 @@ def open_tensors(path: Path) -> StoredTensors:
             parts[name] = [Part(path / file, first, rows) for file, first, rows in entry["parts"]]
             dtype = DTYPES[entry["dtype"]]
             tensors[name] = torch.empty(entry["shape"], dtype=dtype, device="meta")
-    except Exception as error:  # JSON of any content
+    except Exception as error:  # the file may hold any JSON
         raise DamagedCheckpointError(path, f"{files.INDEX} cannot be read: {error}") from None
     return StoredTensors(parts, tensors)
 

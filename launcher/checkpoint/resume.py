@@ -30,7 +30,7 @@ _HARMLESS = (
     "data.cache",
     "data.validation",
 )
-"""Exceptions among them."""
+"""Exceptions: sections and keys among these that do not."""
 _UNREPORTED = ("run.name", "run.dir", "checkpoint.resume", "checkpoint.allow_changes", "slurm")
 """Sections and keys whose changes are not reported."""
 _OTHERWISE = "or train into another run.dir; or set checkpoint.allow_changes=true"
@@ -45,7 +45,7 @@ class Resumed:
     ranks: int
     """How many ranks wrote the checkpoint."""
     observed: dict[str, Any]
-    """`Reporter.state`."""
+    """What `Reporter.state` returned when the checkpoint was written."""
     changes: list[str]
     """Changes of the recipe and the data since then, one line each."""
     evaluation_due: bool
@@ -73,7 +73,7 @@ def _within(key: str, names: tuple[str, ...]) -> bool:
 def check_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path
 ) -> list[str]:
-    """Returns the allowed changes of the recipe, one line each. Raises RecipeError with others.
+    """Returns the allowed changes of the recipe, one line each. Raises RecipeError if others exist.
 
     allow: allows all changes.
     """
@@ -90,8 +90,8 @@ def check_changes(
     return allowed
 
 
-def _refusal(what: str, changes: list[str], remedy: str) -> RecipeError:
-    return RecipeError([what, *(f"  {line}" for line in changes), f"{remedy}; {_OTHERWISE}"])
+def _refusal(what: str, changes: list[str], suggestion: str) -> RecipeError:
+    return RecipeError([what, *(f"  {line}" for line in changes), f"{suggestion}; {_OTHERWISE}"])
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -14,8 +14,8 @@ from launcher.models.safetensors_files import Tensors
 
 
 def model_and_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Tensors of model and optimizer, to be saved, or loaded into in place. Plain ones are the same
-    on every rank.
+    """Tensors of model and optimizer, to be saved or to be loaded in place. Plain tensors are equal
+    on all ranks.
 
     `model.NAME` is a parameter (a tied one once), `optimizer.NAME.KEY` its optimizer state (such as
     `exp_avg`), and `buffer.NAME` a persistent buffer, by clean names. Frozen parameters are not
@@ -33,7 +33,7 @@ def model_and_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """As `buffer.NAME`, a shared one once."""
+    """The persistent buffers, as `buffer.NAME`; a shared buffer appears once."""
     kept = dict(module.named_buffers())
     return {
         f"buffer.{clean_name(full)}": kept[full]

@@ -26,9 +26,10 @@ from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_file
 from launcher.recipe.schema import Recipe
 
 _SHAPE = (2, 32)
-"""Rows and tokens that logits are computed for."""
+"""Sequences, and tokens in each, for which logits are computed."""
 _TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
-"""Of the logits' relative 2-norm, by the dtype of the export. Weights are compared exactly."""
+"""Largest relative 2-norm of the logits' difference, for a float32 and for a 16-bit export. Weights
+are compared exactly."""
 _TEXTS = (
     "The quick brown fox.",
     "  two  spaces,\n\ttabs",
@@ -40,7 +41,7 @@ _TEXTS = (
 def verify_export(
     checkpoint: Path, out: Path, *, load_tokenizer: Callable[[Recipe], Any]
 ) -> list[str]:
-    """Returns in what an exported folder differs from a checkpoint, one line each.
+    """Returns how an exported folder differs from a checkpoint, one line per difference.
 
     load_tokenizer: returns the tokenizer that an export of the recipe has, or None.
     """
@@ -73,7 +74,7 @@ def verify_export(
 
 
 def _compare_tensors(weights: Weights, out: Path) -> tuple[list[str], torch.dtype]:
-    """How each tensor differs that does, and the dtype of the export."""
+    """One line for each tensor that differs, and the dtype of the export."""
     adapter = (out / ADAPTER_CONFIG).is_file()
     if adapter and weights.recipe.lora is None:
         raise RecipeError(f"export: {out} has an adapter, and the run trains none")
@@ -97,12 +98,12 @@ def _compare_tensors(weights: Weights, out: Path) -> tuple[list[str], torch.dtyp
 
 @torch.no_grad()
 def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Row by row: a classifier needs no padding then."""
+    """Computes the logits row by row, so that a classifier needs no padding."""
     return torch.cat([model(input_ids=row[None]).logits.float() for row in ids])
 
 
 def _facts(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """What decides how text becomes ids and where generation ends."""
+    """The settings that determine tokenization and the end of generation."""
     generation = getattr(model, "generation_config", None)
     facts: dict[str, Any] = {
         "config.json: eos_token_id": model.config.get_text_config(decoder=True).eos_token_id,

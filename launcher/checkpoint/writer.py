@@ -1,4 +1,4 @@
-"""Writes checkpoints, in the background or not. A failed save is reported, never raised."""
+"""Writes checkpoints, asynchronously or not. A failed save is reported, never raised."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Checkpointer:
 
     @torch.no_grad()
     def _run(self, save: Save, tensors: Tensors, local: Tensors, state: bytes) -> None:
-        """Saves, and adds the outcome. Raises nothing."""
+        """Saves, and appends the outcome for `poll`. Raises nothing."""
         scratch: Path | None = None
         try:
             layout = plan(tensors, local, self._group)
@@ -199,7 +199,7 @@ class Checkpointer:
             if scratch is not None and self._rank == 0:
                 shutil.rmtree(scratch, ignore_errors=True)
         except Exception as problem:  # a rank was lost; training notices it too
-            save.error = f"the ranks could not agree: {self._reason(problem)}"
+            save.error = f"the ranks could not communicate: {self._reason(problem)}"
         finally:
             save.staged.set()
         save.seconds = time.perf_counter() - save.started
@@ -230,7 +230,7 @@ class Checkpointer:
         return self._on_all_ranks(checked)[0]
 
     def _stage(self, save: Save, size: int, pieces: _Pieces) -> None:
-        """Copies into the buffer."""
+        """Copies the pieces into the buffer in host memory, then lets training continue."""
         on_gpu = self._stream is not None
         if on_gpu:
             # A new thread starts on device 0; restoring its stream would create a context there

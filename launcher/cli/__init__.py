@@ -1,1 +1,1 @@
-"""One file a verb of the `launcher` command: `main(arguments) -> exit status`."""
+"""The `launcher` command: one module per subcommand, whose function returns the exit status."""

@@ -105,7 +105,7 @@ def _save_tokenizer(recipe: Recipe, folder: Path) -> None:
 
 
 def _checkpoint(run: Path) -> Path | None:
-    """`run` if it is a checkpoint, or the newest valid one of a run; None: it has none."""
+    """`run` if it is a checkpoint, else the newest valid one of that run; None if there is none."""
     if (run / MARKER).is_file():
         problem = files.verify(run)
         if problem is not None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from launcher.checkpoint.files import list_checkpoints, read_marker, verify
-from launcher.errors import RecipeError
+from launcher.errors import EXIT_DONE, RecipeError
 from launcher.metrics.console import bytes_as_text, seconds_as_text
 from launcher.reliability.lock import current_owner
 from launcher.reliability.run_directory import RunFolder, last_line, read_jsonl
@@ -32,7 +32,7 @@ class Attempt:
     resumed: int = 0
     """Step that it resumed from."""
     ended: str = ""
-    """How."""
+    """How it ended; empty if that is not recorded."""
     end: float | None = None
     reached: int | None = None
     """Last known step."""
@@ -56,7 +56,7 @@ class Summary:
     """Time of its end or its last heartbeat, or now."""
     attempts: list[Attempt]
     checkpoints: list[tuple[int, float, int]] = field(default_factory=list)
-    """Of each valid one, the newest last: step, time, bytes."""
+    """Step, time and bytes of each valid checkpoint, the newest last."""
     damaged: list[str] = field(default_factory=list)
 
     @property
@@ -83,7 +83,7 @@ def status(
         _print_one(summarize(folder, now), now)
     else:
         _print_table([summarize(path, now) for path in runs], now)
-    return 0
+    return EXIT_DONE
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -133,7 +133,10 @@ def summarize(path: Path, now: float) -> Summary:
 
 
 def read_attempts(events: list[dict[str, Any]]) -> list[Attempt]:
-    """Of events.jsonl. If an attempt has no end, the start of the next one has what it found."""
+    """The attempts in events.jsonl.
+
+    For an attempt without an end, the next `started` event has the last known step and time.
+    """
     attempts: dict[int, Attempt] = {}
     for event in events:
         number, name = event["attempt"], event["event"]

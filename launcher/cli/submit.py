@@ -33,7 +33,7 @@ _LISTS = ("sbatch_extra", "srun_extra", "setup")
 _SQUEUE_SECONDS = 5.0
 """Between calls of squeue, which all users of the cluster share."""
 _MOST_PLANS = 8
-"""Of a sweep; each takes seconds."""
+"""Combinations of a sweep that are planned before submission; each takes seconds."""
 _CHANGE_MEMORY = ("model", "batch", "strategy", "activation_checkpointing", "lora", "data")
 _VALUE = re.compile(r"""(?:[^,\[{"']|\[[^]]*\]|\{[^}]*\}|"[^"]*"|'[^']*')+""")
 """A value of a sweep: `1,[2,3]` is two of them."""
@@ -61,7 +61,7 @@ class Run:
         self.recipe, self.label, self.yaml = recipe, label, to_yaml(recipe)
         self.folder = Path(recipe.run.dir).absolute()  # the job may have another working folder
         self.parent = self.folder.parent if label else self.folder
-        """Of the runs of a sweep."""
+        """The folder that holds the runs of a sweep, or that of a single run."""
         name = time.strftime("%Y%m%d_%H%M%S") + f"_{os.getpid()}"
         self.recipe_file = self.folder / "slurm" / f"recipe_{name}.yaml"
         """What the job trains, even if the submitted recipe changes."""
@@ -92,9 +92,9 @@ def submit(
 ) -> int:
     """Submit a Slurm job that is requeued until the run is finished.
 
-    Arguments for Slurm win over the recipe's section slurm; sbatch_extra, srun_extra and setup
-    may be repeated. sweep.KEY=A,B,C makes a job array with a run folder for each value; several
-    sweeps make all combinations.
+    Arguments for Slurm replace keys of the recipe's section slurm; sbatch_extra, srun_extra and
+    setup may be repeated. sweep.KEY=A,B,C makes a job array with a run folder for each value;
+    several sweeps make all combinations.
 
     \b
     Example:
@@ -115,12 +115,12 @@ def submit(
 
 
 def main(arguments: Sequence[str], request: Request) -> int:
-    """Returns 0 if it was submitted, 3 if it does not fit. With wait and follow: how it ended."""
+    """Returns 0 if it was submitted, 3 if it does not fit; with wait or follow: how it ended."""
     overrides, sweep = sort_arguments(arguments)
     if request.throttle is not None and not sweep:
         raise RecipeError("command line: throttle: needs a sweep, whose runs it limits")
     runs = make_runs(overrides, sweep)
-    for run in runs:  # what the job would be refused for
+    for run in runs:  # raises now what would be refused when the job starts
         for job, state in _queued([run]).items():
             raise RecipeError(
                 f"run.dir: {run.folder} has job {job} already ({state}); wait for it, "
@@ -294,7 +294,7 @@ def _submit(script: JobScript, text: str, runs: Sequence[Run]) -> list[str]:
     """Returns the ids of the job, or of the tasks of its array."""
     files = {run.recipe_file: run.yaml for run in runs} | {runs[0].script_file: text}
     try:
-        (runs[0].parent / "slurm").mkdir(parents=True, exist_ok=True)  # of the logs
+        (runs[0].parent / "slurm").mkdir(parents=True, exist_ok=True)  # for the logs
         for file, content in files.items():
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(content)

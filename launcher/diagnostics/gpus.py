@@ -32,8 +32,11 @@ _NO_TORCH: dict[str, Any] = {
 
 
 def query_nvml() -> dict[str, Any]:
-    """driver: its version; gpus: index, uuid, name, memory (bytes) and problems (state and text) of
-    each; error: of NVML as a whole, or None. No driver of NVIDIA is no error."""
+    """Returns what NVML reports.
+
+    driver: its version. gpus: index, uuid, name, memory (bytes) and problems (state and text) of
+    each GPU. error: an error of NVML as a whole, or None; a missing NVIDIA driver is not an error.
+    """
     found = _NO_NVML | {"gpus": []}
     try:
         import pynvml as nvml
@@ -81,7 +84,7 @@ def _problems(nvml: Any, handle: Any) -> Iterator[tuple[State, str]]:
     memory = ask("nvmlDeviceGetMemoryInfo", handle, version=nvml.nvmlMemory_v2)
     memory = memory or nvml.nvmlDeviceGetMemoryInfo(handle)
     if users or memory.used > max(GIB, memory.total // 50):
-        names = ", ".join(users) or "no process that can be seen from here"
+        names = ", ".join(users) or "processes that are not visible from here"
         used = f"{bytes_as_text(memory.used)} of {bytes_as_text(memory.total)}"
         yield "bad", f"not free: {used} in use, by {names}"
     counter = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
@@ -101,8 +104,11 @@ def _problems(nvml: Any, handle: Any) -> Iterator[tuple[State, str]]:
 
 
 def query_torch(*, compute: bool = True) -> dict[str, Any]:
-    """python, torch, cuda, rocm, nccl: versions; gpus: their names; error: or None. compute: also
-    computes something on each GPU."""
+    """Returns what torch reports.
+
+    python, torch, cuda, rocm, nccl: versions. gpus: names. error: an error message, or None.
+    compute: also computes something on each GPU.
+    """
     found = _NO_TORCH | {"gpus": []}
     try:
         import torch
@@ -139,7 +145,7 @@ def query(*, seconds: float = ANSWER_SECONDS) -> tuple[dict[str, Any], dict[str,
 
 
 def versions(nvml: dict[str, Any], torch: dict[str, Any]) -> dict[str, Any]:
-    """Versions of this node, None for what it has not; and `gpus`, how many torch sees."""
+    """Versions on this node, None for what is missing; and `gpus`, the number that torch sees."""
     known = {name: version for name, version in torch.items() if name != "error"}
     return known | {"driver": nvml["driver"], "gpus": len(torch["gpus"])}
 

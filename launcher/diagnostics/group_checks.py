@@ -1,4 +1,4 @@
-"""Checks that ranks do together: rates, clocks, shared folder, and nodes that are unlike others.
+"""Checks that ranks do together: rates, clocks, shared folder, and nodes that differ from others.
 
 `launcher doctor` starts this module under torchrun; on several nodes the user starts it so.
 """
@@ -98,7 +98,7 @@ def check_shared(
 
 
 def judge(results: Sequence[Mapping[str, Any]], *, cpu: bool) -> list[Finding]:
-    """Which ranks and nodes are unlike the others. cpu: slow ranks are only a warning, because
+    """Which ranks and nodes differ from the others. cpu: slow ranks are only a warning, because
     other programs share the cores."""
     offsets = {result["host"]: result["offset"] for result in results}
     wrong = {result["host"]: "gives a wrong sum" for result in results if not result["sum"]}

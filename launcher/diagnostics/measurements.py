@@ -14,10 +14,11 @@ import torch.distributed as dist
 from launcher.distributed.process_group import DataParallel
 
 REPEATS = 8
-"""Calls of which the median counts, after two that do not."""
+"""Timed calls, of which the median is used, after two warm-up calls."""
 
 
 def median_seconds(body: Callable[[], Any], device: torch.device) -> float:
+    """Median duration of a call, including its work on the device."""
     seconds = []
     for _ in range(2 + REPEATS):
         started = time.perf_counter()
@@ -29,7 +30,7 @@ def median_seconds(body: Callable[[], Any], device: torch.device) -> float:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s."""
+    """FLOP/s of a matrix product."""
     size = 8192 if device.type == "cuda" else 768
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
@@ -72,7 +73,7 @@ def collective_rate(group: dist.ProcessGroup, device: torch.device) -> float:
     whole = torch.zeros(size, device=device)
     part = torch.zeros(size // ranks, device=device)
     sent = 4 * size * (ranks - 1) / ranks
-    # Its name since torch 2.13
+    # The name of all_gather_into_tensor since torch 2.13
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather = median_seconds(lambda: all_gather(whole, part, group=group), device)
     reduce = median_seconds(lambda: dist.all_reduce(whole, group=group), device)
@@ -89,8 +90,11 @@ def node_links(nodes: int) -> list[tuple[int, int]]:
 
 
 def link_rate(ranks: DataParallel, *, local: int) -> float:
-    """Bytes/s that this rank exchanges with its counterpart on a neighbouring node, the better of
-    both: a slow node does not make its neighbours look slow. local: ranks per node."""
+    """Bytes/s that this rank exchanges with its counterpart on a neighbouring node.
+
+    The higher rate of the two neighbours, so that a slow node does not make its neighbours look
+    slow. local: ranks per node.
+    """
     node, device = ranks.rank // local, ranks.device
     size = 1 << 24 if device.type == "cuda" else 1 << 20
     mine, other = torch.zeros(size, device=device), torch.empty(size, device=device)
@@ -110,7 +114,7 @@ def link_rate(ranks: DataParallel, *, local: int) -> float:
 
 
 def measure(ranks: DataParallel, *, local: int, quick: bool) -> dict[str, float]:
-    """This rank's rates a second, by name.
+    """This rank's rates per second, by name.
 
     local: ranks per node. quick: only what shows whether a node is healthy.
     """

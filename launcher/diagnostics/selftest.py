@@ -33,7 +33,7 @@ from launcher.reliability.failures import end_process
 from launcher.training.setup import assemble
 
 SEQUENCES_PER_RANK = 4
-"""In a global batch."""
+"""Sequences per rank in a global batch."""
 FLOAT32_TOLERANCES, MIXED_TOLERANCES = (1e-5, 1e-5), (1e-3, 2e-2)
 """Largest relative differences of losses and of gradient norms."""
 SMALL = {
@@ -190,7 +190,7 @@ def selftest_recipe(setting: dict[str, Any]) -> Recipe:
 
 
 def train_all(variants: list[Variant], everyone: DataParallel) -> list[Values]:
-    """Of each variant; on rank 0 also of those on one rank."""
+    """Results of the variants, in order. Rank 0 alone trains the variants that have one rank."""
     group = dist.new_group([0])
     alone = DataParallel(rank=0, size=1, group=group, device=everyone.device)
     results = []
@@ -206,7 +206,7 @@ def train_all(variants: list[Variant], everyone: DataParallel) -> list[Values]:
 
 
 def run(setting: dict[str, Any]) -> int:
-    """On every rank; rank 0 prints the table. Returns the exit status."""
+    """Runs on every rank; rank 0 prints the table. Returns the exit status."""
     environment = read_environment()
     process_group.set_numerics(deterministic=False, float32_matmul="highest")
     group = process_group.process_group(environment, device=setting["device"], init_timeout=600)
@@ -229,7 +229,7 @@ def run(setting: dict[str, Any]) -> int:
         same = "All configurations give the same losses."
         print("\r\x1b[2K" if sys.stdout.isatty() else "")
         print(*lines, "", f"{sequences} on {ranks.size} x {where}, dropout off.", sep="\n")
-        print(same if good else "Not the same: see the lines marked TOO MUCH.")
+        print(same if good else "Some configurations differ: see the lines marked TOO MUCH.")
         return EXIT_DONE if good else EXIT_NO
 
 

@@ -1,4 +1,4 @@
-"""Environment variables of the launcher. No other module reads them. Standard library only."""
+"""A rank's environment variables; only this module reads torchrun's. Standard library only."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Environment:
         return self.rank == 0
 
     def tell_agent(self, reason: str) -> None:
-        """Has torchrun's agent print the reason of a failure last."""
+        """Makes torchrun's agent print the reason of a failure at its end."""
         message = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
         _write(self.error_file, json.dumps({"message": message}))
 
     def tell_job(self, refusal: str) -> None:
-        """Has the job's script end; it cannot see a refusal in torchrun's exit status."""
+        """Makes the job's script end: torchrun's exit status does not show a refusal."""
         _write(self.refusal_file, refusal + "\n")
 
 
@@ -146,7 +146,7 @@ def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, determinis
 
 
 def cache_folder(cache: str | None, variables: Mapping[str, str] = os.environ) -> Path:
-    """Holds tokenized data, measured configurations, compiled graphs. cache: data.cache."""
+    """The folder of tokenized data, measured configurations, compiled graphs. cache: data.cache."""
     if cache is not None:
         return Path(cache)
     return Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "launcher"

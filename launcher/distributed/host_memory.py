@@ -1,4 +1,4 @@
-"""Host memory by the kernel's files; a missing one is skipped. Standard library only."""
+"""Host memory, from /proc and control groups; missing files are skipped. Standard library only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """By name, from lines such as `MemTotal: 8 kB`; empty if there is no such file."""
+    """Numbers by name, from lines such as `MemTotal: 8 kB`; empty if there is no such file."""
     with contextlib.suppress(OSError):
         pairs = [line.split()[:2] for line in file.read_text().splitlines()]
         known = [pair for pair in pairs if len(pair) == 2 and pair[1].isdigit()]
@@ -60,7 +60,7 @@ def take_peak() -> int:
 
 
 def killed() -> dict[str, int]:
-    """Processes that the out-of-memory killer has ended, by the file that counts them."""
+    """Processes that the out-of-memory killer has ended: counts by the file that holds them."""
     names = ("memory.events", "memory.oom_control")
     files = [folder / name for folder in _control_groups() for name in names]
     counts = {str(file): _numbers(file) for file in (*files, _ROOT / "proc/vmstat")}
@@ -68,7 +68,7 @@ def killed() -> dict[str, int]:
 
 
 def killed_since(before: dict[str, int]) -> bool:
-    """Whether the out-of-memory killer has ended a process here since `before`."""
+    """Whether the out-of-memory killer has ended a process of this node or group since `before`."""
     return any(count > before.get(file, count) for file, count in killed().items())
 
 

@@ -36,10 +36,11 @@ KEEPALIVE_SECONDS = 30
 def limit_store_calls(meeting_point: str, *, seconds: float) -> None:
     """Makes calls over existing connections to the store at HOST:PORT fail instead of blocking.
 
-    The store's timeout applies to `get` and `wait` only. `check` and `add` wait about 15 minutes on
-    a dead connection, until the kernel gives up (torch 2.13; tcp(7): TCP_USER_TIMEOUT), and for ever
-    while the process that hosts the store is stopped (socket(7): SO_RCVTIMEO). After `seconds` in
-    that state a connection must not be used again.
+    The store's timeout applies to `get` and `wait` only (torch 2.13). Without these limits, `check`
+    and `add` block for about 15 minutes on a dead connection, until the kernel closes it (tcp(7):
+    TCP_USER_TIMEOUT), and indefinitely while the process that hosts the store is stopped
+    (socket(7): SO_RCVTIMEO). A connection on which a call has failed after `seconds` must not be
+    used again.
     """
     tcp = socket.IPPROTO_TCP
     options: tuple[tuple[int, int, int | bytes], ...] = (

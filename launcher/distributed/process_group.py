@@ -25,8 +25,9 @@ from launcher.distributed.network import interface_to
 from launcher.errors import TrainingError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""By device. Objects are exchanged over gloo, which neither waits for a device nor needs an NCCL
-communicator (torch 2.11 to 2.14, `_get_object_coll_device`), and so are norms with CPU offload."""
+"""By device type. Objects are exchanged over gloo, which neither waits for a device nor needs an
+NCCL communicator (torch 2.11 to 2.14, `_get_object_coll_device`), and so are norms with CPU
+offload."""
 CHECKPOINT_GROUP = "checkpoint"
 """Description of the checkpoint group, in which ranks wait for the slowest disk."""
 
@@ -127,7 +128,7 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
-    """Sets the precision of float32 products, and deterministic algorithms if asked for."""
+    """Sets the precision of float32 matrix products, and deterministic algorithms if asked for."""
     torch.set_float32_matmul_precision(float32_matmul)
     if deterministic:
         torch.use_deterministic_algorithms(True)
@@ -150,8 +151,8 @@ def process_group(
 ) -> Iterator[tuple[DataParallel, Store]]:
     """The default process group, for the duration of the context. Yields all ranks and their store.
 
-    device: see `choose_device`. init_timeout: seconds, until `set_timeout`. After an error the group
-    is not destroyed: another rank may be waiting in it.
+    device: see `choose_device`. init_timeout: timeout in seconds until `set_timeout` is called.
+    After an error the group is not destroyed: another rank may be waiting in it.
     """
     store: Store
     if environment.world_size == 1 and not environment.torchrun:
@@ -180,7 +181,7 @@ def process_group(
 
 
 def _meet(environment: Environment, *, seconds: int) -> Store:
-    """The store of these ranks. Raises TrainingError."""
+    """Connects to the store of these ranks. Raises TrainingError if that fails."""
     rank, ranks = environment.rank, environment.world_size
     timeout, where = timedelta(seconds=seconds), environment.meeting_point
     try:
@@ -222,8 +223,11 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
 
 
 def set_timeout(seconds: int) -> None:
-    """Sets the timeout of all groups except that of checkpoints: when all exist, since those of a
-    mesh start with a default, and again after the slow first collectives."""
+    """Sets the timeout of all groups except that of checkpoints.
+
+    Must be called when all groups exist, because those of a device mesh start with a default
+    timeout, and again after the first collectives, which are slow.
+    """
     for group in list(distributed_c10d._world.pg_map):
         if group.group_desc != CHECKPOINT_GROUP:
             distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -88,8 +88,8 @@ def rank_main(run: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends (prctl(2), PR_SET_PDEATHSIG). Ends at
-    once if that is gone already. parent: its process id."""
+    """Makes the kernel kill this process when its parent ends (prctl(2), PR_SET_PDEATHSIG). Ends at
+    once if the parent has ended already. parent: its process id."""
     with contextlib.suppress(OSError, AttributeError):  # not on Linux
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:

@@ -75,17 +75,18 @@ class Account:
     message: str
     """Printed at once."""
     noted: dict[str, Any]
-    """For events.jsonl, where a smaller micro-batch would help."""
+    """Fields for events.jsonl; empty if a smaller micro-batch would not help."""
     restarts_now: bool
     """torchrun restarts the run at once with a smaller micro-batch, so nothing is planned."""
     conclude: Callable[[float], str]
-    """What is held beside the plan, what exceeds it, and what fits; takes a time limit."""
+    """Returns which memory is not in the plan, what exceeds the plan, and which configuration fits.
+    Takes a time limit in seconds."""
 
 
 class PostMortem(Protocol):
     """Examines why memory ran out: in this process, or where the kernel killed another one.
 
-    step: the last finished one. process: such as `rank 1 of 2`.
+    step: the last finished step. process: its name, such as `rank 1 of 2`.
     """
 
     def examine(

@@ -47,7 +47,8 @@ from launcher.reliability.run_directory import RunFolder
 CLAIMS, _REPORTED, _OWNER = "failed/claims", "failed/reported", "owner"
 _PROCESS = "process/{}".format
 NOTICED, ENDED = "failed/noticed_{}".format, "failed/rank_{}".format
-"""By rank: it runs and noticed another rank's claim; it failed itself or ended in order."""
+"""Keys by rank: the rank runs and has noticed another rank's claim; it has failed or ended in
+order."""
 
 _REPORT_SECONDS = 60.0
 """Time for the memory plan to find what would fit."""
@@ -112,7 +113,7 @@ class FailureWatch:
         """Flushes and closes what the run writes, before a failure ends this process."""
         self.neighbours = Neighbours(environment)
         self.claimed = False
-        """A thread of this rank reports; no other one may end the process meanwhile."""
+        """A thread of this rank reports; meanwhile no other thread may end the process."""
         self._found = run.read_status()
         self._shared, self.store = store, self._connect(store)
         self._killed = host_memory.killed()
@@ -141,7 +142,7 @@ class FailureWatch:
         self.announce_end()
 
     def announce_end(self) -> None:
-        """This rank ends in order, or has failed: its neighbours must not report a lost process."""
+        """This rank ends in order or has failed: its neighbours must not report it as lost."""
         with contextlib.suppress(Exception):
             self.store.set(NOTICED(self.rank), "")
             self.store.set(ENDED(self.rank), "")
@@ -152,8 +153,10 @@ class FailureWatch:
     # Claims
 
     def claim(self, *, ask_store: bool = True, ends: bool = True) -> bool:
-        """True for one thread of one rank, which then must `report`. If the store fails,
-        status.json decides. ends: this rank ends even if it does not report."""
+        """Claims the failure. Returns True in one thread of one rank, which must then `report`.
+
+        If the store fails, status.json decides. ends: this rank ends even if it does not report.
+        """
         with self._claiming:
             if self.claimed:
                 return False
@@ -210,7 +213,7 @@ class FailureWatch:
         self.environment.tell_agent(text)
         if account is not None:
             if not account.restarts_now:
-                self._print("asking the memory plan what would fit ...")
+                self._print("searching for a configuration that fits by the memory plan ...")
             answer = account.conclude(_REPORT_SECONDS)
             self._print(answer)
             text = f"{text}\n{answer}"
@@ -273,7 +276,7 @@ class FailureWatch:
         return "error", f"{name} failed in step {step}: {describe(error)}", None
 
     def _out_of_memory(self, text: str, ask: Callable[[PostMortem], Account]) -> Cause:
-        """text: for where the memory is not known yet, or the examination fails."""
+        """text: the message if there is no post-mortem yet, or if its examination fails."""
         account = None
         with contextlib.suppress(Exception):
             if self.post_mortem is not None:
@@ -284,7 +287,7 @@ class FailureWatch:
 
     def report_lost(self, lost: list[int], *, ask_store: bool = True) -> None:
         """Reports neighbours that were killed, and ends this process. Returns if another rank
-        reports or, by the store, they ended in order."""
+        reports, or if the store shows that they ended in order."""
         if ask_store:
             lost = [rank for rank in lost if not self.is_set(ENDED(rank))]
         if lost and self.claim(ask_store=ask_store):
@@ -336,7 +339,7 @@ class FailureWatch:
         with contextlib.suppress(OSError, TrainingError):
             self.run.write_status("stopped", step=step, reason=source)
             self.run.note("stopped", ranks=self.ranks, step=step, reason=source)
-        # The others may end only now: rank 0 releases the folder, and with that ends the writing
+        # The others may end only now: rank 0 releases the folder, after which no rank may write
         status = EXIT_DONE if self.environment.torchrun else EXIT_STOPPED
         self._set_reported(status)
         self.end(status)

@@ -1,9 +1,9 @@
 """The lock of a run folder: one job at a time may write there. Imports no torch.
 
-RUN_DIR/owner holds numbered records, and the highest number owns the folder. To take the folder is
-to create the next number, which a file system lets only one process do (O_EXCL, on NFS too).
-Records are never replaced or removed, so two processes that find the same dead owner cannot both
-succeed it. An owner that finds a higher number is fenced off: it writes nothing more.
+RUN_DIR/owner holds numbered records, and the highest number owns the folder. A process takes the
+folder by creating the record with the next number, which succeeds for one process only (O_EXCL, on
+NFS too). Records are never replaced or removed, so two processes that find the same dead owner
+cannot both take over. An owner that finds a higher number is fenced off: it writes nothing more.
 
 Clocks of different machines are never compared. On the owner's machine its process is looked up.
 Elsewhere the heartbeat of its record is awaited, for longer than the interval between heartbeats
@@ -27,9 +27,9 @@ from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
 
 TOUCH_SECONDS = 15.0
-"""Between heartbeats."""
+"""Seconds between the heartbeats of an owner."""
 LEASE_SECONDS = 120.0
-"""An owner on another machine without a heartbeat for so long is gone."""
+"""An owner on another machine counts as dead after this time without a heartbeat."""
 _RELEASED = ".released"
 """Suffix of the file that releases a record."""
 
@@ -48,7 +48,7 @@ class Owner(BaseModel):
     """`this_machine` of the process."""
     pid: int
     started: int
-    """`process_start`: the kernel reuses process ids."""
+    """`process_start` of the process, because the kernel reuses process ids."""
     job: str | None
     job_restart_count: int
     run_id: str | None
@@ -61,14 +61,14 @@ class Owner(BaseModel):
         return f"process {self.pid} on {self.host}{job}, since {since}"
 
     def alive(self) -> bool | None:
-        """Whether the process runs; None: it is on another machine."""
+        """Whether the process runs; None if it is on another machine."""
         if self.machine != this_machine():
             return None
         return process_start(self.pid) == self.started
 
 
 def process_start(pid: int) -> int | None:
-    """Start of a process in ticks since boot (proc_pid_stat(5), field 22); None: it has ended."""
+    """Start of a process in ticks since boot (proc_pid_stat(5), field 22); None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
@@ -92,15 +92,15 @@ def succeeds(new: Owner, old: Owner) -> bool:
     if new.job == old.job is not None and new.job_restart_count != old.job_restart_count:
         return new.job_restart_count > old.job_restart_count
     # Ranks with the same run id and meeting point belong to one torchrun, which has one generation
-    # of workers at a time. The run id alone may be another torchrun's, and every machine has a
-    # localhost: there the old process is looked up
+    # of workers at a time. A run id alone may be that of another torchrun, and a meeting point on
+    # localhost does not identify a machine: in these cases the old process is looked up
     same = new.run_id == old.run_id is not None and new.meeting_point == old.meeting_point
     host = (new.meeting_point or "localhost").rsplit(":", 1)[0]
     return same and not host.startswith(("127.", "localhost", "::1"))
 
 
 def _newest(folder: Path) -> tuple[int, Path]:
-    """The highest number, and its file: NUMBER.json, or NUMBER.released. Without one 0, folder."""
+    """The highest number and its file, NUMBER.json or NUMBER.released; else (0, folder)."""
     try:
         names = [name for name in os.listdir(folder) if name[:1].isdigit()]
     except (FileNotFoundError, NotADirectoryError):
@@ -110,7 +110,7 @@ def _newest(folder: Path) -> tuple[int, Path]:
 
 
 def _read(record: Path) -> Owner | None:
-    """None: there is no record, it was released, or is still being written."""
+    """The record; None if it does not exist, was released or is still being written."""
     try:
         return Owner.model_validate_json(record.read_bytes())
     except (OSError, ValueError):
@@ -118,6 +118,7 @@ def _read(record: Path) -> Owner | None:
 
 
 def _touched(record: Path) -> float:
+    """Time of a record's last heartbeat; 0 if it does not exist."""
     try:
         return record.stat().st_mtime
     except OSError:
@@ -125,8 +126,11 @@ def _touched(record: Path) -> float:
 
 
 def current_owner(run_dir: Path) -> tuple[Owner, bool | None] | None:
-    """The owner of a run folder, if any, and whether it is alive: None on another machine without a
-    recent heartbeat, by clocks that may differ."""
+    """The owner of a run folder and whether it is alive; None if there is no owner.
+
+    Whether it is alive is None if it is on another machine and its last heartbeat is old; the
+    clocks of the machines may differ.
+    """
     _, record = _newest(run_dir / "owner")
     owner = _read(record)
     if owner is None:
@@ -148,8 +152,11 @@ class Ownership:
 
     @classmethod
     def take(cls, run_dir: Path, environment: Environment) -> Ownership:
-        """Waits for up to LEASE_SECONDS if the owner was on another machine and did not release the
-        folder. Raises RecipeError if another job owns it; nothing was changed then."""
+        """Takes the lock for this process.
+
+        Waits up to LEASE_SECONDS if the last owner was on another machine and did not release the
+        folder. Raises RecipeError, and changes nothing, if another job owns the folder.
+        """
         folder = run_dir / "owner"
         mine = Owner(
             host=socket.gethostname(),
@@ -179,7 +186,7 @@ class Ownership:
 
     @classmethod
     def follow(cls, run_dir: Path, name: str) -> Ownership:
-        """On the other ranks of the run. name: that of rank 0's record."""
+        """The lock on the other ranks of the run. name: file name of rank 0's record."""
         return cls(run_dir / "owner" / name, own=False)
 
     @property
@@ -192,12 +199,12 @@ class Ownership:
         if newest.stem == self._record.stem:
             return
         owner = _read(newest)
-        new = owner.describe() if owner is not None else "nobody"
+        new = owner.describe() if owner is not None else "another process"
         text = f"{self._record.parent.parent} now belongs to {new}; "
         raise TrainingError(f"{text}this run ends, and writes nothing more", reason="superseded")
 
     def release(self) -> None:
-        """Releases the lock: the next job need not find out whether this process is gone."""
+        """Releases the lock, so that the next job need not check whether this process has ended."""
         if not self._own or self._released.is_set():
             return
         self._released.set()
@@ -212,7 +219,10 @@ class Ownership:
 
 
 def _read_complete(record: Path) -> Owner | None:
-    """None: no owner. A process whose record stays unreadable for a second has died."""
+    """Reads a record, and waits up to a second if it is still being written.
+
+    None: there is no owner, or it died before its record was complete.
+    """
     for _ in range(10):
         if (owner := _read(record)) is not None or record.suffix != ".json":
             return owner
@@ -221,7 +231,7 @@ def _read_complete(record: Path) -> Owner | None:
 
 
 def _create(record: Path, owner: Owner) -> bool:
-    """False if the name exists."""
+    """Creates a record. Returns False if that number exists already."""
     try:
         with record.open("x") as stream:
             stream.write(owner.model_dump_json(indent=1) + "\n")
@@ -249,6 +259,6 @@ def _refuse_if_alive(run_dir: Path, owner: Owner, record: Path) -> None:
     while time.monotonic() < deadline:
         time.sleep(min(1.0, LEASE_SECONDS / 10))
         if _newest(record.parent)[1] != record:
-            return  # released or taken, which creating the next number will show
+            return  # released, or taken by another process: the caller looks again
         if _touched(record) != touched:
             raise refusal

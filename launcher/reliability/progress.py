@@ -11,7 +11,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.step = 0
-        """The last finished one; after a resume, that of the checkpoint."""
+        """The last finished step; after a resume, that of the checkpoint."""
         self.phase = "start"
         """data, forward, backward, optimizer, evaluation, ..."""
         self.beats = 0
@@ -24,7 +24,7 @@ class Progress:
         """No step has begun, so a requested stop has nothing to save."""
 
     def heartbeat(self, phase: str) -> None:
-        """A phase begins."""
+        """Must be called when a phase begins."""
         self.phase = phase
         self.beats += 1
         self.micro_batch += phase == "forward"

@@ -39,11 +39,12 @@ class RunFolder:
         self._ranks: int | None = None
 
     def take(self, environment: Environment) -> None:
-        """Raises RecipeError if another job owns the folder."""
+        """Takes the lock of the folder. Raises RecipeError if another job owns it."""
         self.ownership = Ownership.take(self.path, environment)
 
     def check(self) -> None:
-        """Before each write. Raises TrainingError (reason superseded) if another job took over."""
+        """Must be called before each write. Raises TrainingError (reason superseded) if another job
+        took over."""
         if self.ownership is not None:
             self.ownership.check()
 
@@ -54,9 +55,10 @@ class RunFolder:
     # Earlier starts
 
     def was_begun_by(self, environment: Environment) -> bool:
-        """Whether an earlier start of this job began the run in the folder. Before `note_start`.
+        """Whether an earlier start of this job began the run in the folder.
 
-        A restart alone does not prove that: a refused job is restarted too.
+        Must be called before `note_start`. A restart alone does not prove that an earlier start
+        began the run: a refused job is restarted too.
         """
         mine = _identity(environment)
         return environment.restarted and any(
@@ -81,7 +83,10 @@ class RunFolder:
         return any(event.get("origin") == origin for event in read_jsonl(self.events))
 
     def refuse_if_used(self, why: str) -> None:
-        """Raises RecipeError if a run trained into this folder. why: it is not resumed."""
+        """Raises RecipeError if a run trained into this folder.
+
+        why: the reason that the run is not resumed.
+        """
         recorded = self.metrics.exists() and self.metrics.stat().st_size
         if not recorded and not any((self.path / "checkpoints").glob("step_*")):
             return
@@ -95,8 +100,10 @@ class RunFolder:
     # Files
 
     def create(self, recipe_yaml: str, *, from_scratch: bool = True) -> None:
-        """Makes the folder and writes the recipe; from_scratch: discards metrics and samples. Raises
-        RecipeError if that is not possible."""
+        """Makes the folder and writes the recipe. Raises RecipeError if that is not possible.
+
+        from_scratch: discards metrics and samples.
+        """
         self.check()
         try:
             self.log.mkdir(parents=True, exist_ok=True)
@@ -139,7 +146,8 @@ class RunFolder:
         """Appends a line to events.jsonl: `event`, `time`, `host`, `attempt` (the number of the
         start), `ranks` (the last ones given) and the keywords.
 
-        A start also has `found`, `found_step` and `found_time`: how the last attempt left the folder.
+        The event `started` also has `found`, `found_step` and `found_time`: the state in which the
+        last attempt left the folder.
         """
         self.check()
         self._ranks = more.get("ranks", self._ranks)
@@ -156,7 +164,7 @@ class RunFolder:
 
 
 def _identity(environment: Environment) -> dict[str, str | None]:
-    """What all starts of a job have in common: Slurm's id, torchrun's, the agent's."""
+    """Ids that all starts of a job share: Slurm's job id, torchrun's run id, and its agent."""
     agent = f"{socket.gethostname()}:{environment.parent}" if environment.torchrun else None
     run_id = environment.run_id if environment.run_id not in (None, "", "none") else None
     return {"job": environment.job, "run_id": run_id, "agent": agent}
@@ -197,13 +205,13 @@ def last_line(file: Path, *, having: str = "step") -> dict[str, Any]:
 
 
 class _Tee:
-    """A text stream that writes to two."""
+    """A text stream that writes to two streams."""
 
     def __init__(self, first: TextIO, second: TextIO) -> None:
         self._first, self._second = first, second
 
     def write(self, text: str) -> int:
-        if "\r" not in text:  # a progress line, which a terminal overwrites
+        if "\r" not in text:  # a progress line, which is for a terminal only
             self._second.write(text)
         return self._first.write(text)
 
@@ -217,8 +225,11 @@ class _Tee:
 
 @contextlib.contextmanager
 def rank_log(folder: Path, rank: int) -> Iterator[TextIO]:
-    """Sends what this rank prints to `log/rank_N.log`, on rank 0 to the console too. Yields the
-    console. On other ranks the log also has what C++ libraries print."""
+    """Redirects the output of this rank to `log/rank_N.log`, and yields the console.
+
+    The output of rank 0 goes to the console as well. On the other ranks the log also has the output
+    of C++ libraries.
+    """
     with (folder / f"rank_{rank}.log").open("a", buffering=1, encoding="utf-8") as log:
         if rank == 0:
             console, streams = sys.stderr, (sys.stdout, sys.stderr)

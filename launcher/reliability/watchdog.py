@@ -1,8 +1,8 @@
 """A thread of each rank that notices what the training loop cannot.
 
-Without the other ranks: torchrun's agent has ended, a file asks to save or to stop, a signal
-arrived. Over the store that the ranks share: a rank failed, a process of this node was killed, a
-rank hangs.
+Without the other ranks, it notices that torchrun's agent has ended, that a file requests to save or
+to stop, or that a signal has arrived. Through the store that the ranks share, it notices that a
+rank has failed, that a process of this node was killed, or that a rank hangs.
 
 The first rank without a heartbeat (`Progress`) for run.hang_timeout asks all ranks for their stacks
 and reports which one is behind. A rank that does not answer is stopped or swapped out, or a call
@@ -29,7 +29,7 @@ from launcher.reliability.failures import CLAIMS, ENDED, NOTICED, FailureWatch
 from launcher.reliability.signals import StopRequest
 
 _ROUND_SECONDS = 1.0
-"""At most; with a short run.hang_timeout a tenth of it."""
+"""Longest time between two checks; with a short run.hang_timeout a tenth of it."""
 _GRACE_SECONDS = 4.0
 """Time for this rank to end by itself after another one has failed."""
 _NEIGHBOUR_LOST_SECONDS = 3.0
@@ -42,7 +42,7 @@ _ANSWER_SECONDS = 5.0
 _SLOW, _HANG, _ANSWER = "watch/slow", "watch/hang", "watch/answer_{}".format
 
 Answer = dict[str, Any]
-"""A rank's position in its code, and what it knows of its neighbours."""
+"""A rank's position in its code, its collectives, and the states of its neighbours' processes."""
 
 
 class Watch:
@@ -77,7 +77,7 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._done.set()
         if self._thread is not threading.current_thread():
-            # A thread that is still in the store when the interpreter ends would abort it
+            # A thread that still uses the store when the interpreter ends would abort the process
             self._thread.join(timeout=11)
         faulthandler.cancel_dump_traceback_later()
         if self._stopped_by_file:
@@ -182,7 +182,7 @@ class Watch:
             self._fail("agent_lost", text)
 
     def _fail(self, reason: str, text: str, *, ask_store: bool = True) -> None:
-        """Reports what this rank has noticed, unless another one reports, and ends this process."""
+        """Reports a failure, unless another rank reports, and ends this process."""
         if self._failures.claim(ask_store=ask_store):
             self._failures.report(reason, text)
         elif self._failures.claimed:  # another thread of this rank reports
@@ -192,8 +192,8 @@ class Watch:
     # Hangs
 
     def _report_hang(self) -> None:
-        """Ends the run, unless another rank does."""
-        if not self._failures.claim(ends=False):  # it answers the rank that reports
+        """Reports the hang and ends the run, unless another rank has claimed a failure."""
+        if not self._failures.claim(ends=False):  # the next round answers the rank that reports
             return
         answers, missing = {self._rank: self._answer()}, list[int]()
         with contextlib.suppress(Exception):  # of the store: this rank has claimed, so must report
@@ -215,11 +215,12 @@ class Watch:
         return missing
 
     def _describe(self, answers: dict[int, Answer], missing: list[int]) -> str:
-        """Which rank is behind, where, and where the others wait. missing: without an answer."""
+        """Which rank is behind, where, and where the others wait. missing: ranks that did not
+        answer."""
         first = min(answer["position"] for answer in answers.values())
         slowest = [rank for rank in answers if answers[rank]["position"] == first]
         behind = missing or sorted(slowest)
-        lines = [f"no sign of life for {self._hang_timeout:g} s (run.hang_timeout)"]
+        lines = [f"no heartbeat for {self._hang_timeout:g} s (run.hang_timeout)"]
         if len(behind) == self._ranks > 1:
             lines[0] += "; no rank is behind the others"
         for rank in behind[:8]:

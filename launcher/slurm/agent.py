@@ -41,14 +41,14 @@ def address(interface: str | None) -> str:
 
 
 def block_signals() -> None:
-    """Makes signals wait for `next_signal`, so that none is missed."""
+    """Blocks the signals until `next_signal` accepts them, so that none is missed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    for number in _REQUESTS:  # the kernel discards signals that the shell before has ignored
+    for number in _REQUESTS:  # the kernel discards signals that the shell has set to be ignored
         signal.signal(number, lambda *_: None)
 
 
 def next_signal(seconds: float) -> int | None:
-    """One of the signals, SIGCHLD at the end of a child; None: none within so many seconds."""
+    """One of the signals, SIGCHLD at the end of a child; None if none arrives in time."""
     arrived = signal.sigtimedwait(_SIGNALS, seconds)
     return None if arrived is None else arrived.si_signo
 

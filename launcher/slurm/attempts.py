@@ -30,12 +30,12 @@ class Decision(NamedTuple):
     status: int
     """Exit status of the job."""
     failures: int
-    """In a row, with this attempt."""
+    """Failures in a row, including this attempt."""
     why: str
 
 
 def newest_checkpoint(run_dir: Path) -> int:
-    """Its step; 0: there is none."""
+    """Step of the newest checkpoint; 0 if there is none."""
     return max(map(step_of, list_checkpoints(run_dir / "checkpoints")), default=0)
 
 
@@ -49,9 +49,9 @@ class Attempts:
     run_dir: Path
     max_failures: int
     job: str
-    """The first one of its chain of successors."""
+    """The first job of the chain of successors."""
     failures: int = 0
-    """In a row, since the newest checkpoint was written."""
+    """Failures in a row, since the newest checkpoint was written."""
     checkpoint: int = 0
     """Step of the newest checkpoint when the attempt began."""
     found: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Attempts:
 
     @classmethod
     def read(cls, run_dir: Path, job: str, *, max_failures: int) -> Attempts:
-        """Attempts of other jobs of the folder do not count."""
+        """Reads the attempts of a job; those of another job in the same folder do not count."""
         values = {}
         with contextlib.suppress(OSError, ValueError):
             values = json.loads((run_dir / "slurm" / "attempts.json").read_text())
@@ -76,7 +76,7 @@ class Attempts:
         replace_text(self.run_dir / "slurm" / "attempts.json", json.dumps(values) + "\n")
 
     def begin(self) -> str | None:
-        """Notes that an attempt begins. Returns why it may not; None: it may."""
+        """Records that an attempt begins. Returns why it must not begin, or None."""
         status, newest = RunFolder(self.run_dir).read_status(), newest_checkpoint(self.run_dir)
         if newest > self.checkpoint:
             self.failures = 0
@@ -132,8 +132,8 @@ class Attempts:
         return Decision(True, EXIT_FAILED, failures, f"{what}: requeued")
 
     def end(self, decision: Decision, *, killed: bool) -> None:
-        """Notes how the attempt ended; also in status.json, if the run is given up or was killed,
-        of which its ranks know nothing."""
+        """Records how the attempt ended. Also writes status.json if the run is given up or was
+        killed, because the ranks cannot record that."""
         self.failures, self.checkpoint = decision.failures, newest_checkpoint(self.run_dir)
         self.open = False
         self.write()

@@ -28,7 +28,7 @@ from launcher.slurm.render import ranks_per_node
 from launcher.slurm.scheduler import JobInfo, log, scontrol
 
 _SIGNAL_AGAIN_SECONDS = 5
-"""Signals are lost on a node until its agent listens."""
+"""Time between repeated signals: a node loses those sent before its agent handles them."""
 _PREFLIGHT_NODES_SECONDS, _PREFLIGHT_ALL_SECONDS = 300, 180
 
 
@@ -39,9 +39,9 @@ class Job:
         self.script: str = options.script
         self.lead: int = options.lead
         self.warned = bool(options.warned)
-        """Of a time limit or a preemption (SIGUSR1)."""
+        """Slurm has warned of a time limit or a preemption (SIGUSR1)."""
         self.terminated = bool(options.terminated)
-        """By scancel and others (SIGTERM)."""
+        """Terminated by scancel or others (SIGTERM)."""
         variables = os.environ
         task = variables.get("SLURM_ARRAY_TASK_ID")
         run_dir, self.recipe = options.run[int(task or 0)]
@@ -75,7 +75,7 @@ class Job:
         return self.warned or self.terminated
 
     def wait(self, seconds: float) -> None:
-        """Waits for a signal, the end of a child, or so many seconds."""
+        """Waits for a signal or the end of a child, for at most this many seconds."""
         arrived = next_signal(seconds)
         self.terminated |= arrived == signal.SIGTERM
         self.warned |= arrived in (signal.SIGUSR1, signal.SIGALRM)
@@ -97,8 +97,9 @@ class Job:
         return None
 
     def _read_limits(self, known: JobInfo) -> None:
-        """Finds signals that arrived before this program listened. Lets the job warn itself, if
-        the run needs more time to save than the lead that Slurm has."""
+        """Detects what Slurm signalled before this program handled signals. Sets an alarm as an
+        earlier warning if saving takes longer than the time between Slurm's warning and the limit.
+        """
         self.terminated |= known.ending
         self.warned |= known.preempted
         if known.end_time is None:

@@ -12,16 +12,16 @@ from launcher.slurm.scheduler import log
 LATE = 124
 """Exit status of a check that was ended because it took too long, as of timeout(1)."""
 _ALL = "all nodes"
-"""Where no single node is to blame."""
+"""Stands for a node in a problem that no single node causes."""
 Problems = list[tuple[str, str]]
 """A node, or `all nodes`, and what is wrong there."""
 
 
 def each(file: Path, nodes: Sequence[str], *, status: int) -> Problems:
-    """Of the nodes alone. file: lines `NODE fit: ...` or `NODE unfit: ...` (`launcher doctor
-    --node`). status: of the srun.
+    """Problems of nodes that were checked one by one.
 
-    Nodes without a result are bad, unless there is none at all.
+    file: lines `NODE fit: ...` or `NODE unfit: ...` (`launcher doctor --node`). status: of
+    the srun. Nodes without a result are bad, unless there is none at all.
     """
     lines = file.read_text(errors="replace").splitlines()
     found = [match for line in lines if (match := re.match(r"(\S+) ((un)?fit: .*)", line))]
@@ -35,7 +35,7 @@ def each(file: Path, nodes: Sequence[str], *, status: int) -> Problems:
 
 
 def together(file: Path, *, status: int) -> Problems:
-    """Of all nodes together. file: the report of `launcher doctor json=FILE`."""
+    """Problems found on all nodes together. file: the report of `launcher doctor json=FILE`."""
     try:
         findings = json.loads(file.read_text())["findings"]
     except (OSError, ValueError):
@@ -46,7 +46,7 @@ def together(file: Path, *, status: int) -> Problems:
 
 
 def report(problems: Problems, nodes: Sequence[str], file: Path) -> list[str]:
-    """Writes the problems to the job's log and returns the bad nodes. file: with all output."""
+    """Writes the problems to the job's log and returns the bad nodes. file: holds all output."""
     bad = [node for node in nodes if node in dict(problems)]
     if problems:
         what = f"not fit to train: {', '.join(bad)}"

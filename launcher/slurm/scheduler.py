@@ -75,9 +75,9 @@ class JobInfo:
     state: str = ""
     restarts: int | None = None
     preempted: bool = False
-    """In its current start."""
+    """Whether it was preempted in its current start."""
     end_time: float | None = None
-    """Of the allocation, in seconds since 1970."""
+    """End of the allocation, in seconds since 1970."""
     excluded: str = ""
     timed_out: bool = False
 
