@@ -1,8 +1,8 @@
-"""`launcher plan recipe=... [gpu=h100 | gpu_memory=80GiB]`: will it fit? Needs no GPU, no weights.
+"""`launcher plan recipe=... [gpu=h100 | gpu_memory=80GiB]`: plans memory and speed, without a GPU.
 
-With `--verify` it trains three steps on this machine, with random weights and tokens. Exit status
-3 if the planned peak is more than 5 % above or 2 % below the measured one. With `--measure` it
-trains a few steps of the configurations that should be fastest.
+With `--verify` it trains three steps on this machine, with random weights and tokens; the exit
+status is 3 if the planned peak is more than 5 % above or 2 % below the measured one. With
+`--measure` it trains a few steps of the configurations that should be fastest.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _report(
     quiet: bool,
 ) -> dict[str, Any]:
     """The plan as JSON. Raises TrainingError if the processes that `verify` starts fail."""
-    # After all errors of the user, because they import torch
+    # These modules import torch; errors in the command line are reported before
     from rich.console import Console
 
     from launcher.planner import measure, measured, plan, search
@@ -172,9 +172,9 @@ def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], st
 
 
 def _this_machine(machine: Machine, option: str, gpu: str | None) -> Machine:
-    """The machine with the memory that is available here, where none was given.
+    """The machine with the memory that is available on this one, unless it was given.
 
-    option: `verify` or `measure`. gpu: as it was given.
+    option: `verify` or `measure`. gpu: the argument of the command.
     Raises RecipeError unless this machine has the planned devices.
     """
     problem, ranks = "", machine.gpus_per_node
@@ -200,7 +200,7 @@ def _this_machine(machine: Machine, option: str, gpu: str | None) -> Machine:
 
 
 def detect_gpus() -> tuple[str, int, int] | None:
-    """Name and bytes of this machine's GPUs, and how many there are; None without a GPU."""
+    """Name, bytes of memory and number of this machine's GPUs; None without a GPU."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,6 +1,7 @@
-"""All configurations that a recipe could run in.
+"""The candidate configurations of a recipe.
 
-None changes what is learned, except mixed precision, which is offered in place of float32.
+None of them changes the result of training, except mixed precision, which is offered in place of
+float32.
 """
 
 from __future__ import annotations
@@ -34,28 +35,29 @@ LARGEST_MICRO_BATCH = 512
 class Configuration:
     recipe: Recipe
     plan: Plan
-    """Estimated, or traced."""
+    """The memory plan of this configuration, estimated or traced."""
     seconds: StepTime
-    """Of a step, predicted."""
+    """Predicted time of an optimizer step."""
     overrides: tuple[str, ...]
-    """To add to the command; empty: as written."""
+    """Overrides to add to the command; empty if this is the recipe as written."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks, predicted."""
+        """Predicted throughput of all ranks together."""
         return tokens_per_step(self.recipe) / self.seconds.total
 
     @property
     def hours(self) -> float:
-        """Of all steps, predicted; with run.epochs of a billion tokens (the number of samples is not
-        known)."""
+        """Predicted duration of `run.max_steps` steps. With `run.epochs`, the number of samples is
+        not known, so this is the duration of a billion tokens."""
         steps = self.recipe.run.max_steps
         seconds = steps * self.seconds.total if steps else 1e9 / self.tokens_per_second
         return seconds / 3600
 
     @property
     def offloads(self) -> bool:
-        """Whether the optimizer state, or all, is in host memory or in files."""
+        """Whether the optimizer state alone, or also parameters and gradients, are offloaded to
+        host memory or files."""
         return self.recipe.strategy.cpu_offload is not None
 
 
@@ -68,8 +70,11 @@ def variants(
     reshards: bool = False,
     precisions: bool = True,
 ) -> list[Recipe]:
-    """All combinations that have an effect, each once. The flags say what may vary; reshards: the
-    resharding after the forward pass, where the strategy does not."""
+    """All combinations of settings that have an effect, each once.
+
+    The flags select what may vary. reshards: resharding after the forward pass, for use without
+    `strategies`, which varies it too.
+    """
     found: dict[Any, Recipe] = {}
     for batch in _batches(written, machine) if micro_batches else [written.batch]:
         sized = dataclasses.replace(written, batch=batch)
@@ -108,7 +113,7 @@ def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
 def _pairs(
     written: Recipe, machine: Machine, accumulates: bool, *, precisions: bool
 ) -> Iterator[tuple[Strategy, ActivationCheckpointing | None]]:
-    """Strategies with kinds of checkpointing."""
+    """Pairs of a strategy and an activation checkpointing (None: no checkpointing)."""
     on_gpu = machine.device == "cuda"
     mixed = [written.strategy.mixed_precision]
     if precisions and on_gpu and compute_dtype(written.strategy) == torch.float32:
@@ -128,7 +133,7 @@ def _pairs(
 def _strategies(
     written: Recipe, machine: Machine, precision: MixedPrecision | None, accumulates: bool
 ) -> Iterator[Strategy]:
-    """DDP; FSDP with copies (shards inside of a node), resharding, and CPU offload."""
+    """DDP, and FSDP with all settings of hybrid sharding, resharding and CPU offload."""
     wide = precision and dataclasses.replace(precision, reduce_dtype="float32")
     syncs: list[Any] = ["auto", True] if accumulates else ["auto"]
     for sync, zero in itertools.product(syncs, {False, machine.ranks > 1}):
@@ -163,10 +168,13 @@ def _strategies(
 
 
 def complexity(one: Configuration, written: Recipe) -> tuple[int, ...]:
-    """To compare configurations of equal speed, the last resort first: CPU offload, activations on
-    the host, unusual settings, precision, checkpointing, sharding, number of changes."""
+    """A sort key for configurations of equal speed; the simplest configuration has the smallest.
+
+    In order of weight: CPU offload, activations on the host, unusual settings, precision,
+    checkpointing, sharding, number of overrides.
+    """
     strategy, checkpointing = one.recipe.strategy, one.recipe.activation_checkpointing
-    # Of equal speed, `auto` keeps weights unsharded
+    # Among configurations of equal speed, `auto` prefers to keep weights unsharded
     usual_reshard = written.strategy.reshard_after_forward != "auto"
     unusual = (
         strategy.replicate > 1,
@@ -186,8 +194,8 @@ def complexity(one: Configuration, written: Recipe) -> tuple[int, ...]:
 
 
 def smallest(written: Recipe, machine: Machine) -> Iterator[Recipe]:
-    """The configurations that need least memory, the faster first: one sequence at a time, all
-    blocks recomputed, all sharded."""
+    """The configurations that need the least memory, the faster ones first: micro-batches of one
+    sequence, full activation checkpointing, FSDP over all ranks."""
     size: dict[str, Any] = {"micro_batch_size": 1}
     if written.batch.micro_batch_tokens is not None:
         size = {"micro_batch_tokens": written.data.sequence_length}
@@ -203,7 +211,7 @@ def smallest(written: Recipe, machine: Machine) -> Iterator[Recipe]:
 
 
 def overrides_between(before: Any, after: Any, path: str = "") -> tuple[str, ...]:
-    """What must follow `recipe=...` to change one recipe into the other, key by key.
+    """The overrides that change one recipe into the other, one for each key that differs.
 
     before, after: recipes, or values of the key `path`.
     """
@@ -213,7 +221,7 @@ def overrides_between(before: Any, after: Any, path: str = "") -> tuple[str, ...
         text = "null" if after is None else str(after)
         return (f"{path}={text.lower() if isinstance(after, bool) else text}",)
     names = [field.name for field in dataclasses.fields(after)]
-    if before is None:  # a section that was off: what is not its default, or its first key
+    if before is None:  # the section was null: keys that differ from the default, or the first key
         default = type(after)()
         names = [n for n in names if getattr(after, n) != getattr(default, n)] or names[:1]
     found: list[str] = []

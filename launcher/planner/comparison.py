@@ -18,7 +18,7 @@ SECONDS = 120
 PATIENCE = 60
 """Seconds that the end of a short run waits for the plan."""
 TOO_FAR = 0.10
-"""Difference that is worth a warning."""
+"""Relative difference above which a warning is logged."""
 
 
 def predict_peak(recipe: Recipe, machine: Machine) -> tuple[int, str]:
@@ -29,8 +29,10 @@ def predict_peak(recipe: Recipe, machine: Machine) -> tuple[int, str]:
 
 
 class Forecast:
-    """Plans a run on rank 0 in a separate process, and compares the plan once steps were measured:
-    on a CPU with the growth of resident memory since this was made."""
+    """Plans a run on rank 0 in a separate process, and compares the plan with measured steps.
+
+    On a CPU it is compared with the growth of resident memory since this object was created.
+    """
 
     def __init__(self, recipe: Recipe, machine: Machine) -> None:
         self._resident = host_memory.resident() if machine.device == "cpu" else None
@@ -54,15 +56,16 @@ class Forecast:
         if self._answer is None:
             return None
         if isinstance(self._answer, Exception):
-            why = str(self._answer).strip().splitlines()[-1]
+            lines = str(self._answer).strip().splitlines() or [type(self._answer).__name__]
+            why = lines[-1]
             return f"memory: the peak cannot be compared with a plan: {why}"
         return comparison_text(*self._answer, measured, resident=self._resident)
 
 
 def comparison_text(planned: int, where: str, measured: int, *, resident: int | None) -> str:
-    """The plan's peak, where it is, and the measured one.
+    """A line with the planned peak, where in the step it is, and the measured peak.
 
-    resident: on a CPU, bytes of this process before there was a model.
+    resident: on a CPU, resident bytes of this process before the model was built.
     """
     text = f"memory: {bytes_as_text(planned)} at the peak by plan, {where}; "
     if resident is not None:

@@ -1,4 +1,4 @@
-"""The machine that a run is on, and the choice for `auto` there."""
+"""Detects the machine of a run, and chooses the settings that are `auto` for it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ logger = logging.getLogger(__name__)
 SECONDS = 300
 """Time limit of the choice."""
 OWN_CONTEXT = 2**30
-"""Bytes of a GPU that this process's context and communicators hold. An estimate. A plan counts
-them as needed, so they must count as available."""
+"""Bytes of a GPU that the CUDA context and communicators of this process hold. An estimate. A plan
+includes them in the memory needed, so they must also be included in the memory available."""
 
 
 def detect_machine(ranks: DataParallel, environment: Environment) -> Machine:
-    """The devices of all ranks; every rank must call this. The smallest memory counts for all."""
+    """The machine that all ranks run on, with the smallest memory of all devices.
+
+    Every rank must call this.
+    """
     device, on_node = ranks.device, environment.local_world_size
     left = host_memory.available()
     host = None if left is None else left // on_node + host_memory.resident()
@@ -47,7 +50,7 @@ def detect_machine(ranks: DataParallel, environment: Environment) -> Machine:
     every: list[Any] = [None] * ranks.size
     dist.all_gather_object(every, ((name, total), memory, host, on_node), group=ranks.group)
     devices, memories, hosts, on_nodes = zip(*every, strict=True)
-    # Where nodes differ: as if each rank had a node of its own, with its share of the memory
+    # If the nodes differ, each rank is treated as a node of its own, with its share of the memory
     per_node = on_node if len(set(on_nodes)) == 1 else 1
     name, total = min(devices)
     machine = known_machine(
@@ -70,9 +73,9 @@ def resolve_auto(
 ) -> Recipe:
     """The recipe with rank 0's choice in place of `auto`; every rank must call this.
 
-    Writes it to RUN_DIR/recipe.yaml. A micro-batch that ran out of memory in this folder before, on
-    as many of the same devices, is not chosen again, nor a larger one. Raises RecipeError where
-    nothing fits, TrainingError where the plan fails.
+    Writes the recipe to RUN_DIR/recipe.yaml. Micro-batch sizes that ran out of memory in an earlier
+    start of this run, on as many of the same devices, are not chosen again, nor are larger ones.
+    Raises RecipeError if nothing fits, TrainingError if planning fails.
     """
     if not open_keys(recipe):
         return recipe
@@ -102,7 +105,7 @@ def resolve_auto(
 def _choose(
     recipe: Recipe, machine: Machine, failed: int | None
 ) -> tuple[Recipe, Sequence[str], str]:
-    """As `choose`. Raises RecipeError, with suggestions, where nothing fits."""
+    """Like `choose`, but raises RecipeError with suggestions if nothing fits."""
     devices = f"{machine.ranks} x {machine.name}"
     if failed == 1:
         raise RecipeError(
@@ -125,7 +128,8 @@ def choose(
     """The fastest configuration that was measured, or else that fits by plan, in place of `auto`.
 
     failed: the smallest micro-batch that ran out of memory. Returns the recipe without `auto`, the
-    overrides that make it, and why it was chosen; None: nothing fits, or no memory is known.
+    overrides that produce it, and why it was chosen; None if nothing fits, or if the size of the
+    memory is not known.
     """
     limit = None if failed is None else failed - 1
     after = f"; micro-batches of {failed} and more ran out of memory before" if failed else ""
@@ -145,7 +149,8 @@ def choose(
 
 
 def recorded_settings(recipe: Recipe, machine: Machine) -> dict[str, Any]:
-    """What events.jsonl records of an out-of-memory failure, beside the number of ranks."""
+    """The settings that events.jsonl records with an out-of-memory failure, besides the number of
+    ranks."""
     checkpointing, offload = recipe.activation_checkpointing, recipe.strategy.cpu_offload
     return {
         "micro_batch_size": recipe.batch.micro_batch_size,
@@ -160,8 +165,10 @@ def recorded_settings(recipe: Recipe, machine: Machine) -> dict[str, Any]:
 def failed_micro_batches(
     events: list[dict[str, Any]], *, machine: Machine, recipe: Recipe
 ) -> list[int]:
-    """Micro-batches that ran out of memory in a run folder, on as many of the same devices, with
-    the same settings (strategy `auto`: with any checkpointing and offload).
+    """Micro-batch sizes that ran out of memory in earlier starts of a run.
+
+    Only failures on as many of the same devices, with the same settings, are considered; with
+    strategy `auto` checkpointing and offload may differ.
 
     recipe: as written. Empty unless its micro-batch is `auto`.
     """

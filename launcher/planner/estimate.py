@@ -1,9 +1,13 @@
-"""Memory of a training step in closed formulas: they rank configurations.
+"""Estimates the memory of a training step with closed formulas, to rank configurations.
 
-Good to 10 %; the trace (`trace.py`) confirms what is shown. docs/memory_explained.md has the
-formulas. Beside them: hybrid sharding keeps averages over the copies until the next micro-batch's;
-without a reduction in each micro-batch, gradients of the whole model are kept in the reduction's
-dtype; an optimizer state in host memory has two buckets on the device.
+The estimate is accurate to 10 %; configurations that are shown are confirmed by a trace
+(`trace.py`). docs/memory_explained.md explains the formulas. In addition to those:
+
+- Hybrid sharding keeps the gradients averaged over the copies until those of the next micro-batch
+  replace them.
+- Without a reduction in each micro-batch, gradients of the whole model are kept in the dtype of the
+  reduction.
+- An optimizer state in host memory has two buckets on the device.
 """
 
 from __future__ import annotations
@@ -60,14 +64,14 @@ class _Step:
     def _set_states(self) -> None:
         """Parameters, gradients and optimizer state, on the device and on the host."""
         work, profile, strategy = self.work, self.work.profile, self.work.strategy
-        # In host memory or in files; without a GPU, host memory is the device's
+        # What is in host memory or in files; on a CPU, host memory is the memory of the device
         elsewhere = strategy.cpu_offload if work.on_gpu else None
         offload = elsewhere if offloads_parameters(elsewhere) else None
         masters = sum(sum(group.sizes(work.size)) for group in profile.groups) // work.shards
         gradients = 4 * profile.trained // work.shards
         self.shard = 0 if offload or work.ddp else gradients
-        # Hybrid sharding: FSDP keeps the averages over the copies until the next micro-batch's,
-        # unless they become the gradients: the first ones, without offload
+        # Hybrid sharding: FSDP keeps the averages over the copies until those of the next
+        # micro-batch. Without offload, the first averages become the gradients themselves
         averages = gradients if strategy.replicate > 1 and not work.ddp else 0
         first = 0 if offload else 1
         self.averages = averages if work.reductions > first else 0
@@ -111,18 +115,18 @@ class _Step:
             self.space = max(self.space, BACKWARD_WIDEST * block.widest + block.output)
 
     def _set_weights(self) -> None:
-        """Weights that are unsharded or cast: in the forward pass, after it, in the backward."""
+        """Unsharded or cast weights: in the forward pass, after it, and in the backward pass."""
         work, head = self.work, self.last is self.root
         every = work.size * sum(block.count for block in self.blocks) if self.keeps else 0
         self.kept_weights = every + (work.size * self.last.count if self.keeps or head else 0)
         self.between = self.kept_weights + (0 if head else work.size * self.root.count)
         self.forward = self.between
-        if work.ddp:  # autocast keeps all copies until the loss is there
+        if work.ddp:  # autocast keeps all copies until the loss is computed
             self.between = self.kept_weights = self.kept_casts
             self.forward = work.root.casts + sum(block.casts for block in work.blocks)
 
     def _set_logits(self) -> None:
-        """At the loss in the forward pass, and in the backward pass."""
+        """Memory of the logits and the loss, in the forward pass and in the backward pass."""
         work = self.work
         elements = work.tokens * work.logits_width
         computed = elements * (work.size + (0 if work.size == 4 else 4))
@@ -131,7 +135,7 @@ class _Step:
             self.loss = self.loss_backward = computed
 
     def _at(self, phase: Phase, /, **parts: float) -> Moment:
-        """A moment of the last micro-batch: these components beside what is held all the time."""
+        """A moment of the last micro-batch: these components, and what is held between steps."""
         workspaces = CUBLAS_WORKSPACES if self.work.on_gpu else 0
         parts["temporary"] = workspaces + parts.get("temporary", 0)
         parts["gradients"] = self.held.gradients + parts.get("gradients", 0)
@@ -143,7 +147,7 @@ class _Step:
     def moments(self) -> Iterator[Moment]:
         """The highest moments of a step's last micro-batch, and the optimizer's step."""
         work, profile = self.work, self.work.profile
-        # Gradients of the micro-batches before, and those that are being reduced
+        # Gradients of earlier micro-batches, and gradients that are being reduced
         before = flight = 0
         if work.reductions < work.micro_batches:
             before = work.reduce * profile.trained

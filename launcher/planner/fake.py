@@ -1,4 +1,4 @@
-"""What a trace replaces: fake tensors run neither DDP nor offload nor the operators of CUDA."""
+"""Replacements for a trace: fake tensors cannot run DDP, offload or the operators of CUDA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from launcher.strategies.activation_offload import ActivationOffload
 
 
 def keep_blocks(model: nn.Module, blocks: dict[str, nn.Module], indices: Sequence[int]) -> bool:
-    """Deletes all other blocks. Returns False where they are not in one list."""
+    """Deletes all blocks but those at `indices`.
+
+    Returns False, without a change, if the blocks are not all in one `nn.ModuleList`.
+    """
     names = list(blocks)
     parents = {name.rpartition(".")[0] for name in names}
     prefix = next(iter(parents), "")
@@ -39,7 +42,8 @@ def keep_blocks(model: nn.Module, blocks: dict[str, nn.Module], indices: Sequenc
 
 
 class Replacements(ExitStack):
-    """Attributes that are replaced until it is left, if the installed version has them."""
+    """A context in which attributes are replaced; those that the installed version lacks are
+    skipped."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         before = getattr(owner, name, None)
@@ -52,7 +56,7 @@ class Replacements(ExitStack):
 def replaced_for_tracing(
     tracker: Tracker, data: SyntheticData, *, device: str, pinned: bool | None
 ) -> Iterator[None]:
-    """Replaces what fake tensors cannot do, or do otherwise than the device.
+    """Replaces what fake tensors do not support, or do differently from the device.
 
     pinned: whether CPU offload pins its host memory; None: no offload.
     """
@@ -89,7 +93,7 @@ def replaced_for_tracing(
 
     def largest_part(matrix: torch.Tensor, _: torch.device) -> Any:
         on = torch.device(device if pinned is None else "cpu")
-        return islice(parts_of(matrix, on), 1)  # the others take as much, one after the other
+        return islice(parts_of(matrix, on), 1)  # the other parts follow and take no more memory
 
     with computing_as_on(device, data), Replacements() as replaced:
         replaced.set(group, "post_backward", marking)
@@ -109,8 +113,8 @@ def replaced_for_tracing(
 
 
 class Reducer(nn.Module):
-    """Stands in for DistributedDataParallel: buckets as large as the gradients, of which reduced
-    gradients are views."""
+    """Replaces DistributedDataParallel: buckets as large as the gradients. Reduced gradients are
+    views of the buckets."""
 
     def __init__(self, module: nn.Module, **settings: Any) -> None:
         super().__init__()
@@ -146,7 +150,8 @@ class Reducer(nn.Module):
 
 
 def _copying_to(tracker: Tracker, *, pinned: bool) -> Any:
-    """`Tensor.to` for CPU offload: fake tensors are all on one device, where it would not copy."""
+    """`Tensor.to` for CPU offload, which always copies: all fake tensors are on one device, so the
+    original would return the tensor itself."""
     plain = torch.Tensor.to
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -168,7 +173,7 @@ def _copying_to(tracker: Tracker, *, pinned: bool) -> Any:
 
 
 class TracedOffload(ActivationOffload):
-    """Copies tensors of the same device, and labels them."""
+    """Activation offload between tensors of one device, which labels the copies."""
 
     device_type = "cpu"
 
@@ -187,11 +192,11 @@ class TracedOffload(ActivationOffload):
         target.copy_(source)
 
     def _wait(self, event: None) -> None:
-        """Nothing runs."""
+        """Does nothing: fake tensors are not computed."""
 
 
 class TracedFile:
-    """Stands in for StateFile: takes no memory."""
+    """Replaces StateFile, without memory for its content."""
 
     def __init__(self, tracker: Tracker, folder: Any, size: int) -> None:
         self.size, self.tensor = size, torch.empty(size, dtype=torch.uint8)
@@ -199,14 +204,15 @@ class TracedFile:
         tracker.resize(self.tensor.untyped_storage(), 0)
 
     def read(self, buffer: torch.Tensor, start: int) -> None:
-        """Moves nothing."""
+        """Does nothing: there is no content."""
 
     write = read
 
 
 @contextmanager
 def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
-    """The operators that a model runs on this kind of device, and no reads of values."""
+    """A context in which a model runs the operators of this kind of device, and does not read the
+    values of tensors."""
     from transformers import masking_utils
     from transformers.integrations import moe
 
@@ -238,8 +244,8 @@ def cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """As CUDA chooses: the flash kernel where it applies, else the memory-efficient one, which
-    needs a float mask, else plain products."""
+    """Scaled dot-product attention with the kernel that CUDA chooses: the flash kernel where it is
+    supported, else the memory-efficient kernel, which needs a float mask, else the math kernel."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))

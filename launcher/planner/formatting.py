@@ -1,4 +1,4 @@
-"""The plan as JSON (`as_json` has all of it) and as text (`as_text` formats that). No torch."""
+"""Formats a plan as JSON (`as_json`), and that JSON as text (`as_text`). Does not import torch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ NAMES = {
     "context": "driver and libraries",
     "margin": "fragmentation margin",
 }
-"""Of a moment's components, and of what is added to them."""
+"""Names of the components of a moment, and of what a plan adds to them."""
 DISAGREES = 0.10
-"""Difference between trace and estimate that is worth a warning."""
+"""Relative difference between trace and estimate above which a warning is shown."""
 WIDTH, BAR = 100, 36
 """Columns of the text, and of a bar."""
 _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -180,7 +180,8 @@ def configuration_as_json(one: Configuration, written: Recipe) -> dict[str, Any]
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
-    """Columns of a table, two spaces apart. sides: `<` or `>` for each column."""
+    """The lines of a table with aligned columns, two spaces apart. sides: `<` or `>` for each
+    column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = zip(row, sides, widths, strict=True)
@@ -188,7 +189,7 @@ def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
 
 
 def as_text(plan: dict[str, Any]) -> Iterator[str]:
-    """The lines of a plan as `as_json` returns it; `measured`: as of `measured.measure_fastest`."""
+    """The lines of a plan as `as_json` returns it; `measured` is from `measure_fastest`."""
     machine = plan["machine"]
     on = f"{_plural(machine['nodes'], 'node')} x {machine['gpus_per_node']} {machine['name']}"
     if machine["memory"] is not None:
@@ -337,7 +338,10 @@ def _number(n: int, best: int | None) -> str:
 def _table(
     rows: list[dict[str, Any]], best: int | None, titles: list[str], cells: list[list[str]]
 ) -> Iterator[str]:
-    """Configurations, one a line. cells: of further columns; the last one is for remarks."""
+    """A table with one configuration per line.
+
+    cells: further columns of each row; the last one is for remarks.
+    """
     table = [["", "strategy", "micro-batch", *titles]]
     for n, row in enumerate(rows):
         size = row["micro_batch_size"] or row["micro_batch_tokens"]
@@ -346,7 +350,7 @@ def _table(
 
 
 def _pasted(row: dict[str, Any]) -> str:
-    """Overrides for a shell."""
+    """The overrides of a row, quoted for a shell."""
     return shlex.join(row["overrides"])
 
 

@@ -1,4 +1,4 @@
-"""What GPUs can do at best: a table of data-sheet figures. No torch."""
+"""Peak rates of GPUs: a table of data-sheet figures. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ class Gpu:
     half_tflops: float
     """Matrix products in bfloat16 with float32 sums; in float16 without bfloat16 (T4, V100)."""
     tf32_tflops: float
-    """As float32 where the GPU has no TF32."""
+    """Matrix products in TF32; in float32 if the GPU has no TF32."""
     memory_tb_s: float
     nvlink_gb_s: float
-    """To all other GPUs of a node together, per direction (data sheets add both); 0: PCIe only."""
+    """Bandwidth to all other GPUs of a node together, per direction (data sheets give the sum of
+    both directions); 0: PCIe only."""
     pcie_gb_s: float
-    """To the host, per direction: PCIe 3 x16 16, PCIe 4 32, PCIe 5 64; more for NVLink-C2C."""
+    """Bandwidth to the host, per direction: 16 with PCIe 3 x16, 32 with PCIe 4, 64 with PCIe 5;
+    more with NVLink-C2C."""
 
     @property
     def memory(self) -> int:
         return int(self.gib * 2**30)
 
 
-# The more specific name first: an H100 PCIe is not an H100 (SXM). NVLink bridges are not counted.
+# An H100 without suffix is the SXM version. NVLink bridges are not counted.
 # name, GiB, TFLOPS in half precision and TF32, memory TB/s, NVLink and PCIe GB/s per direction
 GPUS = (
     Gpu("A100 40GB PCIe", 39.3, 312, 156, 1.555, 0, 32),
@@ -83,7 +85,7 @@ _OTHER_PARTS = re.compile(r"\d{4} ?d\b|\b(laptop|mobile|max-q|mig|\d+g\.\d+gb|[a
 def find_gpu(name: str, *, memory: int | None = None) -> Gpu | None:
     """The GPU that users (`a100-40gb`) or CUDA (`NVIDIA A100-SXM4-40GB`) call by this name.
 
-    memory: bytes, which choose between variants (A100); without it the largest is taken.
+    memory: bytes, to choose between variants (A100); without it the largest is returned.
     Returns None if the GPU is not in the table.
     """
     if _OTHER_PARTS.search(name.lower()):
@@ -104,6 +106,6 @@ def find_gpu(name: str, *, memory: int | None = None) -> Gpu | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations a second of a GPU by its CUDA name; None if it is not known."""
+    """Peak dense bfloat16 FLOPS of a GPU, by its CUDA name; None if the GPU is not known."""
     gpu = find_gpu(device_name)
     return None if gpu is None else gpu.half_tflops * 1e12

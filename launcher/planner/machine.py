@@ -1,4 +1,4 @@
-"""Machines to plan for: devices, their memory, and the rates that training achieves. No torch.
+"""Machines to plan for: devices, their memory, and the rates that training achieves.
 
 The rates rank configurations; they do not promise a speed. `launcher doctor --json FILE` measures
 the rates of a real machine.
@@ -28,16 +28,18 @@ NVLINK = 0.78
 """nccl-tests: the bus bandwidth of large all-gathers is about 235 of 300 GB/s (A100) and 360 of
 450 GB/s (H100)."""
 PCIE = 0.75
-"""One way, from pinned memory. An estimate."""
+"""Copies in one direction, from pinned memory. An estimate."""
 PCIE_COLLECTIVE = 0.4
 """Collectives over PCIe, which cross the host's root complex both ways. An estimate."""
 INTER_NODE = 0.8
-"""The network cards of a node. An estimate."""
+"""The network adapters of a node. An estimate."""
 
 NETWORK = 50e9
-"""Bytes a second of a GPU's own network card, with NVLink: 400 Gb/s, as in NVIDIA's DGX H100."""
+"""Bytes per second of the network adapter of each GPU, on nodes with NVLink: 400 Gb/s, as in
+NVIDIA's DGX H100."""
 SHARED_NETWORK = 12.5e9
-"""Bytes a second of the card that a node's GPUs share without NVLink: 100 Gb/s. Assumed."""
+"""Bytes per second of the network adapter that all GPUs share, on nodes without NVLink: 100 Gb/s.
+Assumed."""
 HOST_MEMORY = 300e9
 """Bytes a second of a node's host memory: half of two sockets with eight channels of DDR5-4800."""
 DISK = 3e9
@@ -52,7 +54,7 @@ _UNUSUAL = ("A800", "H800", "H20", "MI", "V100", "T4")
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a rank achieves, a second."""
+    """Rates that a rank achieves, per second."""
 
     half_flops: float
     """Matrix products in bfloat16 or float16."""
@@ -61,11 +63,11 @@ class Rates:
     memory_bandwidth: float
     """Bytes read and written in the device's memory."""
     intra_node_bandwidth: float
-    """Bytes that a rank sends (and receives) in a collective inside a node."""
+    """Bytes that a rank sends (and receives) in a collective within a node."""
     inter_node_bandwidth: float
     """Bytes that a rank sends (and receives) in a collective across nodes."""
     host_bandwidth: float
-    """Bytes between host and device, one way, all ranks of a node at once."""
+    """Bytes copied between host and device in one direction, while all ranks of a node copy."""
     host_adamw: float
     """Parameters that fused AdamW updates on a rank's share of the host's cores."""
     source: str
@@ -77,10 +79,10 @@ RATES = tuple(field.name for field in dataclasses.fields(Rates))
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Nodes of equal devices. None: not known."""
+    """Nodes with equal devices. Sizes that are None are not known."""
 
     name: str
-    """Of the device: H100, CPU."""
+    """Name of the device, such as H100 or CPU."""
     device: Literal["cuda", "cpu"]
     nodes: int
     gpus_per_node: int
@@ -105,11 +107,12 @@ def known_machine(
     host_memory: int | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Machine:
-    """Nodes of a GPU in the table, or of `cpu`.
+    """A machine with a GPU of the table, or with `cpu`.
 
-    gpu: as users or CUDA call it (`h100`, `NVIDIA A100-SXM4-80GB`); one that is not in the table
-    has the rates of the one whose memory is nearest. memory, host_memory: bytes. overrides: of the
-    rates. Raises RecipeError if neither the GPU nor `memory` is known.
+    gpu: as users or CUDA call it (`h100`, `NVIDIA A100-SXM4-80GB`); a GPU that is not in the table
+    gets the rates of the GPU with the nearest memory size. memory, host_memory: bytes. overrides:
+    rates that replace those of the table. Raises RecipeError if neither the GPU nor `memory` is
+    known.
     """
     device: Literal["cuda", "cpu"] = "cuda"
     if gpu is not None and gpu.strip().lower() == "cpu":

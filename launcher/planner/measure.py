@@ -1,8 +1,9 @@
-"""Memory and time that training takes: a few steps of the recipe's model on full micro-batches.
+"""Measures memory and time of training: a few steps of the recipe's model on full micro-batches.
 
-`launcher plan --verify` judges the plan by this, so this module imports nothing of the plan. On the
-CPU it adds up the allocator's events, on CUDA it reads its counters. Timed steps follow, without
-counting. `measure` starts this module under torchrun, once for any number of recipes.
+`launcher plan --verify` checks the plan against this measurement, so this module does not import
+from the planner. On the CPU it sums the events of the allocator, on CUDA it reads the counters of
+the allocator. Time is measured in separate steps afterwards. `measure` starts this module under
+torchrun, once for any number of recipes.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from launcher.training.setup import prepare_model
 
 PHASES = ("forward", "backward", "optimizer")
 STEPS = 3
-"""Training steps. The first one has no optimizer state yet. Of the later ones the smallest counts
-on the CPU: gloo's threads may release buffers late, which is not memory of the step."""
+"""Training steps. The first one has no optimizer state yet. On the CPU the smallest peak of the
+later steps is used: gloo's threads may release buffers late, which is not memory of the step."""
 SETTLE_SECONDS = 0.01
 """Pause before each mark on the CPU, for the same reason."""
 MICRO_BATCHES = 3
-"""Most micro-batches of a step: the first, one between, the last."""
+"""Maximum number of micro-batches of a step: the first, one between, the last."""
 WARM_UP, TIMED = 2, 3
-"""Steps that are timed, and those before them, which allocate memory and compile."""
+"""Steps before the timed ones, which allocate memory and compile, and timed steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Measured:
     phases: dict[str, int]
     """The peak of each phase in the later steps."""
     step_start: int
-    """Before the step's batch is there."""
+    """At the start of a step, before its batch is loaded."""
     after_forward: int
     """After the forward pass of the first micro-batch."""
     parameters: int
@@ -76,9 +77,9 @@ class Measured:
     """CUDA: memory of the device outside of the allocator, of all processes."""
     step_peaks: list[int]
     residue: int
-    """After the model was deleted: 0 unless the measurement missed something."""
+    """After the model was deleted; 0 unless the measurement missed something."""
     seconds: float | None = None
-    """Of an optimizer step with all its micro-batches; None: not timed."""
+    """Duration of an optimizer step with all its micro-batches; None if not timed."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class CpuMeter:
     """
 
     def __init__(self) -> None:
-        # Otherwise releases in threads that are not profiled are not reported
+        # Without this flag, memory freed by threads that are not profiled is not reported
         library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libc10.*"))))
         ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -112,7 +113,7 @@ class CpuMeter:
         self.mark("start")
 
     def mark(self, name: str) -> None:
-        """Allocates a byte, which makes an event."""
+        """Allocates a byte, which the profiler records as an event."""
         time.sleep(SETTLE_SECONDS)
         with record_function(f"mark {name}"):
             torch.empty(1, dtype=torch.uint8)
@@ -136,7 +137,7 @@ class CpuMeter:
         totals.sort(key=lambda event: event[0])
         starts.sort()
         times = [when for when, _ in totals]
-        # One event further the byte of the mark is freed
+        # The event after that of the mark frees the byte of the mark
         first = [bisect_left(times, when) + 1 for when, _ in starts]
         base = totals[first[0]][1]
         ends = [*(index - 1 for index in first[1:]), len(totals)]
@@ -186,20 +187,21 @@ class CudaMeter:
 
 
 def storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
-    """Of the tensors among these values, shared ones once. Of a DTensor this rank's shard."""
+    """Storages of the tensors among these values, by address; those of DTensors are local
+    shards."""
     local = (value._local_tensor if isinstance(value, DTensor) else value for value in values)
     tensors = [one for one in local if isinstance(one, torch.Tensor) and not one.is_meta]
     return {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
 
 
 def storage_bytes(values: Iterable[Any], *, device: str) -> int:
-    """Of their storages on a kind of device, without mapped files."""
+    """Total size of the storages of these values on a kind of device, without mapped files."""
     kept = [one for one in storages(values).values() if one.device.type == device]
     return sum(one.nbytes() for one in kept if one.filename is None)
 
 
 def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) -> Measured:
-    """Trains the recipe three steps from random weights. All ranks must call it.
+    """Trains the recipe for three steps from random weights. All ranks must call it.
 
     timed: train again for some steps, to measure their time.
     """
@@ -226,7 +228,7 @@ def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) 
 
 
 def step_seconds(times: list[tuple[str, float]], micro_batches: int) -> float:
-    """Seconds of a step of so many micro-batches: the median of the timed steps.
+    """Seconds of a step with this number of micro-batches: the median of the timed steps.
 
     times: when each phase of steps with at most `MICRO_BATCHES` began. Each further micro-batch
     counts as long as the second one, which is neither the first nor the last.

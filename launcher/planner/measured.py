@@ -1,4 +1,5 @@
-"""Configurations measured on this machine (`launcher plan --measure`), and the answer for `auto`.
+"""Measures configurations on this machine (`launcher plan --measure`), and reads the fastest for
+`auto`.
 
 The fastest one is kept in `data.cache`, in a file for each recipe and hardware.
 """
@@ -28,7 +29,7 @@ from launcher.reliability.causes import ran_out_of_memory
 from launcher.reliability.run_directory import replace_text
 
 MOST = 6
-"""Configurations that are measured."""
+"""Maximum number of configurations that are measured."""
 SECONDS = 900
 """Time limit of all measurements. Each has an equal share of what is left."""
 
@@ -72,7 +73,8 @@ def _measure(
 
 
 def _file(recipe: Recipe, machine: Machine) -> Path:
-    """Named by all that speed and memory depend on, but for what `auto` decides."""
+    """The file of the result: named by a hash of all that speed and memory depend on, except for
+    the settings that `auto` decides."""
     run, data, optimizer = recipe.run, recipe.data, recipe.optimizer
     depends = (
         *(machine.name, machine.device, machine.nodes, machine.gpus_per_node),
@@ -86,7 +88,7 @@ def _file(recipe: Recipe, machine: Machine) -> Path:
 
 
 def _settings(recipe: Recipe) -> str:
-    """What `auto` decides."""
+    """The settings that `auto` decides, as text."""
     batch = recipe.batch
     return repr(
         (
@@ -101,8 +103,8 @@ def measured_choice(
 ) -> tuple[Recipe, Sequence[str], str] | None:
     """The fastest measured configuration in place of `auto`, as `detect.choose` returns it.
 
-    None: the recipe was not measured on such a machine, or `auto` may not stand for the answer in
-    this recipe, or by plan the answer does not fit the memory that there is now.
+    Returns None if the recipe was not measured on such a machine, if `auto` does not cover the
+    measured settings in this recipe, or if by plan they do not fit the memory available now.
     """
     file = _file(recipe, machine)
     try:

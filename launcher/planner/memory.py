@@ -1,4 +1,4 @@
-"""What is known of a recipe's memory: the components of a step, its peaks, the plan. No torch."""
+"""Data classes of a memory plan: components, moments and peaks of a step. Does not import torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Components:
     gradients: int = 0
     """Gradients of this rank: shards, or whole ones before they are reduced; DDP: its buckets."""
     optimizer: int = 0
-    """Its state: the two moments of AdamW. 0 with CPU offload."""
+    """Optimizer state: for AdamW two moments. 0 with CPU offload."""
     gathered: int = 0
     """Unsharded weights (FSDP), and copies of weights in the compute dtype (autocast)."""
     activations: int = 0
@@ -61,7 +61,7 @@ class Moment:
     micro_batch: int
     """0-based."""
     where: str
-    """The module whose forward or backward runs; empty: outside of the blocks and the head."""
+    """The module whose forward or backward pass runs; empty outside of the blocks and the head."""
     components: Components
 
     @property
@@ -74,11 +74,12 @@ class StepMemory:
     """Memory of one optimizer step on one rank, once the optimizer state exists."""
 
     timeline: tuple[Moment, ...]
-    """In order: the highest moment of each module's forward and backward, as far as examined."""
+    """In order, the moment of highest memory in the forward and backward pass of each module that
+    was examined."""
     held: Components
-    """Between steps. Without cuBLAS workspaces, which moments count as temporary."""
+    """Memory held between steps, without cuBLAS workspaces, which moments count as temporary."""
     after_forward: Components
-    """After the first micro-batch's forward pass, without cuBLAS workspaces."""
+    """Memory after the forward pass of the first micro-batch, without cuBLAS workspaces."""
     host: int
     """Host memory of this rank that offload takes: shards, gradients, moments, activations."""
     disk: int = 0
@@ -100,13 +101,13 @@ class HostMemory:
     """Bytes of host memory on one node."""
 
     processes: int
-    """The ranks: interpreter, torch, on a GPU its driver, on a CPU all tensors."""
+    """The processes of all ranks: interpreter, torch, and the driver (GPU) or all tensors (CPU)."""
     offload: int
     """Parameters, gradients, moments and activations offloaded to the host."""
     workers: int
     """Loader processes and the batches they prefetch."""
     staging: int
-    """Copies that asynchronous checkpoints are written from."""
+    """Copies of the state from which asynchronous checkpoints are written."""
 
     @property
     def total(self) -> int:
@@ -127,9 +128,9 @@ class Plan:
     """Bytes per rank for what the allocator cannot use (fragmentation)."""
     host: HostMemory
     checkpoint_bytes: int
-    """On disk, of each checkpoint."""
+    """Bytes of each checkpoint on disk."""
     checkpoints: int
-    """Checkpoints that are on disk at once."""
+    """Number of checkpoints on disk at the same time."""
     notes: tuple[str, ...]
     """What the plan leaves out or estimates."""
 
@@ -145,7 +146,7 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """Bytes on one device."""
+        """Bytes that the plan needs on one device."""
         return self.tensors + self.context + self.margin
 
     @property

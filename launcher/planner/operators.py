@@ -1,6 +1,6 @@
-"""Operators of a block: what autograd saves of them, what they cost, and which a budget keeps.
+"""Operators of a block: what autograd saves, what they cost, and which ones a memory budget keeps.
 
-One forward pass on fake tensors counts them, so that all ranks find the same.
+They are recorded in a forward pass on fake tensors, so that all ranks get the same result.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from launcher.models.initialization import materialize
 from launcher.planner.fake import computing_as_on
 from launcher.recipe.schema import Strategy
 from launcher.recipe.section import size_in_bytes
-from launcher.strategies.activation_checkpointing import ATTENTION, Kept, is_random
+from launcher.strategies.activation_checkpointing import ATTENTION, PRODUCTS, Kept, is_random
 from launcher.strategies.base import compute_dtype
 
 OPERATIONS_PER_BYTE = 150
-"""Floating-point operations of matrix products that take as long as a byte of memory traffic. A100:
-110, H100: 200. A constant, because all ranks must choose the same operators."""
+"""Floating-point operations of matrix products in the time of one byte of memory traffic: 110 on an
+A100, 200 on an H100. A constant, because all ranks must choose the same operators."""
 STEPS = 4096
 """Parts that a budget is divided into; sizes of operators are rounded up to whole parts."""
 
@@ -49,27 +49,27 @@ class Operator:
     size: int
     """Bytes of its results."""
     cost: float
-    """Of computing it again, as bytes of memory traffic that take as long."""
+    """Cost of recomputing it, as the bytes of memory traffic that take the same time."""
     attention: bool
 
 
 @dataclass
 class Saved:
-    """What the forward pass of one block saves. Bytes."""
+    """Bytes that the forward pass of one block saves."""
 
     kept: int = 0
     """Saved by autograd."""
     selected: int = 0
-    """Kept by selective checkpointing without a budget, beside the block's input."""
+    """Kept by selective checkpointing without a budget, in addition to the input of the block."""
     input: int = 0
     cost: float = 0.0
-    """Of all operators."""
+    """Cost of all operators."""
     operators: list[Operator] = field(default_factory=list)
-    """Those that recomputation runs, and whose results can be kept instead."""
+    """Operators that recomputation runs, and whose results could be kept instead."""
 
     def keep(self, share: float) -> list[Operator]:
         """The operators to keep when a block may keep this share of `kept`: attention if it fits,
-        and of the others those that together cost most."""
+        and the other operators with the highest total cost."""
         left = math.floor(share * self.kept) - self.input
         attention = [one for one in self.operators if one.attention]
         others = [one for one in self.operators if not one.attention and one.cost]
@@ -102,7 +102,7 @@ def _knapsack(operators: Sequence[Operator], capacity: int) -> list[Operator]:
 
 
 def share_of_budget(budget: str | float, whole: float) -> float:
-    """Of what all blocks keep without checkpointing, `whole` bytes."""
+    """The budget as a share of `whole`, the bytes that all blocks keep without checkpointing."""
     if not isinstance(budget, str):
         return budget
     return min(1.0, (size_in_bytes(budget) or 0) / whole)
@@ -120,7 +120,7 @@ def operators_to_keep(
 ) -> dict[str, Kept]:
     """What `activation_checkpointing.budget` keeps of each block.
 
-    data: a full micro-batch. depth: blocks of the model that the budget is for; a trace has fewer.
+    data: a full micro-batch. depth: number of blocks that the budget is for; a trace has fewer.
     Raises RecipeError if the model does not run on fake tensors, or if the budget is less than the
     inputs of the blocks.
     """
@@ -160,7 +160,7 @@ def operators_to_keep(
 
 
 def shapes_of(block: nn.Module) -> tuple[Any, ...]:
-    """The same for blocks with equal parameters."""
+    """A key that is equal for blocks with parameters of equal names, shapes and dtypes."""
     named = block.named_parameters()
     shapes = ((name, tuple(p.shape), p.requires_grad, p.dtype) for name, p in named)
     return (type(block), *shapes)
@@ -222,7 +222,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made: list[tuple[Operator, list[Any]]] = []
         """Operators with the storages of their results."""
         self._needed = 0
-        """How many of them recomputation runs: it ends when all that autograd saves is there."""
+        """How many of them recomputation runs: it stops at the last one that autograd saves
+        from."""
         self._kept = self._selected = self._products = 0
         self._written: set[int] = set()
 
@@ -253,8 +254,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls[func] += 1
         if func._schema.is_mutable:
             self._written |= inputs
-        self._products += func in _PRODUCTS
-        if attention or (func in _PRODUCTS and self._products % 2):
+        self._products += func in PRODUCTS
+        if attention or (func in PRODUCTS and self._products % 2):
             self._selected += sum(tensor.nbytes for tensor in made)
         if made:
             size = sum(tensor.nbytes for tensor in made)
@@ -269,9 +270,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-
 def id_of(tensor: torch.Tensor) -> int:
-    """The same for tensors that share a storage."""
+    """Identifier of the storage of a tensor."""
     return int(tensor.untyped_storage()._cdata)

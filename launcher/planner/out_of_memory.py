@@ -1,6 +1,7 @@
 """The out-of-memory report: the request, what holds the memory, what exceeds the plan, what fits.
 
-Nothing here allocates on the device. What the failed step held is still held, so it can be counted.
+Nothing here allocates on the device. The memory of the failed step has not been freed yet, so it
+can be counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ EXCESS = 0.05
 """Share of the whole plan by which a row must exceed its plan to be marked."""
 SUGGESTIONS = 3
 CLEARLY_LESS = 0.03
-"""Share of its tensors by which a suggestion must need less than the recipe that ran out."""
+"""A suggestion must need less memory than the failed recipe by this share of its tensors."""
 STATES = ("parameters", "gradients", "optimizer")
 _NAMES = {name: NAMES[name] for name in STATES} | {
     "others": "all other tensors, with the request",
@@ -62,8 +63,8 @@ _NOTHING = (
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """From the error's text: CUDA's `Tried to allocate 2.00 GiB`, the CPU's `allocate 123 bytes`,
-    numpy's `Unable to allocate 1.0 GiB`."""
+    """The size of the failed allocation, from the text of the error: CUDA's `Tried to allocate 2.00
+    GiB`, the CPU's `allocate 123 bytes`, numpy's `Unable to allocate 1.0 GiB`."""
     found = re.search(r"allocate ([\d.]+) ?(bytes|B|[KMGT]iB)\b", str(error))
     return round(float(found[1]) * _UNITS[found[2]]) if found else None
 
@@ -105,7 +106,8 @@ def take_inventory(
 
 
 def _states(training: Training, device: str, buckets: bool) -> tuple[dict[str, int], int]:
-    """Bytes of `STATES` on the device, and of all of them anywhere. Shared storages count once."""
+    """Bytes of each of `STATES` on the device, and of all of them together on any device. Shared
+    storages count once."""
     module, optimizer = training.wrapped.module, training.optimizer
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = any(isinstance(parameter, DTensor) for parameter in trained)
@@ -144,7 +146,7 @@ def failing_module(traceback: TracebackType | None, module: nn.Module) -> tuple[
 
 
 class PostMortem:
-    """Examines this rank after memory ran out. `training` is set once there is one."""
+    """Examines this rank after memory ran out. `training` is None until it is set up."""
 
     def __init__(
         self,
@@ -160,7 +162,8 @@ class PostMortem:
         self.training: Training | None = None
 
     def examine(self, error: BaseException, *, step: int, phase: str, micro_batch: int) -> Account:
-        """Counts what is held, saves a snapshot of the allocator. step: the last finished one."""
+        """Counts the memory held and saves a snapshot of the allocator. step: the last finished
+        one."""
         training, requested = self.training, requested_bytes(error)
         rank, ranks = self._environment.rank, self._environment.world_size
         on_gpu = self._machine.device == "cuda"
@@ -206,7 +209,8 @@ class PostMortem:
     def _account(
         self, message: str, helps: bool, *, phase: str, rows: dict[str, int], measured: int | None
     ) -> Account:
-        """helps: whether a smaller micro-batch would. measured: bytes of tensors on the GPU."""
+        """helps: whether a smaller micro-batch would help. measured: bytes of tensors on the
+        GPU."""
         recipe, machine = self._recipe, self._machine
         smaller = helps and self._restarts_smaller and recipe.batch.micro_batch_size != 1
         restarts_now = smaller and self._environment.restarts_left > 0
@@ -227,10 +231,11 @@ class PostMortem:
 def explain(
     recipe: Recipe, machine: Machine, phase: str, rows: dict[str, int], measured: int | None
 ) -> list[str]:
-    """What is held beside the plan, and the fastest configurations that need less.
+    """A table of the memory held and planned, and the fastest configurations that need less.
 
     rows: as `take_inventory` returns them. measured: bytes of tensors on the device, with the
-    request. Where they, or other bytes, exceed the plan, the device counts as so much smaller.
+    request. Where memory held exceeds the plan, the suggestions are for a device smaller by as
+    much.
     """
     plan = make_plan(recipe, machine)
     lines = _table(rows, _planned(plan, phase, rows))

@@ -1,4 +1,4 @@
-"""The HTML page of `launcher plan --html`. No torch."""
+"""The HTML page of `launcher plan --html`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launcher.planner.formatting import NAMES, as_text
 def component_amounts(
     plan: dict[str, Any], moment: dict[str, Any], *, outside: bool
 ) -> dict[str, int]:
-    """Names and bytes of a moment's components. outside: also what tensors do not take."""
+    """Names and bytes of a moment's components. outside: also context and margin."""
     more = {"context": plan["context"], "margin": plan["margin"]} if outside else {}
     amounts = moment["components"] | more
     return {NAMES[name]: amount for name, amount in amounts.items() if amount}

@@ -1,4 +1,4 @@
-"""From a recipe and a machine to the plan: the traced step, and formulas for everything else."""
+"""Makes the plan of a recipe on a machine: a traced step, and formulas for everything else."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ transformers 5.23); an estimate on a GPU, whose libraries are mapped too."""
 LOADER_PROCESS = 160 * MiB
 """Memory of a loader process that it does not share with its rank. An estimate."""
 TOKEN_BYTES = 3 * 8
-"""Of a token in a batch: id, target and position."""
+"""Bytes of a token in a batch: id, target and position."""
 
 _STEPS: dict[str, StepMemory] = {}
-"""Traced steps: the same recipe is traced once."""
+"""Cache of traced steps, by recipe, number of ranks and device."""
 
 
 def make_plan(recipe: Recipe, machine: Machine) -> Plan:
-    """What a recipe needs on a machine, by a trace; that takes some seconds.
+    """Plans a recipe on a machine with a trace, which takes some seconds.
 
     There must be no default process group. Raises RecipeError if the model cannot be built.
     """

@@ -1,4 +1,4 @@
-"""What memory and speed depend on in a model: shapes of weights, bytes that autograd saves."""
+"""Profiles what memory and speed of a model depend on: weights, and what autograd saves."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class Weights:
-    """A group that is sharded and gathered together: a block, or the root. Tied ones count once.
-    Counts are of elements."""
+    """A group of parameters that is sharded and all-gathered together: a block, or the root.
+
+    Tied parameters count once. Counts are numbers of elements.
+    """
 
     parameters: tuple[Weight, ...]
     adapted: bool
@@ -60,15 +62,15 @@ class Weights:
 
     @cached_property
     def matrices(self) -> list[tuple[int, ...]]:
-        """Shapes of what tokens are multiplied with: two dimensions, three with experts.
+        """Shapes of the weights in matrix products: two dimensions, three with experts.
 
-        Without adapters: what they keep is kept for the frozen weights beside them.
+        Without adapters: their inputs are already kept for the frozen weights that they adapt.
         """
         kept = (w for w in self.parameters if not (self.adapted and w.trained))
         return [weight.shape for weight in kept if len(weight.shape) in (2, 3)]
 
     def sizes(self, dtype_bytes: int) -> list[int]:
-        """Bytes of each as the model holds it, where it computes in so many bytes."""
+        """Bytes of each parameter as the model holds it, for a compute dtype of `dtype_bytes`."""
         return [
             weight.count * (dtype_bytes if self.adapted and not weight.trained else weight.size)
             for weight in self.parameters
@@ -86,15 +88,15 @@ class ModelProfile:
 
     device: Device
     block_classes: tuple[int, ...]
-    """Of each block its index in `classes`."""
+    """For each block, its index in `classes`."""
     classes: tuple[Weights, ...]
     """Blocks with equal shapes are one class."""
     embedding: Weights
     """The input embedding if it is a unit of FSDP, which reduces it last; otherwise empty."""
     root: Weights
-    """Other weights outside of all blocks. Without `embedding` FSDP reduces them last, together."""
+    """All other weights outside of the blocks. If `embedding` is empty, FSDP reduces them last."""
     buffers: int
-    """Bytes."""
+    """Bytes of the buffers."""
     chunked_loss: bool
     """Whether logits are computed for a chunk of the vocabulary at a time."""
     hidden: int
@@ -105,8 +107,8 @@ class ModelProfile:
     experts: int
     """Experts that a token is sent to."""
     saved: dict[torch.dtype, dict[int, Saved]]
-    """What is saved of a block of a row, by compute dtype and class. Empty: the model does not run
-    on fake tensors, and the estimate uses the shapes of weights instead."""
+    """What a block saves for one sequence, by compute dtype and class. Empty if the model does not
+    run on fake tensors; the estimate then uses the shapes of the weights instead."""
 
     @cached_property
     def groups(self) -> list[Weights]:
@@ -115,7 +117,7 @@ class ModelProfile:
 
     @cached_property
     def orthogonalized(self) -> list[tuple[int, ...]]:
-        """Shapes of what Muon orthogonalizes."""
+        """Shapes of the weights that Muon orthogonalizes."""
         weights = (weight for block in self.groups[:-2] for weight in block.parameters)
         return [weight.shape for weight in weights if weight.trained and is_matrix(weight.shape)]
 
@@ -180,7 +182,7 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
         experts=configured("num_experts_per_tok") or 1,
         saved={},
     )
-    # The last block of each class: in the first one of all fewer gradients are needed with LoRA
+    # The last block of each class: with LoRA the first block of a model needs fewer gradients
     lasts = {kind: index for index, kind in enumerate(kinds)}
     if not keep_blocks(prepared.model, prepared.blocks, sorted(lasts.values())):
         return profile

@@ -1,4 +1,4 @@
-"""The fastest configuration that fits, and others worth showing: estimated, confirmed by traces."""
+"""Searches for the fastest configuration that fits: estimates all, confirms some by a trace."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from launcher.planner.speed import step_seconds
 from launcher.recipe.schema import Lora, Recipe
 
 EQUAL_SPEED = 0.02
-"""Relative difference of speeds that count as equal: the simplest configuration is taken."""
+"""Relative difference up to which speeds count as equal; of these, the simplest configuration is
+chosen."""
 LESS_MEMORY = 0.8
 """Each configuration shown needs at most this share of the memory of the one before."""
 SHOWN = 7
 TRACES = 5
-"""Traces that the search for the fastest may take, some seconds each."""
+"""Limit on the traces in the search for the fastest configuration; each takes some seconds."""
 OPTIMISM = 0.95
-"""Traced over estimated memory that is assumed until a similar configuration was traced."""
+"""Ratio of traced to estimated memory, assumed until a similar configuration has been traced."""
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of nodes that are tried where nothing fits."""
 SHORTEST = 256
-"""Tokens of a sequence that is suggested."""
+"""Tokens of the shortest sequence that is suggested."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,7 @@ class _Search:
         self._written, self._machine = written, machine
         self._profile = profile_model(concrete(written), device=machine.device)
         self._scales: dict[tuple[str, str | None], float] = {}
-        """Traced over estimated bytes of tensors, by strategy and checkpointing."""
+        """Ratio of traced to estimated bytes of tensors, by strategy and checkpointing."""
 
     def estimate(self, recipe: Recipe) -> Configuration:
         return Configuration(
@@ -196,7 +197,7 @@ class _Search:
 
 
 def _like(recipe: Recipe) -> tuple[str, str | None]:
-    """Recipes for which the estimate is about equally wrong."""
+    """A key that is equal for recipes whose estimates have similar errors."""
     checkpointing = recipe.activation_checkpointing
     return recipe.strategy.kind, None if checkpointing is None else checkpointing.mode
 
@@ -225,7 +226,7 @@ def _shown(found: Sequence[Configuration], written: Recipe) -> list[Configuratio
 
 
 def _beaten(one: Configuration, rows: Iterable[Configuration]) -> bool:
-    """Whether another one needs less memory and is faster."""
+    """Whether another configuration needs less memory and is faster."""
     needed, seconds = one.plan.needed, one.seconds.total
     return any(row.plan.needed < needed and row.seconds.total < seconds for row in rows)
 
@@ -234,7 +235,7 @@ def _beaten(one: Configuration, rows: Iterable[Configuration]) -> bool:
 
 
 def suggestions(written: Recipe, machine: Machine) -> Iterator[str]:
-    """More GPUs, shorter sequences, adapters, by the estimate."""
+    """Suggests more GPUs, shorter sequences, or adapters, by the estimate."""
     yield _more_gpus(written, machine)
     length = written.data.sequence_length // 2
     while length >= SHORTEST:
@@ -253,7 +254,7 @@ def _overrides(written: Recipe, found: Recipe) -> str:
 
 
 def _fitting(recipe: Recipe, machine: Machine) -> Recipe | None:
-    """The fastest of the smallest configurations that fits; None: none does."""
+    """The fastest of the smallest configurations that fits; None if none fits."""
     try:
         profile = profile_model(recipe, device=machine.device)
     except RecipeError:  # such as sequences too short for the model

@@ -22,9 +22,10 @@ Answer = TypeVar("Answer")
 
 
 def run_in_process(seconds: float, task: Callable[..., Answer], *arguments: Any) -> Answer:
-    """What a function of a module returns. The process is killed when this one ends.
+    """Runs a module-level function in a new process and returns its result.
 
-    Raises RecipeError if the function does, TrainingError if the process fails or takes too long.
+    The process is killed when this one ends. Raises RecipeError if the function does, TrainingError
+    if the process fails or takes too long.
     """
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     try:

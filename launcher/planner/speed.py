@@ -1,10 +1,10 @@
-"""Time of a training step in closed formulas: to rank configurations, not to promise a speed.
+"""Estimates the time of a training step with closed formulas, to rank configurations.
 
-- The forward pass of a block takes its products and attention over the rate of products, plus all
-  other traffic over the memory bandwidth; at least the time to issue its operators. The backward
-  pass takes the products twice where weights are trained, once where they are frozen, and the
-  traffic twice. Recomputation is another forward pass; selective checkpointing saves attention and
-  half of the products.
+- The forward pass of a block takes the time of its matrix products and attention at the rate of
+  products, plus that of all other traffic at the memory bandwidth; at least the time to issue its
+  operators. The backward pass computes the products twice where weights are trained, once where
+  they are frozen, and moves twice the traffic. Recomputation is another forward pass; selective
+  checkpointing saves attention and half of the products.
 - A collective over n ranks moves (n - 1) / n of its bytes through each of them.
 - Communication and copies overlap with compute: only what exceeds compute counts. DDP's reduction
   overlaps with the backward pass of the last micro-batch only.
@@ -27,16 +27,19 @@ LAUNCH = 5e-6
 OPERATORS = 60
 """Operators of a Llama block's forward pass."""
 TRAFFIC = 4.0
-"""Bytes that other operators read and write, over what is saved. Of a Llama block in bfloat16."""
+"""Ratio of the bytes that other operators read and write to the bytes that autograd saves, for a
+Llama block in bfloat16."""
 LATENCY = 20e-6
 """Seconds before the first byte of a collective arrives. An estimate."""
 ATTENTION = 0.5
-"""Rate of attention over that of matrix products: FlashAttention-2 reaches 35 % of an H100's peak
-(Shah et al., 2024), products 70 %."""
+"""Ratio of the rate of attention to that of matrix products: FlashAttention-2 reaches 35 % of an
+H100's peak (Shah et al., 2024), products 70 %."""
 ATTENTION_BACKWARD = 2.5
-"""Products of attention's backward pass over those of its forward pass: 5 over 2 (Dao, 2023)."""
+"""Ratio of the products in the backward pass of attention to those in its forward pass: 5 to 2
+(Dao, 2023)."""
 FLOAT32_PRODUCTS = 1 / 8
-"""Rate of float32 products without TF32 over that with it: A100 and H100, data sheets."""
+"""Ratio of the rate of float32 products without TF32 to that with it: A100 and H100, data
+sheets."""
 ADD_BYTES = 12
 """Bytes of a float32 addition: two are read, one is written."""
 _OTHERS = {"sgd": 20, "adafactor": 100, "muon": 70}
@@ -57,7 +60,7 @@ class StepTime:
     forward: float
     backward: float
     recomputation: float
-    # What compute does not hide
+    # Time that does not overlap with compute
     communication: float
     offload: float
     """Copies between device and host."""
@@ -69,7 +72,7 @@ class StepTime:
 
 
 def tokens_per_step(recipe: Recipe) -> int:
-    """Of all ranks, full sequences."""
+    """Tokens of all ranks in one optimizer step, with full sequences."""
     return recipe.batch.global_batch_size * recipe.data.sequence_length
 
 
@@ -140,7 +143,7 @@ def _gathers(work: Work) -> tuple[int, int]:
 
 
 def _network(work: Work, machine: Machine) -> tuple[float, float]:
-    """Seconds of collectives beside the forward and the backward passes of a step."""
+    """Seconds of collectives during the forward and the backward passes of a step."""
     profile, strategy = work.profile, work.strategy
     gradients = float(work.reduce * profile.trained)
     if work.ddp:
@@ -160,7 +163,7 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
 def _collective(
     moved: float, ranks: int, machine: Machine, calls: int, *, across: bool = False
 ) -> float:
-    """Seconds of all-gathers, or reduce-scatters, of so many bytes over so many ranks.
+    """Seconds of all-gathers, or reduce-scatters, of `moved` bytes in total over `ranks` ranks.
 
     across: one rank of each node takes part, with its share of the node's network.
     """
@@ -174,8 +177,8 @@ def _collective(
 
 
 def _transfers(work: Work, machine: Machine) -> tuple[float, float, float, float]:
-    """Seconds of copies in forward and backward that overlap, of waiting copies, and of the
-    optimizer's step."""
+    """Seconds of copies that may overlap with the forward and with the backward pass, of copies
+    that compute waits for, and of the optimizer's step."""
     profile, strategy, rates = work.profile, work.strategy, machine.rates
     optimizer, trained = work.recipe.optimizer, profile.trained / work.shards
     forward = backward = waits = 0.0

@@ -1,7 +1,8 @@
-"""Memory of a training step, traced: the real code runs on fake tensors, which have no storage.
+"""Traces the memory of a training step: the training code runs on fake tensors, without storage.
 
 The recipe's model is wrapped over a fake process group and trained for two steps. Shapes, dtypes
-and lifetimes are real. Deep models are traced at two small depths and extrapolated linearly.
+and lifetimes are those of a real step. Deep models are traced at two small depths and extrapolated
+linearly.
 """
 
 from __future__ import annotations
@@ -60,14 +61,15 @@ def trace_step(
 ) -> StepMemory:
     """Memory of one optimizer step on rank 0 of `ranks`.
 
-    device: planned for; the trace does not need it. There must be no default process group. Raises
-    RecipeError as `prepare_model`, UntraceableError.
+    device: the kind of device to plan for; the trace does not need it. There must be no default
+    process group. Raises RecipeError as `prepare_model`, UntraceableError.
     """
-    # Otherwise each refusal is logged with 40 lines
+    # Otherwise each operation that fake tensors do not support is logged with 40 lines
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     random = dataclasses.replace(recipe.model, init="random", compile=False)
     recipe = dataclasses.replace(recipe, model=random)
-    # More change nothing. With hybrid sharding FSDP keeps averages until the next micro-batch's
+    # Further micro-batches do not change the peak. Hybrid sharding needs a third one, because FSDP
+    # keeps averaged gradients until those of the next micro-batch
     micro_batches = min(micro_batches, 3 if recipe.strategy.replicate > 1 else 2)
     prepare = partial(prepare_model, recipe, device=torch.device(device))
     with _fake_process_group(ranks) as group:
@@ -96,7 +98,8 @@ def _fake_process_group(ranks: int) -> Iterator[DataParallel]:
 
 
 def _period(prepared: PreparedModel, recipe: Recipe) -> int:
-    """Number of blocks after which all repeats; 0: nothing does, the model is traced whole."""
+    """Number of blocks after which the pattern of blocks repeats; 0 if it does not, so that the
+    whole model must be traced."""
     blocks = list(prepared.blocks.values())
     config: Any = getattr(prepared.model, "config", None)
     kinds = getattr(config, "layer_types", None) or [None] * len(blocks)
@@ -168,7 +171,7 @@ def _head(model: Any) -> dict[str, nn.Module]:
 
 
 def _batches(data: SyntheticData, micro_batches: int) -> Iterator[GlobalBatch]:
-    """Two steps; the first one only makes the optimizer state."""
+    """Batches of two steps; the first step only creates the optimizer state."""
     statistics: Any = SimpleNamespace(loss_tokens=lambda: torch.ones(()))
     for step, count in ((1, 1), (2, micro_batches)):
         fake = [tree_map_only(torch.Tensor, torch.empty_like, data.tensors) for _ in range(count)]
@@ -198,7 +201,7 @@ class _Observer:
         self._after_forward: list[int] = []
 
     def heartbeat(self, phase: str) -> None:
-        """The loop calls this as each phase begins."""
+        """Called by the training loop at the start of each phase."""
         tracker = self._tracker
         if phase == "data":
             self._micro_batch = -1
@@ -250,7 +253,7 @@ class _Observer:
         self._tracker.go(where=name)
 
     def step_memory(self, workspaces: int) -> StepMemory:
-        """Of the second step; its first micro-batch is the second of all."""
+        """Memory of the second step, whose first micro-batch is the second one of the trace."""
         tracker, (first, last) = self._tracker, self._step_from[1:3]
         moments = tracker.replay(first, last)
         return StepMemory(
@@ -273,10 +276,10 @@ def _components(held: Held, workspaces: int = 0) -> Components:
 def _extrapolated(
     small: StepMemory, large: StepMemory, depths: tuple[int, int], names: list[str]
 ) -> StepMemory:
-    """What a model of as many blocks as there are names would give, on a line through two traces.
+    """Extrapolates two traces linearly to a model with a block for each name.
 
-    The blocks of the smaller one stand for the first and the last ones of the model. No moments are
-    computed for the blocks between them: their memory lies between that of their neighbours.
+    The blocks of the smaller trace represent the first and the last blocks of the model. No moments
+    are computed for the blocks between them: their memory lies between that of their neighbours.
     """
     further = (len(names) - depths[0]) / (depths[1] - depths[0])
 
@@ -288,7 +291,7 @@ def _extrapolated(
         return Components(**{name: line(*pair) for name, pair in pairs.items()})
 
     def in_depth(place: Place, depth: int) -> Place:
-        """The same place in a model of other depth."""
+        """The same place in a model with `depth` blocks."""
         index = names.index(place.where) if place.where in names else 0
         later = depth - depths[0] if index >= depths[0] // 2 else 0
         return place._replace(where=names[index + later]) if later else place

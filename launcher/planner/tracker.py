@@ -26,9 +26,9 @@ HOST = "host"
 """The label of storages in host memory while the device is a GPU."""
 
 _COPIED = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
-"""The argument of a collective that gloo copies."""
+"""Collectives of which gloo copies an argument, with its index."""
 Held = dict[str, int]
-"""Bytes by component, and HOST."""
+"""Bytes by component, and those labelled HOST."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, label_of: Callable[[torch.Tensor], str | None], *, gloo: bool = False
     ) -> None:
-        """label_of: a label by a tensor's shape. gloo: it copies what it gathers and scatters."""
+        """label_of: returns a label for a tensor by its shape. gloo: whether collectives run on
+        gloo, which copies arguments of all-gathers and reduce-scatters."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._gloo, self._label_of = gloo, label_of
         self.place = Place("forward", 0, "")
@@ -100,7 +101,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._record(record, -size)
 
     def go(self, **changes: Any) -> None:
-        """Changes the place of what follows."""
+        """Sets the place of the events that follow."""
         self.place = self.place._replace(**changes)
 
     def see(self, tensor: torch.Tensor, *, label: str | None = None, source: Any = None) -> Record:
@@ -135,7 +136,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def events(self) -> int:
-        """Their number, as a point in time."""
+        """The number of events so far, as a point in time."""
         return len(self._events)
 
     def label_live(self, label: str, *, since: int) -> None:
@@ -159,7 +160,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._events.append((self.place, record, delta))
 
     def _label_of_cast(self, source: Any) -> str | None:
-        """Copies of weights that autocast makes."""
+        """The label of copies of weights that autocast makes."""
         if not isinstance(source, torch.Tensor) or isinstance(source, DTensor):
             return None
         known = self._live.get(source.untyped_storage()._cdata)
@@ -189,7 +190,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _label_of_caller() -> str | None:
-    """Buffers of FSDP's collectives, and unsharded weights of FSDP's parameters."""
+    """The label of buffers of FSDP's collectives and of unsharded weights, by the calling file."""
     frame: Any = sys._getframe(2)
     for _ in range(14):
         file = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""The work of a rank in one optimizer step: what the estimates of memory and speed have in common."""
+"""The work of a rank in one optimizer step, on which estimates of memory and speed are based."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from launcher.strategies.base import compute_dtype
 from launcher.training.optimizer_offload import BUCKET
 
 STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2 * (1 + 4 / 256), "sgd": 4, "adafactor": 0}
-"""Of a parameter: AdamW's by the dtype of its state. 256 numbers in int8 share a scale of four."""
+"""Bytes of optimizer state for each parameter; AdamW by the dtype of its state. 256 numbers in int8
+share a scale of four bytes."""
 
-# For models that do not run on fake tensors. Of a Llama block in bfloat16:
+# For models that do not run on fake tensors; figures of a Llama block in bfloat16
 OVER_MATRICES = 1.25
-"""What autograd saves over the inputs and outputs of its matrix products: 49 h bytes a token over
-2 bytes x 20 h (h: hidden size)."""
+"""Ratio of the bytes that autograd saves to those of the inputs and outputs of matrix products: 49
+h bytes per token to 2 bytes x 20 h (h: hidden size)."""
 SELECTED = 0.25
-"""Share of it that selective checkpointing keeps."""
+"""Share of what autograd saves that selective checkpointing keeps."""
 
 
 def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
@@ -35,7 +36,8 @@ def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
 
 
 def state_bytes(profile: ModelProfile, optimizer: Optimizer) -> float:
-    """Optimizer state of the whole model. Adafactor keeps a row and a column of a matrix."""
+    """Bytes of optimizer state of the whole model. Adafactor's row and column of each matrix count
+    as 0."""
     adamw = optimizer.name in ("adamw", "muon")
     each = STATE_BYTES[optimizer.state_dtype if adamw else optimizer.name]
     if optimizer.name == "sgd" and not optimizer.momentum:
@@ -51,7 +53,7 @@ class Pass:
     kept: float
     """Saved by autograd."""
     selective: float = 0
-    """Kept by selective checkpointing beside the block's input."""
+    """Kept by selective checkpointing in addition to the input of the block."""
     spared: float | None = None
     """Share of the operators' cost that a budget saves in recomputation; None: no budget."""
     output: float
@@ -68,7 +70,7 @@ class Pass:
 
 
 class Work:
-    """Counts, and sizes in bytes."""
+    """Numbers of micro-batches, shards and reductions, and sizes in bytes, of one rank."""
 
     def __init__(self, profile: ModelProfile, recipe: Recipe, *, ranks: int) -> None:
         """recipe: the profiled one, or one that differs in strategy, checkpointing and batch."""
@@ -78,11 +80,11 @@ class Work:
         length, self.dtype = recipe.data.sequence_length, compute_dtype(strategy)
         self.size = self.dtype.itemsize
         mixed = strategy.mixed_precision
-        # Of a gradient that is being reduced
+        # Bytes of an element of a gradient that is being reduced
         self.reduce = (
             4 if mixed is None or self.ddp else getattr(torch, mixed.reduce_dtype).itemsize
         )
-        # Of a full micro-batch
+        # Size of a full micro-batch
         self.rows = rows_of(recipe.batch, sequence_length=length)
         self.tokens = self.rows * length
         self.micro_batches = micro_batches_of(recipe, ranks=ranks)
@@ -119,7 +121,7 @@ class Work:
         self.root = self._root()
 
     def _block(self, kind: int, weights: Weights) -> Pass:
-        """Of a block of this class."""
+        """The forward pass of a block of this class."""
         profile, size, tokens = self.profile, self.size, self.tokens
         matrices = [(m[-2], m[-1], profile.experts if len(m) == 3 else 1) for m in weights.matrices]
         spared = None
@@ -151,7 +153,8 @@ class Work:
         )
 
     def _root(self) -> Pass:
-        """Of the embedding, the last norm (in float32) and the head, without the logits."""
+        """The forward pass of the embedding, the last norm (in float32) and the head, without the
+        logits."""
         profile, size, hidden, tokens = self.profile, self.size, self.profile.hidden, self.tokens
         return Pass(
             kept=(3 * size + 4) * hidden * tokens,

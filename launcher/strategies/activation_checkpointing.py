@@ -1,4 +1,4 @@
-"""Wraps blocks whose activations are recomputed in the backward pass, or offloaded to the host."""
+"""Wraps blocks for activation checkpointing, with optional offload of their inputs to the host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATTENTION = {
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     torch.ops.torch_attn._varlen_attn.default,
 }
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+PRODUCTS = {_aten.mm.default, _aten.addmm.default}
 
 
 class Kept(NamedTuple):
@@ -36,7 +36,8 @@ class Kept(NamedTuple):
 
     attention: bool
     calls: frozenset[tuple[Any, int]]
-    """Function, and the number of the call among the block's calls of it (0-based)."""
+    """Function, and the index of the call among the calls of this function in the block
+    (0-based)."""
 
 
 def recomputation_changes_state(block: nn.Module) -> bool:
@@ -57,8 +58,9 @@ def checkpoint_blocks(
     checkpointing: schema.ActivationCheckpointing,
     kept: dict[str, Kept] | None = None,
 ) -> dict[str, nn.Module]:
-    """Wraps every n-th block (the first, the n+1-th, ...), but none with BatchNorm. Returns all
-    blocks as they are now.
+    """Wraps every n-th block (the first, the n+1-th, ...), except blocks with BatchNorm.
+
+    Returns all blocks, wrapped or not, by name.
 
     kept: what mode selective keeps of each block; None: attention and every other matrix product.
     """
@@ -80,7 +82,7 @@ def checkpoint_blocks(
 
 def is_random(operation: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call draws random numbers. If its result was kept, recomputation would not draw
-    them, and what is drawn later would differ."""
+    them, and random numbers drawn later in the block would differ."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     names = [argument.name for argument in operation._schema.arguments]
@@ -97,7 +99,7 @@ def _contexts(chosen: Kept | None) -> Any:
         if operation in ATTENTION:
             keep = (chosen is None or chosen.attention) and not is_random(operation, args, kwargs)
         elif chosen is None:
-            keep = operation in _PRODUCTS and sum(calls[each] for each in _PRODUCTS) % 2 == 0
+            keep = operation in PRODUCTS and sum(calls[each] for each in PRODUCTS) % 2 == 0
         else:
             keep = (operation, calls[operation]) in chosen.calls
         calls[operation] += 1

@@ -1,9 +1,9 @@
 """Activation offload: inputs of blocks in host memory between their forward and backward pass.
 
-Copies run on a stream of their own, unlike those of `torch.autograd.graph.save_on_cpu`: the input of
-a block is copied to the host while the block computes, and freed when the next block starts. When a
-block starts its backward pass, the input of the block before it is copied back. The device holds two
-inputs at a time, and the host never waits.
+Unlike the copies of `torch.autograd.graph.save_on_cpu`, copies run on a separate stream: the input
+of a block is copied to the host while the block computes, and freed when the next block starts.
+When a block starts its backward pass, the input of the block before it is copied back. The device
+holds two inputs at a time, and the host never waits.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class _Input:
 
 
 class ActivationOffload:
-    """For all blocks of a model. Tensors that are not on a GPU stay where they are."""
+    """Offloads the inputs of all blocks of a model. Tensors that are not on a GPU are not moved."""
 
     device_type = "cuda"
 
     def __init__(self) -> None:
         self._inputs: list[weakref.ref[_Input]] = []
-        """In order of their forward passes. autograd owns them: those of a backward pass that
-        failed are freed."""
+        """Inputs in the order of the forward passes. Autograd holds the only strong references, so
+        that inputs are freed if a backward pass fails."""
         self._buffers: list[torch.Tensor] = []
-        """Host memory of inputs that are back, at most one for each block. It can be written as
-        soon as its last copy is enqueued: all copies are on one stream."""
+        """Host buffers of inputs that were copied back, for reuse; at most one for each block. A
+        buffer can be reused as soon as its last copy is enqueued: all copies are on one stream."""
         self._stream: Any = None
 
     def forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a checkpointed block's forward and offloads its first argument; others, such as
-        position embeddings, belong to all blocks."""
+        """Calls the forward of a checkpointed block and offloads its first argument. Other
+        arguments, such as position embeddings, are shared by all blocks and stay on the device."""
         first = args[0].untyped_storage()._cdata if args else None
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Input:
@@ -59,7 +59,8 @@ class ActivationOffload:
     def _to_host(self, tensor: torch.Tensor) -> _Input:
         before = self._inputs[-1]() if self._inputs else None
         if before is not None:
-            # What is allocated in this memory is computed after the copy: no record_stream needed
+            # The current stream waits for the copy before this memory is reused, so record_stream
+            # is not needed
             self._wait(before.copied)
             before.tensor = None
         buffer = self._buffers.pop() if self._buffers else None
@@ -82,17 +83,18 @@ class ActivationOffload:
         return tensor
 
     def _upload(self, one: _Input) -> None:
-        if one.tensor is None:  # allocated on the stream that computes, which will free it
+        if one.tensor is None:  # allocated on the compute stream, where it is also freed
             one.tensor = torch.empty_like(one.host, device=one.device)
             one.copied = self._copy(one.host, one.tensor)
 
-    # What a trace replaces (launcher/planner/fake.py)
+    # Methods that are overridden for traces (launcher/planner/fake.py)
 
     def _host_memory(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Starts after what the current stream was given before. Returns the event of its end."""
+        """Starts a copy after the work enqueued on the current stream. Returns the event of its
+        end."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -18,39 +18,43 @@ InitFn = Callable[[nn.Module, torch.device, torch.device], None]
 
 
 class WrappedModel(ABC):
-    """A model distributed over its ranks. model: to call. module: the model inside, with its
-    parameters, names and config."""
+    """A model distributed over its ranks.
+
+    model: the wrapper, to call. module: the wrapped model, with its parameters, names and config.
+    """
 
     optimizer_mesh: DeviceMesh | None = None
-    """Ranks over which the optimizer shards its state although parameters are whole (ZeRO-1)."""
+    """Mesh of the ranks that shard the optimizer state while parameters are replicated (ZeRO-1)."""
 
     cpu_offload: schema.CpuOffload | None = None
 
     def __init__(self, model: nn.Module, *, module: nn.Module) -> None:
         self.model, self.module = model, module
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Entered where compute waits for communication between ranks; a run sets its timer."""
+        """Context entered while compute waits for communication between ranks; a run sets a
+        timer."""
         self._parameters = [p for p in module.parameters() if p.requires_grad]
 
     @abstractmethod
     def description(self) -> str:
-        """Precision and sharding, read off the wrapped model."""
+        """Describes precision and sharding of the wrapped model."""
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """The precision of forward passes."""
+        """Context that sets the precision of forward passes."""
         return nullcontext()
 
     @abstractmethod
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch. Decides whether it reduces gradients."""
+        """Context around the forward and backward pass of a micro-batch, which sets whether
+        gradients are reduced. last: whether it is the last micro-batch of the step."""
 
     def reshard(self) -> None:  # noqa: B027 (nothing to do without sharding)
         """Frees unsharded weights, after forward passes without a backward pass."""
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
-        """2-norm of all gradients, with any loss scale, over all ranks: a scalar, the same on every
-        rank. Does not wait for the device."""
+        """2-norm of all gradients over all ranks, including any loss scale: a scalar tensor, equal
+        on every rank. Does not synchronize with the device."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(local)))

@@ -1,8 +1,8 @@
 """DDP: every rank has the whole model; gradients are all-reduced in the backward pass.
 
-With ZeRO-1 (Rajbhandari et al., 2020) each rank holds the optimizer state of its rows alone. It
-updates these rows, and the ranks gather them. The optimizer's parameters are DTensors as of FSDP, so
-optimizers and checkpoints treat both alike.
+With ZeRO-1 (Rajbhandari et al., 2020) each rank holds the optimizer state of its rows of each
+parameter only. It updates these rows, and an all-gather distributes them. The parameters of the
+optimizer are DTensors, as with FSDP, so optimizers and checkpoints need not distinguish the two.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Ddp(WrappedModel):
             **no_buffers,
             gradient_as_bucket_view=True,
         )
-        # Else it waits for timing events in every 100th iteration, as in its first ten (always)
+        # By default DDP waits for timing events in every 100th iteration. In its first ten
+        # iterations it always does
         self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
         super().__init__(self._ddp, module=model)
         if strategy.shard_optimizer:
@@ -54,7 +55,7 @@ class Ddp(WrappedModel):
             )
         self._device_type, self._group = ranks.device.type, ranks.group
         self._param_dtype = compute_dtype(strategy)
-        # auto: only after the last one
+        # auto: gradients are reduced only after the last micro-batch
         self._sync_every_micro_batch = strategy.sync_every_micro_batch is True
         self._reductions = 0
         self._reduction, self._reducing = ExitStack(), False
@@ -62,7 +63,8 @@ class Ddp(WrappedModel):
             self._time_reduction()
 
     def _time_reduction(self) -> None:
-        """Marks the wait for the last buckets: what follows the first parameter's gradient."""
+        """Times the wait for the last buckets, which begins once the first parameter has its
+        gradient."""
         this = weakref.ref(self)  # the garbage collector does not find cycles through hooks
 
         def wait_begins(parameter: torch.Tensor) -> None:
@@ -82,15 +84,16 @@ class Ddp(WrappedModel):
         )
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """Autocast: weights are cast at each use, masters stay float32."""
+        """Autocast: weights are cast at each use, master weights stay in float32."""
         if self._param_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self._device_type, dtype=self._param_dtype)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        # DDP makes new buckets after the first reduction, while NCCL's process group may still hold
-        # the old ones. Waiting once for that reduction saves a copy of all gradients at the peak.
+        # DDP allocates new buckets after the first reduction, while NCCL's process group may still
+        # hold the old ones. Waiting once for that reduction saves a copy of all gradients at the
+        # peak.
         if self._reductions == 1 and self._device_type == "cuda":
             self._group._wait_for_pending_works()
         self._reducing = last or self._sync_every_micro_batch
@@ -100,11 +103,12 @@ class Ddp(WrappedModel):
 
 
 Pairs = list[tuple[nn.Parameter, Any]]
-"""Each whole parameter with its shard, which is the optimizer's."""
+"""Each whole parameter with its shard, which is the parameter of the optimizer."""
 
 
 def shard_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A view of this rank's rows as a DTensor, divided as by FSDP; a scalar itself."""
+    """A view of this rank's rows as a DTensor, divided as by FSDP; a scalar is returned
+    unchanged."""
     if not whole.ndim:
         return whole
     size, rank = mesh.size(), mesh.get_local_rank()
@@ -131,7 +135,7 @@ def _shard_gradients(pairs: Pairs, *unused: Any) -> None:
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch 2.13 renames it."""
+"""`all_gather_into_tensor`, which torch 2.13 renames."""
 
 
 @torch.no_grad()

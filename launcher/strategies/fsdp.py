@@ -56,7 +56,7 @@ class Fsdp(WrappedModel):
             place, pin_memory = torch.device("cpu"), offload.pin_memory and place.type == "cuda"
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
         reshard = strategy.reshard_after_forward
-        assert reshard != "auto"  # resolved before
+        assert reshard != "auto"  # replaced before the model is wrapped
         embedding, last = outer_units[:1], outer_units[1:]
         for unit in (*embedding, *blocks):
             fully_shard(unit, reshard_after_forward=reshard, **policies)
@@ -66,8 +66,8 @@ class Fsdp(WrappedModel):
             # In place of the unit before it: the head, if there was a micro-batch before
             unit.set_modules_to_backward_prefetch([unit])
         # Used at the end of the forward pass and the start of the backward pass: the last norm and
-        # the head stay unsharded in between, and so does the root (None), which else has their
-        # weights
+        # the head stay unsharded in between, and so does the root (None), to which their weights
+        # belong if they are not units of their own
         if last:
             fully_shard(list(last), reshard_after_forward=False, **policies)
         fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
@@ -77,7 +77,7 @@ class Fsdp(WrappedModel):
         self._root: FSDPModule = model
         if ranks.size > 1:
             self._time_communication(ranks.device)
-        # auto: after each one
+        # auto: gradients are reduced after each micro-batch
         self._sync_every_micro_batch = strategy.sync_every_micro_batch is not False
         self._last: bool | None = None
 
@@ -87,7 +87,7 @@ class Fsdp(WrappedModel):
         return [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
 
     def _time_communication(self, device: torch.device) -> None:
-        """Marks where compute waits for all-gathers and reductions."""
+        """Times the methods in which compute waits for all-gathers and reductions."""
         waits = ["wait_for_unshard", "post_backward", "finalize_backward"]
         if device.type != "cuda":
             waits.append("unshard")  # collectives block where they start

@@ -20,11 +20,11 @@ class Parts:
     """The modules of a model that are wrapped on their own."""
 
     blocks: dict[str, nn.Module]
-    """By name (`find_blocks`), not yet wrapped."""
+    """The blocks by name (from `find_blocks`), not yet wrapped."""
     outer_units: tuple[nn.Module, ...] = ()
     """The input embedding, and what runs after the blocks, if they are units of FSDP."""
     kept: dict[str, Kept] | None = None
-    """What a budget of activation checkpointing keeps of each block."""
+    """What the budget of activation checkpointing keeps of each block; None without a budget."""
 
 
 def wrap(
@@ -47,21 +47,22 @@ def wrap(
             block.compile()
     if strategy.kind == "ddp":
         return Ddp(model, strategy, ranks=ranks, init_fn=init_fn)
-    from launcher.strategies.fsdp import Fsdp  # its import takes time that DDP need not spend
+    from launcher.strategies.fsdp import Fsdp  # the import is slow, and DDP does not need it
 
     units = list(blocks.values()), parts.outer_units
     return Fsdp(model, strategy, *units, ranks=ranks, init_fn=init_fn)
 
 
 def _mark_documents(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Their number varies: without this, blocks are compiled for the first, and again for any."""
+    """Marks the number of documents as dynamic. Otherwise blocks are compiled for the number in the
+    first batch, and again when it changes."""
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in kwargs:
             torch._dynamo.maybe_mark_dynamic(kwargs[name], 0)
 
 
 def graph_breaks() -> list[str]:
-    """Why compiled blocks were split into several graphs so far, by dynamo, each reason once."""
+    """The reasons of all graph breaks that dynamo has recorded so far, each once."""
     from torch._dynamo.utils import counters
 
     texts = [[line.strip() for line in reason.splitlines()] for reason in counters["graph_break"]]
