@@ -82,9 +82,11 @@ def doctor(
     }
     if node:
         return EXIT_DONE if print_node(*node_checks.examine(**checks)) else EXIT_NO
+    environment = None
     with contextlib.suppress(RecipeError):  # srun without torchrun: each task checks its machine
-        if (environment := read_environment()).torchrun:
-            return _examine_group(checks, environment, json, quick=quick)
+        environment = read_environment()
+    if environment is not None and environment.torchrun:
+        return _examine_group(checks, environment, json, quick=quick)
     if quick:
         what = "is for several nodes, each with a torchrun (launcher doctor --help)"
         raise RecipeError(f"command line: quick: {what}")
