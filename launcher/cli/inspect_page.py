@@ -158,8 +158,8 @@ class Span(NamedTuple):
 def spans(ids: Sequence[int], loss: Sequence[bool], decoder: Decoder) -> Iterator[Span]:
     """Runs of tokens with and without loss; a special token is a run of its own."""
     sorts = [
-        (learned, place if token in decoder.special else None)
-        for place, (token, learned) in enumerate(zip(ids, loss, strict=True))
+        (learned, index if token in decoder.special else None)
+        for index, (token, learned) in enumerate(zip(ids, loss, strict=True))
     ]
     end, before = 0, ""
     for (learned, special), run in itertools.groupby(sorts):

@@ -74,7 +74,7 @@ def _tokenize(
 
 
 def model_inputs(model: Model) -> ModelInputs:
-    """As far as the recipe says."""
+    """The model's vocabulary and number of classes, as far as the recipe sets them."""
     from launcher.data.token_store import ModelInputs
 
     return ModelInputs(vocabulary=(model.config or {}).get("vocab_size"), classes=model.num_labels)

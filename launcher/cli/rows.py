@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from launcher.data.setup import RunData
 
 _PREVIEW = 60
-"""Characters."""
+"""Characters of the text to print."""
 
 
 def rows(

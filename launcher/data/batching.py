@@ -25,7 +25,7 @@ class Position:
     step: int = 0
     """Finished optimizer steps."""
     skipped_batches: int = 0
-    """Batches before it on which the run diverged."""
+    """Batches before this position that were skipped because the run diverged on them."""
     stream: Mapping[str, Any] | None = None
     """`StreamingDataset.state`, from a checkpoint."""
 
@@ -128,7 +128,7 @@ class MixtureOrder:
         self._counts = [max(1, round(weight / sum(weights) * _PERIOD)) for weight in weights]
         self._counts[self._counts.index(max(self._counts))] += _PERIOD - sum(self._counts)
         self._turns: list[tuple[int, int]] = []
-        """For each position of a period: the source, and its turns before in the period."""
+        """For each position of a period: the source, and its number of earlier positions in it."""
         had, credit = [0] * count, [0] * count
         for _ in range(_PERIOD):
             credit = [have + more for have, more in zip(credit, self._counts, strict=True)]
@@ -217,8 +217,8 @@ class TokenBatchSampler(_RankPart):
         while not groups or len(groups) % self.ranks:
             largest = max(groups, key=len, default=[])
             if len(largest) > 1:
-                place, half = groups.index(largest), (len(largest) + 1) // 2
-                groups[place : place + 1] = [largest[:half], largest[half:]]
+                index, half = groups.index(largest), (len(largest) + 1) // 2
+                groups[index : index + 1] = [largest[:half], largest[half:]]
             else:
                 groups.append([NO_SAMPLE])
         return groups
@@ -237,7 +237,7 @@ BatchSampler = RankBatchSampler | TokenBatchSampler
 def make_batch_sampler(
     batch: schema.Batch, *, lengths: Sequence[int] | None, **part: Any
 ) -> BatchSampler:
-    """lengths: tokens of each sample, for micro_batch_tokens. part: of `_RankPart`."""
+    """lengths: tokens of each sample, for micro_batch_tokens. part: other fields of `_RankPart`."""
     part["global_batch_size"] = batch.global_batch_size
     if batch.micro_batch_tokens is None:
         assert isinstance(batch.micro_batch_size, int)  # `auto` was resolved before

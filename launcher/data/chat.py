@@ -28,14 +28,14 @@ _SHAREGPT = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
     **dict.fromkeys(("observation", "function_response"), "tool"),
 }
-"""Roles in ShareGPT's `from` with another name."""
+"""Roles that have another name in ShareGPT's `from`."""
 _BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _THOUGHT = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 
 
 class RowError(ValueError):
-    """The problem of a row, without its place."""
+    """A problem of a row. The message does not say which row."""
 
 
 def read_messages(value: Any, column: str) -> list[Message]:
@@ -97,7 +97,8 @@ class Rendered:
     text: str
     spans: list[Span]
     marked: bool
-    """By the template, with the end of each turn. Otherwise `ChatTemplate.tokens` adds it."""
+    """The template marks the spans, with the end of each turn. Otherwise `ChatTemplate.tokens` adds
+    the end of each turn."""
     closed: bool
     """The last turn is the assistant's."""
 
@@ -255,7 +256,7 @@ class ChatTemplate:
             end = _find_end(text, start, contents[placeholder], after, last=last)
             if end is None:
                 return None
-            # The model also says the tag before its thought
+            # The model also generates the tag before its thought
             opening = re.search(r"<think>\s*$", before) if placeholder.endswith("tZq") else None
             first = start - len(opening[0]) if opening else start
             turn = placeholder[:-3]

@@ -35,7 +35,7 @@ class CustomData:
     """loss(model, micro-batch): the SUM over the micro-batch's targets, a scalar, not the mean. It
     is divided by the targets of the whole global batch, over all ranks and micro-batches."""
     targets: Callable[[Mapping[str, Any]], int] | None = None
-    """Of a micro-batch; None: its number of samples."""
+    """Number of targets of a micro-batch; None: its number of samples."""
     validation: Any = None
     """A data set like train, or a dict of them by name."""
 

@@ -16,14 +16,13 @@ from torch import nn
 
 from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
 from launcher.data.custom import CustomDataset
-from launcher.data.packing import Sequences, pack
+from launcher.data.packing import Integers, Sequences, pack
 from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.models.attention import Masking
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
 from launcher.training import loss
 
-Integers = npt.NDArray[np.int64]
 Row = dict[str, Integers]
 Collated = dict[str, Any]
 """A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`."""
@@ -32,7 +31,7 @@ _MOST_TARGETS = 0.9
 
 
 def make_row(pieces: Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> Row:
-    """pieces: ids and targets of each. In each the positions start at 0."""
+    """pieces: the ids and targets of each piece. Positions start at 0 in each piece."""
     ids, targets = zip(*pieces, strict=True)
     return {
         "input_ids": np.concatenate(ids, dtype=np.int64),
@@ -52,7 +51,7 @@ class _Stored:
     store: TokenStore
     sequences: Sequences
     length: int
-    """Of the longest sequence."""
+    """Most tokens of a sequence (data.sequence_length)."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -158,7 +157,7 @@ def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Ma
     the starts in the flattened rows, and `max_length_q`, `max_length_k`: transformers' names.
 
     `target_positions` (positions,) are those of the flattened rows with a target, if they are few.
-    They are found on the host: on the device, their number would have to be waited for.
+    They are found on the host: on the device, this would need a synchronization.
     """
     width = length if packed else max(1, *(len(row["input_ids"]) for row in rows))
     tensors: dict[str, Any] = {
@@ -219,7 +218,8 @@ class ClassificationDataset(_Stored):
         }
 
     def collate(self, rows: list[Row]) -> Collated:
-        """`input_ids` and `attention_mask` (rows, tokens), padded on the right; `targets` (rows,)."""
+        """Returns `input_ids` and `attention_mask` (rows, tokens), padded on the right, and
+        `targets` (rows,)."""
         ids = [row["input_ids"] for row in rows]
         width = max(1, *(len(row) for row in ids))
         tensors = {

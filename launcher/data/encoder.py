@@ -46,7 +46,7 @@ class Encoded:
     labels: Ids | None = None
     """labels[t] is the target at position t - 1; None: the ids."""
     category: int | None = None
-    """kind classification."""
+    """The class of the row, for kind classification."""
     problem: str = ""
     """Why the row cannot be used."""
 
@@ -111,7 +111,8 @@ class Encoder:
 
 
 def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | None) -> Encoder:
-    """Leaves out settings that `kind` does not use: they must not change the store.
+    """The encoder of `kind`, without the settings that it does not use: they must not change the
+    store.
 
     tokenizer: data.tokenizer, or the model's. Raises RecipeError if the chat template cannot be
     read.
@@ -278,7 +279,8 @@ def _column(
     what: str,
     names: tuple[str, ...] = (),
 ) -> tuple[str, Any]:
-    """Name and value of the column that data.KEY names; null: of the first of `names` in the row."""
+    """Name and value of the column that data.KEY names; if it is null, of the first of `names` that
+    is in the row."""
     found = [name for name in names if name in row]
     column = encoder.columns[key] or (found or names)[0]
     value = row.get(column)

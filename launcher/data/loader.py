@@ -99,7 +99,7 @@ def make_loader(
     persistent_workers: bool,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """A stream has its own order, the same as that of `sampler`."""
+    """sampler: not used for a StreamingDataset, which yields micro-batches in the same order."""
     workers, batches = data.workers, dict[str, Any](batch_size=None)
     if isinstance(dataset, StreamingDataset):
         workers = dataset.workers(workers)
@@ -112,7 +112,8 @@ def make_loader(
         persistent_workers=persistent_workers and workers > 0,
         pin_memory=device.type == "cuda" and data.pin_memory is not False,
         worker_init_fn=prepare_worker_process if workers else None,
-        # By default each pass draws from the generator of dropout, which a resume would draw again
+        # By default each iterator draws its seed from the default generator, which dropout uses
+        # too: a resume would draw once more
         generator=torch.Generator(),
         **batches,
     )

@@ -20,9 +20,9 @@ class TrainedRow:
     """A row of the data in one sequence of a step: all of it, or a part."""
 
     sequence: int
-    """In the step, from 1."""
+    """Number of the sequence in the step, from 1."""
     source: str
-    """Name in a mixture."""
+    """Name of the source in a mixture; otherwise empty."""
     dataset: Any
     sample: Any
     """This row alone, as the data set's `collate` takes it."""
@@ -38,7 +38,7 @@ class TrainedRow:
 def trained_rows(opened: RunData, *, batch: int, tokenizer: str | None) -> list[TrainedRow]:
     """The rows of a global batch. Reads the files up to the last of them.
 
-    batch: from 0: the finished steps and the skipped batches before it.
+    batch: number from 0: the finished steps plus the skipped batches before it.
     """
     data, size = opened.data, opened.sampler.global_batch_size
     rows: list[TrainedRow] = []

@@ -33,8 +33,8 @@ class Sequences:
 
 
 def pack(offsets: Integers, kind: str, *, packing: bool, sequence_length: int) -> Sequences:
-    """kind: data.kind. Too long documents are split for text and tokens and cut for other kinds: the
-    end of an answer without its beginning teaches nothing."""
+    """kind: data.kind. Documents that are too long are split for kinds text and tokens, and cut for
+    other kinds: the end of an answer is no useful target without its beginning."""
     cut = kind in ("chat", "instruct", "classification")
     if not packing or kind == "classification":
         return separate(offsets, sequence_length, cut=cut)
@@ -80,7 +80,7 @@ def best_fit(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
     pieces = separate(offsets, length, cut=cut)
     contents: list[list[int]] = []
     room: defaultdict[int, list[int]] = defaultdict(list)  # free tokens: sequences
-    free: list[int] = []  # sorted, those with a sequence
+    free: list[int] = []  # sorted keys of `room` that have a sequence
     for piece in np.argsort(-pieces.lengths, kind="stable").tolist():
         size = int(pieces.lengths[piece])
         at = bisect.bisect_left(free, size)
@@ -95,7 +95,7 @@ def best_fit(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
         if not room[left]:
             bisect.insort(free, left)
         room[left].append(sequence)
-    # By the first document of each, so that shuffle: false stays near the order of the files
+    # Sorted by the first document of each, so that shuffle: false stays near the order of the files
     contents = sorted(sorted(content) for content in contents)
     order = np.array([piece for content in contents for piece in content], dtype=np.int64)
     bounds = np.cumsum([0] + [len(content) for content in contents], dtype=np.int64)

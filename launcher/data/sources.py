@@ -92,9 +92,9 @@ def _count_lines(file: str, block: int, size: int) -> int:
 def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False) -> list[Part]:
     """Whole files and hub data sets, in the order of the patterns and sorted by path, each once.
 
-    A folder means all files below it, except hidden files, caches and binaries; for kinds (data.kind)
-    other than text only files of rows.
-    Raises RecipeError if a pattern matches nothing, or a text file where rows are needed.
+    A folder means all files below it, except hidden files, caches and binaries. For kinds
+    (data.kind) other than text, it means only files of rows. Raises RecipeError if a pattern
+    matches nothing, or a text file where rows are needed.
     """
     parts: dict[str, Part] = {}
     for pattern in patterns:

@@ -46,9 +46,9 @@ from launcher.recipe.hub import load_data_set
 from launcher.training import loss
 
 VERSION = 3
-"""Of the order of samples."""
+"""Version of the order of samples, part of its digest."""
 SHARDS = 64
-"""More would let more ranks share the work, and make each start slower."""
+"""Most shards. More would let more ranks share the work, and make each start slower."""
 _SHARD_BYTES = 1 << 16
 """The smallest shard, on average: small data has fewer shards."""
 _PART_BYTES = 16 * 2**20
@@ -66,7 +66,8 @@ _START: ShardPosition = (0, 0, 0, 0)
 def assign_shards(
     parts: Sequence[Part], *, seed: int, shuffle: bool, shards: int = SHARDS
 ) -> list[list[Part]]:
-    """The parts of each shard, about as many bytes each. There are up to `shards`, a power of two."""
+    """The parts of each shard. Shards have about the same number of bytes; their number is a power
+    of two, at most `shards`."""
     parts = [part for part in parts if part.size or part.form != "text"]
     total = sum(part.size for part in parts)
     size = max(_SHARD_BYTES, min(_PART_BYTES, total // (4 * SHARDS)), total // _PARTS)
@@ -244,7 +245,8 @@ class StreamingDataset(IterableDataset[Collated]):
     ) -> StreamingDataset:
         """The same stream from the first step of `sampler` on.
 
-        saved: `state` after an earlier step or the one before. That of another order is not used.
+        saved: `state` after the step before or an earlier one. It is ignored if it is of another
+        order.
         """
         other = copy.copy(self)
         other._sampler = sampler
@@ -282,7 +284,7 @@ class StreamingDataset(IterableDataset[Collated]):
             yield {"error": str(error)}
 
     def _micro_batches(self, number: int, of: int) -> Iterator[Collated]:
-        """Those of loader process `number` of `of`, in order."""
+        """The micro-batches of loader process `number` of `of`, in order."""
         sampler, shards = self._sampler, len(self.shards)
         size, batch = sampler.micro_batch_size, sampler.global_batch_size
         processes, own = sampler.ranks * of, number * sampler.ranks + sampler.rank

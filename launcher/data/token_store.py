@@ -57,10 +57,12 @@ _Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class ModelInputs:
+    """What the data needs to know of the model."""
+
     vocabulary: int | None = None
     """Rows of the embedding. A larger token id is an error."""
     classes: int | None = None
-    """Of a sequence classifier."""
+    """Number of classes of a sequence classifier."""
     padding: int = 0
     """Id of the padding token."""
     masking: Masking = "mask"
@@ -244,7 +246,7 @@ def _tokenize(parts: list[Part], encoder: Encoder, data: schema.Data) -> Iterato
         num_workers=processes if processes > 1 else 0,
         worker_init_fn=partial(_start_worker, os.getpid()),
         multiprocessing_context="fork" if processes > 1 else None,
-        # By default it draws from the generator of dropout
+        # By default its seed is drawn from the default generator, which dropout uses too
         generator=torch.Generator(),
     )
     try:

@@ -20,7 +20,7 @@ Ids = npt.NDArray[np.int32]
 
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".tiktoken", ".vocab", ".bpe", ".jinja")
 _BYTES_IDENTITY = "bytes 66c407729331c690d5ec7918bdbd26f273781ae6971d60fe1590e6d778295bde"
-"""Of the ids and the chat template of the byte tokenizer; part of the names of stores."""
+"""Checksum of the byte tokenizer's ids and chat template; part of the names of stores."""
 _SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 """Of the byte tokenizer: 256 ends a document and a turn, 257 to 259 start a turn."""
 _CHAT_TEMPLATE = """\
@@ -129,7 +129,7 @@ def hugging_face_tokenizer(name: str) -> Any:
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(name: str | None) -> Tokenizer:
     assert name is not None
-    # Its threads do not survive a fork, and each process forked later would print a warning
+    # Threads of tokenizers do not survive a fork, and each forked process would print a warning
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
 

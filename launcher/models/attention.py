@@ -1,8 +1,9 @@
 """Attention within the documents of packed sequences, without a mask.
 
-transformers builds a mask of tokens x tokens in every forward pass, and waits for the device to find
-the documents. Here attention receives their bounds instead (`cu_seq_lens_q` and so on): torch's
-variable-length kernel on CUDA, elsewhere one scaled-dot-product attention per document.
+transformers builds a mask of tokens x tokens in every forward pass, and synchronizes with the
+device to find the documents. Here attention receives their bounds instead (`cu_seq_lens_q` and so
+on): torch's variable-length kernel on CUDA, elsewhere one scaled-dot-product attention per
+document.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""Whether the kernel of this version of torch takes fewer heads of keys and values."""
+"""Whether the kernel of this version of torch takes fewer key and value heads than query heads."""
 
 Call = dict[str, Any]
-"""Arguments of a call of attention, with `head_size`, and `plain`: whether it is causal attention
+"""Arguments of an attention call, with `head_size`, and `plain`: whether it is causal attention
 without masks, biases, caps and sinks."""
 
 
@@ -95,7 +96,7 @@ def drop_causal_mask(model: Any) -> None:
     """Removes transformers' mask where it is only causal, for rows of one document that are padded
     on the right: there, `sdpa` without a mask is exact wherever there is a target.
 
-    With the mask, transformers waits for the device in every forward pass to see whether
+    With the mask, transformers synchronizes with the device in every forward pass to see whether
     `position_ids` are those of packed documents. Models with other masks keep them.
     """
     config: Any = getattr(model, "config", None)
@@ -154,8 +155,8 @@ def _all_calls(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool])
 
     before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
     ALL_ATTENTION_FUNCTIONS.register(name, trial)
-    # Also if the model does not take these arguments or, like most mixtures of experts, cannot run
-    # on meta beyond the layers that were seen
+    # An exception is expected if the model does not take these arguments, or if it cannot run on
+    # meta beyond the recorded layers (most mixtures of experts)
     with contextlib.suppress(Exception):
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
         model(input_ids=ids, use_cache=False, **inputs)
@@ -168,12 +169,12 @@ def _layer_types(model: Any) -> list[str]:
 
 
 def has_varlen_kernel(tensor: torch.Tensor) -> bool:
-    """Whether CUDA's attention kernels run. The memory plan replaces this function."""
+    """Whether CUDA's attention kernels are used. The memory plan replaces this function."""
     return tensor.device.type == "cuda"
 
 
 def document_lengths(bounds: torch.Tensor) -> list[int]:
-    """Tokens of each document. Waits for the device."""
+    """Tokens of each document. Synchronizes with the device."""
     lengths: list[int] = bounds.diff().tolist()
     return lengths
 
@@ -189,9 +190,9 @@ def varlen_attention(
     """Causal attention within documents, by transformers' attention interface.
 
     query, key, value: (batch, heads, tokens, head size). options: `cu_seq_lens_q` (documents + 1,):
-    where documents start in the flattened rows; without, each row is one. `max_length_q`: tokens of
-    the longest. `sliding_window`: tokens that a token sees, itself included. Returns (batch, tokens,
-    heads, head size).
+    where documents start in the flattened rows; without it, each row is one document.
+    `max_length_q`: tokens of the longest document. `sliding_window`: tokens that a token attends
+    to, itself included. Returns (batch, tokens, heads, head size).
     """
     assert attention_mask is None
     inputs = [query, key, value]
@@ -261,8 +262,8 @@ def _dense(module: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any
     query, key, value = inputs
     tokens, mask, window = query.shape[2], None, options.get("sliding_window")
     if window is not None and window < tokens:
-        place = torch.arange(tokens, device=query.device)
-        distance = place[:, None] - place[None, :]
+        position = torch.arange(tokens, device=query.device)
+        distance = position[:, None] - position[None, :]
         mask = (distance >= 0) & (distance < window)
     return masked_attention(module, query, key, value, mask, **options)[0]
 
@@ -275,9 +276,12 @@ def masked_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' `sdpa`, with grouped heads repeated in float32 on CUDA. Without a mask it leaves
-    them to torch, whose fused float32 kernel does not take them: all scores, (heads, tokens,
-    tokens), are computed, four times in the backward pass (torch 2.11 to 2.13)."""
+    """transformers' `sdpa`, with grouped key and value heads repeated in float32 on CUDA.
+
+    Without a mask, transformers passes grouped heads to torch, whose fused float32 kernel does not
+    support them. torch then computes all scores, (heads, tokens, tokens), four times in the
+    backward pass (torch 2.11 to 2.13).
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 
     float32 = query.dtype == torch.float32 and not torch.is_autocast_enabled(query.device.type)
@@ -301,8 +305,8 @@ def check_isolation(
     """Raises RecipeError if the logits of a packed document depend on the document before it: some
     models take position_ids and still attend across documents.
 
-    Every rank must call this. name: of the model's class. dtype: of computations; differences within
-    its rounding are accepted, since kernels may add in another order.
+    Every rank must call this. name: of the model's class. dtype: of the computation; differences
+    within its rounding error are accepted, since kernels may add in another order.
     """
     generator = torch.Generator().manual_seed(0)
     first, other, second = torch.randint(vocabulary, (3, 1, 8), generator=generator)
@@ -316,7 +320,7 @@ def check_isolation(
             for pair in pairs
         )
         difference = float((one - two).abs().max() / one.abs().max())
-    except TypeError:  # no position_ids: it cannot know where a document starts
+    except TypeError:  # takes no position_ids, so it cannot isolate documents
         difference = float("nan")
     finally:
         model.train(training)

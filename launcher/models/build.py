@@ -20,7 +20,7 @@ from launcher.recipe.hub import model_folder
 from launcher.recipe.schema import Model
 
 _DECODERS = {"gpt_neox", "gpt_neox_japanese"}
-"""Their configs have an `is_decoder` of false that nothing reads."""
+"""Decoders whose configs have an `is_decoder` of false, which their code does not read."""
 
 
 def is_pretrained(model: Model) -> bool:
@@ -44,7 +44,7 @@ def build_model(
     returns any torch.nn.Module. Its attribute `_no_split_modules` names the classes of its blocks;
     `_init_weights(module)`, or each module's `reset_parameters()`, initializes its weights.
 
-    labels: names of the classes of a classifier; None: model.num_labels counts them. Raises
+    labels: names of the classes of a classifier; None: model.num_labels classes. Raises
     RecipeError if the model cannot be built or trained, or has fewer positions than a sequence.
     """
     if model.builder is not None:
@@ -105,7 +105,7 @@ def _make_config(model: Model, folder: Path | None, labels: Sequence[str] | None
         if labels is not None:
             config.id2label = dict(enumerate(labels))
             config.label2id = {name: index for index, name in enumerate(labels)}
-        if config.pad_token_id is None:  # a classifier must know where a padded text ends
+        if config.pad_token_id is None:  # a classifier finds the end of a padded text by it
             end = config.eos_token_id
             config.pad_token_id = end[0] if isinstance(end, list) else end
     return config
@@ -125,6 +125,7 @@ def _refuse_encoder(model: Model, config: Any) -> None:
 
 @contextlib.contextmanager
 def _refusals(folder: Path | None) -> Iterator[None]:
+    """Raises RecipeError in place of the errors of transformers."""
     try:
         yield
     except RecipeError:
@@ -249,7 +250,8 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
     B); 0 for a model without a config.
 
     N: parameters without input embeddings, with only the experts that a token uses; a frozen one
-    counts 4 in place of 6. L, h: blocks and hidden size. T: sequence_length, without causal half.
+    counts 4 in place of 6. L, h: blocks and hidden size. T: sequence_length; a causal mask does not
+    halve it.
     """
     config: Any = getattr(model, "config", None)
     layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
@@ -276,7 +278,7 @@ def recomputed_flops(model: nn.Module, blocks: Iterable[nn.Module], *, tokens: i
 
 
 def _used_parameters(module: nn.Module, config: Any) -> Iterator[tuple[nn.Parameter, float]]:
-    """Parameters, and how many of their numbers a token uses: of experts, some."""
+    """Each parameter, and how many of its elements a token uses: only some of the experts."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((n for name in counts if (n := getattr(config, name, None))), 1)
     share = (getattr(config, "num_experts_per_tok", None) or experts) / experts

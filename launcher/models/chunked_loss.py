@@ -17,12 +17,12 @@ from torch import nn
 from launcher.models.build import embeddings
 
 IGNORED = -100
-"""A target without loss."""
+"""Target value of a token without loss."""
 CHUNK_ELEMENTS = 2**26
 """Logits (tokens x vocabulary entries) that are computed at a time: 256 MiB in float32. Matrix
 products of this size are as fast as larger ones."""
 WIDTH_MULTIPLE = 64
-"""Of chunks, for fast matrix products."""
+"""The width of a chunk is a multiple of this, for fast matrix products."""
 
 
 def chunk_width(tokens: int, vocabulary: int) -> int:
@@ -34,7 +34,7 @@ def chunk_width(tokens: int, vocabulary: int) -> int:
 
 @dataclass(frozen=True)
 class Transform:
-    """What a model does to its logits: multiplies them, then limits them to +-softcap."""
+    """The transformation of a model's logits: a multiplication, then a soft cap at +-softcap."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -61,8 +61,9 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Sum of the cross-entropies of transform(inputs @ weight.T + bias).
 
-    inputs: (tokens, features), of the dtype of products; weight: (vocabulary, features); targets:
-    (tokens,), IGNORED where there is no loss; width: of a chunk. Returns a float32 scalar.
+    inputs: (tokens, features), in the dtype of the matrix products; weight: (vocabulary,
+    features); targets: (tokens,), IGNORED where there is no loss; width: vocabulary entries of a
+    chunk. Returns a float32 scalar.
     """
     function: Any = _LinearCrossEntropy
     summed: torch.Tensor = function.apply(inputs, weight, bias, targets, transform, width)
@@ -71,15 +72,9 @@ def linear_cross_entropy(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        transform: Transform,
-        width: int,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        """arguments: those of `linear_cross_entropy`, in order."""
+        inputs, weight, bias, targets, transform, width = arguments
         largest, sums = [], []
         at_target = torch.zeros(len(targets), 1, device=targets.device)
         with torch.autocast(targets.device.type, enabled=False):
@@ -151,7 +146,7 @@ class ChunkedHead:
     """Replaces the forward methods of a model and of its head, a linear layer.
 
     Called with `targets`, the model returns outputs with `loss`, and `logits` None. Otherwise it
-    works as before. The head is called once, so that FSDP gathers and reduces it once.
+    works as before. The head is called once, so that FSDP all-gathers and reduces it once.
     """
 
     def __init__(self, model: Any, transform: Transform) -> None:
@@ -170,14 +165,15 @@ class ChunkedHead:
         target_positions: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """targets: (rows, tokens). target_positions: of the flattened targets that count, or all."""
+        """targets: (rows, tokens). target_positions: indices of the flattened targets whose loss is
+        computed; None: all."""
         if targets is None:
             return self._model_forward(*args, **kwargs)
         self._targets, self._positions = targets.flatten(), target_positions
         try:
             outputs = self._model_forward(*args, **kwargs)
             assert self._loss is not None
-            # What the model did to the head's result is not used
+            # Whatever the model computed from the head's output is discarded
             outputs.loss, outputs.logits = self._loss.sum(), None
         finally:
             self._targets = self._positions = self._loss = None
@@ -196,19 +192,20 @@ class ChunkedHead:
             loss = linear_cross_entropy(
                 *_linear(self._head, hidden), targets, transform=self._transform, width=width
             )
-        else:  # kept for the backward pass: computing them again would cost more than they hold
+        else:  # a single chunk: its logits are kept for the backward pass, not recomputed
             logits = self._transform(self._head_forward(hidden).float())
             loss = nn.functional.cross_entropy(
                 logits, targets, ignore_index=IGNORED, reduction="sum"
             )
-        self._loss = loss.view(1, 1, 1).clone()  # FSDP warns of views
+        self._loss = loss.view(1, 1, 1).clone()  # a copy, since FSDP warns about views
         return self._loss
 
 
 def _linear(
     head: Any, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Inputs, weight and bias of the product; those of an adapter's product stand beside."""
+    """Inputs, weight and bias of the head's matrix product. The inputs and weights of its
+    adapters are concatenated along the features."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     inputs, weight = hidden.to(dtype), _base(head).weight
@@ -231,8 +228,9 @@ def computes_loss(model: nn.Module) -> bool:
 
 
 def logits_transform(model: Any) -> Transform | None:
-    """What a causal language model on the meta device does to the output of its head. None if this
-    is not a linear layer, perhaps with adapters, or if the model does more than its config says.
+    """The transformation that a causal language model on the meta device applies to the output of
+    its head. None if the head is not a linear layer (adapters are allowed), or if the model applies
+    more than its config describes.
 
     Gemma: final_logit_softcapping; Cohere: logit_scale; Granite: logits_scaling, a divisor;
     Falcon-H1: lm_head_multiplier.
@@ -253,8 +251,8 @@ def logits_transform(model: Any) -> Transform | None:
 
 
 def _is_last(model: Any, head: Any, transform: Transform) -> bool:
-    """Whether the model does to the head's output what the transform does, and nothing else: runs
-    its forward method with numbers in place of the head and of what comes before it."""
+    """Whether the model applies the transform to the head's output, and nothing else. Runs its
+    forward method with fixed values in place of the outputs of the base model and of the head."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     logits = torch.linspace(-40, 40, 64).view(1, 4, 16)
@@ -268,7 +266,7 @@ def _is_last(model: Any, head: Any, transform: Transform) -> bool:
         with torch.no_grad():
             found = model(input_ids=ids, use_cache=False).logits
         return bool(torch.allclose(found, transform(logits), rtol=1e-5, atol=1e-5))
-    except Exception:  # models are called in many ways
+    except Exception:  # not every model accepts these arguments
         return False
     finally:
-        del model.base_model.forward, head.forward  # those of their classes remain
+        del model.base_model.forward, head.forward  # restores the methods of their classes

@@ -21,7 +21,7 @@ from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
 
 LABELS = "labels.json"
-"""Beside a classifier's adapter: the names of its classes."""
+"""File beside a classifier's adapter with the names of its classes."""
 
 
 def export_hugging_face(
@@ -34,8 +34,8 @@ def export_hugging_face(
     merged: bool = False,
     tokenizer: Any = None,
 ) -> None:
-    """Writes `folder`, atomically, for `from_pretrained` of transformers, or of peft if the model
-    has adapters.
+    """Writes `folder` for `from_pretrained` of transformers, or of peft if the model has adapters.
+    It is written as a scratch folder, and renamed when it is complete.
 
     Every rank must call it: the ranks all-gather one tensor at a time, and rank 0 writes it. dtype:
     of floating-point weights. merged: writes the whole model, adapters added in.
@@ -61,7 +61,8 @@ def export_hugging_face(
 def write_weights(
     model: Any, folder: Path, read: Read, *, dtype: torch.dtype, merged: bool
 ) -> None:
-    """Writes a model or its adapters, with its config. model: gives names, and may be on meta."""
+    """Writes a model or its adapters, with its config. model: only its names are used, so it
+    may be on meta."""
     adapter = None if merged else peft_config(model)
     in_float32 = [] if adapter else model._keep_in_fp32_modules_strict or ()
     write_tensors(

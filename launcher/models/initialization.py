@@ -1,4 +1,4 @@
-"""Gives a wrapped meta model its storage and its random initial weights.
+"""Allocates a wrapped meta model and draws its random initial weights.
 
 Each number of a parameter is a function of the seed, the parameter's clean name and the position in
 the whole tensor (`philox`), so the weights are the same under every strategy and number of ranks.
@@ -32,7 +32,7 @@ _aten = torch.ops.aten
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 _ARITHMETIC = {_aten.mul_.Tensor, _aten.div_.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor}
 _ARITHMETIC |= {_aten.clamp_.default}
-"""In-place and elementwise, like _FILLS."""
+"""In-place elementwise operations, like _FILLS."""
 
 
 def clean_name(name: str) -> str:
@@ -170,13 +170,15 @@ class InitialValues:
     """The initial values of one parameter.
 
     Random draws and arithmetic with plain numbers are recorded, and `store` applies them to this
-    rank's part. Any other operation needs the values at once: `on_cpu` makes the whole parameter.
+    rank's part. Any other operation needs the values immediately: `on_cpu` computes the whole
+    parameter.
     """
 
     def __init__(
         self, name: str, mine: torch.Tensor, seed: int, whole: list[InitialValues], *, skip: bool
     ) -> None:
-        """whole: a list of those with all values on the CPU. skip: the parameter is not changed."""
+        """whole: list of the instances that hold all values on the CPU; `on_cpu` appends to it.
+        skip: the parameter is not changed."""
         self.name, self.mine, self.shape = name, None if skip else mine.detach(), mine.shape
         # float32 even for a weight of fewer bits, so that the draw is the same
         self.dtype = torch.float32 if mine.is_floating_point() else mine.dtype
@@ -248,7 +250,7 @@ class InitialValues:
 
 
 class Placeholder(torch.Tensor):
-    """Stands for a parameter or a row of it. Records operations."""
+    """Replaces a parameter or a row of it, and records the operations on it."""
 
     initial: InitialValues
     span: range

@@ -30,7 +30,7 @@ from launcher.recipe import schema
 logger = logging.getLogger(__name__)
 
 _COMPUTED = (r"rotary_emb\.(inv|original_inv)_freq", r"(^|\.)position_ids$")
-"""Buffers that old checkpoints hold."""
+"""Buffers that the model computes, and that old checkpoints contain."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Checkpoint:
     stored: StoredTensors
     conversions: list[Conversion]
     loaded: frozenset[str]
-    """The model's tensors that it gives, under all their names."""
+    """Names of the model's tensors that the checkpoint contains; of a tied one, all names."""
 
     def convert(self, conversion: Conversion) -> Tensors:
         return conversion.convert({name: self.stored.read(name) for name in conversion.names()})
@@ -48,7 +48,7 @@ class Checkpoint:
     def reader(self) -> Callable[[str], torch.Tensor]:
         """Returns a function that reads a whole tensor of the model by name."""
         by_target = {name: each for each in self.conversions for name in each.targets}
-        made: Tensors = {}  # by the last conversion
+        made: Tensors = {}  # results of the last conversion
 
         def read(name: str) -> torch.Tensor:
             nonlocal made
@@ -94,8 +94,8 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") 
 def starting_weights(
     section: schema.Model, model: nn.Module, *, seed: int
 ) -> tuple[Callable[[nn.Module, torch.device, torch.device], None], torch.dtype]:
-    """The function that gives the wrapped model its weights, and their dtype on disk. model: as of
-    `open_checkpoint`, which may raise RecipeError."""
+    """The function that gives the wrapped model its weights, and their dtype on disk. model: as
+    for `open_checkpoint`, which may raise RecipeError."""
     folder = checkpoint_folder(section)
     if folder is None or not is_pretrained(section):
         return partial(random_weights, seed=seed), torch.float32
@@ -113,7 +113,8 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _resolve_ties(model: Any, conversions: list[Conversion], stored: StoredTensors) -> list[str]:
-    """Drops tied tensors that are stored twice if both are equal, else unties them. Returns notes."""
+    """Drops the second of two stored tied tensors if both are equal, else unties them. Returns
+    notes."""
     notes = []
     single = {each.first: each for each in conversions if each.converter is None}
     for tied in _tied_names(model):

@@ -156,7 +156,7 @@ def merged_reader(
     W + alpha / rank * B A, in float32.
 
     config: peft's adapter_config.json. names: of the adapter's tensors, as peft writes them. Raises
-    RecipeError if the adapter changes what the model lacks.
+    RecipeError if the adapter changes a tensor that the model does not have.
     """
     adapters = {name.removeprefix(_PREFIX): name for name in names}
     scale = config["lora_alpha"] / config["r"]

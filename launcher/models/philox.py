@@ -45,7 +45,7 @@ def numbers_at_once(device: torch.device) -> int:
 
 
 def _words(key: Key, first: int, count: int, device: torch.device) -> tuple[Words, torch.Tensor]:
-    """The words of the counters, and (counters, 4) for their numbers."""
+    """The words of the counters, and an uninitialized (counters, 4) tensor for their numbers."""
     counters = torch.arange(first // 4, -(-(first + count) // 4), device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     words = philox((counters & _MASK, counters >> 32, zero, zero), key)

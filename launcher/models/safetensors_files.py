@@ -20,7 +20,7 @@ from launcher.models.shards import local_rows
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MAX_FILE_BYTES = 5 * 10**9
-"""Of an exported file, unless a single tensor is larger."""
+"""Largest size of an exported file, unless a single tensor is larger."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -79,7 +79,8 @@ class StoredTensors:
         for part in self._parts[name]:
             start, stop = max(first, part.first), min(first + len(local), part.first + part.rows)
             if start < stop:
-                rows = self._file(part.file).get_slice(name)[start - part.first : stop - part.first]
+                stored = self._file(part.file).get_slice(name)
+                rows = stored[start - part.first : stop - part.first]
                 local[start - first : stop - first].copy_(rows)
 
     def close(self) -> None:
@@ -104,10 +105,10 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
         return open_files([folder / SINGLE], key=key)
     if not (folder / INDEX).is_file():
         raise RecipeError(
-            f"{key}: {folder} has neither {SINGLE} nor {INDEX}. For random weights, set model.init: "
-            "random. An adapter is merged by launcher export RUN_DIR OUT merged=true. Pickled weights "
-            "can run code when loaded; if you trust them, from_pretrained(FOLDER).save_pretrained("
-            "NEW_FOLDER) converts them"
+            f"{key}: {folder} has neither {SINGLE} nor {INDEX}. For random weights, set "
+            "model.init: random. An adapter is merged by launcher export RUN_DIR OUT merged=true. "
+            "Pickled weights can run code when loaded; if you trust them, "
+            "from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) converts them"
         )
     try:
         file_of: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]

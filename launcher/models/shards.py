@@ -49,5 +49,5 @@ def digest(seed: int, name: str) -> int:
 
 
 def derived_seed(seed: int, name: str) -> int:
-    """A seed for a generator of torch."""
+    """A seed for a torch.Generator."""
     return digest(seed, name) >> 1

@@ -1,8 +1,8 @@
 """Converts between the tensors of a checkpoint on disk and those of the model.
 
-transformers has tables of renamed keys and of conversions, such as the experts of a layer, which are
-separate on disk and one tensor in the model. Here they are applied one at a time, and first to meta
-tensors: this finds wrong shapes before any data is read.
+transformers has tables of renamed keys and of conversions, such as the experts of a layer, which
+are separate on disk and one tensor in the model. Here they are applied one at a time, and first to
+meta tensors: this finds wrong shapes before any data is read.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Conversion:
     converter: Any
     """A WeightConverter of transformers; None: one tensor whose name changes."""
     model: SimpleNamespace
-    """What the converter reads of it."""
+    """The attributes of the model that the converter reads."""
     renamings: list[Any] = field(default_factory=list)
-    """Of the results, in an export."""
+    """In an export: applied to the names of the results."""
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Names by pattern, in order."""
+    """Names of the source tensors by pattern, in order."""
     targets: Tensors = field(default_factory=dict)
     """When loading: the results, on meta."""
 
@@ -40,7 +40,7 @@ class Conversion:
         return [name for names in self.sources.values() for name in names]
 
     def convert(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """tensors: the sources. Returns the targets."""
+        """Converts the source tensors, by name. Returns the target tensors."""
         if self.converter is None:
             (name,) = self.names()
             made: dict[str, Any] = {self.first: tensors[name]}
@@ -56,7 +56,7 @@ class Conversion:
         }
 
     def stacks_rows(self) -> bool:
-        """Whether each row of the target is made from one source of each pattern: experts."""
+        """Whether each row of the target is made from one source of each pattern (experts)."""
         from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
         def keeps_rows(operation: Any) -> bool:
@@ -92,7 +92,7 @@ def record_conversions(model: Any) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
-    # Without a checkpoint there was no prefix to restore
+    # A model that was not loaded from a checkpoint has no prefix to restore
     table = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [entry for entry in table if not isinstance(entry, PrefixChange)]
 
