@@ -72,9 +72,15 @@ def linear_cross_entropy(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-        """arguments: those of `linear_cross_entropy`, in order."""
-        inputs, weight, bias, targets, transform, width = arguments
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        transform: Transform,
+        width: int,
+    ) -> torch.Tensor:
         largest, sums = [], []
         at_target = torch.zeros(len(targets), 1, device=targets.device)
         with torch.autocast(targets.device.type, enabled=False):
