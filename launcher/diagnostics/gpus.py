@@ -84,7 +84,7 @@ def _problems(nvml: Any, handle: Any) -> Iterator[tuple[State, str]]:
     memory = ask("nvmlDeviceGetMemoryInfo", handle, version=nvml.nvmlMemory_v2)
     memory = memory or nvml.nvmlDeviceGetMemoryInfo(handle)
     if users or memory.used > max(GIB, memory.total // 50):
-        names = ", ".join(users) or "processes that are not visible from here"
+        names = ", ".join(users) or "no process that can be seen from here"
         used = f"{bytes_as_text(memory.used)} of {bytes_as_text(memory.total)}"
         yield "bad", f"not free: {used} in use, by {names}"
     counter = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)

@@ -220,7 +220,7 @@ class Watch:
         first = min(answer["position"] for answer in answers.values())
         slowest = [rank for rank in answers if answers[rank]["position"] == first]
         behind = missing or sorted(slowest)
-        lines = [f"no heartbeat for {self._hang_timeout:g} s (run.hang_timeout)"]
+        lines = [f"no sign of life for {self._hang_timeout:g} s (run.hang_timeout)"]
         if len(behind) == self._ranks > 1:
             lines[0] += "; no rank is behind the others"
         for rank in behind[:8]:

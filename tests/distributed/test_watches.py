@@ -100,7 +100,7 @@ def test_ranks_that_hang_are_reported_and_restarted(tmp_path):
     # On a loaded machine a rank that only waits for a core may be late by seconds
     options = {"hang_timeout": 6, "restarts": 2, "TORCH_FR_BUFFER_SIZE": "100"}
     result = start(run_dir, "loop", during=during, **options).check(0)
-    assert result.output.count("no heartbeat for 6 s (run.hang_timeout)") == 2, "each once"
+    assert result.output.count("no sign of life for 6 s (run.hang_timeout)") == 2, "each once"
     assert (status(run_dir)["state"], status(run_dir)["reason"]) == (
         "stopped",
         f"the file {run_dir}/stop",
