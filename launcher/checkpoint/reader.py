@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from launcher.checkpoint import files
 from launcher.checkpoint.files import DamagedCheckpointError
 from launcher.checkpoint.layout import LOCAL
+from launcher.distributed.process_group import gather
 from launcher.errors import RecipeError
 from launcher.metrics.console import task
 from launcher.models.safetensors_files import DTYPES, Part, StoredTensors, Tensors
@@ -42,9 +43,7 @@ def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:
 
 
 def _first_problem(problem: str | None, group: dist.ProcessGroup) -> str | None:
-    found: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, problem, group=group)
-    return next(filter(None, found), None)
+    return next(filter(None, gather(problem, group)), None)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from launcher.checkpoint import files
 from launcher.checkpoint.files import ALIGNMENT, StoredFile, write_chunks
 from launcher.checkpoint.layout import LOCAL, Layout, as_bytes, plan
-from launcher.distributed.process_group import CHECKPOINT_GROUP, DataParallel
+from launcher.distributed.process_group import CHECKPOINT_GROUP, DataParallel, gather
 from launcher.metrics.console import task
 from launcher.models.safetensors_files import Tensors
 from launcher.recipe import schema
@@ -212,8 +212,7 @@ class Checkpointer:
             result = action()
         except Exception as problem:
             error = self._reason(problem)
-        found: list[Any] = [None] * self._ranks
-        dist.all_gather_object(found, (result, error), group=self._group)
+        found = gather((result, error), self._group)
         if failed := [error for _, error in found if error is not None]:
             raise _SaveError(failed[0])
         return [result for result, _ in found]

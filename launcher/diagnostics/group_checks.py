@@ -25,7 +25,7 @@ from launcher.diagnostics.node_checks import SHARED_SECONDS, examine
 from launcher.diagnostics.report import ALL_NODES, RATES, Finding, Report, host_name
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.process_group import DataParallel, gather
 from launcher.distributed.spawn import rank_main
 from launcher.errors import EXIT_DONE
 from launcher.reliability.failures import end_process
@@ -51,18 +51,12 @@ def sum_is_right(ranks: DataParallel) -> bool:
     return bool((values == ranks.size * (ranks.size + 1) / 2).all())
 
 
-def gather(value: Any, ranks: DataParallel) -> list[Any]:
-    values: list[Any] = [None] * ranks.size
-    dist.all_gather_object(values, value, group=ranks.group)
-    return values
-
-
 def clock_offset(ranks: DataParallel) -> float:
     """Seconds that this rank's clock is ahead of rank 0's: median of five, each after a barrier."""
     offsets: list[float] = []
     for _ in range(5):
         dist.barrier(group=ranks.group)
-        clocks = gather(time.time(), ranks)
+        clocks = gather(time.time(), ranks.group)
         offsets.append(clocks[ranks.rank] - clocks[0])
     return statistics.median(offsets)
 
@@ -81,7 +75,7 @@ def check_shared(
             file.touch()
         except OSError as error:
             problem = f"{folder} cannot be written to: {error.strerror or error}"
-    wanted = set(gather(file.name if first and problem is None else None, ranks)) - {None}
+    wanted = set(gather(file.name if first and problem is None else None, ranks.group)) - {None}
     seen, deadline = set[str](), time.monotonic() + seconds
     while first and seen != wanted and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -228,7 +222,7 @@ def run(*, node: dict[str, Any] | None, shared: Path | None, quick: bool = False
             "shared": None if shared is None else check_shared(shared, ranks, first=first),
             "rates": measure(ranks, local=local, quick=quick),
         }
-        results = gather(mine, ranks)
+        results = gather(mine, ranks.group)
         cpu = ranks.device.type == "cpu"
         name = "CPU" if cpu else torch.cuda.get_device_name(ranks.device)
     source = f"measured by launcher doctor on {results[0]['host']}, {time.strftime('%Y-%m-%d')}"

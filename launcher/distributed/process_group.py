@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,13 @@ class DataParallel:
     size: int
     group: dist.ProcessGroup
     device: torch.device
+
+
+def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """The values of all ranks of the group, by rank. Every rank must call this."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def set_threads(environment: Environment, *, device: torch.device, cpu_offload: bool) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.process_group import DataParallel, gather
 from launcher.errors import RecipeError, TrainingError
 from launcher.metrics.console import bytes_as_text
 from launcher.planner.formatting import batch_text, strategy_text
@@ -47,8 +47,7 @@ def detect_machine(ranks: DataParallel, environment: Environment) -> Machine:
         name = torch.cuda.get_device_name(device)
         free, total = torch.cuda.mem_get_info(device)
         memory = min(total, free + OWN_CONTEXT)
-    every: list[Any] = [None] * ranks.size
-    dist.all_gather_object(every, ((name, total), memory, host, on_node), group=ranks.group)
+    every = gather(((name, total), memory, host, on_node), ranks.group)
     devices, memories, hosts, on_nodes = zip(*every, strict=True)
     # If the nodes differ, each rank is treated as a node of its own, with its share of the memory
     per_node = on_node if len(set(on_nodes)) == 1 else 1

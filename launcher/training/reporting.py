@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from launcher.checkpoint.resume import Resumed
+from launcher.distributed.process_group import gather
 from launcher.errors import DivergedError
 from launcher.metrics.console import ProgressLine, bytes_as_text, finite, seconds_as_text
 from launcher.metrics.recorder import PendingRecord, StepRecorder
@@ -66,9 +66,7 @@ class Reporter:
         if self._main:
             self._sinks = open_sinks(recipe, folder)
             folder.write_status("running", step=first_step, **self._status)
-        self._hosts = [socket.gethostname()] * ranks.size
-        if ranks.size > 1:
-            dist.all_gather_object(self._hosts, self._hosts[0], group=ranks.group)
+        self._hosts = gather(socket.gethostname(), ranks.group)
         self._slow = SlowRanks(self._hosts)
         # Last, because it starts the first step's clock
         self._recorder = StepRecorder(ranks, training.flops)
