@@ -108,22 +108,32 @@ class Size:
     """Those that make sense with it."""
 
 
+_SMALL_MODEL = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
 SIZES = {
     # A step of 0.2 to 0.6 s on two cores: where one takes milliseconds, only noise is measured
     "small": Size(
-        model={
-            "vocab_size": 2048,
-            "hidden_size": 256,
-            "intermediate_size": 704,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 256,
-            "tie_word_embeddings": False,
-        },
+        model=_SMALL_MODEL,
         tokens=256,
         micro_batch_size=2,
         rows=256,
+        modes=tuple(MODES),
+    ),
+    # The vocabulary of real models: full logits are 4,096 x 32,000 float32 numbers, 0.5 GiB
+    "32k": Size(
+        model=_SMALL_MODEL | {"vocab_size": 32000, "max_position_embeddings": 1024},
+        tokens=1024,
+        micro_batch_size=4,
+        rows=64,
         modes=tuple(MODES),
     ),
     "1b": Size(

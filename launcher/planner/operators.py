@@ -32,9 +32,10 @@ from launcher.recipe.section import size_in_bytes
 from launcher.strategies.activation_checkpointing import ATTENTION, PRODUCTS, Kept, is_random
 from launcher.strategies.base import compute_dtype
 
-OPERATIONS_PER_BYTE = 150
+OPERATIONS_PER_BYTE = {"cuda": 150, "cpu": 3}
 """Floating-point operations of matrix products in the time of one byte of memory traffic: 110 on an
-A100, 200 on an H100. A constant, because all ranks must choose the same operators."""
+A100, 200 on an H100, 3 on a core of an AMD EPYC (benchmarks/README.md). Constants, because all
+ranks must choose the same operators."""
 STEPS = 4096
 """Parts that a budget is divided into; sizes of operators are rounded up to whole parts."""
 
@@ -195,7 +196,7 @@ def saved_of_blocks(
     weights = set(seen)
 
     def run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        recorder = _Recorder(weights, seen)
+        recorder = _Recorder(weights, seen, OPERATIONS_PER_BYTE[device])
         with torch.autograd.graph.saved_tensors_hooks(recorder.see, lambda x: x), recorder:
             out = forward(*args, **kwargs)
         size = max((x.nbytes for x in args if isinstance(x, torch.Tensor)), default=0)
@@ -214,10 +215,13 @@ def saved_of_blocks(
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators of a block's forward pass, and what autograd saves of them."""
 
-    def __init__(self, weights: set[int], seen: dict[int, torch.UntypedStorage]) -> None:
+    def __init__(
+        self, weights: set[int], seen: dict[int, torch.UntypedStorage], operations_per_byte: int
+    ) -> None:
         """weights: ids of the model's parameters. seen: storages that were saved before, by id."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights, self._seen = weights, seen
+        self._operations_per_byte = operations_per_byte
         self._calls: Counter[Any] = Counter()
         self._made: list[tuple[Operator, list[Any]]] = []
         """Operators with the storages of their results."""
@@ -261,7 +265,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = sum(tensor.nbytes for tensor in made)
             count = flop_registry.get(func.overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
-            cost = flops / OPERATIONS_PER_BYTE + size + sum(tensor.nbytes for tensor in read)
+            cost = flops / self._operations_per_byte + size + sum(tensor.nbytes for tensor in read)
             # Random numbers must be drawn again; copies of weights are no activations
             if is_random(func, args, kwargs or {}) or (inputs and inputs <= self._weights):
                 size = 0
