@@ -24,6 +24,7 @@ GPU_OPTIONS = --results $(GPU_RESULTS) $(if $(PART),--parts $(PART)) $(if $(QUIC
 # transformers, peft, pandas and pyarrow may lack; for this version of Python
 GPU_PYTHON ?= 3.12
 GPU_PACKAGES ?= omegaconf datasets dill multiprocess xxhash rich markdown-it-py mdurl Pygments \
+	pydantic pydantic_core annotated-types typing-inspection typer nvidia-ml-py \
 	pytest pluggy iniconfig
 GPU_PLATFORMS = $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
 # Two processes, on two GPUs or on the CPU; one process if there is one GPU
