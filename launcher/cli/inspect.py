@@ -41,9 +41,11 @@ def inspect(
 
 
 def _sets_of(data: Data, name: str) -> dict[str, Any]:
-    """The sets of a name (`train`, `validation` or one of theirs): kind, files, validation."""
+    """The sets of a name (`train`, `validation` or one of theirs, training sets first): kind,
+    files, validation."""
     sets = {tuple(full.split(".", 2)[1:]): rest for full, *rest in data_sets(data)}
-    found = {path[-1]: one for path, one in sets.items() if name in path}
+    first = next((path[0] for path in sets if name in path), "")
+    found = {path[-1]: one for path, one in sets.items() if name in path and path[0] == first}
     if not found:
         known = list(dict.fromkeys([path[0] for path in sets] + [path[-1] for path in sets]))
         what = f"no set of that name{suggestion(name, known)}; there are {', '.join(known)}"

@@ -302,7 +302,10 @@ def bins(lengths: npt.NDArray[Any], *, mark: int) -> list[tuple[int, int, int]]:
 def _facts(dataset: Any, *, padding: str) -> dict[str, str]:
     """The totals of a set. Empty text: not shown."""
     store, sequences = dataset.store, dataset.sequences
-    lengths, tokens, with_loss = np.diff(store.offsets), dataset.tokens, tokens_with_loss(dataset)
+    lengths, tokens, with_loss = np.diff(store.offsets), dataset.tokens, ""
+    if "position_ids" in dataset[0]:  # otherwise the targets are classes
+        trained = tokens_with_loss(dataset)
+        with_loss = f"{trained:,}  ({trained / tokens:.1%})"
     median, most = np.quantile(lengths, [0.5, 0.9], method="nearest").tolist()
     lost = f"{sequences.cut_documents:,}  ({sequences.cut_tokens:,} tokens)"
     return {
@@ -312,7 +315,7 @@ def _facts(dataset: Any, *, padding: str) -> dict[str, str]:
         "tokens of a document, longest": f"{int(lengths.max()):,}",
         f"sequences of up to {dataset.length:,}": f"{len(sequences):,}",
         "tokens in them": f"{tokens:,}",
-        "tokens with loss": f"{with_loss:,}  ({with_loss / tokens:.1%})",
+        "tokens with loss": with_loss,
         "padding": padding,
         "documents that continue in another sequence": _some(sequences.split_documents),
         "documents that lose their end": lost if sequences.cut_documents else "",

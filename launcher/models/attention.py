@@ -320,8 +320,9 @@ def check_isolation(
             for pair in pairs
         )
         difference = float((one - two).abs().max() / one.abs().max())
-    except TypeError:  # takes no position_ids, so it cannot isolate documents
-        difference = float("nan")
+    except TypeError:
+        what = f"{name} takes no position_ids, so it cannot keep packed documents apart"
+        raise RecipeError(f"data.packing: {what}; use packing: false") from None
     finally:
         model.train(training)
     if not difference < max(1e-4, 4 * torch.finfo(dtype).eps):

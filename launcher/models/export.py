@@ -114,14 +114,19 @@ def exported_tensors(
 
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """Yields a scratch folder that replaces `folder` at the end."""
+    """Yields a scratch folder that replaces `folder` at the end. A process that is killed meanwhile
+    leaves the new folder, or the old one, perhaps as FOLDER.old."""
+    old = folder.with_name(folder.name + ".old")
     scratch = folder.with_name(folder.name + ".writing")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
         yield scratch
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
         scratch.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

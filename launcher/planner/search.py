@@ -235,7 +235,7 @@ def _beaten(one: Configuration, rows: Iterable[Configuration]) -> bool:
 
 
 def suggestions(written: Recipe, machine: Machine) -> Iterator[str]:
-    """Suggests more GPUs, shorter sequences, or adapters, by the estimate."""
+    """Suggests more ranks, shorter sequences, or adapters, by the estimate."""
     yield _more_gpus(written, machine)
     length = written.data.sequence_length // 2
     while length >= SHORTEST:
@@ -265,13 +265,14 @@ def _fitting(recipe: Recipe, machine: Machine) -> Recipe | None:
 
 def _more_gpus(written: Recipe, machine: Machine) -> str:
     per_node, size = machine.gpus_per_node, written.batch.global_batch_size
+    unit = "GPU" if machine.device == "cuda" else "CPU rank"
     for nodes in NODES:
         more = dataclasses.replace(machine, nodes=nodes)
         found = _fitting(written, more) if nodes > machine.nodes else None
         if found is not None:
             hardware = f"{more.ranks} of them (nodes={nodes} gpus_per_node={per_node})"
-            text = f"more GPUs: {hardware}, with {_overrides(written, found)}"
+            text = f"more {unit}s: {hardware}, with {_overrides(written, found)}"
             if size % more.ranks:
                 text += f"; batch.global_batch_size must be a multiple of {more.ranks}, not {size}"
             return text
-    return f"a GPU with more memory: {NODES[-1] * per_node} of these are not enough"
+    return f"a {unit} with more memory: {NODES[-1] * per_node} of these are not enough"

@@ -127,6 +127,9 @@ def test_sets_by_name(chat, capsys, folder):
     histograms = [line.rstrip(" ━") for line in lines if "by tokens" in line]
     assert histograms == ["web: documents by tokens", "talk: documents by tokens"]
     assert any("small · near" in line for line in printed(capsys, *chat, sets, "set=near"))
+    both = "data.validation={web: rows.jsonl}"
+    lines = printed(capsys, *chat, "data.train=null", mixture, both, "set=web", "samples=1")
+    assert any("in the order of the run" in line for line in lines)  # the training set of that name
     known = "there are train, validation, web, talk, near, far"
     with pytest.raises(RecipeError, match=rf"set=nera: no .*; did you mean near\?; {known}"):
         run(["inspect", *chat, "data.train=null", mixture, sets, "set=nera"])
@@ -202,6 +205,7 @@ def test_classes_are_named(folder, capsys):
     heading, text = sample(lines, 1)
     assert re.fullmatch(r"sample 1 · \d tokens · class 1, fine", heading)
     assert text[0].startswith("good")
+    assert "tokens with loss" not in table(lines)  # the targets are classes
 
 
 def test_data_of_a_builder_is_not_inspected(folder):

@@ -1,6 +1,8 @@
 """`launcher export`, adapters, and the folders that are written."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from launcher.cli.main import main
 from launcher.errors import RecipeError
 from launcher.models import safetensors_files
 from launcher.models.build import build_model
-from launcher.models.export import export_hugging_face
+from launcher.models.export import appearing, export_hugging_face
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
@@ -156,6 +158,32 @@ def test_an_export_replaces_an_older_one_completely(llama, tmp_path):
     config = json.loads((out / "adapter_config.json").read_text())
     keys = ("r", "lora_alpha", "task_type", "base_model_name_or_path")
     assert [config[key] for key in keys] == [4, 6, "CAUSAL_LM", str(llama)]
+
+
+def test_an_interrupted_export_leaves_the_older_one(tmp_path, monkeypatch):
+    """Whenever the process is killed, one whole folder is there."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "model").write_text("old")
+    found = []
+
+    def look():
+        found.append({name.parent.name: name.read_text() for name in tmp_path.glob("*/model")})
+
+    for owner, name in ((Path, "rename"), (shutil, "rmtree")):
+        original = getattr(owner, name)
+
+        def observed(*arguments, original=original, **options):
+            look()
+            original(*arguments, **options)
+            look()
+
+        monkeypatch.setattr(owner, name, observed)
+    with appearing(folder) as scratch:
+        (scratch / "model").write_text("new")
+    assert {"hf.old": "old", "hf.writing": "new"} in found  # the moment between the two renames
+    assert all({"old", "new"} & set(state.values()) for state in found)
+    assert found[-1] == {"hf": "new"}
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -196,6 +196,13 @@ def test_models_that_do_not_keep_documents_apart_are_found(model_type):
     assert model.training
 
 
+def test_a_model_without_positions_cannot_be_packed():
+    model = torch.nn.Module()
+    model.forward = lambda input_ids, use_cache: None
+    with pytest.raises(RecipeError, match=r"data\.packing: Model takes no position_ids"):
+        check_isolation(model, name="Model", vocabulary=64, device=CPU)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_of_the_dtype_is_no_crossing(dtype):
     """Logits that differ by a few roundings, as where kernels add up in another order; a tenth is a document that is seen."""

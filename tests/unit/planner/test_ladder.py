@@ -325,6 +325,9 @@ def test_where_nothing_fits_there_are_suggestions(load, estimating):
     assert ladder.configurations[0].plan.fits is False
     assert any(text.startswith("more GPUs: ") and "nodes=" in text for text in ladder.suggestions)
     assert any("lora.rank=16" in text for text in ladder.suggestions)
+    on_cpu = known_machine("cpu", nodes=1, gpus_per_node=2, memory=4 * GIB)
+    texts = make_ladder(load(*wide, ranks=2), on_cpu).suggestions
+    assert any(text.startswith("more CPU ranks: ") for text in texts)
     long = ("model.chunked_loss=false", "model.config.vocab_size=200000", "data.sequence_length=8192",
             "model.config.max_position_embeddings=8192")  # fmt: skip
     large = make_ladder(load(*long, ranks=2), machine(gpus=2, memory=8 * GIB))
