@@ -66,7 +66,8 @@ class Reporter:
         if self._main:
             self._sinks = open_sinks(recipe, folder)
             folder.write_status("running", step=first_step, **self._status)
-        self._hosts = gather(socket.gethostname(), ranks.group)
+        host = socket.gethostname()
+        self._hosts = gather(host, ranks.group) if ranks.size > 1 else [host]
         self._slow = SlowRanks(self._hosts)
         # Last, because it starts the first step's clock
         self._recorder = StepRecorder(ranks, training.flops)
