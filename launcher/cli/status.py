@@ -55,6 +55,8 @@ class Summary:
     until: float
     """Time of its end or its last heartbeat, or now."""
     attempts: list[Attempt]
+    verdict: str
+    """What limits the speed; empty before the first verdict."""
     checkpoints: list[tuple[int, float, int]] = field(default_factory=list)
     """Step, time and bytes of each valid checkpoint, the newest last."""
     damaged: list[str] = field(default_factory=list)
@@ -109,6 +111,8 @@ def summarize(path: Path, now: float) -> Summary:
     state, reason = status.get("state", "starting"), status.get("reason") or ""
     if state in ("running", "starting") and alive is False:
         state, reason = "died", "its process ended without a message, or its machine was lost"
+    events = read_jsonl(run.events)
+    verdicts = [event["text"] for event in events if event["event"] == "verdict"]
     liveness = {True: "alive", False: "ended", None: "no heartbeat for some minutes"}[alive]
     summary = Summary(
         path,
@@ -120,7 +124,8 @@ def summarize(path: Path, now: float) -> Summary:
         evaluation=last_line(run.metrics, having="eval_loss"),
         owner=f"{owner.describe()}: {liveness}" if owner is not None else "none",
         until=now if alive else max(status.get("time") or 0.0, last.get("time") or 0.0),
-        attempts=read_attempts(read_jsonl(run.events)),
+        attempts=read_attempts(events),
+        verdict=(verdicts or [""])[-1],
     )
     for checkpoint in list_checkpoints(path / "checkpoints"):
         if problem := verify(checkpoint, deep=False):
@@ -263,9 +268,10 @@ def describe(summary: Summary, now: float) -> Iterator[tuple[str, str, str]]:
         yield "checkpoint", "none that is valid" if summary.damaged else "none", "yellow"
     for problem in summary.damaged:
         yield "", f"damaged: {problem}", "red"
-    for name in ("verdict", "warning"):
-        if text := summary.status.get(name):
-            yield name, text, "yellow"
+    if summary.verdict:
+        yield "verdict", summary.verdict, ""
+    if warning := summary.status.get("warning"):
+        yield "warning", warning, "yellow"
     yield "owner", summary.owner, ""
     if summary.attempts:
         yield from _lost_time(summary)

@@ -55,7 +55,7 @@ def make_run(path, steps, *, rate=1e-3, every=5, **built):
     overrides = [f"optimizer.learning_rate={rate}", f"run.dir={path}", *TINY]
     loaded = load_recipe(["recipe=quickstart", *overrides], ranks=2, files=False)
     run.create(to_yaml(loaded.recipe))
-    run.write_status("finished", step=steps, steps=steps, verdict="Bound by <data>.")
+    run.write_status("finished", step=steps, steps=steps)
     for step in range(1, steps + 1):
         when = START + 2 * step + (60 if step > 10 else 0)
         line = {"step": step, "loss": 2 + 3 * math.exp(-step / 20) + math.sin(step) / 10}
@@ -82,6 +82,7 @@ def make_run(path, steps, *, rate=1e-3, every=5, **built):
         ("saved", 21, 1, {"step": 10}),
         ("started", 60, 2, {"found_step": 12}),
         ("resumed", 61, 2, {"step": 10}),
+        ("verdict", 79 + 2 * steps, 2, {"step": steps, "text": "Bound by <data>."}),
         ("finished", 80 + 2 * steps, 2, {"step": steps}),
     ):
         line = {"event": event, "time": START + after, "attempt": attempt, **more}
