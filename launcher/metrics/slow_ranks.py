@@ -16,6 +16,8 @@ SLOW, FAST = 1.3, 1.15
 """A rank is slow from the first factor on, until it is below the second."""
 LEAST_SECONDS = 0.01
 """Least time per step that a slow rank must cost for a warning."""
+LASTING_SECONDS = 3.0
+"""A rank must be slow for this long: with short steps, other programs slow one down for a moment."""
 
 
 class SlowRanks:
@@ -27,6 +29,8 @@ class SlowRanks:
         self._recent: deque[tuple[int, float, Sequence[float]]] = deque(maxlen=RECORDS)
         self._since: dict[int, tuple[int, float]] = {}
         """For each slow rank, the step and time since which it is slow."""
+        self._named: set[int] = set()
+        """Those that a message named."""
         self.note: str | None = None
         """The slowest rank now, for a line of a step."""
 
@@ -44,18 +48,22 @@ class SlowRanks:
         factors, messages = medians / max(usual, 1e-9), []
         slow = np.flatnonzero((factors >= SLOW) & (medians - usual >= LEAST_SECONDS)).tolist()
         for rank in sorted({*slow, *self._since}):
-            where, known = f"rank {rank} on {self._hosts[rank]}", rank in self._since
             first, started = self._since.setdefault(rank, self._begin(rank, SLOW * usual))
-            passed = seconds_as_text(time.monotonic() - started)
-            if not known:
+            seconds, where = time.monotonic() - started, f"rank {rank} on {self._hosts[rank]}"
+            passed = seconds_as_text(seconds)
+            if factors[rank] < FAST:
+                del self._since[rank]
+                if rank in self._named:
+                    self._named.remove(rank)
+                    text = f"{where} is no longer slow, after {passed}, since step {first}"
+                    messages.append(text)
+            elif rank not in self._named and seconds >= LASTING_SECONDS:
+                self._named.add(rank)
                 messages.append(
                     f"slow: {where} takes {factors[rank]:.1f} times as long for a step as the "
                     f"others, which wait for it, since step {first} ({passed})"
                 )
-            elif factors[rank] < FAST:
-                del self._since[rank]
-                messages.append(f"{where} is no longer slow, after {passed}, since step {first}")
-        slowest = max(self._since, key=lambda rank: factors[rank], default=None)
+        slowest = max(self._named, key=lambda rank: factors[rank], default=None)
         self.note = None if slowest is None else f"rank {slowest} slow x{factors[slowest]:.1f}"
         return messages
 
