@@ -29,6 +29,9 @@ from launcher.reliability.run_directory import RunFolder, read_jsonl
 
 _SAMPLES = 8
 """Answers that the page shows."""
+_MOST_KEYS = 6
+"""Keys with different values that the overview of several runs shows; more are in their own table
+only."""
 _MARKS = "Dashed: restarts. Ticks at the bottom: checkpoints, at the top: skipped steps."
 
 
@@ -132,8 +135,10 @@ def _table(title: str, columns: list[str], facts: list[dict[str, str]]) -> dict[
 
 
 def _overview(runs: list[_Run], differences: dict[str, Any]) -> dict[str, Any]:
-    """State and last values of each run; of several also the keys in which they differ."""
-    swept = [row for row in differences["rows"] if len(set(row[2:])) > 1 and row[0] != "run.dir"]
+    """State and last values of each run; of a sweep also the keys in which they differ."""
+    own = ("run.dir", "run.name")
+    swept = [row for row in differences["rows"] if len(set(row[2:])) > 1 and row[0] not in own]
+    swept = swept if len(swept) <= _MOST_KEYS else []
     facts = []
     for number, run in enumerate(runs, start=2):
         texts = {name: text for name, text, _ in describe(run.summary, time.time()) if name}
