@@ -1,8 +1,10 @@
-"""Saves by every strategy on 1 to 4 ranks, and loads by every other, in one torchrun of four ranks; and what can go wrong.
+"""Saves checkpoints under every strategy on 1 to 4 ranks, and loads each one under every other.
+
+It also tests asynchronous saves, failing saves and damaged checkpoints.
 
     torchrun --nproc-per-node 4 checkpoint_worker.py FOLDER
 
-results.json is written to FOLDER.
+Writes results.json to FOLDER.
 """
 
 import errno
@@ -59,7 +61,7 @@ RUNS = [
     *(("ddp", 4), ("fsdp", 4), ("hybrid", 4), ("zero", 3), ("offload", 2), ("ddp", 1)),
     *(("state", 2), ("in files", 3)),
 ]
-LORA = ["lora={rank: 2}"]  # less than four ranks: two of them hold nothing
+LORA = ["lora={rank: 2}"]  # rank 2 < 4 processes: two processes have empty shards
 MUON = ["optimizer.state_dtype=int8", "optimizer.name=muon"]
 
 
@@ -71,7 +73,7 @@ def whole(tensors):
 
 
 class Run:
-    """A model on some of the ranks, and its checkpointer."""
+    """A model on the first `size` ranks, and its checkpointer."""
 
     def __init__(self, worker, strategy, size, *, overrides=(), asynchronous=True, folder=None):
         self.name, self.size, self.takes_part = f"{strategy}@{size}", size, worker.rank < size
@@ -156,7 +158,7 @@ class Worker:
         dist.barrier()
 
     def note(self, **more):
-        """What is the same on all ranks, or each rank's in a list."""
+        """Stores for each name the list of the values of all ranks."""
         for name, value in more.items():
             found = [None] * 4
             dist.all_gather_object(found, value)
@@ -171,7 +173,7 @@ def deviation(found, expected):
 
 
 def every_pair(worker):
-    """Loads what each run saved into each other one."""
+    """Loads the checkpoint of each run into every other run."""
     for index, overrides in enumerate(((), LORA, MUON)):
         chosen = RUNS if index == 0 else [("fsdp", 4), ("ddp", 2), ("zero", 3)]
         runs = [
@@ -209,7 +211,9 @@ def every_pair(worker):
                         for tensor in target.tensors().values():
                             if tensor.is_floating_point():
                                 tensor.mul_(1.5).add_(0.01)
-            if source.takes_part:  # others have loaded into it, and will again
+            if (
+                source.takes_part
+            ):  # checkpoints of other runs were loaded into it, and will be again
                 load(Path(path), source.tensors(), group=source.group)
                 source.step()
                 after = whole(source.tensors())
@@ -224,7 +228,10 @@ def every_pair(worker):
 
 
 def goes_on(worker):
-    """Asynchronous: what is in it is what was when it was called, however slow the copy; one after the other; random numbers."""
+    """Asynchronous saves contain the state at the time of the call, even if the copy is slow.
+
+    A save waits for the previous one. The states of random number generators are restored.
+    """
     run = Run(worker, "fsdp", 4, folder="goes_on")
     stage = Checkpointer._stage
 
@@ -278,7 +285,10 @@ def goes_on(worker):
 
 
 def goes_wrong(worker, run):
-    """The disk of rank 2 is full; the folder cannot be written to by rank 0; rank 0 may no longer write."""
+    """Failing saves.
+
+    The disk of rank 2 is full, rank 0 cannot create the folder, and another job owns the folder.
+    """
     pwrite, notes = os.pwrite, []
 
     def full(descriptor, data, at):
@@ -298,7 +308,7 @@ def goes_wrong(worker, run):
                 sorted(os.listdir(run.folder)),
             ]
         )
-        dist.barrier()  # before the next save makes its scratch folder
+        dist.barrier()  # before the next save creates its temporary folder
 
     os.pwrite = full if worker.rank == 2 else pwrite
     attempt(10)
@@ -311,7 +321,7 @@ def goes_wrong(worker, run):
 
     def not_allowed():
         calls.append(1)
-        if len(calls) == 2:  # before it becomes a checkpoint
+        if len(calls) == 2:  # just before the commit
             raise PermissionError("another job owns this folder")
 
     run.checkpointer._before_write = not_allowed
@@ -326,7 +336,10 @@ def goes_wrong(worker, run):
 
 
 def damaged(worker, run):
-    """A flipped bit in the file that one rank wrote: all turn to the older checkpoint; then none is left."""
+    """Flips a bit in the file of one rank: all ranks select the older checkpoint.
+
+    After that one is damaged, too, no checkpoint is left.
+    """
     found = []
     with logged() as said:
         for step in (14, 4):
@@ -344,7 +357,7 @@ def damaged(worker, run):
 
 
 def main(folder):
-    # All ranks wait for each other: shows where. The parent's limit is 720 s
+    # Shows where the ranks hang, before the time limit of the parent process (720 s)
     faulthandler.dump_traceback_later(700, exit=True)
     worker = Worker(folder)
     for name, part in (("every pair", every_pair), ("goes on", goes_on)):

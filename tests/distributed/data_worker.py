@@ -1,8 +1,8 @@
-"""Trains the same data in two ways, in one torchrun of two ranks: losses over ranks, batching and packing must not differ.
+"""Trains on the same data with different numbers of ranks, batching and packing.
 
     torchrun --nproc-per-node 2 data_worker.py FOLDER
 
-Data is made in FOLDER; results.json is written to it.
+Creates the data in FOLDER and writes results.json to it.
 """
 
 import json
@@ -86,7 +86,7 @@ class Worker:
         return assemble(recipe, ranks=data_parallel, build_data=self.rank == 0)
 
     def train(self, name, overrides, *, ranks=2, model="llama"):
-        """Losses, gradient norms and counts of the run's steps."""
+        """Trains and stores the losses, gradient norms and token counts of all steps."""
         started = time.monotonic()
         note = {"losses": [], "norms": [], "counts": [], "micro_batches": []}
         if self.rank < ranks:
@@ -100,7 +100,7 @@ class Worker:
         self.done(name, note, started)
 
     def evaluate(self, name, overrides, *, ranks=2, model="llama"):
-        """The loss on all documents, before the first step."""
+        """Stores the loss on all documents with the initial weights."""
         started, note = time.monotonic(), {}
         if self.rank < ranks:
             training = self.assemble(overrides, ranks=ranks, model=model)
@@ -184,7 +184,7 @@ def main(folder):
     train("images, 2 ranks, fsdp", [*own, *checkpointed])
     evaluate("images", own)
 
-    # The same documents in one step: packing changes what meets in a row, not the loss nor the gradient
+    # All documents in one step: packing changes the rows, but neither the loss nor the gradient
     whole = ["run.max_steps=null", "run.epochs=1"]
     whole += ["batch.global_batch_size=64", "data.shuffle=false"]
     train("a step of all, not packed", [*whole, *loose])
@@ -195,7 +195,7 @@ def main(folder):
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # as the launcher ends: threads of torch can abort the interpreter's own end
+    os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter
 
 
 if __name__ == "__main__":

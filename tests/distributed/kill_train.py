@@ -1,11 +1,18 @@
-"""launcher/train.py that notes what each step was trained on, and saves slowly: for tests that kill it.
+"""Runs launcher/train.py with recording, delays and faults, for tests that kill or slow down a run.
 
-SAMPLES=FOLDER: each rank appends a line (step, digest of its input ids) to FOLDER/rank_N.jsonl. SLOW_SAVE=SECONDS: each file
-of a checkpoint takes so much longer. SLOW_STEP=SECONDS: each step does. FULL_DISK=STEP,STEP: saves of these steps find no
-space. NAN=CALL: the loss of this forward pass is not finite. PHASES=FILE: a line for each time a checkpoint is loaded and for each
-forward pass, with what may take long then without being taken for a hang. SLOW_RANK=RANK,FIRST,LAST,SECONDS: in the forward passes of
-these steps this rank sleeps three times as long as the others. Each rank has one core, and precedence there: on a busy machine
-others would be slow, too.
+Environment variables:
+
+SAMPLES=FOLDER       Each rank appends a line (step, digest of its input ids) to FOLDER/rank_N.jsonl.
+SLOW_SAVE=SECONDS    Adds a delay before and after each file of a checkpoint is written.
+SLOW_STEP=SECONDS    Adds a delay to each step.
+FULL_DISK=STEP,STEP  Saves of these steps fail on rank 1: the disk is full.
+NAN=CALL             The loss of this forward pass is NaN.
+PHASES=FILE          Writes a line for each load of a checkpoint and each forward pass, with the slow
+                     phase (`Progress.slow_phase`) that is exempt from hang detection.
+SLOW_RANK=RANK,FIRST,LAST,SECONDS
+                     In the forward passes of these steps, this rank sleeps three times as long as
+                     the others. Each rank is pinned to one core with high priority; otherwise other
+                     ranks would be slow, too, on a busy machine.
 """
 
 import contextlib
@@ -142,7 +149,7 @@ def slow_forward(rank, first, last, seconds):
 
 
 def start():
-    """Installs what is asked for once torch may be imported, then trains."""
+    """Trains, and applies the requested changes as soon as torch may be imported."""
     from launcher import train
 
     prepare = train.prepare_cuda
