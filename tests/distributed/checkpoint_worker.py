@@ -61,7 +61,7 @@ RUNS = [
     *(("ddp", 4), ("fsdp", 4), ("hybrid", 4), ("zero", 3), ("offload", 2), ("ddp", 1)),
     *(("state", 2), ("in files", 3)),
 ]
-LORA = ["lora={rank: 2}"]  # rank 2 < 4 processes: two processes have empty shards
+LORA = ["lora={rank: 2}"]  # fewer rows than four ranks: two ranks have empty shards
 MUON = ["optimizer.state_dtype=int8", "optimizer.name=muon"]
 
 

@@ -22,7 +22,7 @@ def same(one, other, *, tolerance=1e-5):
     assert len(one["losses"]) == len(other["losses"]) > 0
     assert one["losses"] == pytest.approx(other["losses"], rel=tolerance)
     assert one["norms"] == pytest.approx(other["norms"], rel=tolerance)
-    assert one["counts"] == other["counts"], "numbers of tokens and loss tokens"
+    assert one["counts"] == other["counts"], "numbers of targets and tokens"
 
 
 def test_mixture_is_independent_of_rank_count(results):
