@@ -246,7 +246,7 @@ def held_back_once_too_often(training):
 
 
 def main(folder):
-    # Chunks of 16 tokens; the plain loop computes the loss from the full logits
+    # Chunks of 16 vocabulary entries; the plain loop computes the loss from the full logits
     chunked_loss.WIDTH_MULTIPLE = chunked_loss.CHUNK_ELEMENTS = 16
     worker = Worker(folder)
     train = worker.train
@@ -390,7 +390,7 @@ def main(folder):
 def initial_weights(worker):
     """Stores digests of the initial weights and the number of collectives of the initialization.
 
-    No dimension of the model is divisible by the number of ranks.
+    The model has dimensions that two or three ranks cannot divide evenly.
     """
     from torch.distributed.tensor.debug import CommDebugMode
 

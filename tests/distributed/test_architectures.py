@@ -1,4 +1,7 @@
-"""Twelve architectures and more: loaded as from_pretrained loads, trained alike under each strategy, exported, reloaded."""
+"""Loads, trains, exports and reloads many architectures under each strategy.
+
+Logits must equal those of transformers, and losses must be equal under all strategies.
+"""
 
 import json
 from pathlib import Path
@@ -57,7 +60,7 @@ def same_losses(case, result):
 
 
 @pytest.mark.parametrize("case", WHOLE_WAY)
-def test_loaded_trained_exported(results, case):
+def test_load_train_export_matches_transformers(results, case):
     result = of(results, case)
     for strategy, note in result.items():
         assert note["loaded"] == 0.0, (
@@ -65,16 +68,16 @@ def test_loaded_trained_exported(results, case):
         )
         assert note["changed"] > 0.01, f"{case}, {strategy}: training changed nothing"
         assert note["reloaded"] == 0.0, (
-            f"{case}, {strategy}: exported and reloaded, logits differ by {note['reloaded']}"
+            f"{case}, {strategy}: logits after export and reload differ by {note['reloaded']}"
         )
         assert note["same_names"], (
-            f"{case}, {strategy}: the export has other names than save_pretrained writes"
+            f"{case}, {strategy}: parameter names in the export differ from save_pretrained's"
         )
     same_losses(case, result)
 
 
 @pytest.mark.parametrize("architecture", ["gpt_neox", "mixtral"])
-def test_a_model_from_a_config_is_exported_in_the_names_of_the_hub(results, architecture):
+def test_model_from_config_exports_hub_parameter_names(results, architecture):
     result = of(results, f"from config {architecture}")
     for strategy, note in result.items():
         assert (note["reloaded"], note["same_names"]) == (0.0, True), strategy
@@ -82,18 +85,20 @@ def test_a_model_from_a_config_is_exported_in_the_names_of_the_hub(results, arch
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bert"])
-def test_classes_on_a_base_model(results, architecture):
+def test_new_classification_head_on_base_model(results, architecture):
     result = of(results, f"classes on {architecture}")
     first = next(iter(result.values()))
     assert any("not in the checkpoint, initialized" in note for note in first["notes"])
     assert any("not in this model, skipped" in note for note in first["notes"])
     for strategy, note in result.items():
-        assert note["start"] == first["start"], f"{strategy}: the new head is drawn otherwise"
+        assert note["start"] == first["start"], (
+            f"{strategy}: the new head has other initial weights"
+        )
         assert note["reloaded"] == 0.0
     same_losses(architecture, result)
 
 
-def test_frozen(results):
+def test_frozen_parameters_do_not_change(results):
     result = of(results, "frozen")
     assert all(note["frozen"] == 10 and note["trained_ones_changed"] for note in result.values())
     same_losses("frozen", result)
@@ -110,13 +115,13 @@ LORA = [
 
 
 @pytest.mark.parametrize("case", LORA)
-def test_adapters(results, case):
+def test_lora_training_and_export(results, case):
     half = case.endswith("bfloat16")
     result = of(results, case)
     first = next(iter(result.values()))
     for strategy, note in result.items():
         assert note["changed"] > 0.01, strategy
-        # Merged in float32, where the adapter's product was rounded with the rest of the pass
+        # Merging is in float32, but the forward pass rounds the adapter's product to bfloat16
         tolerance = 3e-2 if half else 5e-6
         assert note["peft"] <= tolerance, strategy
         assert note["merged"] <= tolerance, strategy
@@ -125,14 +130,16 @@ def test_adapters(results, case):
         assert note["trained_dtypes"] == ["torch.float32"]
         assert note["trained"] == first["trained"]
         if not half:
-            assert note["first"] == first["first"], f"{strategy}: adapters start as nothing"
+            assert note["first"] == first["first"], (
+                f"{strategy}: adapters must not change the initial logits"
+            )
             assert note["losses"] == pytest.approx(first["losses"], rel=1e-5), strategy
         else:
             assert note["losses"] == pytest.approx(first["losses"], rel=1e-3), strategy
 
 
 def test_memory_while_loading(results):
-    """The final shards, 10 % and a block: never a whole copy."""
+    """Loading needs memory for the final shards plus 10 % and one block, not for the whole model."""
     for strategy, figures in of(results, "memory").items():
         for rank, figure in enumerate(figures["ranks"]):
             bound = 1.1 * figure["held"] + figure["block"]
@@ -140,14 +147,14 @@ def test_memory_while_loading(results):
                 f"{strategy}, rank {rank}: {figure['peak']:,} bytes, more than {bound:,.0f}"
             )
             assert figure["peak"] >= 0.9 * figure["held"], (
-                f"{strategy}, rank {rank}: not measured: {figure}"
+                f"{strategy}, rank {rank}: the peak is below the size of the shards: {figure}"
             )
     sharded = of(results, "memory")["fsdp"]["ranks"][0]
     assert sharded["held"] * 2 == pytest.approx(sharded["whole"], rel=0.01)
 
 
 def test_memory_while_exporting(results):
-    """The tensors of one file, and a few copies of one (gathered, joined, cast): never the model."""
+    """Exporting needs memory for one file and a few copies of one tensor, not for the whole model."""
     for strategy, figures in of(results, "memory").items():
         for rank, figure in enumerate(figures["ranks"]):
             assert figure["largest"] < figure["whole"] / 30

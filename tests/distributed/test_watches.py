@@ -1,4 +1,7 @@
-"""A rank that hangs, an agent that is killed, files that ask, signals before there is anything to save: real processes."""
+"""The watchdog in real processes.
+
+Hanging ranks, killed and stopped agents, the `save` and `stop` files, early signals, lost locks.
+"""
 
 import json
 import os
@@ -45,7 +48,9 @@ def events(run_dir):
 
 
 def until(condition, seconds=100):
-    assert wait_until(condition, seconds=seconds), "waited in vain"
+    assert wait_until(condition, seconds=seconds), (
+        "the condition did not become true before the time limit"
+    )
 
 
 def stepping(run_dir):
@@ -53,7 +58,7 @@ def stepping(run_dir):
 
 
 def workers(agent):
-    """Process ids of the ranks, by their rank."""
+    """Returns the process id of each rank."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -69,8 +74,12 @@ def workers(agent):
     return found
 
 
-def test_ranks_that_hang_are_reported_and_restarted(tmp_path):
-    """First attempt: rank 1 in an endless loop. Second: rank 0 is stopped. Third: asked by files to save, and to stop."""
+def test_hanging_ranks_are_reported_and_restarted(tmp_path):
+    """Three attempts of one run.
+
+    First, rank 1 is in an endless loop. Then rank 0 is stopped with SIGSTOP. The third attempt is
+    requested to save and to stop with files.
+    """
     run_dir = tmp_path / "run"
 
     def attempts():
@@ -87,20 +96,22 @@ def test_ranks_that_hang_are_reported_and_restarted(tmp_path):
             lambda: attempts() == 2 and status(run_dir)["state"] == "running" and stepping(run_dir)
         )
         stopped = workers(process.pid)[0]
-        time.sleep(2)  # the ranks learn each other's process ids at most every second
+        time.sleep(2)  # the ranks exchange their process ids once per second
         os.kill(stopped, signal.SIGSTOP)
         until(lambda: status(run_dir)["state"] == "failed")
         not_running(status(run_dir), run_dir, stopped)
-        os.kill(stopped, signal.SIGKILL)  # as the agent does after 30 s
+        os.kill(stopped, signal.SIGKILL)  # as torchrun's agent does after 30 s
         until(lambda: status(run_dir)["state"] == "running" and stepping(run_dir))
         (run_dir / "save").touch()
         until(lambda: not (run_dir / "save").exists())
         (run_dir / "stop").touch()
 
-    # On a loaded machine a rank that only waits for a core may be late by seconds
+    # On a loaded machine a rank can be seconds late because it waits for a core
     options = {"hang_timeout": 6, "restarts": 2, "TORCH_FR_BUFFER_SIZE": "100"}
     result = start(run_dir, "loop", during=during, **options).check(0)
-    assert result.output.count("no sign of life for 6 s (run.hang_timeout)") == 2, "each once"
+    assert result.output.count("no sign of life for 6 s (run.hang_timeout)") == 2, (
+        "each hang is reported once"
+    )
     assert (status(run_dir)["state"], status(run_dir)["reason"]) == (
         "stopped",
         f"the file {run_dir}/stop",
@@ -142,7 +153,7 @@ def not_running(outcome, run_dir, pid):
     assert "State: T (stopped)" in seen
 
 
-def test_all_ranks_leave_an_evaluation_together_and_a_killed_agent_is_noticed(tmp_path):
+def test_ranks_stop_evaluation_together_and_detect_killed_agent(tmp_path):
     run_dir = tmp_path / "run"
     ranks = {}
 
@@ -162,8 +173,8 @@ def test_all_ranks_leave_an_evaluation_together_and_a_killed_agent_is_noticed(tm
     assert [e["event"] for e in events(run_dir)] == ["started", "failed"]
 
 
-def test_a_hang_is_reported_while_the_agent_is_stopped(tmp_path):
-    """The agent hosts the store, which then neither answers nor fails."""
+def test_hang_is_reported_while_the_agent_is_stopped(tmp_path):
+    """The agent hosts the store. While it is stopped, calls of the store block without an error."""
     run_dir = tmp_path / "run"
 
     def during(process):
@@ -184,8 +195,8 @@ def test_a_hang_is_reported_while_the_agent_is_stopped(tmp_path):
     assert "dist.all_reduce(asked)" in (run_dir / "log/hang/rank_0.txt").read_text()
 
 
-def test_one_rank_is_asked_to_stop_before_anything_is_trained(tmp_path):
-    """The rank that gets the signal waits in a collective, where Python runs no handler."""
+def test_signal_before_the_first_step_stops_all_ranks(tmp_path):
+    """The signalled rank waits in a collective, where Python runs no signal handlers."""
     run_dir = tmp_path / "run"
 
     def during(process):
@@ -202,22 +213,22 @@ def test_one_rank_is_asked_to_stop_before_anything_is_trained(tmp_path):
     assert list((run_dir / "owner").glob("*.released"))
 
 
-def test_a_rank_that_is_killed_at_once_is_reported(tmp_path):
-    """Before the watchdogs have looked for the first time."""
+def test_rank_killed_at_start_is_reported(tmp_path):
+    """The rank dies before the first check of the watchdogs."""
     result = start(tmp_path / "run", "early", during=lambda process: None, hang_timeout=60)
     outcome = status(tmp_path / "run")
     assert (outcome["state"], outcome["reason"]) == ("failed", "rank_lost"), result.output
 
 
-def test_an_owner_that_is_superseded_ends_and_writes_nothing(tmp_path):
-    """The same Slurm job, started again elsewhere, while this process of its first start is alive."""
+def test_fenced_off_owner_ends_and_writes_nothing(tmp_path):
+    """A requeued Slurm job takes the lock while a process of its first start is still alive."""
     run_dir = tmp_path / "run"
     again = Environment(job="9", job_restart_count=1)
 
     def during(process):
         until(lambda: stepping(run_dir))
         owner = Ownership.take(run_dir, again)
-        time.sleep(0.5)  # a write that was checked before may be under way
+        time.sleep(0.5)  # a write that passed the check of the lock may still be in progress
         (run_dir / "status.json").write_text('{"state": "of the new owner", "step": 0}')
         until(lambda: process.poll() is not None)
         assert owner.name in os.listdir(run_dir / "owner")
@@ -236,8 +247,11 @@ def test_an_owner_that_is_superseded_ends_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.long
-def test_ranks_meet_although_the_agents_of_two_nodes_count_restarts_separately(tmp_path):
-    """A killed rank: its node's agent counts a restart; the other agent may restart because that node waits, and counts none."""
+def test_ranks_connect_despite_different_restart_counts(tmp_path):
+    """The agent of the killed rank's node counts a restart.
+
+    The other agent may restart because that node rejoins, and then counts none.
+    """
     run_dir = tmp_path / "run"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
