@@ -122,8 +122,8 @@ class Worker:
     def case(self, name, function):
         """Stores the result of the function, or its traceback.
 
-        If only one rank fails, the other one may wait for it until the time limit of the test.
-        The traceback is therefore also printed.
+        If only one rank fails, the other one can block in a collective, and results.json is never
+        written. The traceback is therefore also printed.
         """
         started = time.monotonic()
         try:

@@ -432,7 +432,7 @@ def initial_weights(worker):
 
 
 def evaluations(worker):
-    """Evaluates the trained weights on the whole file with 1, 2 and 4 ranks, with and without packing."""
+    """Evaluates the trained weights on the whole file, on 1, 2 and 4 ranks, packed and unpacked."""
     for ranks in (1, 2, 4):
         for packing in (True, False):
             name = f"evaluation ranks={ranks} packing={packing}"

@@ -2,13 +2,14 @@
 
 Environment variables:
 
-SAMPLES=FOLDER       Each rank appends a line (step, digest of its input ids) to FOLDER/rank_N.jsonl.
+SAMPLES=FOLDER       Each rank appends the step and a digest of its input ids to
+                     FOLDER/rank_N.jsonl.
 SLOW_SAVE=SECONDS    Adds a delay before and after each file of a checkpoint is written.
 SLOW_STEP=SECONDS    Adds a delay to each step.
 FULL_DISK=STEP,STEP  Saves of these steps fail on rank 1: the disk is full.
 NAN=CALL             The loss of this forward pass is NaN.
-PHASES=FILE          Writes a line for each load of a checkpoint and each forward pass, with the slow
-                     phase (`Progress.slow_phase`) that is exempt from hang detection.
+PHASES=FILE          Writes a line for each load of a checkpoint and each forward pass. It has the slow
+                     phase (`Progress.slow_phase`), during which hang detection is suspended.
 SLOW_RANK=RANK,FIRST,LAST,SECONDS
                      In the forward passes of these steps, this rank sleeps three times as long as
                      the others. Each rank is pinned to one core with high priority; otherwise other

@@ -41,7 +41,7 @@ def wait_until(condition, *, seconds=60, process=None):
 class Result:
     status: int
     output: str
-    """Standard output and error, interleaved. torchrun prefixes each line of a worker with its rank."""
+    """Standard output and error. torchrun prefixes each line of a worker with its rank."""
 
     def check(self, status=0):
         assert self.status == status, (

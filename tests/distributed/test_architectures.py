@@ -139,7 +139,7 @@ def test_lora_training_and_export(results, case):
 
 
 def test_memory_while_loading(results):
-    """Loading needs memory for the final shards plus 10 % and one block, not for the whole model."""
+    """Loading needs memory for the final shards plus 10 % and one block, not for a whole copy."""
     for strategy, figures in of(results, "memory").items():
         for rank, figure in enumerate(figures["ranks"]):
             bound = 1.1 * figure["held"] + figure["block"]
@@ -154,7 +154,7 @@ def test_memory_while_loading(results):
 
 
 def test_memory_while_exporting(results):
-    """Exporting needs memory for one file and a few copies of one tensor, not for the whole model."""
+    """Exporting needs memory for one file and some copies of a tensor, not for the whole model."""
     for strategy, figures in of(results, "memory").items():
         for rank, figure in enumerate(figures["ranks"]):
             assert figure["largest"] < figure["whole"] / 30

@@ -1,4 +1,4 @@
-"""Tokenization for several ranks: one rank tokenizes in several processes; an error ends all ranks."""
+"""Tokenization for several ranks: one rank uses several processes; an error ends all ranks."""
 
 import json
 import os

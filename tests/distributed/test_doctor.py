@@ -16,7 +16,7 @@ if rank == 1:
 from launcher.cli import main
 sys.exit(main.main(["doctor", "quick=true", *sys.argv[1:]]))
 """
-"""Each rank simulates one of three nodes. The clock of n2 is ahead; n3 is the first node of Slurm."""
+"""Each rank simulates one of three nodes. The clock of n2 is ahead; n3 is Slurm's first node."""
 
 
 def test_doctor_measures_this_machine(tmp_path):

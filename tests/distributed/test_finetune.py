@@ -1,4 +1,4 @@
-"""Fine-tuning on chats: `make finetune`, generated answers, early stopping, `launcher rows`, exports."""
+"""Fine-tuning on chats: `make finetune`, generation, early stopping, `launcher rows`, exports."""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Runs on two nodes, of which one is slow or lost. The other node resumes with equal global batches."""
+"""Runs on two nodes. One of them is slow, lost or disconnected.
+
+If a node is lost, the other one resumes with the same global batches.
+"""
 
 import json
 import random

@@ -125,7 +125,7 @@ def test_auto_restarts_with_a_smaller_micro_batch(restarted, undisturbed):
 
 @pytest.mark.long
 def test_auto_chooses_again_on_other_hardware(restarted, folder, undisturbed):
-    """One rank resumes a run of two ranks. Micro-batch sizes that failed on two ranks are allowed."""
+    """One rank resumes a run of two. Micro-batch sizes that failed on two ranks are allowed."""
     run_dir, _ = restarted
     words = [f"recipe={folder}/recipe.yaml", f"run.dir={run_dir}", "run.max_steps=8"]
     result = run([sys.executable, FAULTY, *words], FAULT="none:0:0").check()

@@ -152,7 +152,7 @@ def killer(run_dir, times, seed):
                 return
             os.kill(generator.choice(ranks), signal.SIGKILL)
             killed.append(where)
-            # The agent ends the other ranks and restarts all; wait for their event before the next kill
+            # The agent ends the other ranks and restarts all; wait for this before the next kill
             wait_for_event("started", number + 2, process)
 
     during.killed = killed
@@ -175,7 +175,7 @@ def undisturbed(folder):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """An undisturbed run on one rank with one micro-batch per step, and the samples of its steps."""
+    """An undisturbed run on one rank, with one micro-batch per step, and its samples by step."""
     seen = folder / "alone-samples"
     seen.mkdir()
     train(folder, folder / "alone", *WHOLE_BATCH, ranks=1, SAMPLES=str(seen)).check()
@@ -284,7 +284,7 @@ def test_run_resumes_with_other_ranks_and_strategies(folder, alone):
 
 
 def test_run_from_path_resumes_its_own_newest_checkpoint(folder, undisturbed):
-    """After a killed rank and after a requeue by Slurm.
+    """This must hold after a killed rank and after a requeue by Slurm.
 
     A path is refused if the run in the folder was not started from it.
     """

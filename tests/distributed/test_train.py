@@ -335,7 +335,7 @@ def test_failure_of_one_rank_ends_all_ranks(fault, shown, tmp_path):
     )
     ours = [line for line in result.output.splitlines() if shown in line]
     assert 1 <= len(ours) <= 3, (
-        f"expected once on the console, and once or twice in torchrun's summary:\n{result.output[-8000:]}"
+        f"expected on the console and once or twice in torchrun's summary:\n{result.output[-8000:]}"
     )
     outcome = status(tmp_path / "run")
     assert outcome["state"] == "failed"
@@ -397,7 +397,7 @@ def test_killed_rank_is_reported_while_peer_is_blocked(tmp_path):
     ).check()
     reported_loss(tmp_path / "run", "rank 1 of 2", result.output)
     assert status(tmp_path / "run")["state"] == "finished"
-    # All groups have the timeouts of the recipe, except the checkpoint group: it waits for slow disks
+    # All groups have the recipe's timeouts, except the checkpoint group: it waits for slow disks
     day = 24 * 3600
     for step, seconds in ((1, 777), (3, 600)):
         timeouts = dict(json.loads((tmp_path / f"step_{step}.json").read_text()))
@@ -453,7 +453,7 @@ def test_killed_rank_is_reported_on_two_nodes(fault, tmp_path):
 
 
 def test_stuck_rank_is_ended_by_its_watchdog(tmp_path):
-    """Rank 0 sleeps, and no exception reaches it, when rank 1 fails. Its watchdog ends the process."""
+    """Rank 0 sleeps and gets no exception when rank 1 fails. Its watchdog ends the process."""
     code = f"""
 import os, sys, time
 sys.path.insert(0, {str(REPOSITORY)!r})

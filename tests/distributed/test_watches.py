@@ -77,8 +77,8 @@ def workers(agent):
 def test_hanging_ranks_are_reported_and_restarted(tmp_path):
     """Three attempts of one run.
 
-    First, rank 1 is in an endless loop. Then rank 0 is stopped with SIGSTOP. The third attempt is
-    requested to save and to stop with files.
+    In the first one, rank 1 is in an endless loop. In the second one, rank 0 is stopped with
+    SIGSTOP. In the third one, files request to save and to stop.
     """
     run_dir = tmp_path / "run"
 

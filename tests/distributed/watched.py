@@ -5,7 +5,7 @@
 Faults:
 
 none      No fault.
-evaluate  The run starts with an endless evaluation. A stop request ends the evaluation; the run then
+evaluate  The run starts with an endless evaluation. A stop request ends the evaluation, and the run
           continues.
 loop      Rank 1 hangs in step 5 of the first attempt.
 prepare   No step is trained; rank 1 waits in a collective.
