@@ -8,8 +8,8 @@ SLOW_SAVE=SECONDS    Adds a delay before and after each file of a checkpoint is 
 SLOW_STEP=SECONDS    Adds a delay to each step.
 FULL_DISK=STEP,STEP  Saves of these steps fail on rank 1: the disk is full.
 NAN=CALL             The loss of this forward pass is NaN.
-PHASES=FILE          Writes a line for each load of a checkpoint and each forward pass. It has the slow
-                     phase (`Progress.slow_phase`), during which hang detection is suspended.
+PHASES=FILE          Writes a line for each load of a checkpoint and each forward pass, with the
+                     slow phase (`Progress.slow_phase`), which suspends hang detection.
 SLOW_RANK=RANK,FIRST,LAST,SECONDS
                      In the forward passes of these steps, this rank sleeps three times as long as
                      the others. Each rank is pinned to one core with high priority; otherwise other
