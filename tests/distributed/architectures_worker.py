@@ -243,7 +243,7 @@ class Worker:
         dist.barrier()
         return out
 
-    def whole_way(self, name, path, task="causal_lm", strategies=STRATEGIES, **options):
+    def round_trip(self, name, path, task="causal_lm", strategies=STRATEGIES, **options):
         """Loads, compares, trains, exports and reloads the model under each strategy."""
         expected = self.reference(path, task)
         result = {}
@@ -330,14 +330,14 @@ class Worker:
                 if not parameter.requires_grad
             }
             before = {
-                name: full(parameter).clone()
+                name: unsharded(parameter).clone()
                 for name, parameter in wrapped.module.named_parameters()
             }
             losses = self.train(wrapped)
             changed = {
                 name
                 for name, p in wrapped.module.named_parameters()
-                if not torch.equal(full(p), before[name])
+                if not torch.equal(unsharded(p), before[name])
             }
             result[strategy_name] = {
                 "losses": losses,
@@ -371,7 +371,7 @@ class Worker:
             figures = {"whole": sum(p.numel() for p in model.parameters()) * 4}
             figures["block"] = sum(p.numel() for p in blocks["model.layers.0"].parameters()) * 4
 
-            def measured(model, *devices, init_fn=init_fn, figures=figures):
+            def measured_init_fn(model, *devices, init_fn=init_fn, figures=figures):
                 gc.collect()
                 with Peak() as peak:
                     init_fn(model, *devices)
@@ -384,7 +384,7 @@ class Worker:
                 strategy=strategy,
                 checkpointing=None,
                 ranks=self.ranks,
-                init_fn=measured,
+                init_fn=measured_init_fn,
             )
             figures["largest"] = max(p.numel() for p in wrapped.module.parameters()) * 4
             limit = mock.patch.object(safetensors_files, "MAX_FILE_BYTES", 15_000_000)
@@ -393,9 +393,9 @@ class Worker:
             figures["exporting"] = peak.grown
             del wrapped, model
             gc.collect()
-            everybody = [None] * self.ranks.size
-            dist.all_gather_object(everybody, figures)
-            result[name] = {"ranks": everybody}
+            all_figures = [None] * self.ranks.size
+            dist.all_gather_object(all_figures, figures)
+            result[name] = {"ranks": all_figures}
         return result
 
     def lora(self, name, path, precision=None, task="causal_lm", **options):
@@ -475,7 +475,7 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full(tensor):
+def unsharded(tensor):
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -490,17 +490,18 @@ def main(folder):
     worker.case("memory", worker.memory)
     for name, config in ARCHITECTURES.items():
         worker.case(
-            name, lambda name=name, config=config: worker.whole_way(name, worker.save(name, config))
+            name,
+            lambda name=name, config=config: worker.round_trip(name, worker.save(name, config)),
         )
     llama = ARCHITECTURES["llama"]
     path = worker.save(
         "bf16", {"model_type": "llama"} | llama, dtype=torch.bfloat16, max_shard_size="20KB"
     )
-    worker.case("bf16 in several files", lambda: worker.whole_way("bf16", path))
+    worker.case("bf16 in several files", lambda: worker.round_trip("bf16", path))
     for name in ("llama", "mixtral", "bf16"):
         worker.case(
             f"hybrid {name}",
-            lambda name=name: worker.whole_way(f"{name}_copies", folder / name, strategies=HYBRID),
+            lambda name=name: worker.round_trip(f"{name}_copies", folder / name, strategies=HYBRID),
         )
     for name in ("gpt_neox", "mixtral"):
         worker.case(
@@ -514,7 +515,7 @@ def main(folder):
     )
     worker.case(
         "classifier",
-        lambda: worker.whole_way("classifier", classifier, task="sequence_classification"),
+        lambda: worker.round_trip("classifier", classifier, task="sequence_classification"),
     )
     worker.case("classes on llama", lambda: worker.classification("llama", llama))
     bert = SIZES | {

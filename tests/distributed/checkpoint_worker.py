@@ -65,7 +65,7 @@ LORA = ["lora={rank: 2}"]  # fewer rows than four ranks: two ranks have empty sh
 MUON = ["optimizer.state_dtype=int8", "optimizer.name=muon"]
 
 
-def whole(tensors):
+def unsharded(tensors):
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
         for name, tensor in tensors.items()
@@ -172,7 +172,7 @@ def deviation(found, expected):
     )
 
 
-def every_pair(worker):
+def load_every_pair(worker):
     """Loads the checkpoint of each run into every other run."""
     for index, overrides in enumerate(((), LORA, MUON)):
         chosen = RUNS if index == 0 else [("fsdp", 4), ("ddp", 2), ("zero", 3)]
@@ -189,7 +189,7 @@ def every_pair(worker):
                 source.save(7)
                 outcome = source.finish()
                 assert outcome.error is None, outcome
-                expected, names = whole(source.tensors()), sorted(source.tensors())
+                expected, names = unsharded(source.tensors()), sorted(source.tensors())
                 assert expected[names[-1]] >= 2, names[-1]
                 shared = [(expected, str(outcome.path))]
             dist.broadcast_object_list(shared, src=0)
@@ -197,11 +197,11 @@ def every_pair(worker):
             for target in runs:
                 if target.takes_part and target is not source:
                     tensors = target.tensors()
-                    before = deviation(whole(tensors), expected)
+                    before = deviation(unsharded(tensors), expected)
                     assert find_checkpoint(source.folder, group=target.group) == Path(path)
                     load(Path(path), tensors, group=target.group)
                     deviations[f"{source.name} -> {target.name}"] = deviation(
-                        whole(tensors), expected
+                        unsharded(tensors), expected
                     )
                     assert before > 0
                     if target.wrapped.cpu_offload is None:
@@ -216,10 +216,10 @@ def every_pair(worker):
             ):  # checkpoints of other runs were loaded into it, and will be again
                 load(Path(path), source.tensors(), group=source.group)
                 source.step()
-                after = whole(source.tensors())
+                after = unsharded(source.tensors())
                 load(Path(path), source.tensors(), group=source.group)
                 source.step()
-                resumed = whole(source.tensors())
+                resumed = unsharded(source.tensors())
                 if source.size > 1:
                     same = all(torch.equal(resumed[name], after[name]) for name in after)
                     deviations[f"{source.name} resumed"] = 0.0 if same else 1.0
@@ -227,12 +227,12 @@ def every_pair(worker):
         worker.note(**{f"deviations{index}": deviations, f"names{index}": names})
 
 
-def goes_on(worker):
+def save_asynchronously(worker):
     """Asynchronous saves contain the state at the time of the call, even if the copy is slow.
 
     A save waits for the previous one. The states of random number generators are restored.
     """
-    run = Run(worker, "fsdp", 4, folder="goes_on")
+    run = Run(worker, "fsdp", 4, folder="asynchronous")
     stage = Checkpointer._stage
 
     def slow(*arguments):
@@ -240,7 +240,7 @@ def goes_on(worker):
         stage(*arguments)
 
     run.step()
-    expected = whole(run.tensors())
+    expected = unsharded(run.tensors())
     torch.manual_seed(worker.rank)
     Checkpointer._stage = slow
     run.save(1)
@@ -248,12 +248,12 @@ def goes_on(worker):
     drawn = torch.rand(3)
     run.step()
     Checkpointer._stage = stage
-    changed = deviation(whole(run.tensors()), expected)
+    changed = deviation(unsharded(run.tensors()), expected)
     run.save(2)  # waits for the first
     first = run.checkpointer.poll()
     second = run.finish()
     load(first[0].path, run.tensors(), group=run.group)
-    snapshot = deviation(whole(run.tensors()), expected)
+    snapshot = deviation(unsharded(run.tensors()), expected)
     restore_rank_state(read_local(first[0].path, worker.rank), run.wrapped.module, CPU)
     worker.note(
         snapshot=snapshot,
@@ -284,7 +284,7 @@ def goes_on(worker):
     return run
 
 
-def goes_wrong(worker, run):
+def fail_saves(worker, run):
     """Failing saves.
 
     The disk of rank 2 is full, rank 0 cannot create the folder, and another job owns the folder.
@@ -319,12 +319,12 @@ def goes_wrong(worker, run):
     run.checkpointer.folder = run.folder
     calls = []
 
-    def not_allowed():
+    def lose_lock():
         calls.append(1)
         if len(calls) == 2:  # just before the commit
             raise PermissionError("another job owns this folder")
 
-    run.checkpointer._before_write = not_allowed
+    run.checkpointer._before_write = lose_lock
     attempt(13)
     attempt(14)
     worker.note(
@@ -335,10 +335,10 @@ def goes_wrong(worker, run):
     )
 
 
-def damaged(worker, run):
-    """Flips a bit in the file of one rank: all ranks select the older checkpoint.
+def damage_checkpoints(worker, run):
+    """Flips a bit in the newest checkpoint, in the file of one rank: all ranks select the older one.
 
-    After that one is damaged, too, no checkpoint is left.
+    Then damages the older one, too: no valid checkpoint is left.
     """
     found = []
     with logged() as said:
@@ -360,12 +360,12 @@ def main(folder):
     # Shows where the ranks hang, before the time limit of the parent process (720 s)
     faulthandler.dump_traceback_later(700, exit=True)
     worker = Worker(folder)
-    for name, part in (("every pair", every_pair), ("goes on", goes_on)):
+    for name, part in (("every pair", load_every_pair), ("asynchronous", save_asynchronously)):
         started = time.monotonic()
         run = part(worker)
         print(f"{time.monotonic() - started:.2f} s  {name}")
-    goes_wrong(worker, run)
-    damaged(worker, run)
+    fail_saves(worker, run)
+    damage_checkpoints(worker, run)
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.barrier()

@@ -92,13 +92,13 @@ SHARDINGS = {
 INITIAL = {"ddp": {"kind": "ddp"}, "fsdp": {}, "offload": {"cpu_offload": CpuOffload()}}
 
 
-def full(tensor):
+def unsharded(tensor):
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def weights(training):
     return {
-        clean_name(name): full(parameter).clone()
+        clean_name(name): unsharded(parameter).clone()
         for name, parameter in training.wrapped.module.named_parameters()
     }
 
@@ -234,7 +234,7 @@ def mean_of_means(training):
     )  # 8 micro-batches of one row on each of two ranks
 
 
-def held_back_once_too_often(training):
+def skip_one_sync(training):
     """Injects a fault: gradients are not synchronized in the last micro-batch of step 3."""
     wrapped, original, seen = training.wrapped, training.wrapped.micro_batch, [0]
 
@@ -368,7 +368,7 @@ def main(folder):
             [*overrides, "strategy.sync_every_micro_batch=false"],
             ranks=2,
             accumulation=4,
-            mutate=held_back_once_too_often,
+            mutate=skip_one_sync,
         )
     originals = loss.summed_loss, StepStatistics.loss_tokens
     for strategy, overrides in STRATEGIES.items():
@@ -425,7 +425,7 @@ def initial_weights(worker):
             )
             digest = hashlib.sha256()
             for _, parameter in sorted(wrapped.module.named_parameters()):
-                digest.update(full(parameter).contiguous().numpy().tobytes())
+                digest.update(unsharded(parameter).contiguous().numpy().tobytes())
             note["digest"] = digest.hexdigest()
         dist.barrier()
         worker.results[f"initial {name}"] = note

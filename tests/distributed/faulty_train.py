@@ -51,7 +51,7 @@ def kill_this_rank():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def note_timeouts(step):
+def record_timeouts(step):
     from torch.distributed import distributed_c10d
 
     if "TIMEOUTS" in os.environ and os.environ.get("RANK", "0") == "0" and step in (1, 3):
@@ -78,7 +78,7 @@ def install():
 
     def summed_loss(model, micro_batch):
         calls[0] += model.training
-        note_timeouts(calls[0])
+        record_timeouts(calls[0])
         if kind in ("block", "ignore") and calls[0] == int(at):
             if os.environ["RANK"] == rank:
                 time.sleep(1)  # the other ranks are blocked by then
@@ -107,11 +107,11 @@ def start():
 
     prepare = train.prepare_cuda
 
-    def then_install(**options):
+    def prepare_and_install(**options):
         prepare(**options)
         install()
 
-    train.prepare_cuda = then_install
+    train.prepare_cuda = prepare_and_install
     sys.exit(train.main())
 
 

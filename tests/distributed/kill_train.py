@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
-def note_samples(folder):
+def record_samples(folder):
     from launcher.training import reporting
 
     original = reporting.Reporter.step
@@ -59,7 +59,7 @@ def save_slowly(seconds):
     writer.write_chunks = write_chunks
 
 
-def fill_the_disk(steps):
+def fail_saves(steps):
     from launcher.checkpoint import writer
 
     original = writer.write_chunks
@@ -87,7 +87,7 @@ def slow_steps(seconds):
     reporting.Reporter.step = step
 
 
-def spoil_a_loss(at):
+def inject_nan_loss(at):
     from launcher.training import loss
 
     original, calls = loss.summed_loss, [0]
@@ -101,33 +101,33 @@ def spoil_a_loss(at):
     loss.summed_loss = summed_loss
 
 
-def note_phases(file):
+def record_phases(file):
     from launcher.checkpoint import manager
     from launcher.training import loss, run
 
-    restore, summed_loss, made = manager.CheckpointManager.restore, loss.summed_loss, []
+    restore, summed_loss, instances = manager.CheckpointManager.restore, loss.summed_loss, []
 
-    class Noted(run.Progress):
+    class RecordedProgress(run.Progress):
         def __init__(self):
             super().__init__()
-            made.append(self)
+            instances.append(self)
 
-    def note(what):
+    def record(event):
         with open(file, "a") as lines:
-            lines.write(f"{what} {made[0].slow_phase}\n")
+            lines.write(f"{event} {instances[0].slow_phase}\n")
 
-    def restore_and_note(self, *args, **more):
-        note("load")
+    def restore_and_record(self, *args, **more):
+        record("load")
         return restore(self, *args, **more)
 
-    def loss_and_note(model, micro_batch):
-        note("forward")
+    def loss_and_record(model, micro_batch):
+        record("forward")
         return summed_loss(model, micro_batch)
 
     manager.CheckpointManager.restore, loss.summed_loss, run.Progress = (
-        restore_and_note,
-        loss_and_note,
-        Noted,
+        restore_and_record,
+        loss_and_record,
+        RecordedProgress,
     )
 
 
@@ -155,25 +155,25 @@ def start():
 
     prepare = train.prepare_cuda
 
-    def then_install(**options):
+    def prepare_and_patch(**options):
         prepare(**options)
         if "SAMPLES" in os.environ:
-            note_samples(os.environ["SAMPLES"])
+            record_samples(os.environ["SAMPLES"])
         if "SLOW_SAVE" in os.environ:
             save_slowly(float(os.environ["SLOW_SAVE"]))
         if "SLOW_STEP" in os.environ:
             slow_steps(float(os.environ["SLOW_STEP"]))
         if "PHASES" in os.environ:
-            note_phases(os.environ["PHASES"])
+            record_phases(os.environ["PHASES"])
         if "SLOW_RANK" in os.environ:
             *numbers, seconds = os.environ["SLOW_RANK"].split(",")
             slow_forward(*map(int, numbers), float(seconds))
         if "NAN" in os.environ:
-            spoil_a_loss(int(os.environ["NAN"]))
+            inject_nan_loss(int(os.environ["NAN"]))
         if "FULL_DISK" in os.environ:
-            fill_the_disk([int(step) for step in os.environ["FULL_DISK"].split(",")])
+            fail_saves([int(step) for step in os.environ["FULL_DISK"].split(",")])
 
-    train.prepare_cuda = then_install
+    train.prepare_cuda = prepare_and_patch
     status = train.main()
     from launcher.reliability.failures import end_process
 

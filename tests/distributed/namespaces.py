@@ -92,7 +92,7 @@ class Node:
                 start_new_session=True,
             )
 
-    def cut(self):
+    def disconnect(self):
         """Disconnects the node's network.
 
         The node's connections time out after 13 s instead of 15 minutes: torchrun's agent has no

@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.launching import torchrun
 
 WORKER = Path(__file__).with_name("architectures_worker.py")
-WHOLE_WAY = [
+ROUND_TRIPS = [
     *(
         "llama",
         "llama_tied",
@@ -44,14 +44,14 @@ def results(tmp_path_factory):
     return json.loads((folder / "results.json").read_text())
 
 
-def of(results, case):
+def result_of(results, case):
     result = results[case]
     assert "error" not in result, f"{case}:\n{result['error']}"
     assert result.pop("failed_ranks", 0) == 0, f"{case} failed on another rank"
     return result
 
 
-def same_losses(case, result):
+def assert_equal_losses(case, result):
     losses = [note["losses"] for note in result.values()]
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-5), (
@@ -59,9 +59,9 @@ def same_losses(case, result):
         )
 
 
-@pytest.mark.parametrize("case", WHOLE_WAY)
+@pytest.mark.parametrize("case", ROUND_TRIPS)
 def test_load_train_export_matches_transformers(results, case):
-    result = of(results, case)
+    result = result_of(results, case)
     for strategy, note in result.items():
         assert note["loaded"] == 0.0, (
             f"{case}, {strategy}: logits differ from from_pretrained's by {note['loaded']}"
@@ -73,20 +73,20 @@ def test_load_train_export_matches_transformers(results, case):
         assert note["same_names"], (
             f"{case}, {strategy}: parameter names in the export differ from save_pretrained's"
         )
-    same_losses(case, result)
+    assert_equal_losses(case, result)
 
 
 @pytest.mark.parametrize("architecture", ["gpt_neox", "mixtral"])
 def test_model_from_config_exports_hub_parameter_names(results, architecture):
-    result = of(results, f"from config {architecture}")
+    result = result_of(results, f"from config {architecture}")
     for strategy, note in result.items():
         assert (note["reloaded"], note["same_names"]) == (0.0, True), strategy
-    same_losses(architecture, result)
+    assert_equal_losses(architecture, result)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bert"])
 def test_new_classification_head_on_base_model(results, architecture):
-    result = of(results, f"classes on {architecture}")
+    result = result_of(results, f"classes on {architecture}")
     first = next(iter(result.values()))
     assert any("not in the checkpoint, initialized" in note for note in first["notes"])
     assert any("not in this model, skipped" in note for note in first["notes"])
@@ -95,13 +95,13 @@ def test_new_classification_head_on_base_model(results, architecture):
             f"{strategy}: the new head has other initial weights"
         )
         assert note["reloaded"] == 0.0
-    same_losses(architecture, result)
+    assert_equal_losses(architecture, result)
 
 
 def test_frozen_parameters_do_not_change(results):
-    result = of(results, "frozen")
+    result = result_of(results, "frozen")
     assert all(note["frozen"] == 10 and note["trained_ones_changed"] for note in result.values())
-    same_losses("frozen", result)
+    assert_equal_losses("frozen", result)
 
 
 LORA = [
@@ -117,7 +117,7 @@ LORA = [
 @pytest.mark.parametrize("case", LORA)
 def test_lora_training_and_export(results, case):
     half = case.endswith("bfloat16")
-    result = of(results, case)
+    result = result_of(results, case)
     first = next(iter(result.values()))
     for strategy, note in result.items():
         assert note["changed"] > 0.01, strategy
@@ -140,7 +140,7 @@ def test_lora_training_and_export(results, case):
 
 def test_memory_while_loading(results):
     """Loading needs memory for the final shards plus 10 % and one block, not for a whole copy."""
-    for strategy, figures in of(results, "memory").items():
+    for strategy, figures in result_of(results, "memory").items():
         for rank, figure in enumerate(figures["ranks"]):
             bound = 1.1 * figure["held"] + figure["block"]
             assert figure["peak"] <= bound, (
@@ -149,13 +149,13 @@ def test_memory_while_loading(results):
             assert figure["peak"] >= 0.9 * figure["held"], (
                 f"{strategy}, rank {rank}: the peak is below the size of the shards: {figure}"
             )
-    sharded = of(results, "memory")["fsdp"]["ranks"][0]
+    sharded = result_of(results, "memory")["fsdp"]["ranks"][0]
     assert sharded["held"] * 2 == pytest.approx(sharded["whole"], rel=0.01)
 
 
 def test_memory_while_exporting(results):
     """Exporting needs memory for one file and some copies of a tensor, not for the whole model."""
-    for strategy, figures in of(results, "memory").items():
+    for strategy, figures in result_of(results, "memory").items():
         for rank, figure in enumerate(figures["ranks"]):
             assert figure["largest"] < figure["whole"] / 30
             assert figure["exporting"] <= figure["whole"] / 2, f"{strategy}, rank {rank}: {figure}"

@@ -61,6 +61,6 @@ def test_doctor_reports_the_outlier_node(tmp_path):
     (bad,) = (finding["text"] for finding in shown["findings"] if finding["state"] == "bad")
     assert bad == "40 s ahead of the other nodes': let chrony or ntpd keep it"
     assert 1e6 < shown["rates"]["inter_node_bandwidth"] < 1e14
-    said = [line for line in done.output.splitlines() if "nodes to exclude" in line]
-    assert said == ["[default2]:nodes to exclude: n2"], done.output
+    printed = [line for line in done.output.splitlines() if "nodes to exclude" in line]
+    assert printed == ["[default2]:nodes to exclude: n2"], done.output
     assert sorted(tmp_path.iterdir()) == [file, script]

@@ -187,7 +187,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def compared(folder, cases, *, timeout):
+def compare_with_plan(folder, cases, *, timeout):
     """Yields (case, rows of planned and measured bytes, measurement). One launch measures all."""
     arguments = [
         [
@@ -205,7 +205,7 @@ def compared(folder, cases, *, timeout):
         yield case, compare(planned, measured), measured
 
 
-def off_by(planned, measured, peak):
+def deviation(planned, measured, peak):
     """Deviation relative to the measured bytes, or to 1 % of the peak if that is larger."""
     return abs(planned - measured) / max(measured, 0.01 * peak)
 
@@ -226,7 +226,7 @@ def markdown(results):
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for case, rows, _ in results:
         *others, (_, planned, peak) = rows
-        what, own, found = max(others, key=lambda row: off_by(row[1], row[2], peak))
+        what, own, found = max(others, key=lambda row: deviation(row[1], row[2], peak))
         numbers = [
             f"{peak / 2**20:,.1f} MiB",
             f"{planned / 2**20:,.1f} MiB",
@@ -243,7 +243,7 @@ def check(results):
         f"{case.cells}: {what}: planned {planned:,}, measured {found:,}"
         for case, rows, measured in results
         for what, planned, found in rows
-        if off_by(planned, found, measured.peak)
+        if deviation(planned, found, measured.peak)
         > (TOLERANCE_OF_PEAK if what == "peak" else TOLERANCE)
     ]
     assert not off, "planned and measured memory differ:\n" + "\n".join(off)
@@ -256,12 +256,12 @@ def check(results):
 
 
 def test_planned_memory_matches_the_allocator(folder):
-    check(list(compared(folder, FEW, timeout=400)))
+    check(list(compare_with_plan(folder, FEW, timeout=400)))
 
 
 @pytest.mark.long
 def test_planned_memory_matches_the_allocator_on_the_grid(folder):
-    results = list(compared(folder, GRID, timeout=1800))
+    results = list(compare_with_plan(folder, GRID, timeout=1800))
     if file := os.environ.get("LAUNCHER_MEMORY_TABLE"):
         Path(file).write_text(markdown(results))
     check(results)

@@ -144,12 +144,12 @@ def test_fixed_recipe_ends_with_report_and_suggestions(fixed):
     assert re.search(r"\noptimizer state +\d+\.\d KiB +\d+\.\d KiB\n", shown), (
         "the table has measured and planned sizes"
     )
-    remedies = shown.partition("what fits by plan, the fastest first, as overrides:\n")[
+    suggestions = shown.partition("what fits by plan, the fastest first, as overrides:\n")[
         2
     ].splitlines()
-    overrides = [line.split("#")[0].split() for line in remedies if line.startswith("  ")]
+    overrides = [line.split("#")[0].split() for line in suggestions if line.startswith("  ")]
     assert 1 <= len(overrides) <= 3
-    for remedy in overrides:
-        load_recipe([f"recipe={fixed.parent}/recipe.yaml", *FIXED, *remedy], ranks=2)
+    for suggestion in overrides:
+        load_recipe([f"recipe={fixed.parent}/recipe.yaml", *FIXED, *suggestion], ranks=2)
     assert "Traceback" in (fixed / "log/rank_1.log").read_text()
     assert "Traceback" not in shown

@@ -174,7 +174,7 @@ def undisturbed(folder):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
+def one_rank(folder):
     """An undisturbed run on one rank, with one micro-batch per step, and its samples by step."""
     seen = folder / "alone-samples"
     seen.mkdir()
@@ -254,7 +254,7 @@ def test_randomly_killed_run_is_bit_identical(folder, undisturbed, times, asynch
 # Resuming with other numbers of ranks and strategies
 
 
-def test_run_resumes_with_other_ranks_and_strategies(folder, alone):
+def test_run_resumes_with_other_ranks_and_strategies(folder, one_rank):
     """4 -> 2 -> 1 -> 3 ranks with ddp, fsdp and offloading. All losses equal those of one rank."""
     elastic = folder / "elastic"
     offload = ["strategy.cpu_offload={pin_memory: false}", "activation_checkpointing={mode: full}"]
@@ -269,7 +269,7 @@ def test_run_resumes_with_other_ranks_and_strategies(folder, alone):
             train(folder, elastic, f"run.max_steps={steps}", *changes, ranks=ranks).check().output
         )
         assert ("resumed from" in output) == (ranks != 4)
-    mine, other = records(elastic), records(alone[0])
+    mine, other = records(elastic), records(one_rank[0])
     assert [line["step"] for line in mine] == list(range(1, 13))
     for a, b in zip(mine, other, strict=True):
         assert (a["tokens"], a["loss_tokens"], a["samples_seen"]) == (
@@ -298,7 +298,7 @@ def test_run_from_path_resumes_its_own_newest_checkpoint(folder, undisturbed):
         "checkpoint.every_steps=2",
     ]
     saved = lambda: (run_dir / "events.jsonl").exists() and len(events(run_dir, "saved")) >= 2  # noqa: E731
-    kill = when(saved, lambda process: os.kill(workers(process.pid)[-1], signal.SIGKILL))
+    kill = call_when(saved, lambda process: os.kill(workers(process.pid)[-1], signal.SIGKILL))
     torchrun(
         "--max-restarts", "1", *words, "run.max_steps=14", ranks=1, during=kill, SLOW_STEP="0.1"
     ).check()
@@ -336,8 +336,8 @@ def test_run_from_path_resumes_its_own_newest_checkpoint(folder, undisturbed):
 # Damaged checkpoints and full disks
 
 
-def test_damaged_checkpoint_is_reported_and_older_one_used(folder, alone):
-    run_dir = shutil.copytree(alone[0], folder / "damaged")
+def test_damaged_checkpoint_is_reported_and_older_one_used(folder, one_rank):
+    run_dir = shutil.copytree(one_rank[0], folder / "damaged")
     before = records(run_dir)
     file = run_dir / "checkpoints/step_00000012/rank_00000.safetensors"
     content = bytearray(file.read_bytes())
@@ -379,7 +379,7 @@ def test_run_survives_full_disk_but_not_repeated_failures(folder):
 # Requests to save and to stop
 
 
-def when(condition, action):
+def call_when(condition, action):
     def during(process):
         if wait_until(condition, process=process):
             action(process)
@@ -397,7 +397,7 @@ def test_run_stopped_by_signal_resumes_exactly(folder, undisturbed):
         os.kill(workers(process.pid)[-1], signal.SIGUSR1)
 
     words = ["run.max_steps=40", "checkpoint.every_steps=39"]
-    during = when(trained, save_then_stop)
+    during = call_when(trained, save_then_stop)
     train(folder, run_dir, *words, recipe="dropout", during=during, SLOW_STEP="0.1").check()
     assert status(run_dir)["state"] == "stopped"
     assert not (run_dir / "save").exists()
@@ -432,7 +432,7 @@ def test_changed_recipe_or_data_is_refused_with_diff(folder, undisturbed):
     assert (undisturbed / "metrics.jsonl").read_bytes() == before
 
 
-def test_diverged_run_rewinds_and_skips_batches(folder, alone, capsys):
+def test_diverged_run_rewinds_and_skips_batches(folder, one_rank, capsys):
     run_dir, seen = folder / "rewound", folder / "rewound-samples"
     seen.mkdir()
     rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", *WHOLE_BATCH]
@@ -445,7 +445,7 @@ def test_diverged_run_rewinds_and_skips_batches(folder, alone, capsys):
     assert "back to the checkpoint of step 4; the samples of steps 5 to 6 are skipped" in output
     assert [line["step"] for line in records(run_dir)] == list(range(1, 13))
     assert all(line["loss"] is not None for line in records(run_dir))
-    (plain, expected), trained = alone, samples(seen, 0)
+    (plain, expected), trained = one_rank, samples(seen, 0)
     assert [trained[step] for step in (3, 4)] == [expected[step] for step in (3, 4)]
     assert [trained[step] for step in (5, 6, 10)] == [expected[step] for step in (7, 8, 12)]
     for step, without in ((4, 4), (5, 7), (10, 12)):

@@ -100,9 +100,9 @@ def test_report_shows_the_recorded_run(ddp, tmp_path):
     (built,) = [event for event in events if event["event"] == "built"]
     assert (built["device"], built["ranks_per_node"]) == ("cpu", 2)
     assert built["versions"]["python"] == platform.python_version()
-    held = built["held"]
-    assert held["parameters"] == held["gradients"]
-    assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=0.01)
+    sizes = built["held"]
+    assert sizes["parameters"] == sizes["gradients"]
+    assert sizes["optimizer"] == pytest.approx(2 * sizes["parameters"], rel=0.01)
     out = tmp_path / "report.html"
     assert main.main(["report", str(run_dir), "--out", str(out)]) == 0
     page = out.read_text()
@@ -155,15 +155,15 @@ def test_run_folder_has_all_outputs(ddp):
 
 def test_measured_peak_is_compared_with_the_plan(ddp):
     _, result = ddp
-    said = re.search(
+    match = re.search(
         r"memory: ([\d.]+) MiB at the peak by plan, in the (\w+) pass of lm_head.*; resident memory grew by ([\d.]+)",
         result.output,
     )
-    assert said is not None, result.output
+    assert match is not None, result.output
     # A few MiB of float32 states (16 bytes per parameter), and logits for 4 x 128 tokens
-    assert 1 < float(said[1]) < 200
-    assert said[2] == "backward"
-    assert float(said[3]) > float(said[1]), "resident memory includes libraries"
+    assert 1 < float(match[1]) < 200
+    assert match[2] == "backward"
+    assert float(match[3]) > float(match[1]), "resident memory includes libraries"
 
 
 def test_start_log_describes_the_configuration(ddp):
@@ -235,17 +235,17 @@ def test_other_recipes_train_to_equal_losses(ddp, recipe, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def one_process(tmp_path_factory):
     """A run in one process, without torchrun."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
     python(*SMALL, "run.max_steps=3", f"run.dir={run_dir}").check()
     return run_dir
 
 
-def test_saved_recipe_repeats_run_and_used_folder_is_refused(alone, tmp_path):
-    again = [f"recipe={alone}/recipe.yaml", f"run.dir={tmp_path}/second"]
+def test_saved_recipe_repeats_run_and_used_folder_is_refused(one_process, tmp_path):
+    again = [f"recipe={one_process}/recipe.yaml", f"run.dir={tmp_path}/second"]
     python(*again).check()
-    for a, b in zip(training(alone), training(tmp_path / "second"), strict=True):
+    for a, b in zip(training(one_process), training(tmp_path / "second"), strict=True):
         assert (a["loss"], a["grad_norm"], a["learning_rate"]) == (
             b["loss"],
             b["grad_norm"],
@@ -262,7 +262,7 @@ def test_saved_recipe_repeats_run_and_used_folder_is_refused(alone, tmp_path):
     assert (tmp_path / "second/metrics.jsonl").read_bytes() == before
 
 
-def test_two_nodes_train_to_equal_losses(alone, tmp_path):
+def test_two_nodes_train_to_equal_losses(one_process, tmp_path):
     """Two torchrun agents form one run, as on two machines. Losses equal those of one process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -295,7 +295,7 @@ def test_two_nodes_train_to_equal_losses(alone, tmp_path):
     run(command).check()
     other.join()
     second[0].check()
-    for a, b in zip(training(tmp_path / "two"), training(alone), strict=True):
+    for a, b in zip(training(tmp_path / "two"), training(one_process), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
@@ -361,7 +361,7 @@ def scalars(run_dir, name):
     return EventAccumulator(str(run_dir / "tensorboard")).Reload().Scalars(name)
 
 
-def reported_loss(run_dir, rank, output):
+def check_lost_rank(run_dir, rank, output):
     """Asserts that the lost rank is the only failure in events.jsonl."""
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     assert [(event["reason"], event["step"]) for event in events if event["event"] == "failed"] == [
@@ -395,7 +395,7 @@ def test_killed_rank_is_reported_while_peer_is_blocked(tmp_path):
         timeout=180,
         **variables,
     ).check()
-    reported_loss(tmp_path / "run", "rank 1 of 2", result.output)
+    check_lost_rank(tmp_path / "run", "rank 1 of 2", result.output)
     assert status(tmp_path / "run")["state"] == "finished"
     # All groups have the recipe's timeouts, except the checkpoint group: it waits for slow disks
     day = 24 * 3600
@@ -448,7 +448,7 @@ def test_killed_rank_is_reported_on_two_nodes(fault, tmp_path):
     for thread in threads:
         thread.join()
     output = "".join(result.check().output for result in results)
-    reported_loss(tmp_path / "run", f"rank {fault.split(':')[1]} of 4", output)
+    check_lost_rank(tmp_path / "run", f"rank {fault.split(':')[1]} of 4", output)
     assert status(tmp_path / "run")["state"] == "finished"
 
 

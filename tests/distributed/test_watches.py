@@ -47,13 +47,13 @@ def events(run_dir):
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
-def until(condition, seconds=100):
+def wait_for(condition, seconds=100):
     assert wait_until(condition, seconds=seconds), (
         "the condition did not become true before the time limit"
     )
 
 
-def stepping(run_dir):
+def is_training(run_dir):
     return (run_dir / "status.json").exists() and status(run_dir)["step"] >= 20
 
 
@@ -90,20 +90,22 @@ def test_hanging_ranks_are_reported_and_restarted(tmp_path):
         )
 
     def during(process):
-        until(lambda: attempts() == 1 and status(run_dir)["state"] == "failed")
-        looped(status(run_dir), run_dir)
-        until(
-            lambda: attempts() == 2 and status(run_dir)["state"] == "running" and stepping(run_dir)
+        wait_for(lambda: attempts() == 1 and status(run_dir)["state"] == "failed")
+        check_endless_loop(status(run_dir), run_dir)
+        wait_for(
+            lambda: (
+                attempts() == 2 and status(run_dir)["state"] == "running" and is_training(run_dir)
+            )
         )
         stopped = workers(process.pid)[0]
         time.sleep(2)  # the ranks exchange their process ids once per second
         os.kill(stopped, signal.SIGSTOP)
-        until(lambda: status(run_dir)["state"] == "failed")
-        not_running(status(run_dir), run_dir, stopped)
+        wait_for(lambda: status(run_dir)["state"] == "failed")
+        check_stopped_process(status(run_dir), run_dir, stopped)
         os.kill(stopped, signal.SIGKILL)  # as torchrun's agent does after 30 s
-        until(lambda: status(run_dir)["state"] == "running" and stepping(run_dir))
+        wait_for(lambda: status(run_dir)["state"] == "running" and is_training(run_dir))
         (run_dir / "save").touch()
-        until(lambda: not (run_dir / "save").exists())
+        wait_for(lambda: not (run_dir / "save").exists())
         (run_dir / "stop").touch()
 
     # On a loaded machine a rank can be seconds late because it waits for a core
@@ -117,8 +119,8 @@ def test_hanging_ranks_are_reported_and_restarted(tmp_path):
         f"the file {run_dir}/stop",
     )
     assert not (run_dir / "stop").exists()
-    said = [(event["event"], event["attempt"]) for event in events(run_dir)]
-    assert said == [
+    recorded = [(event["event"], event["attempt"]) for event in events(run_dir)]
+    assert recorded == [
         ("started", 1),
         ("failed", 1),
         ("started", 2),
@@ -129,7 +131,7 @@ def test_hanging_ranks_are_reported_and_restarted(tmp_path):
     assert events(run_dir)[2]["found"] == "failed"
 
 
-def looped(outcome, run_dir):
+def check_endless_loop(outcome, run_dir):
     assert (outcome["reason"], outcome["step"]) == ("hang", 4)
     assert "is behind: it runs without progress; in step 5, forward" in outcome["error"]
     assert "at spin (" in outcome["error"]
@@ -143,7 +145,7 @@ def looped(outcome, run_dir):
     assert json.loads((run_dir / "log/hang/rank_1.flight_recorder.json").read_text())["entries"]
 
 
-def not_running(outcome, run_dir, pid):
+def check_stopped_process(outcome, run_dir, pid):
     assert outcome["reason"] == "hang"
     assert "rank 0 of 2 is behind: its process does not answer" in outcome["error"]
     assert f"  process {pid}\n  State: T (stopped)" in outcome["error"]
@@ -158,14 +160,14 @@ def test_ranks_stop_evaluation_together_and_detect_killed_agent(tmp_path):
     ranks = {}
 
     def during(process):
-        until(lambda: all((run_dir / f"evaluating_{rank}").exists() for rank in (0, 1)))
+        wait_for(lambda: all((run_dir / f"evaluating_{rank}").exists() for rank in (0, 1)))
         os.kill(workers(process.pid)[1], signal.SIGUSR1)
-        until(lambda: stepping(run_dir))
+        wait_for(lambda: is_training(run_dir))
         seen = [int((run_dir / f"evaluated_{rank}").read_text()) for rank in (0, 1)]
         assert seen[0] == seen[1]
         ranks.update(workers(process.pid))
         process.kill()
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()))
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()))
 
     assert start(run_dir, "evaluate", during=during, hang_timeout=60).status == -signal.SIGKILL
     assert len(ranks) == 2
@@ -178,12 +180,12 @@ def test_hang_is_reported_while_the_agent_is_stopped(tmp_path):
     run_dir = tmp_path / "run"
 
     def during(process):
-        until(lambda: stepping(run_dir))
+        wait_for(lambda: is_training(run_dir))
         stopped = [process.pid, workers(process.pid)[1]]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         try:
-            until(lambda: status(run_dir)["state"] == "failed")
+            wait_for(lambda: status(run_dir)["state"] == "failed")
         finally:
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
@@ -200,7 +202,7 @@ def test_signal_before_the_first_step_stops_all_ranks(tmp_path):
     run_dir = tmp_path / "run"
 
     def during(process):
-        until((run_dir / "ready_0").exists)
+        wait_for((run_dir / "ready_0").exists)
         os.kill(workers(process.pid)[1], signal.SIGUSR1)
 
     start(run_dir, "prepare", during=during, hang_timeout=60).check(0)
@@ -226,11 +228,11 @@ def test_fenced_off_owner_ends_and_writes_nothing(tmp_path):
     again = Environment(job="9", job_restart_count=1)
 
     def during(process):
-        until(lambda: stepping(run_dir))
+        wait_for(lambda: is_training(run_dir))
         owner = Ownership.take(run_dir, again)
         time.sleep(0.5)  # a write that passed the check of the lock may still be in progress
         (run_dir / "status.json").write_text('{"state": "of the new owner", "step": 0}')
-        until(lambda: process.poll() is not None)
+        wait_for(lambda: process.poll() is not None)
         assert owner.name in os.listdir(run_dir / "owner")
         owner.release()
 
@@ -286,13 +288,13 @@ def test_ranks_connect_despite_different_restart_counts(tmp_path):
         agents.append(process.pid)
         if len(agents) < 2:
             return
-        until(lambda: stepping(run_dir))
+        wait_for(lambda: is_training(run_dir))
         os.kill(
             next(pid for agent in agents for rank, pid in workers(agent).items() if rank == 1),
             signal.SIGKILL,
         )
-        until(lambda: [event["event"] for event in events(run_dir)].count("started") == 2)
-        until(lambda: status(run_dir)["state"] == "running" and stepping(run_dir))
+        wait_for(lambda: [event["event"] for event in events(run_dir)].count("started") == 2)
+        wait_for(lambda: status(run_dir)["state"] == "running" and is_training(run_dir))
         (run_dir / "stop").touch()
 
     other = threading.Thread(target=lambda: second.append(run(command, timeout=90, during=during)))
