@@ -336,7 +336,7 @@ def fail_saves(worker, run):
 
 
 def damage_checkpoints(worker, run):
-    """Flips a bit in the newest checkpoint, in the file of one rank: all ranks select the older one.
+    """Flips a bit in the newest checkpoint, in one rank's file: all ranks select the older one.
 
     Then damages the older one, too: no valid checkpoint is left.
     """

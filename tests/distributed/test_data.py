@@ -44,7 +44,7 @@ def test_bad_row_ends_all_ranks_and_worker_processes(tmp_path):
     file = rows_file(tmp_path, bad=ROWS - 5)
     paths = [f"data.train=[{file}]", f"data.cache={tmp_path}/cache", f"run.dir={tmp_path}/run"]
     result = torchrun(TRAIN, *SMALL, *INSTRUCT, *paths, ranks=2)
-    assert result.status == 1, "torchrun's own status for any failure"
+    assert result.status == 1, "torchrun exits with status 1 after any failure"
     shown = f"{file}:{ROWS - 4}: not JSON: "
     assert shown in result.output.split("Traceback")[0]
     ended = status(tmp_path / "run")

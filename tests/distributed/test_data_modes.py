@@ -22,7 +22,7 @@ def assert_same_training(one, other, *, tolerance=1e-5):
     assert len(one["losses"]) == len(other["losses"]) > 0
     assert one["losses"] == pytest.approx(other["losses"], rel=tolerance)
     assert one["norms"] == pytest.approx(other["norms"], rel=tolerance)
-    assert one["counts"] == other["counts"], "numbers of targets and tokens"
+    assert one["counts"] == other["counts"], "numbers of targets and tokens differ"
 
 
 def test_mixture_is_independent_of_rank_count(results):
@@ -44,7 +44,7 @@ def test_token_budget_handles_the_incomplete_last_step(results):
         "60 sequences, two epochs, 8 per step"
     )
     assert len(set(results["by tokens, 1 rank, two passes"]["micro_batches"])) > 1, (
-        "the number of micro-batches depends on the lengths"
+        "the number of micro-batches must depend on the lengths"
     )
 
 
@@ -91,7 +91,7 @@ def test_classification_is_independent_of_rank_count(results, model):
     one_rank = results[f"classes, {model}, 1 rank"]
     assert_same_training(results[f"classes, {model}, 2 ranks"], one_rank)
     assert_same_training(results[f"classes, {model}, 2 ranks, by tokens, fsdp"], one_rank)
-    assert all(targets == 8 for targets, _ in one_rank["counts"]), "one target per text"
+    assert all(targets == 8 for targets, _ in one_rank["counts"]), "expected one target per text"
     assert results["classes"]["tokens"] == 40
     scores = results["classes"]["scores"]
     assert scores == results["classes, 1 rank"]["scores"]

@@ -60,7 +60,7 @@ def assert_same(note, plain, *, loss, norm, final=None):
 
 def test_plain_loop_learns(results):
     losses = results["plain"]["losses"]
-    assert losses[0] > 4.0, "the initial loss is about ln 64"
+    assert losses[0] > 4.0, "the initial loss should be about ln 64"
     assert losses[-1] < 0.97 * losses[0]
 
 
@@ -146,7 +146,7 @@ def test_float16_overflow_on_one_rank_skips_the_step_on_all(results, strategy):
 
 @pytest.mark.parametrize("strategy", ["fsdp", "offload"])
 def test_auxiliary_loss_of_experts_matches_ddp(results, strategy):
-    """Uses rows of different lengths, and two micro-batches on each of two ranks."""
+    """Rows differ in length, and each of two ranks has two micro-batches."""
     ddp, other, without = (
         results["experts ddp"],
         results[f"experts {strategy}"],
@@ -155,10 +155,10 @@ def test_auxiliary_loss_of_experts_matches_ddp(results, strategy):
     assert deviation(other["losses"], ddp["losses"]) <= 1e-5
     assert deviation(other["norms"], ddp["norms"]) <= 1e-5
     assert deviation(ddp["norms"], without["norms"]) > 1e-2, (
-        "the gradient includes the auxiliary loss"
+        "the gradient must include the auxiliary loss"
     )
     assert ddp["losses"][0] == pytest.approx(without["losses"][0], rel=1e-6), (
-        "the reported loss is the cross-entropy only"
+        "the reported loss must exclude the auxiliary loss"
     )
 
 

@@ -137,7 +137,7 @@ def test_slow_rank_is_reported(folder, strategy):
     assert {line["slowest_rank"] for line in slow} == {1}
     for line in slow:
         assert line["slowest_rank_seconds"] > 0.18
-        assert line["communication_seconds"] > 0.06, "rank 0 waits for rank 1"
+        assert line["communication_seconds"] > 0.06, "rank 0 must wait for rank 1"
     waits = [median(line["communication_seconds"] for line in part) for part in (slow, usual)]
     assert waits[0] > waits[1] + 0.05
     parts = ("forward", "backward", "optimizer", "logging")
@@ -157,7 +157,7 @@ def check_resumed_on_one_node(run_dir, survivor, one_rank, output):
     )
     mine = records(run_dir)
     assert [line["step"] for line in mine] == list(range(1, STEPS + 1)), (
-        "each step is recorded once"
+        "each step must be recorded once"
     )
     for a, b in zip(mine, one_rank, strict=True):
         assert (a["tokens"], a["loss_tokens"], a["samples_seen"]) == (

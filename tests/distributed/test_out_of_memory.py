@@ -142,7 +142,7 @@ def test_fixed_recipe_ends_with_report_and_suggestions(fixed):
         "rank 1 of 2 ran out of memory in step 9: in the forward pass of micro-batch 1 of 1 (input_ids 8 x 32)\n"
     )
     assert re.search(r"\noptimizer state +\d+\.\d KiB +\d+\.\d KiB\n", shown), (
-        "the table has measured and planned sizes"
+        "the table must have measured and planned sizes"
     )
     suggestions = shown.partition("what fits by plan, the fastest first, as overrides:\n")[
         2

@@ -234,7 +234,7 @@ def test_randomly_killed_run_is_bit_identical(folder, undisturbed, times, asynch
     assert list((folder / "state").iterdir()) == []
     mine, other = records(run_dir), records(whole)
     assert [line["step"] for line in mine if "loss" in line] == list(range(1, steps + 1)), (
-        "each step is recorded once"
+        "each step must be recorded once"
     )
     for a, b in zip(mine, other, strict=True):
         assert [a.get(key) for key in ("step", "loss", "grad_norm", "tokens")] == [
@@ -311,7 +311,7 @@ def test_run_from_path_resumes_its_own_newest_checkpoint(folder, undisturbed):
         [sys.executable, *words, "run.max_steps=15"], SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1"
     ).check()
     assert [event["step"] for event in events(run_dir, "resumed")][2:] == [14], (
-        "after the requeue by Slurm"
+        "the requeued run must resume from its last checkpoint"
     )
     assert [line["step"] for line in records(run_dir)] == list(range(9, 16))
 

@@ -255,7 +255,9 @@ def test_saved_recipe_repeats_run_and_used_folder_is_refused(one_process, tmp_pa
     finished = python(*again).check()
     assert "resumed from" in finished.output
     assert "finished after 3 of 3 steps" in finished.output
-    assert (tmp_path / "second/metrics.jsonl").read_bytes() == before, "no step was left to train"
+    assert (tmp_path / "second/metrics.jsonl").read_bytes() == before, (
+        "no step was left to train, so nothing must be written"
+    )
     refused = python(*again, "checkpoint.resume=never").check(2)
     assert f"{tmp_path}/second holds a run already (finished, step 3)" in refused.output
     assert "Traceback" not in refused.output
@@ -348,7 +350,7 @@ def test_failure_of_one_rank_ends_all_ranks(fault, shown, tmp_path):
     raised = "ValueError: a fault of this test"
     assert (raised in (tmp_path / "run/log/rank_1.log").read_text()) == ("raise" in fault)
     assert "Traceback" in (tmp_path / "run/log/rank_0.log").read_text(), (
-        "rank 0 writes its own exception to its log"
+        "rank 0 must write its own exception to its log"
     )
     assert [line["step"] for line in training(tmp_path / "run")] == [1, 2]
     assert [event.step for event in scalars(tmp_path / "run", "training/loss")] == [1, 2]
@@ -499,7 +501,7 @@ faulty_train.start()
             process.wait()
     assert status(tmp_path / "run")["error"].startswith("rank 1 of 2 failed in step 3: ValueError")
     assert [line["step"] for line in training(tmp_path / "run")] == [1, 2], (
-        "the last line is written, although it was not due before step 3"
+        "the last line must be written, although it was not due before step 3"
     )
     assert [event.step for event in scalars(tmp_path / "run", "training/loss")] == [1, 2]
     assert [row["step"] for row in history(tmp_path / "run/wandb")] == [1, 2]
@@ -596,7 +598,7 @@ def test_invalid_recipe_is_reported_once_under_torchrun(tmp_path):
         f"run.dir={tmp_path}/run",
     ]
     result = torchrun(TRAIN, *SMALL, *overrides, ranks=2)
-    assert result.status == 1, "torchrun's own status for any failure"
+    assert result.status == 1, "torchrun exits with status 1 after any failure"
     before_agent = result.output.split("Traceback")[0]
     assert (
         before_agent.count(
@@ -694,7 +696,7 @@ def test_second_start_reuses_compiled_blocks(tmp_path):
         ]
         printed = torchrun(TRAIN, *words, ranks=2, timeout=400, **variables).check().output
         assert printed.count("compile: the graph of a block is split") == 1, (
-            "only rank 0 logs this, once"
+            "only rank 0 must log this, once"
         )
         losses.append([line["loss"] for line in training(tmp_path / start)])
         folder = tmp_path / "launcher/inductor"

@@ -112,7 +112,7 @@ def test_hanging_ranks_are_reported_and_restarted(tmp_path):
     options = {"hang_timeout": 6, "restarts": 2, "TORCH_FR_BUFFER_SIZE": "100"}
     result = start(run_dir, "loop", during=during, **options).check(0)
     assert result.output.count("no sign of life for 6 s (run.hang_timeout)") == 2, (
-        "each hang is reported once"
+        "each hang must be reported once"
     )
     assert (status(run_dir)["state"], status(run_dir)["reason"]) == (
         "stopped",
