@@ -376,7 +376,7 @@ class Worker:
                 with Peak() as peak:
                     init_fn(model, *devices)
                 figures["peak"] = peak.grown
-                figures["held"] = sum(local(p).numel() for p in model.parameters()) * 4
+                figures["shards"] = sum(local(p).numel() for p in model.parameters()) * 4
 
             wrapped = wrap(
                 model,

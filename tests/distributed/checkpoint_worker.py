@@ -328,7 +328,7 @@ def fail_saves(worker, run):
     attempt(13)
     attempt(14)
     worker.note(
-        wrong=notes,
+        failed_saves=notes,
         threads=[
             thread.name for thread in threading.enumerate() if thread.name.startswith("save step")
         ],
@@ -341,7 +341,7 @@ def damage_checkpoints(worker, run):
     Then damages the older one, too: no valid checkpoint is left.
     """
     found = []
-    with logged() as said:
+    with logged() as messages:
         for step in (14, 4):
             if worker.rank == 0:
                 file = run.folder / files.checkpoint_name(step) / files.rank_file(3)
@@ -353,7 +353,7 @@ def damage_checkpoints(worker, run):
                 found.append(find_checkpoint(run.folder, group=run.group).name)
             except files.NoneLeftError as error:
                 found.append(str(error))
-    worker.note(said=said, found=found)
+    worker.note(messages=messages, found=found)
 
 
 def main(folder):

@@ -300,8 +300,8 @@ def main(folder):
             train(f"{optimizer} {name}", [*overrides, *chosen], ranks=ranks)
             if worker.rank == 0:
                 first = worker.last if name == "ddp ranks=1" else first
-                off = max((worker.last[k] - first[k]).abs().max().item() for k in first)
-                worker.results[f"{optimizer} {name}"]["from_one_rank"] = off
+                difference = max((worker.last[k] - first[k]).abs().max().item() for k in first)
+                worker.results[f"{optimizer} {name}"]["from_one_rank"] = difference
 
     bf16 = ["strategy.mixed_precision={param_dtype: bfloat16, reduce_dtype: float32}"]
     for strategy, overrides in STRATEGIES.items():
@@ -309,7 +309,7 @@ def main(folder):
 
     fp16 = ["strategy.mixed_precision={param_dtype: float16, reduce_dtype: float32}"]
 
-    undo = []
+    hooks = []
 
     def overflow_on_rank_1(step, training):
         """Makes the output of the embedding on rank 1 infinite in step 4."""
@@ -317,29 +317,29 @@ def main(folder):
             hook = training.wrapped.module.get_input_embeddings().register_forward_hook(
                 lambda m, i, o: o * torch.inf
             )
-            undo.append(hook)
+            hooks.append(hook)
         elif step == 5 and worker.rank == 1:
-            undo.pop().remove()
+            hooks.pop().remove()
 
-    rounded = {"ZeRO-1": [*ZERO, *OPTIMIZERS["int8"]]}
-    for strategy, overrides in (STRATEGIES | rounded).items():
-        object_setting = {"ranks": 2, "compare": False}
-        train(f"float16 {strategy}", [*overrides, *fp16], **object_setting)
+    zero_int8 = {"ZeRO-1": [*ZERO, *OPTIMIZERS["int8"]]}
+    for strategy, overrides in (STRATEGIES | zero_int8).items():
+        options = {"ranks": 2, "compare": False}
+        train(f"float16 {strategy}", [*overrides, *fp16], **options)
         train(
             f"overflow {strategy}",
             [*overrides, *fp16],
             before_step=overflow_on_rank_1,
-            **object_setting,
+            **options,
         )
 
-    balanced = {"ranks": 2, "accumulation": 2, "compare": False}
+    options = {"ranks": 2, "accumulation": 2, "compare": False}
     for strategy, overrides in STRATEGIES.items():
-        train(f"experts {strategy}", overrides, config=EXPERTS, **balanced)
+        train(f"experts {strategy}", overrides, config=EXPERTS, **options)
     train(
         "experts without",
         STRATEGIES["ddp"],
         config=EXPERTS.replace("logits: true", "logits: false"),
-        **balanced,
+        **options,
     )
 
     initial_weights(worker)

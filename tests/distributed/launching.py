@@ -94,7 +94,7 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **v
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         raise AssertionError(
-            f"not done after {PATIENCE * timeout} s: {' '.join(command)}\n{output[-8000:]}"
+            f"not finished after {PATIENCE * timeout} s: {' '.join(command)}\n{output[-8000:]}"
         ) from None
     deadline = time.monotonic() + 5  # child processes need a moment to end
     while (left := _processes(mark)) and time.monotonic() < deadline:

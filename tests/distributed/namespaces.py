@@ -15,7 +15,7 @@ from tests.distributed.launching import PATIENCE, REPOSITORY
 
 DEVICE = "eth0"
 _NETWORK = "10.213.77"
-_START = 'echo {name} > /proc/sys/kernel/hostname; "$@"; exit $?'
+_INIT_SCRIPT = 'echo {name} > /proc/sys/kernel/hostname; "$@"; exit $?'
 """Script of a node's first process. When it ends, the kernel kills all processes of the node."""
 
 
@@ -42,7 +42,7 @@ def unavailable():
             "-c",
         ]
         subprocess.run(
-            [*probe, _START.format(name="probe"), "sh", "true"],
+            [*probe, _INIT_SCRIPT.format(name="probe"), "sh", "true"],
             check=True,
             capture_output=True,
             text=True,
@@ -52,7 +52,7 @@ def unavailable():
             "link", "add", f"lp{os.getpid()}", "type", "veth", "peer", "name", DEVICE, "netns", name
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return f"namespaces cannot be made here, which takes root and CAP_SYS_ADMIN: {getattr(error, 'stderr', None) or error}".strip()
+        return f"namespaces cannot be created here; this requires root and CAP_SYS_ADMIN: {getattr(error, 'stderr', None) or error}".strip()
     finally:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
     return None
@@ -74,7 +74,7 @@ class Node:
             "--mount-proc",
             "sh",
             "-c",
-            _START.format(name=self.name),
+            _INIT_SCRIPT.format(name=self.name),
             "sh",
         ]
         environment = {
@@ -116,7 +116,7 @@ class Node:
             return self.process.wait(timeout=PATIENCE * seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(
-                f"{self.name} has not ended within {PATIENCE * seconds} s:\n{self.output()[-8000:]}"
+                f"{self.name} did not end within {PATIENCE * seconds} s:\n{self.output()[-8000:]}"
             ) from None
 
     def output(self):

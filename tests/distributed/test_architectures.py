@@ -142,15 +142,15 @@ def test_memory_while_loading(results):
     """Loading needs memory for the final shards plus 10 % and one block, not for a whole copy."""
     for strategy, figures in result_of(results, "memory").items():
         for rank, figure in enumerate(figures["ranks"]):
-            bound = 1.1 * figure["held"] + figure["block"]
+            bound = 1.1 * figure["shards"] + figure["block"]
             assert figure["peak"] <= bound, (
                 f"{strategy}, rank {rank}: {figure['peak']:,} bytes, more than {bound:,.0f}"
             )
-            assert figure["peak"] >= 0.9 * figure["held"], (
+            assert figure["peak"] >= 0.9 * figure["shards"], (
                 f"{strategy}, rank {rank}: the peak is below the size of the shards: {figure}"
             )
     sharded = result_of(results, "memory")["fsdp"]["ranks"][0]
-    assert sharded["held"] * 2 == pytest.approx(sharded["whole"], rel=0.01)
+    assert sharded["shards"] * 2 == pytest.approx(sharded["whole"], rel=0.01)
 
 
 def test_memory_while_exporting(results):

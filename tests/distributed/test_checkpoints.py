@@ -66,21 +66,21 @@ def test_asynchronous_save_holds_state_at_its_start(results):
 
 
 def test_failed_save_keeps_older_checkpoints_on_all_ranks(results):
-    assert all(notes == results["wrong"][0] for notes in results["wrong"])
+    assert all(notes == results["failed_saves"][0] for notes in results["failed_saves"])
     before = ["step_00000003", "step_00000004"]
-    full, again, no_folder, not_allowed, good = results["wrong"][0]
+    full, again, no_folder, lost_lock, good = results["failed_saves"][0]
     assert full == ["rank 2: [Errno 28] No space left on device", True, 1, "step_00000004", before]
     assert again == [full[0], True, 2, "step_00000004", before]
     assert "rank 0: [Errno 20] Not a directory" in no_folder[0]
     assert no_folder[1:] == [True, 3, "step_00000004", before]
-    assert not_allowed == ["rank 0: another job owns this folder", True, 4, "step_00000004", before]
+    assert lost_lock == ["rank 0: another job owns this folder", True, 4, "step_00000004", before]
     assert good == [None, False, 0, "step_00000014", ["step_00000004", "step_00000014"]]
     assert results["threads"] == [[]] * 4
 
 
 def test_damaged_checkpoint_is_rejected_on_all_ranks(results):
-    for said, (first, then) in zip(results["said"], results["found"], strict=True):
+    for messages, (first, then) in zip(results["messages"], results["found"], strict=True):
         assert first == "step_00000004"
         assert "none of the 2 checkpoints" in then
-        assert len(said) == 3
-    assert "rank_00003.safetensors has changed since it was written" in results["said"][0][0]
+        assert len(messages) == 3
+    assert "rank_00003.safetensors has changed since it was written" in results["messages"][0][0]

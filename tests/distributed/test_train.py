@@ -56,19 +56,19 @@ KEYS = {
 }
 
 
-def lines(run_dir):
+def read_metrics(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def training(run_dir):
-    return [line for line in lines(run_dir) if "loss" in line]
+def training_metrics(run_dir):
+    return [line for line in read_metrics(run_dir) if "loss" in line]
 
 
 def status(run_dir):
     return json.loads((run_dir / "status.json").read_text())
 
 
-def python(*arguments, **options):
+def run_python(*arguments, **options):
     return run([sys.executable, TRAIN, *arguments], **options)
 
 
@@ -112,7 +112,7 @@ def test_report_shows_the_recorded_run(ddp, tmp_path):
 
 def test_metrics_have_the_documented_fields(ddp):
     run_dir, _ = ddp
-    steps = training(run_dir)
+    steps = training_metrics(run_dir)
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
     for line in steps:
         assert set(line) >= KEYS
@@ -124,7 +124,7 @@ def test_metrics_have_the_documented_fields(ddp):
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["step_seconds"])
     assert steps[0]["learning_rate"] == pytest.approx(3e-4 / 100)
     assert steps[-1]["loss"] < steps[0]["loss"]
-    evaluations = [line for line in lines(run_dir) if "eval_loss" in line]
+    evaluations = [line for line in read_metrics(run_dir) if "eval_loss" in line]
     assert [line["step"] for line in evaluations] == [0, 2, 4, 5]
     assert all(line["eval_tokens"] == evaluations[0]["eval_tokens"] > 2000 for line in evaluations)
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
@@ -203,7 +203,7 @@ def test_exported_weights_give_the_evaluation_loss(ddp):
             batch = dataset.collate([dataset[index] for index in range(first, first + 8)])
             total += summed_loss(model, batch["tensors"]).item()
             tokens += batch["loss_tokens"]
-    last = [line for line in lines(run_dir) if "eval_loss" in line][-1]
+    last = [line for line in read_metrics(run_dir) if "eval_loss" in line][-1]
     assert tokens == last["eval_tokens"]
     assert total / tokens == pytest.approx(last["eval_loss"], rel=1e-3), (
         "the run evaluated in bfloat16"
@@ -222,7 +222,7 @@ def test_other_recipes_train_to_equal_losses(ddp, recipe, tmp_path):
     result = torchrun(
         "-m", "launcher.train", f"recipe={recipe}", *overrides, "checkpoint.export=null", ranks=2
     ).check()
-    measured, expected = training(tmp_path / "run"), training(ddp[0])
+    measured, expected = training_metrics(tmp_path / "run"), training_metrics(ddp[0])
     for mine, other in zip(measured, expected, strict=False):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
@@ -238,27 +238,29 @@ def test_other_recipes_train_to_equal_losses(ddp, recipe, tmp_path):
 def one_process(tmp_path_factory):
     """A run in one process, without torchrun."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    python(*SMALL, "run.max_steps=3", f"run.dir={run_dir}").check()
+    run_python(*SMALL, "run.max_steps=3", f"run.dir={run_dir}").check()
     return run_dir
 
 
 def test_saved_recipe_repeats_run_and_used_folder_is_refused(one_process, tmp_path):
     again = [f"recipe={one_process}/recipe.yaml", f"run.dir={tmp_path}/second"]
-    python(*again).check()
-    for a, b in zip(training(one_process), training(tmp_path / "second"), strict=True):
+    run_python(*again).check()
+    for a, b in zip(
+        training_metrics(one_process), training_metrics(tmp_path / "second"), strict=True
+    ):
         assert (a["loss"], a["grad_norm"], a["learning_rate"]) == (
             b["loss"],
             b["grad_norm"],
             b["learning_rate"],
         )
     before = (tmp_path / "second/metrics.jsonl").read_bytes()
-    finished = python(*again).check()
+    finished = run_python(*again).check()
     assert "resumed from" in finished.output
     assert "finished after 3 of 3 steps" in finished.output
     assert (tmp_path / "second/metrics.jsonl").read_bytes() == before, (
         "no step was left to train, so nothing must be written"
     )
-    refused = python(*again, "checkpoint.resume=never").check(2)
+    refused = run_python(*again, "checkpoint.resume=never").check(2)
     assert f"{tmp_path}/second holds a run already (finished, step 3)" in refused.output
     assert "Traceback" not in refused.output
     assert (tmp_path / "second/metrics.jsonl").read_bytes() == before
@@ -297,7 +299,7 @@ def test_two_nodes_train_to_equal_losses(one_process, tmp_path):
     run(command).check()
     other.join()
     second[0].check()
-    for a, b in zip(training(tmp_path / "two"), training(one_process), strict=True):
+    for a, b in zip(training_metrics(tmp_path / "two"), training_metrics(one_process), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
@@ -352,7 +354,7 @@ def test_failure_of_one_rank_ends_all_ranks(fault, shown, tmp_path):
     assert "Traceback" in (tmp_path / "run/log/rank_0.log").read_text(), (
         "rank 0 must write its own exception to its log"
     )
-    assert [line["step"] for line in training(tmp_path / "run")] == [1, 2]
+    assert [line["step"] for line in training_metrics(tmp_path / "run")] == [1, 2]
     assert [event.step for event in scalars(tmp_path / "run", "training/loss")] == [1, 2]
 
 
@@ -500,7 +502,7 @@ faulty_train.start()
             process.kill()
             process.wait()
     assert status(tmp_path / "run")["error"].startswith("rank 1 of 2 failed in step 3: ValueError")
-    assert [line["step"] for line in training(tmp_path / "run")] == [1, 2], (
+    assert [line["step"] for line in training_metrics(tmp_path / "run")] == [1, 2], (
         "the last line must be written, although it was not due before step 3"
     )
     assert [event.step for event in scalars(tmp_path / "run", "training/loss")] == [1, 2]
@@ -542,12 +544,12 @@ def when_training(run_dir, action):
 def test_single_process_stops_on_request(ask, reason, tmp_path):
     run_dir = tmp_path / "run"
     stop = when_training(run_dir, lambda process: ask(process, run_dir))
-    result = python(
+    result = run_python(
         *SMALL, "run.max_steps=100000", f"run.dir={run_dir}", "data.workers=1", during=stop
     ).check(75)
     assert status(run_dir)["state"] == "stopped"
     assert status(run_dir)["reason"] == reason.format(run_dir=run_dir)
-    assert status(run_dir)["step"] == training(run_dir)[-1]["step"]
+    assert status(run_dir)["step"] == training_metrics(run_dir)[-1]["step"]
     assert not (run_dir / "stop").exists()
     assert "Traceback" not in result.output
 
@@ -558,7 +560,7 @@ def test_torchrun_stops_all_ranks_at_the_same_step(tmp_path):
     stop = when_training(run_dir, lambda process: process.send_signal(signal.SIGTERM))
     torchrun(TRAIN, *SMALL, "run.max_steps=100000", f"run.dir={run_dir}", ranks=2, during=stop)
     assert status(run_dir)["state"] == "stopped"
-    assert status(run_dir)["step"] == training(run_dir)[-1]["step"]
+    assert status(run_dir)["step"] == training_metrics(run_dir)[-1]["step"]
     assert "Traceback" not in (run_dir / "log/rank_1.log").read_text()
 
 
@@ -579,8 +581,8 @@ def test_launcher_train_returns_exit_status_of_the_run(tmp_path):
 
 def test_too_many_skipped_steps_end_the_run(tmp_path):
     wild = ["optimizer.learning_rate=1.0e+30", "schedule.warmup_steps=0", "run.max_skipped_steps=3"]
-    result = python(*SMALL, *wild, "run.max_steps=50", f"run.dir={tmp_path}/run").check(1)
-    steps = training(tmp_path / "run")
+    result = run_python(*SMALL, *wild, "run.max_steps=50", f"run.dir={tmp_path}/run").check(1)
+    steps = training_metrics(tmp_path / "run")
     assert [line.get("skipped", False) for line in steps] == [False, True, True, True]
     assert all(line["grad_norm"] is None for line in steps[1:])
     assert status(tmp_path / "run")["reason"] == "not_finite"
@@ -698,7 +700,7 @@ def test_second_start_reuses_compiled_blocks(tmp_path):
         assert printed.count("compile: the graph of a block is split") == 1, (
             "only rank 0 must log this, once"
         )
-        losses.append([line["loss"] for line in training(tmp_path / start)])
+        losses.append([line["loss"] for line in training_metrics(tmp_path / start)])
         folder = tmp_path / "launcher/inductor"
         kept.append(
             {file for kind in ("fxgraph", "aotautograd") for file in (folder / kind).rglob("*")}

@@ -15,7 +15,7 @@ from tests.unit.test_documents import DOCUMENTS, code_blocks, commands
 TUTORIALS = REPOSITORY / "docs/tutorials"
 
 
-def command_in(folder, *words):
+def run_command(folder, *words):
     """Runs a `launcher` or `python` command in a folder and returns its standard output."""
     start = ["-m", "launcher.cli.main"] if words[0] == "launcher" else []
     done = subprocess.run(
@@ -32,7 +32,7 @@ def command_in(folder, *words):
     return done.stdout
 
 
-def commands_of(name):
+def tutorial_commands(name):
     blocks = code_blocks(TUTORIALS / f"{name}.md")
     return [shlex.split(command) for _, block in blocks for command in commands(block)]
 
@@ -50,12 +50,12 @@ def write_own_model(folder):
 def test_own_model_tutorial(tmp_path):
     """With fewer steps than in the tutorial."""
     script = write_own_model(tmp_path)
-    train = commands_of("own_model")[0]
-    few = ["run.max_steps=3", "checkpoint.every_steps=3", "evaluation.every_steps=3"]
-    assert "finished after 3 of 3 steps" in command_in(tmp_path, *train, *few)
+    train = tutorial_commands("own_model")[0]
+    overrides = ["run.max_steps=3", "checkpoint.every_steps=3", "evaluation.every_steps=3"]
+    assert "finished after 3 of 3 steps" in run_command(tmp_path, *train, *overrides)
     script = script.replace("step_00000200", "step_00000003")
     (tmp_path / "use.py").write_text(f"{script}\nprint(model.last.weight.shape)")
-    assert "[1, 64]" in command_in(tmp_path, "python", "use.py")
+    assert "[1, 64]" in run_command(tmp_path, "python", "use.py")
 
 
 @pytest.mark.long
@@ -64,17 +64,17 @@ def test_tutorial_commands_run(tmp_path):
     (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
     write_own_model(tmp_path)
     first = "launcher train recipe=quickstart run.device=cpu gpus=2 run.max_steps=3"
-    command_in(tmp_path, *first.split())
+    run_command(tmp_path, *first.split())
     names = ("../quickstart", "finetune", "lora", "own_model")
     ran = 0
-    for command in (words for name in names for words in commands_of(name)):
+    for command in (words for name in names for words in tutorial_commands(name)):
         if command[0] == "make" or any("8b" in word for word in command):  # needs the hub or GPUs
             continue
-        few = []
+        overrides = []
         if command[1] == "train":
             resumed = any("max_steps" in word for word in command)
-            few = ["run.epochs=null", f"run.max_steps={4 if resumed else 3}"]
-        command_in(tmp_path, *command, *few)
+            overrides = ["run.epochs=null", f"run.max_steps={4 if resumed else 3}"]
+        run_command(tmp_path, *command, *overrides)
         ran += 1
     assert ran == 14
     assert (tmp_path / "runs/finetune_merged/model.safetensors").is_file()
@@ -93,7 +93,7 @@ def test_documented_plans_and_selftests_run(tmp_path):
     assert len(found) >= 3
     for command in sorted(found):
         device = ["run.device=cpu"] if "selftest" in command else []
-        command_in(tmp_path, *shlex.split(command), *device)
+        run_command(tmp_path, *shlex.split(command), *device)
 
 
 @pytest.mark.long
