@@ -1,8 +1,8 @@
-"""Many architectures through load, train, export and back, in one torchrun of two ranks.
+"""Loads, trains, exports and reloads many architectures on two ranks.
 
     torchrun --nproc-per-node 2 architectures_worker.py FOLDER
 
-Writes results.json to FOLDER: by case, either figures or the error it ended with.
+Writes results.json to FOLDER, with the results or the traceback of each case.
 """
 
 import ctypes
@@ -120,8 +120,11 @@ class Worker:
         self.results = {}
 
     def case(self, name, function):
-        """Notes what the function returns, or the error. A rank that fails alone would leave the other one waiting: torchrun
-        then ends both, so the name is printed first."""
+        """Stores the result of the function, or its traceback.
+
+        If only one rank fails, the other one can block in a collective, and results.json is never
+        written. The traceback is therefore also printed.
+        """
         started = time.monotonic()
         try:
             self.results[name] = function()
@@ -135,7 +138,7 @@ class Worker:
             print(f"{time.monotonic() - started:.2f} s  {name}", flush=True)
 
     def save(self, name, config, task="causal_lm", **options):
-        """A checkpoint with weights that are all different from their first values."""
+        """Saves a checkpoint in which all weights differ from their initial values."""
         path = self.folder / name
         if self.rank == 0:
             torch.manual_seed(1)
@@ -195,7 +198,7 @@ class Worker:
         )
 
     def no_cache(self, wrapped):
-        """As the launcher calls a causal model: a cache would grow again in every recomputation."""
+        """Like the launcher, disables the KV cache: each recomputation would append to it again."""
         return {"use_cache": False} if hasattr(wrapped.module.config, "use_cache") else {}
 
     def logits(self, wrapped):
@@ -206,7 +209,7 @@ class Worker:
         return logits
 
     def train(self, wrapped, steps=2, learning_rate=1e-3):
-        """Each rank has half of the rows; the loss is the mean over all."""
+        """Trains each rank on half of the rows; returns the mean losses of all rows."""
         optimizer = torch.optim.AdamW(
             [p for p in wrapped.module.parameters() if p.requires_grad],
             lr=learning_rate,
@@ -240,8 +243,8 @@ class Worker:
         dist.barrier()
         return out
 
-    def whole_way(self, name, path, task="causal_lm", strategies=STRATEGIES, **options):
-        """Load, compare, train, export, reload, under each strategy."""
+    def round_trip(self, name, path, task="causal_lm", strategies=STRATEGIES, **options):
+        """Loads, compares, trains, exports and reloads the model under each strategy."""
         expected = self.reference(path, task)
         result = {}
         for strategy_name, strategy in strategies.items():
@@ -250,7 +253,9 @@ class Worker:
             note["losses"] = self.train(wrapped)
             trained = self.logits(wrapped)
             note["changed"] = (trained - expected).abs().max().item()
-            with mock.patch.object(safetensors_files, "MAX_FILE_BYTES", 30_000):  # several files
+            with mock.patch.object(
+                safetensors_files, "MAX_FILE_BYTES", 30_000
+            ):  # forces several files
                 out = self.export(wrapped, f"{name}-{strategy_name}")
             note["reloaded"] = (self.reference(out, task) - trained).abs().max().item()
             note["same_names"] = stored_names(out) == stored_names(path)
@@ -258,7 +263,7 @@ class Worker:
         return result
 
     def classification(self, name, config):
-        """A base model with a new head: said, drawn the same everywhere, and trained."""
+        """Trains a base model with a new head. Initial weights must not depend on the strategy."""
         path = self.save(
             f"{name}_base",
             {"model_type": name} | config,
@@ -284,7 +289,10 @@ class Worker:
         return result
 
     def from_config(self, name, config):
-        """No checkpoint to begin with: the export has the hub's names all the same, though sharding renames the classes."""
+        """Trains without a checkpoint.
+
+        The export must have the parameter names of the hub, although sharding renames the classes.
+        """
         result = {}
         for strategy_name, strategy in STRATEGIES.items():
             model = build_model(Model(config={"model_type": name} | config), sequence_length=16)
@@ -307,7 +315,10 @@ class Worker:
         return result
 
     def frozen(self, path):
-        """Embedding and first block are not trained; recomputation copes with inputs that need no gradient."""
+        """Freezes the embedding and the first block.
+
+        Recomputation must support inputs that do not require a gradient.
+        """
         result = {}
         for strategy_name, strategy in STRATEGIES.items():
             wrapped = self.wrapped(
@@ -319,14 +330,14 @@ class Worker:
                 if not parameter.requires_grad
             }
             before = {
-                name: full(parameter).clone()
+                name: unsharded(parameter).clone()
                 for name, parameter in wrapped.module.named_parameters()
             }
             losses = self.train(wrapped)
             changed = {
                 name
                 for name, p in wrapped.module.named_parameters()
-                if not torch.equal(full(p), before[name])
+                if not torch.equal(unsharded(p), before[name])
             }
             result[strategy_name] = {
                 "losses": losses,
@@ -336,7 +347,10 @@ class Worker:
         return result
 
     def memory(self):
-        """Anonymous memory while a checkpoint loads, at its highest: pages of the mapped files are the kernel's."""
+        """Measures the peak of anonymous memory while a checkpoint is loaded and exported.
+
+        Pages of memory-mapped files belong to the kernel and do not count.
+        """
         config = (
             {"model_type": "llama"}
             | GATED
@@ -357,12 +371,12 @@ class Worker:
             figures = {"whole": sum(p.numel() for p in model.parameters()) * 4}
             figures["block"] = sum(p.numel() for p in blocks["model.layers.0"].parameters()) * 4
 
-            def measured(model, *devices, init_fn=init_fn, figures=figures):
+            def measured_init_fn(model, *devices, init_fn=init_fn, figures=figures):
                 gc.collect()
                 with Peak() as peak:
                     init_fn(model, *devices)
                 figures["peak"] = peak.grown
-                figures["held"] = sum(local(p).numel() for p in model.parameters()) * 4
+                figures["shards"] = sum(local(p).numel() for p in model.parameters()) * 4
 
             wrapped = wrap(
                 model,
@@ -370,7 +384,7 @@ class Worker:
                 strategy=strategy,
                 checkpointing=None,
                 ranks=self.ranks,
-                init_fn=measured,
+                init_fn=measured_init_fn,
             )
             figures["largest"] = max(p.numel() for p in wrapped.module.parameters()) * 4
             limit = mock.patch.object(safetensors_files, "MAX_FILE_BYTES", 15_000_000)
@@ -379,13 +393,16 @@ class Worker:
             figures["exporting"] = peak.grown
             del wrapped, model
             gc.collect()
-            everybody = [None] * self.ranks.size
-            dist.all_gather_object(everybody, figures)
-            result[name] = {"ranks": everybody}
+            all_figures = [None] * self.ranks.size
+            dist.all_gather_object(all_figures, figures)
+            result[name] = {"ranks": all_figures}
         return result
 
     def lora(self, name, path, precision=None, task="causal_lm", **options):
-        """Adapters start as nothing, and are all that is trained; peft reads what is exported."""
+        """Trains only LoRA adapters, which do not change the initial logits.
+
+        peft must load the exported adapters.
+        """
         import peft
 
         result = {}
@@ -427,12 +444,12 @@ class Worker:
 
 
 class Peak:
-    """How far this process's anonymous memory grows, in bytes."""
+    """Measures the growth of this process's anonymous memory in bytes, at its peak."""
 
     def __enter__(self):
         ctypes.CDLL(None).malloc_trim(
             0
-        )  # what was freed before would be used again, and no growth be seen
+        )  # otherwise allocations would reuse freed memory and hide the growth
         self._stop = threading.Event()
         self._start = self._highest = self._now()
         self._thread = threading.Thread(target=self._watch)
@@ -458,7 +475,7 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full(tensor):
+def unsharded(tensor):
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -473,17 +490,18 @@ def main(folder):
     worker.case("memory", worker.memory)
     for name, config in ARCHITECTURES.items():
         worker.case(
-            name, lambda name=name, config=config: worker.whole_way(name, worker.save(name, config))
+            name,
+            lambda name=name, config=config: worker.round_trip(name, worker.save(name, config)),
         )
     llama = ARCHITECTURES["llama"]
     path = worker.save(
         "bf16", {"model_type": "llama"} | llama, dtype=torch.bfloat16, max_shard_size="20KB"
     )
-    worker.case("bf16 in several files", lambda: worker.whole_way("bf16", path))
+    worker.case("bf16 in several files", lambda: worker.round_trip("bf16", path))
     for name in ("llama", "mixtral", "bf16"):
         worker.case(
             f"hybrid {name}",
-            lambda name=name: worker.whole_way(f"{name}_copies", folder / name, strategies=HYBRID),
+            lambda name=name: worker.round_trip(f"{name}_copies", folder / name, strategies=HYBRID),
         )
     for name in ("gpt_neox", "mixtral"):
         worker.case(
@@ -497,7 +515,7 @@ def main(folder):
     )
     worker.case(
         "classifier",
-        lambda: worker.whole_way("classifier", classifier, task="sequence_classification"),
+        lambda: worker.round_trip("classifier", classifier, task="sequence_classification"),
     )
     worker.case("classes on llama", lambda: worker.classification("llama", llama))
     bert = SIZES | {
@@ -524,7 +542,7 @@ def main(folder):
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # as the launcher ends: threads of torch can abort the interpreter's own end
+    os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter
 
 
 if __name__ == "__main__":

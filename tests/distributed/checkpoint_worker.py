@@ -1,8 +1,10 @@
-"""Saves by every strategy on 1 to 4 ranks, and loads by every other, in one torchrun of four ranks; and what can go wrong.
+"""Saves checkpoints under every strategy on 1 to 4 ranks, and loads each one under every other.
+
+It also tests asynchronous saves, failing saves and damaged checkpoints.
 
     torchrun --nproc-per-node 4 checkpoint_worker.py FOLDER
 
-results.json is written to FOLDER.
+Writes results.json to FOLDER.
 """
 
 import errno
@@ -59,11 +61,11 @@ RUNS = [
     *(("ddp", 4), ("fsdp", 4), ("hybrid", 4), ("zero", 3), ("offload", 2), ("ddp", 1)),
     *(("state", 2), ("in files", 3)),
 ]
-LORA = ["lora={rank: 2}"]  # less than four ranks: two of them hold nothing
+LORA = ["lora={rank: 2}"]  # fewer rows than four ranks: two ranks have empty shards
 MUON = ["optimizer.state_dtype=int8", "optimizer.name=muon"]
 
 
-def whole(tensors):
+def unsharded(tensors):
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
         for name, tensor in tensors.items()
@@ -71,7 +73,7 @@ def whole(tensors):
 
 
 class Run:
-    """A model on some of the ranks, and its checkpointer."""
+    """A model on the first `size` ranks, and its checkpointer."""
 
     def __init__(self, worker, strategy, size, *, overrides=(), asynchronous=True, folder=None):
         self.name, self.size, self.takes_part = f"{strategy}@{size}", size, worker.rank < size
@@ -156,7 +158,7 @@ class Worker:
         dist.barrier()
 
     def note(self, **more):
-        """What is the same on all ranks, or each rank's in a list."""
+        """Stores for each name the list of the values of all ranks."""
         for name, value in more.items():
             found = [None] * 4
             dist.all_gather_object(found, value)
@@ -170,8 +172,8 @@ def deviation(found, expected):
     )
 
 
-def every_pair(worker):
-    """Loads what each run saved into each other one."""
+def load_every_pair(worker):
+    """Loads the checkpoint of each run into every other run."""
     for index, overrides in enumerate(((), LORA, MUON)):
         chosen = RUNS if index == 0 else [("fsdp", 4), ("ddp", 2), ("zero", 3)]
         runs = [
@@ -187,7 +189,7 @@ def every_pair(worker):
                 source.save(7)
                 outcome = source.finish()
                 assert outcome.error is None, outcome
-                expected, names = whole(source.tensors()), sorted(source.tensors())
+                expected, names = unsharded(source.tensors()), sorted(source.tensors())
                 assert expected[names[-1]] >= 2, names[-1]
                 shared = [(expected, str(outcome.path))]
             dist.broadcast_object_list(shared, src=0)
@@ -195,11 +197,11 @@ def every_pair(worker):
             for target in runs:
                 if target.takes_part and target is not source:
                     tensors = target.tensors()
-                    before = deviation(whole(tensors), expected)
+                    before = deviation(unsharded(tensors), expected)
                     assert find_checkpoint(source.folder, group=target.group) == Path(path)
                     load(Path(path), tensors, group=target.group)
                     deviations[f"{source.name} -> {target.name}"] = deviation(
-                        whole(tensors), expected
+                        unsharded(tensors), expected
                     )
                     assert before > 0
                     if target.wrapped.cpu_offload is None:
@@ -209,13 +211,15 @@ def every_pair(worker):
                         for tensor in target.tensors().values():
                             if tensor.is_floating_point():
                                 tensor.mul_(1.5).add_(0.01)
-            if source.takes_part:  # others have loaded into it, and will again
+            if (
+                source.takes_part
+            ):  # checkpoints of other runs were loaded into it, and will be again
                 load(Path(path), source.tensors(), group=source.group)
                 source.step()
-                after = whole(source.tensors())
+                after = unsharded(source.tensors())
                 load(Path(path), source.tensors(), group=source.group)
                 source.step()
-                resumed = whole(source.tensors())
+                resumed = unsharded(source.tensors())
                 if source.size > 1:
                     same = all(torch.equal(resumed[name], after[name]) for name in after)
                     deviations[f"{source.name} resumed"] = 0.0 if same else 1.0
@@ -223,9 +227,12 @@ def every_pair(worker):
         worker.note(**{f"deviations{index}": deviations, f"names{index}": names})
 
 
-def goes_on(worker):
-    """Asynchronous: what is in it is what was when it was called, however slow the copy; one after the other; random numbers."""
-    run = Run(worker, "fsdp", 4, folder="goes_on")
+def save_asynchronously(worker):
+    """Asynchronous saves contain the state at the time of the call, even if the copy is slow.
+
+    A save waits for the previous one. The states of random number generators are restored.
+    """
+    run = Run(worker, "fsdp", 4, folder="asynchronous")
     stage = Checkpointer._stage
 
     def slow(*arguments):
@@ -233,7 +240,7 @@ def goes_on(worker):
         stage(*arguments)
 
     run.step()
-    expected = whole(run.tensors())
+    expected = unsharded(run.tensors())
     torch.manual_seed(worker.rank)
     Checkpointer._stage = slow
     run.save(1)
@@ -241,12 +248,12 @@ def goes_on(worker):
     drawn = torch.rand(3)
     run.step()
     Checkpointer._stage = stage
-    changed = deviation(whole(run.tensors()), expected)
+    changed = deviation(unsharded(run.tensors()), expected)
     run.save(2)  # waits for the first
     first = run.checkpointer.poll()
     second = run.finish()
     load(first[0].path, run.tensors(), group=run.group)
-    snapshot = deviation(whole(run.tensors()), expected)
+    snapshot = deviation(unsharded(run.tensors()), expected)
     restore_rank_state(read_local(first[0].path, worker.rank), run.wrapped.module, CPU)
     worker.note(
         snapshot=snapshot,
@@ -277,8 +284,11 @@ def goes_on(worker):
     return run
 
 
-def goes_wrong(worker, run):
-    """The disk of rank 2 is full; the folder cannot be written to by rank 0; rank 0 may no longer write."""
+def fail_saves(worker, run):
+    """Failing saves.
+
+    The disk of rank 2 is full, rank 0 cannot create the folder, and another job owns the folder.
+    """
     pwrite, notes = os.pwrite, []
 
     def full(descriptor, data, at):
@@ -298,7 +308,7 @@ def goes_wrong(worker, run):
                 sorted(os.listdir(run.folder)),
             ]
         )
-        dist.barrier()  # before the next save makes its scratch folder
+        dist.barrier()  # before the next save creates its temporary folder
 
     os.pwrite = full if worker.rank == 2 else pwrite
     attempt(10)
@@ -309,26 +319,29 @@ def goes_wrong(worker, run):
     run.checkpointer.folder = run.folder
     calls = []
 
-    def not_allowed():
+    def lose_lock():
         calls.append(1)
-        if len(calls) == 2:  # before it becomes a checkpoint
+        if len(calls) == 2:  # just before the commit
             raise PermissionError("another job owns this folder")
 
-    run.checkpointer._before_write = not_allowed
+    run.checkpointer._before_write = lose_lock
     attempt(13)
     attempt(14)
     worker.note(
-        wrong=notes,
+        failed_saves=notes,
         threads=[
             thread.name for thread in threading.enumerate() if thread.name.startswith("save step")
         ],
     )
 
 
-def damaged(worker, run):
-    """A flipped bit in the file that one rank wrote: all turn to the older checkpoint; then none is left."""
+def damage_checkpoints(worker, run):
+    """Flips a bit in the newest checkpoint, in one rank's file: all ranks select the older one.
+
+    Then damages the older one, too: no valid checkpoint is left.
+    """
     found = []
-    with logged() as said:
+    with logged() as messages:
         for step in (14, 4):
             if worker.rank == 0:
                 file = run.folder / files.checkpoint_name(step) / files.rank_file(3)
@@ -340,19 +353,19 @@ def damaged(worker, run):
                 found.append(find_checkpoint(run.folder, group=run.group).name)
             except files.NoneLeftError as error:
                 found.append(str(error))
-    worker.note(said=said, found=found)
+    worker.note(messages=messages, found=found)
 
 
 def main(folder):
-    # All ranks wait for each other: shows where. The parent's limit is 720 s
+    # Shows where the ranks hang, before the time limit of the parent process (720 s)
     faulthandler.dump_traceback_later(700, exit=True)
     worker = Worker(folder)
-    for name, part in (("every pair", every_pair), ("goes on", goes_on)):
+    for name, part in (("every pair", load_every_pair), ("asynchronous", save_asynchronously)):
         started = time.monotonic()
         run = part(worker)
         print(f"{time.monotonic() - started:.2f} s  {name}")
-    goes_wrong(worker, run)
-    damaged(worker, run)
+    fail_saves(worker, run)
+    damage_checkpoints(worker, run)
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.barrier()

@@ -1,8 +1,8 @@
-"""Trains the same data in two ways, in one torchrun of two ranks: losses over ranks, batching and packing must not differ.
+"""Trains on the same data with different numbers of ranks, batching and packing.
 
     torchrun --nproc-per-node 2 data_worker.py FOLDER
 
-Data is made in FOLDER; results.json is written to it.
+Creates the data in FOLDER and writes results.json to it.
 """
 
 import json
@@ -86,7 +86,7 @@ class Worker:
         return assemble(recipe, ranks=data_parallel, build_data=self.rank == 0)
 
     def train(self, name, overrides, *, ranks=2, model="llama"):
-        """Losses, gradient norms and counts of the run's steps."""
+        """Trains and stores the losses, gradient norms and token counts of all steps."""
         started = time.monotonic()
         note = {"losses": [], "norms": [], "counts": [], "micro_batches": []}
         if self.rank < ranks:
@@ -100,7 +100,7 @@ class Worker:
         self.done(name, note, started)
 
     def evaluate(self, name, overrides, *, ranks=2, model="llama"):
-        """The loss on all documents, before the first step."""
+        """Stores the loss on all documents with the initial weights."""
         started, note = time.monotonic(), {}
         if self.rank < ranks:
             training = self.assemble(overrides, ranks=ranks, model=model)
@@ -136,9 +136,9 @@ def main(folder):
     train("mixture, 2 ranks", [MIXTURE])
     train("mixture, 1 rank", [MIXTURE, "batch.micro_batch_size=4"], ranks=1)
 
-    loose = ["data.packing=false"]
-    tokens = [*loose, "batch.micro_batch_size=null", "batch.micro_batch_tokens=48"]
-    train("by rows, 1 rank", [*loose, "batch.micro_batch_size=8"], ranks=1)
+    unpacked = ["data.packing=false"]
+    tokens = [*unpacked, "batch.micro_batch_size=null", "batch.micro_batch_tokens=48"]
+    train("by rows, 1 rank", [*unpacked, "batch.micro_batch_size=8"], ranks=1)
     for strategy in ("ddp", "fsdp"):
         train(f"by tokens, 2 ranks, {strategy}", [*tokens, f"strategy.kind={strategy}"])
     train("by tokens, 1 rank, two passes", [*tokens, "run.max_steps=null", "run.epochs=2"], ranks=1)
@@ -149,7 +149,7 @@ def main(folder):
         for attention in ("sdpa", "eager"):
             setting = f"model.attention={attention}"
             evaluate(f"packed, {model}, {attention}", [*validation, setting], model=model)
-        evaluate(f"not packed, {model}", [*validation, *loose], model=model)
+        evaluate(f"not packed, {model}", [*validation, *unpacked], model=model)
     evaluate("two sets", ["data.validation={a: FOLDER/rows.jsonl, b: [FOLDER/other.jsonl]}"])
     settings = "streaming=true kind=text tokenizer=bytes shuffle_buffer=5 sequence_length=48"
     stream = [f"data.{setting}" for setting in [*settings.split(), "train=FOLDER/texts"]]
@@ -174,20 +174,20 @@ def main(folder):
     evaluate("classes, 1 rank", whole, ranks=1)
 
     vision = "tests.distributed.vision"
-    own = [f"model.builder={vision}:model", f"data.builder={vision}:data", "run.epochs=2"]
-    own += ["model.config=null", "data.train=null", "run.max_steps=null"]
-    own += ["optimizer.learning_rate=2e-2"]
+    custom = [f"model.builder={vision}:model", f"data.builder={vision}:data", "run.epochs=2"]
+    custom += ["model.config=null", "data.train=null", "run.max_steps=null"]
+    custom += ["optimizer.learning_rate=2e-2"]
     deep = ["batch.micro_batch_size=8", "model.arguments={depth: 2}"]
-    train("images, 1 rank", [*own, *deep], ranks=1)
-    train("images, 2 ranks", own)
+    train("images, 1 rank", [*custom, *deep], ranks=1)
+    train("images, 2 ranks", custom)
     checkpointed = ["strategy.kind=fsdp", "activation_checkpointing={mode: full}"]
-    train("images, 2 ranks, fsdp", [*own, *checkpointed])
-    evaluate("images", own)
+    train("images, 2 ranks, fsdp", [*custom, *checkpointed])
+    evaluate("images", custom)
 
-    # The same documents in one step: packing changes what meets in a row, not the loss nor the gradient
+    # All documents in one step: packing changes the rows, but neither the loss nor the gradient
     whole = ["run.max_steps=null", "run.epochs=1"]
     whole += ["batch.global_batch_size=64", "data.shuffle=false"]
-    train("a step of all, not packed", [*whole, *loose])
+    train("a step of all, not packed", [*whole, *unpacked])
     train("a step of all, packed", whole)
     offloaded = [*whole, *checkpointed, "strategy.cpu_offload={}"]
     train("a step of all, packed, offload and checkpointing", offloaded)
@@ -195,7 +195,7 @@ def main(folder):
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # as the launcher ends: threads of torch can abort the interpreter's own end
+    os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Trains one tiny model in many ways in one torchrun of four ranks, beside the plain loop, and writes down what came out.
+"""Trains one tiny model in many configurations on up to four ranks, and in the plain loop.
 
     torchrun --nproc-per-node 4 equivalence_worker.py FOLDER
 
-FOLDER has train.jsonl; results.json is written to it.
+Reads train.jsonl from FOLDER and writes losses, gradient norms and deviations to results.json.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ OFFLOADED = {
     "in files, int8": ([IN_FILES, OPTIMIZERS["int8"][0]], 2),
     "all, in files": (["strategy.cpu_offload={optimizer_path: FOLDER/state}"], 2),
 }
-"""Two micro-batches a step."""
+"""Overrides and number of ranks. Each step has two micro-batches."""
 SHARDINGS = {
     "ddp ranks=1": (STRATEGIES["ddp"], 1),
     "ZeRO-1 ranks=4": (ZERO, 4),
@@ -92,13 +92,13 @@ SHARDINGS = {
 INITIAL = {"ddp": {"kind": "ddp"}, "fsdp": {}, "offload": {"cpu_offload": CpuOffload()}}
 
 
-def full(tensor):
+def unsharded(tensor):
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def weights(training):
     return {
-        clean_name(name): full(parameter).clone()
+        clean_name(name): unsharded(parameter).clone()
         for name, parameter in training.wrapped.module.named_parameters()
     }
 
@@ -131,7 +131,10 @@ class Worker:
         before_step=None,
         compare=True,
     ):
-        """Trains and notes losses, norms, and how far initial and final weights are from the plain loop's."""
+        """Trains and stores losses, gradient norms, and deviations of the weights.
+
+        Initial weights are compared with the first run, final weights with the plain loop.
+        """
         note, started = {}, time.monotonic()
         if self.rank < ranks:
             data_parallel = DataParallel(
@@ -218,7 +221,7 @@ def evaluation_of(plain, rows):
 
 
 def mean_of_means(training):
-    """The classic mistake: each micro-batch's own mean, averaged."""
+    """Injects a common mistake: averages the mean losses of the micro-batches."""
     original = loss.summed_loss
 
     def mean(model, micro_batch):
@@ -228,11 +231,11 @@ def mean_of_means(training):
     loss.summed_loss = mean
     StepStatistics.loss_tokens = lambda self: torch.tensor(
         16.0
-    )  # micro-batches of one row, 8 on each of two ranks
+    )  # 8 micro-batches of one row on each of two ranks
 
 
-def held_back_once_too_often(training):
-    """Sync is held back in the last micro-batch of step 3, too."""
+def skip_one_sync(training):
+    """Injects a fault: gradients are not synchronized in the last micro-batch of step 3."""
     wrapped, original, seen = training.wrapped, training.wrapped.micro_batch, [0]
 
     def micro_batch(*, last):
@@ -243,7 +246,7 @@ def held_back_once_too_often(training):
 
 
 def main(folder):
-    # Losses in parts of 16 words, which the plain loop computes from full logits
+    # Chunks of 16 vocabulary entries; the plain loop computes the loss from the full logits
     chunked_loss.WIDTH_MULTIPLE = chunked_loss.CHUNK_ELEMENTS = 16
     worker = Worker(folder)
     train = worker.train
@@ -297,8 +300,8 @@ def main(folder):
             train(f"{optimizer} {name}", [*overrides, *chosen], ranks=ranks)
             if worker.rank == 0:
                 first = worker.last if name == "ddp ranks=1" else first
-                off = max((worker.last[k] - first[k]).abs().max().item() for k in first)
-                worker.results[f"{optimizer} {name}"]["from_one_rank"] = off
+                difference = max((worker.last[k] - first[k]).abs().max().item() for k in first)
+                worker.results[f"{optimizer} {name}"]["from_one_rank"] = difference
 
     bf16 = ["strategy.mixed_precision={param_dtype: bfloat16, reduce_dtype: float32}"]
     for strategy, overrides in STRATEGIES.items():
@@ -306,37 +309,37 @@ def main(folder):
 
     fp16 = ["strategy.mixed_precision={param_dtype: float16, reduce_dtype: float32}"]
 
-    undo = []
+    hooks = []
 
     def overflow_on_rank_1(step, training):
-        """In step 4 the second rank's gradient of one parameter is infinite."""
+        """Makes the output of the embedding on rank 1 infinite in step 4."""
         if worker.rank == 1 and step == 4:
             hook = training.wrapped.module.get_input_embeddings().register_forward_hook(
                 lambda m, i, o: o * torch.inf
             )
-            undo.append(hook)
+            hooks.append(hook)
         elif step == 5 and worker.rank == 1:
-            undo.pop().remove()
+            hooks.pop().remove()
 
-    rounded = {"ZeRO-1": [*ZERO, *OPTIMIZERS["int8"]]}
-    for strategy, overrides in (STRATEGIES | rounded).items():
-        object_setting = {"ranks": 2, "compare": False}
-        train(f"float16 {strategy}", [*overrides, *fp16], **object_setting)
+    zero_int8 = {"ZeRO-1": [*ZERO, *OPTIMIZERS["int8"]]}
+    for strategy, overrides in (STRATEGIES | zero_int8).items():
+        options = {"ranks": 2, "compare": False}
+        train(f"float16 {strategy}", [*overrides, *fp16], **options)
         train(
             f"overflow {strategy}",
             [*overrides, *fp16],
             before_step=overflow_on_rank_1,
-            **object_setting,
+            **options,
         )
 
-    balanced = {"ranks": 2, "accumulation": 2, "compare": False}
+    options = {"ranks": 2, "accumulation": 2, "compare": False}
     for strategy, overrides in STRATEGIES.items():
-        train(f"experts {strategy}", overrides, config=EXPERTS, **balanced)
+        train(f"experts {strategy}", overrides, config=EXPERTS, **options)
     train(
         "experts without",
         STRATEGIES["ddp"],
         config=EXPERTS.replace("logits: true", "logits: false"),
-        **balanced,
+        **options,
     )
 
     initial_weights(worker)
@@ -358,14 +361,14 @@ def main(folder):
                 )
                 worker.results[f"dropout {strategy} {mode}"]["bit_identical"] = same
     evaluations(worker)
-    # Mutations last: the first one patches the launcher for good.
+    # Injected faults come last, because they patch the launcher
     for strategy, overrides in STRATEGIES.items():
         train(
             f"mutation: held back {strategy}",
             [*overrides, "strategy.sync_every_micro_batch=false"],
             ranks=2,
             accumulation=4,
-            mutate=held_back_once_too_often,
+            mutate=skip_one_sync,
         )
     originals = loss.summed_loss, StepStatistics.loss_tokens
     for strategy, overrides in STRATEGIES.items():
@@ -381,11 +384,14 @@ def main(folder):
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # as the launcher ends: threads of torch can abort the interpreter's own end
+    os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter
 
 
 def initial_weights(worker):
-    """Digests of first values, on numbers of ranks that divide no dimension, and how many collectives they took."""
+    """Stores digests of the initial weights and the number of collectives of the initialization.
+
+    The model has dimensions that two or three ranks cannot divide evenly.
+    """
     from torch.distributed.tensor.debug import CommDebugMode
 
     cases = {
@@ -419,14 +425,14 @@ def initial_weights(worker):
             )
             digest = hashlib.sha256()
             for _, parameter in sorted(wrapped.module.named_parameters()):
-                digest.update(full(parameter).contiguous().numpy().tobytes())
+                digest.update(unsharded(parameter).contiguous().numpy().tobytes())
             note["digest"] = digest.hexdigest()
         dist.barrier()
         worker.results[f"initial {name}"] = note
 
 
 def evaluations(worker):
-    """The token mean of the whole file by the trained weights, over 4, 2 and 1 ranks, packed and not."""
+    """Evaluates the trained weights on the whole file, on 1, 2 and 4 ranks, packed and unpacked."""
     for ranks in (1, 2, 4):
         for packing in (True, False):
             name = f"evaluation ranks={ranks} packing={packing}"

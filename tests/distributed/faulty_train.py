@@ -1,13 +1,22 @@
-"""launcher/train.py with a fault in it: FAULT=KIND:RANK:STEP.
+"""Runs launcher/train.py with an injected fault: FAULT=KIND:RANK:STEP.
 
-raise, hang: the rank raises, or sleeps, in this step.
-memory       FAULT=memory:RANK:STEP:ROWS: memory runs out where a micro-batch has more than so many rows
-kill         the rank kills itself
-block        the rank kills itself, and no other rank comes back from this step: each waits in a call of C that never returns,
-             raises nothing and does not hold the interpreter's lock, as a collective of NCCL does whose peer is gone
-ignore       the same, but the others wait in Python and ignore every exception
-ONCE=FILE: a rank that kills itself makes this file first. A start that finds it has no fault.
-TIMEOUTS=FOLDER: rank 0 notes there what timeouts the process groups have in its first and third step.
+Kinds:
+
+raise    The rank raises an exception in this step.
+hang     The rank sleeps in this step.
+memory   FAULT=memory:RANK:STEP:ROWS: the rank runs out of memory in this step if a micro-batch has
+         more than ROWS rows.
+kill     The rank kills itself in this step.
+block    The rank kills itself, and all other ranks block in this step in a C call. The call does
+         not return, raises nothing and does not hold the GIL, like an NCCL collective with a dead
+         peer.
+ignore   Like block, but the other ranks wait in Python and ignore every exception.
+
+Other environment variables:
+
+ONCE=FILE         A rank creates this file before it kills itself. If the file exists at the start,
+                  no fault is injected.
+TIMEOUTS=FOLDER   Rank 0 writes the timeouts of the process groups in steps 1 and 3 to FOLDER.
 """
 
 import contextlib
@@ -23,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def block_in_c():
-    """A lock that is taken a second time; a signal does not end the wait."""
+    """Deadlocks on a mutex that this thread already holds. Signals do not interrupt the wait."""
     lock = ctypes.create_string_buffer(256)  # zeros: PTHREAD_MUTEX_INITIALIZER
     libc = ctypes.CDLL(None)
     libc.pthread_mutex_lock(lock)
@@ -42,7 +51,7 @@ def kill_this_rank():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def note_timeouts(step):
+def record_timeouts(step):
     from torch.distributed import distributed_c10d
 
     if "TIMEOUTS" in os.environ and os.environ.get("RANK", "0") == "0" and step in (1, 3):
@@ -69,10 +78,10 @@ def install():
 
     def summed_loss(model, micro_batch):
         calls[0] += model.training
-        note_timeouts(calls[0])
+        record_timeouts(calls[0])
         if kind in ("block", "ignore") and calls[0] == int(at):
             if os.environ["RANK"] == rank:
-                time.sleep(1)  # the others are blocked by then
+                time.sleep(1)  # the other ranks are blocked by then
                 kill_this_rank()
             (block_in_c if kind == "block" else ignore_everything)()
         if os.environ.get("RANK", "0") == rank and calls[0] == int(at):
@@ -83,7 +92,7 @@ def install():
                     "CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of ..."
                 )
             if kind == "kill":
-                time.sleep(2)  # the numbers of the step before have arrived by then
+                time.sleep(2)  # rank 0 has received the metrics of the previous step by then
                 kill_this_rank()
             if kind == "hang":
                 time.sleep(10**6)
@@ -93,16 +102,16 @@ def install():
 
 
 def start():
-    """Installs the fault once torch may be imported, then trains."""
+    """Trains, and injects the fault as soon as torch may be imported."""
     from launcher import train
 
     prepare = train.prepare_cuda
 
-    def then_install(**options):
+    def prepare_and_install(**options):
         prepare(**options)
         install()
 
-    train.prepare_cuda = then_install
+    train.prepare_cuda = prepare_and_install
     sys.exit(train.main())
 
 

@@ -1,11 +1,19 @@
-"""launcher/train.py that notes what each step was trained on, and saves slowly: for tests that kill it.
+"""Runs launcher/train.py with recording, delays and faults, for tests that kill or slow down a run.
 
-SAMPLES=FOLDER: each rank appends a line (step, digest of its input ids) to FOLDER/rank_N.jsonl. SLOW_SAVE=SECONDS: each file
-of a checkpoint takes so much longer. SLOW_STEP=SECONDS: each step does. FULL_DISK=STEP,STEP: saves of these steps find no
-space. NAN=CALL: the loss of this forward pass is not finite. PHASES=FILE: a line for each time a checkpoint is loaded and for each
-forward pass, with what may take long then without being taken for a hang. SLOW_RANK=RANK,FIRST,LAST,SECONDS: in the forward passes of
-these steps this rank sleeps three times as long as the others. Each rank has one core, and precedence there: on a busy machine
-others would be slow, too.
+Environment variables:
+
+SAMPLES=FOLDER       Each rank appends the step and a digest of its input ids to
+                     FOLDER/rank_N.jsonl.
+SLOW_SAVE=SECONDS    Adds a delay before and after each file of a checkpoint is written.
+SLOW_STEP=SECONDS    Adds a delay to each step.
+FULL_DISK=STEP,STEP  Saves of these steps fail on rank 1: the disk is full.
+NAN=CALL             The loss of this forward pass is NaN.
+PHASES=FILE          Writes a line for each load of a checkpoint and each forward pass, with the
+                     slow phase (`Progress.slow_phase`), which suspends hang detection.
+SLOW_RANK=RANK,FIRST,LAST,SECONDS
+                     In the forward passes of these steps, this rank sleeps three times as long as
+                     the others. Each rank is pinned to one core with high priority; otherwise other
+                     ranks would be slow, too, on a busy machine.
 """
 
 import contextlib
@@ -20,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
-def note_samples(folder):
+def record_samples(folder):
     from launcher.training import reporting
 
     original = reporting.Reporter.step
@@ -51,7 +59,7 @@ def save_slowly(seconds):
     writer.write_chunks = write_chunks
 
 
-def fill_the_disk(steps):
+def fail_saves(steps):
     from launcher.checkpoint import writer
 
     original = writer.write_chunks
@@ -79,7 +87,7 @@ def slow_steps(seconds):
     reporting.Reporter.step = step
 
 
-def spoil_a_loss(at):
+def inject_nan_loss(at):
     from launcher.training import loss
 
     original, calls = loss.summed_loss, [0]
@@ -93,33 +101,33 @@ def spoil_a_loss(at):
     loss.summed_loss = summed_loss
 
 
-def note_phases(file):
+def record_phases(file):
     from launcher.checkpoint import manager
     from launcher.training import loss, run
 
-    restore, summed_loss, made = manager.CheckpointManager.restore, loss.summed_loss, []
+    restore, summed_loss, instances = manager.CheckpointManager.restore, loss.summed_loss, []
 
-    class Noted(run.Progress):
+    class RecordedProgress(run.Progress):
         def __init__(self):
             super().__init__()
-            made.append(self)
+            instances.append(self)
 
-    def note(what):
+    def record(event):
         with open(file, "a") as lines:
-            lines.write(f"{what} {made[0].slow_phase}\n")
+            lines.write(f"{event} {instances[0].slow_phase}\n")
 
-    def restore_and_note(self, *args, **more):
-        note("load")
+    def restore_and_record(self, *args, **more):
+        record("load")
         return restore(self, *args, **more)
 
-    def loss_and_note(model, micro_batch):
-        note("forward")
+    def loss_and_record(model, micro_batch):
+        record("forward")
         return summed_loss(model, micro_batch)
 
     manager.CheckpointManager.restore, loss.summed_loss, run.Progress = (
-        restore_and_note,
-        loss_and_note,
-        Noted,
+        restore_and_record,
+        loss_and_record,
+        RecordedProgress,
     )
 
 
@@ -142,30 +150,30 @@ def slow_forward(rank, first, last, seconds):
 
 
 def start():
-    """Installs what is asked for once torch may be imported, then trains."""
+    """Trains, and applies the requested changes as soon as torch may be imported."""
     from launcher import train
 
     prepare = train.prepare_cuda
 
-    def then_install(**options):
+    def prepare_and_patch(**options):
         prepare(**options)
         if "SAMPLES" in os.environ:
-            note_samples(os.environ["SAMPLES"])
+            record_samples(os.environ["SAMPLES"])
         if "SLOW_SAVE" in os.environ:
             save_slowly(float(os.environ["SLOW_SAVE"]))
         if "SLOW_STEP" in os.environ:
             slow_steps(float(os.environ["SLOW_STEP"]))
         if "PHASES" in os.environ:
-            note_phases(os.environ["PHASES"])
+            record_phases(os.environ["PHASES"])
         if "SLOW_RANK" in os.environ:
             *numbers, seconds = os.environ["SLOW_RANK"].split(",")
             slow_forward(*map(int, numbers), float(seconds))
         if "NAN" in os.environ:
-            spoil_a_loss(int(os.environ["NAN"]))
+            inject_nan_loss(int(os.environ["NAN"]))
         if "FULL_DISK" in os.environ:
-            fill_the_disk([int(step) for step in os.environ["FULL_DISK"].split(",")])
+            fail_saves([int(step) for step in os.environ["FULL_DISK"].split(",")])
 
-    train.prepare_cuda = then_install
+    train.prepare_cuda = prepare_and_patch
     status = train.main()
     from launcher.reliability.failures import end_process
 

@@ -1,4 +1,4 @@
-"""Starts real processes, with a hard time limit, and leaves none behind."""
+"""Runs commands in real processes with a hard time limit. No process outlives its test."""
 
 import contextlib
 import os
@@ -15,17 +15,19 @@ import torch
 from tests import REPOSITORY
 
 DEVICE = "cpu" if torch.version.cuda or torch.version.hip else "auto"
-"""Of trainings in tests: the CPU, whatever the machine has."""
+"""run.device of trainings in tests: the CPU, also with a CUDA or ROCm build of torch."""
 MARK = "LAUNCHER_TEST_RUN"
-"""A variable that all processes of a run inherit: torchrun's workers have process groups of their own."""
+"""Environment variable that all processes of a run inherit. It identifies the workers of torchrun,
+which have their own process groups."""
 PATIENCE = 3
-"""Time limits are given for a machine that does nothing else; this factor is for three test processes on slow cores."""
+"""Factor for all time limits. The limits are chosen for an idle machine; this allows for three
+parallel test processes on slow cores."""
 
 
 def wait_until(condition, *, seconds=60, process=None):
-    """Whether the condition became true in time, and before the process ended.
+    """Returns whether the condition became true before the time limit and the process's end.
 
-    seconds: times PATIENCE.
+    seconds: time limit, multiplied by PATIENCE.
     """
     deadline = time.monotonic() + PATIENCE * seconds
     while time.monotonic() < deadline and (process is None or process.poll() is None):
@@ -39,21 +41,23 @@ def wait_until(condition, *, seconds=60, process=None):
 class Result:
     status: int
     output: str
-    """Standard output and error together, each line of a torchrun worker marked with its rank."""
+    """Standard output and error. torchrun prefixes each line of a worker with its rank."""
 
     def check(self, status=0):
         assert self.status == status, (
-            f"exit status {self.status}, not {status}; what was printed:\n{self.output[-8000:]}"
+            f"exit status {self.status}, expected {status}; output:\n{self.output[-8000:]}"
         )
         return self
 
 
 def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **variables):
-    """Runs a command; `during(process)` is called while it runs. All its processes are killed at the time limit, and
-    if `during` raises.
+    """Runs a command and calls `during(process)` while it runs.
 
-    timeout: seconds, times PATIENCE.
-    device: run.device of a training that does not give it.
+    All its processes are killed at the time limit and if `during` raises. A process that is still
+    alive after the command has ended is killed and raises AssertionError.
+
+    timeout: seconds, multiplied by PATIENCE.
+    device: run.device of a training that does not set it.
     """
     command = [str(part) for part in command]
     trains = any(part.endswith("train.py") for part in command) and any(
@@ -61,7 +65,7 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **v
     )
     if trains and not any("run.device" in part for part in command):
         command.append(f"run.device={device}")
-    # torch sets the last one when it is first used in this process
+    # torch sets TORCHINDUCTOR_CACHE_DIR when it is first used in this process
     own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHINDUCTOR_CACHE_DIR")
     environment = {k: v for k, v in os.environ.items() if k not in own}
     mark = uuid.uuid4().hex
@@ -90,9 +94,9 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **v
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         raise AssertionError(
-            f"not done after {PATIENCE * timeout} s: {' '.join(command)}\n{output[-8000:]}"
+            f"not finished after {PATIENCE * timeout} s: {' '.join(command)}\n{output[-8000:]}"
         ) from None
-    deadline = time.monotonic() + 5  # those that end with their parent need a moment
+    deadline = time.monotonic() + 5  # child processes need a moment to end
     while (left := _processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     _kill(mark)
@@ -101,7 +105,7 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **v
 
 
 def torchrun(*arguments, ranks, **options):
-    """torchrun on this machine, with a port of its own."""
+    """Runs torchrun on this machine, with a free port."""
     return run(
         [
             sys.executable,
@@ -119,7 +123,7 @@ def torchrun(*arguments, ranks, **options):
 
 
 def _processes(mark):
-    """Command lines of the living processes of a run, by process id."""
+    """Returns the command lines of the live processes of a run, by process id."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""What the launcher logs, in processes without pytest's fixtures."""
+"""Captures log messages of the launcher in processes without pytest fixtures."""
 
 import contextlib
 import logging
@@ -6,7 +6,7 @@ import logging
 
 @contextlib.contextmanager
 def logged():
-    """Messages that the launcher logs inside."""
+    """Yields a list that collects the messages logged by the launcher inside the context."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -1,4 +1,7 @@
-"""Two machines on one: namespaces for network, processes and host name, joined by a cable that can be cut. Needs root."""
+"""Simulates two machines with namespaces for network, processes and host name.
+
+A virtual network cable connects them; tests can disconnect it. Requires root.
+"""
 
 import contextlib
 import os
@@ -12,12 +15,12 @@ from tests.distributed.launching import PATIENCE, REPOSITORY
 
 DEVICE = "eth0"
 _NETWORK = "10.213.77"
-_START = 'echo {name} > /proc/sys/kernel/hostname; "$@"; exit $?'
-"""Of a node's first process, which stays: ended, the kernel ends all others of the node with it."""
+_INIT_SCRIPT = 'echo {name} > /proc/sys/kernel/hostname; "$@"; exit $?'
+"""Script of a node's first process. When it ends, the kernel kills all processes of the node."""
 
 
 def unavailable():
-    """Why there can be no nodes here; None where there can."""
+    """Returns why namespaces are unavailable, or None if they are available."""
     missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not found (Debian: apt-get install iproute2 util-linux)"
@@ -39,7 +42,7 @@ def unavailable():
             "-c",
         ]
         subprocess.run(
-            [*probe, _START.format(name="probe"), "sh", "true"],
+            [*probe, _INIT_SCRIPT.format(name="probe"), "sh", "true"],
             check=True,
             capture_output=True,
             text=True,
@@ -49,7 +52,7 @@ def unavailable():
             "link", "add", f"lp{os.getpid()}", "type", "veth", "peer", "name", DEVICE, "netns", name
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return f"namespaces cannot be made here, which takes root and CAP_SYS_ADMIN: {getattr(error, 'stderr', None) or error}".strip()
+        return f"namespaces cannot be created here; this requires root and CAP_SYS_ADMIN: {getattr(error, 'stderr', None) or error}".strip()
     finally:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
     return None
@@ -61,7 +64,7 @@ class Node:
         self.process = self.log = None
 
     def start(self, command, *, log, **variables):
-        """Runs a command on the node; what it prints goes to a file."""
+        """Starts a command on the node and writes its output to the file `log`."""
         unshare = [
             "unshare",
             "--pid",
@@ -71,7 +74,7 @@ class Node:
             "--mount-proc",
             "sh",
             "-c",
-            _START.format(name=self.name),
+            _INIT_SCRIPT.format(name=self.name),
             "sh",
         ]
         environment = {
@@ -89,9 +92,12 @@ class Node:
                 start_new_session=True,
             )
 
-    def cut(self):
-        """Takes the cable out. The node's connections end after 13 s without an answer, not after 15 minutes: torchrun's agent has
-        no other limit, and the test would have to wait for it."""
+    def disconnect(self):
+        """Disconnects the node's network.
+
+        The node's connections time out after 13 s instead of 15 minutes: torchrun's agent has no
+        other time limit, and the test has to wait for the agent.
+        """
         limit = ["sh", "-c", "echo 5 > /proc/sys/net/ipv4/tcp_retries2"]
         subprocess.run(
             ["ip", "netns", "exec", self.name, *limit], check=True, capture_output=True, timeout=10
@@ -99,18 +105,18 @@ class Node:
         _ip("-n", self.name, "link", "set", DEVICE, "down")
 
     def kill(self):
-        """Ends all processes of the node at once, as a crash of the machine does."""
+        """Kills all processes of the node at once, as in a machine crash."""
         if self.process is not None:
             self.process.kill()
             self.process.wait(timeout=10)
 
     def wait(self, seconds):
-        """Exit status of the command. Raises AssertionError, with what was printed, where it does not end in time."""
+        """Returns the exit status. Raises AssertionError with the output at the time limit."""
         try:
             return self.process.wait(timeout=PATIENCE * seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(
-                f"{self.name} has not ended within {PATIENCE * seconds} s:\n{self.output()[-8000:]}"
+                f"{self.name} did not end within {PATIENCE * seconds} s:\n{self.output()[-8000:]}"
             ) from None
 
     def output(self):
@@ -119,7 +125,10 @@ class Node:
 
 @contextlib.contextmanager
 def two_nodes():
-    """Two nodes, the one with the lower address first: torchrun gives that one rank 0. Nothing is left of them."""
+    """Yields two nodes and removes them afterwards.
+
+    The first node has the lower address; torchrun assigns rank 0 to it.
+    """
     nodes = [Node(f"launcher-{os.getpid()}-{number}", f"{_NETWORK}.{number}") for number in (1, 2)]
     try:
         for node in nodes:

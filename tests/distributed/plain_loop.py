@@ -1,4 +1,7 @@
-"""What the launcher is held against: one process, the whole global batch at once, plain PyTorch, no line of the launcher."""
+"""Reference training loop in plain PyTorch, without code of the launcher.
+
+It runs in one process and computes the whole global batch at once.
+"""
 
 import json
 import math
@@ -24,7 +27,7 @@ def padded_batch(rows):
 
 
 def mean_loss(model, rows):
-    """Token mean, with transformers' own shift of the labels and an attention mask over the padding."""
+    """Mean loss per token, with labels shifted by one position and padding masked in attention."""
     ids, labels, mask = padded_batch(rows)
     logits = model(input_ids=ids, attention_mask=mask).logits
     return torch.nn.functional.cross_entropy(
@@ -46,7 +49,7 @@ def train(
     eps=1e-8,
     max_norm=1.0,
 ):
-    """Trains on the rows in their order, round and round; returns losses and gradient norms."""
+    """Trains on the rows in order, repeating them as needed; returns losses and gradient norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(

@@ -1,4 +1,4 @@
-"""Checkpoints of every strategy and number of ranks are loaded exactly by every other; saves that fail."""
+"""Checkpoints load exactly under every other strategy and number of ranks. Failing saves."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def results(tmp_path_factory):
     return json.loads((folder / "results.json").read_text())
 
 
-def test_every_strategy_and_number_of_ranks_to_every_other(results):
+def test_checkpoint_loads_under_any_strategy_and_rank_count(results):
     found = results["deviations0"][0]
     assert len(found) == len(RUNS) * (len(RUNS) - 1) + len(RUNS) - 1
     assert {
@@ -36,14 +36,14 @@ def test_tied_weights_are_saved_once(results):
     assert "optimizer.model.layers.0.mlp.up_proj.weight.exp_avg_sq" in names
 
 
-def test_of_adapters_only_the_adapters_are_saved(results):
+def test_lora_checkpoint_holds_only_the_adapters(results):
     found = results["deviations1"][0]
     assert len(found) == 9
     assert set(found.values()) == {0.0}
     assert all(".lora_" in name for name in results["names1"][0])
 
 
-def test_momentum_and_moments_in_int8_with_their_scales_are_loaded_exactly(results):
+def test_int8_optimizer_state_loads_exactly(results):
     found = results["deviations2"][0]
     assert len(found) == 9
     assert set(found.values()) == {0.0}
@@ -54,10 +54,10 @@ def test_momentum_and_moments_in_int8_with_their_scales_are_loaded_exactly(resul
         assert found == keys
 
 
-def test_asynchronous_saves_hold_what_was_there_when_they_began(results):
+def test_asynchronous_save_holds_state_at_its_start(results):
     assert results["changed"][0] > 0
-    assert results["snapshot"] == [0.0] * 4, "training changed what was still to be copied"
-    assert min(results["blocked"]) > 0, "the optimizer's step waited"
+    assert results["snapshot"] == [0.0] * 4, "training changed tensors before they were copied"
+    assert min(results["blocked"]) > 0, "the optimizer step did not wait for the copy"
     assert results["early"] == [0] * 4
     assert results["ended"] == [[1, None, 2, None]] * 4
     assert results["random"] == [True] * 4
@@ -65,22 +65,22 @@ def test_asynchronous_saves_hold_what_was_there_when_they_began(results):
     assert results["listed"][0] == ["step_00000003", "step_00000004"], "keep_last: 2"
 
 
-def test_a_failed_save_is_failed_on_all_ranks_and_nothing_is_lost(results):
-    assert all(notes == results["wrong"][0] for notes in results["wrong"])
+def test_failed_save_keeps_older_checkpoints_on_all_ranks(results):
+    assert all(notes == results["failed_saves"][0] for notes in results["failed_saves"])
     before = ["step_00000003", "step_00000004"]
-    full, again, no_folder, not_allowed, good = results["wrong"][0]
+    full, again, no_folder, lost_lock, good = results["failed_saves"][0]
     assert full == ["rank 2: [Errno 28] No space left on device", True, 1, "step_00000004", before]
     assert again == [full[0], True, 2, "step_00000004", before]
     assert "rank 0: [Errno 20] Not a directory" in no_folder[0]
     assert no_folder[1:] == [True, 3, "step_00000004", before]
-    assert not_allowed == ["rank 0: another job owns this folder", True, 4, "step_00000004", before]
+    assert lost_lock == ["rank 0: another job owns this folder", True, 4, "step_00000004", before]
     assert good == [None, False, 0, "step_00000014", ["step_00000004", "step_00000014"]]
     assert results["threads"] == [[]] * 4
 
 
-def test_damage_is_seen_by_all_ranks(results):
-    for said, (first, then) in zip(results["said"], results["found"], strict=True):
+def test_damaged_checkpoint_is_rejected_on_all_ranks(results):
+    for messages, (first, then) in zip(results["messages"], results["found"], strict=True):
         assert first == "step_00000004"
         assert "none of the 2 checkpoints" in then
-        assert len(said) == 3
-    assert "rank_00003.safetensors has changed since it was written" in results["said"][0][0]
+        assert len(messages) == 3
+    assert "rank_00003.safetensors has changed since it was written" in results["messages"][0][0]

@@ -1,4 +1,4 @@
-"""Data that several ranks need: one rank tokenizes in several processes, and its error ends all ranks."""
+"""Tokenization for several ranks: one rank uses several processes; an error ends all ranks."""
 
 import json
 import os
@@ -31,7 +31,7 @@ INSTRUCT = ["data.kind=instruct", "data.processes=2", "run.max_steps=1"]
 
 
 def rows_file(folder, bad=None):
-    """Larger than what is tokenized in the rank's own process."""
+    """Writes a file that is large enough to be tokenized in worker processes."""
     row = json.dumps({"prompt": "what? " * 60, "response": "so"}) + "\n"
     with (folder / "rows.jsonl").open("w") as file:
         for number in range(ROWS):
@@ -40,27 +40,29 @@ def rows_file(folder, bad=None):
     return folder / "rows.jsonl"
 
 
-def test_a_bad_row_ends_all_ranks_and_their_processes(tmp_path):
+def test_bad_row_ends_all_ranks_and_worker_processes(tmp_path):
     file = rows_file(tmp_path, bad=ROWS - 5)
     paths = [f"data.train=[{file}]", f"data.cache={tmp_path}/cache", f"run.dir={tmp_path}/run"]
     result = torchrun(TRAIN, *SMALL, *INSTRUCT, *paths, ranks=2)
-    assert result.status == 1, "torchrun's own status for any failure"
+    assert result.status == 1, "torchrun exits with status 1 after any failure"
     shown = f"{file}:{ROWS - 4}: not JSON: "
     assert shown in result.output.split("Traceback")[0]
     ended = status(tmp_path / "run")
     assert (ended["state"], ended["reason"]) == ("failed", "recipe")
     assert ended["error"].startswith(shown)
-    assert list((tmp_path / "cache").rglob("*.bin")) == [], "half a store is left behind"
+    assert list((tmp_path / "cache").rglob("*.bin")) == [], (
+        "an incomplete token store was left behind"
+    )
 
 
-def test_a_killed_process_ends_its_worker_processes(tmp_path):
-    """launching.run refuses to leave a process behind."""
+def test_worker_processes_end_with_killed_parent(tmp_path):
+    """launching.run raises if a process is still alive after the command."""
     cache = tmp_path / "cache"
 
     def kill(process):
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         tokenizes = wait_until(lambda: len(children.read_text().split()) >= 2)
-        assert tokenizes, "no process tokenizes"
+        assert tokenizes, "no worker process was started"
         os.kill(process.pid, signal.SIGKILL)
         time.sleep(1)
 
@@ -72,8 +74,11 @@ def test_a_killed_process_ends_its_worker_processes(tmp_path):
     assert result.status == -signal.SIGKILL
 
 
-def test_another_process_takes_over_when_the_one_that_tokenizes_is_killed(tmp_path):
-    """Of any jobs: three start at once, the one that tokenizes is killed, and one of the others goes on."""
+def test_waiting_process_takes_over_tokenization(tmp_path):
+    """The processes can belong to different jobs.
+
+    Three processes start, the process that tokenizes is killed, and one of the others takes over.
+    """
     file, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
     file.write_text((json.dumps({"prompt": "what?", "response": "so"}) + "\n") * 300)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
@@ -88,7 +93,7 @@ def test_another_process_takes_over_when_the_one_that_tokenizes_is_killed(tmp_pa
     try:
         assert "tokenizing 1 files" in started[0].stdout.readline()
         started += [start(0.001), start(0.001)]
-        time.sleep(2)  # whether the others wait by now or come later, one of them tokenizes
+        time.sleep(2)  # one of the others takes over, whether it waits already or comes later
         started[0].kill()
         outputs = [process.communicate(timeout=100 * PATIENCE)[0] for process in started[1:]]
     finally:

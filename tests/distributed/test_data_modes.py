@@ -1,4 +1,8 @@
-"""How samples are put into batches does not change what is learned: mixtures, token budgets, packing, over ranks and strategies."""
+"""Batching does not change the training.
+
+Mixtures, token budgets, packing, streaming, classification and custom data train to equal losses on
+any number of ranks and under every strategy.
+"""
 
 import json
 
@@ -14,53 +18,55 @@ def results(tmp_path_factory):
     return json.loads((folder / "results.json").read_text())
 
 
-def same(one, other, *, tolerance=1e-5):
+def assert_same_training(one, other, *, tolerance=1e-5):
     assert len(one["losses"]) == len(other["losses"]) > 0
     assert one["losses"] == pytest.approx(other["losses"], rel=tolerance)
     assert one["norms"] == pytest.approx(other["norms"], rel=tolerance)
-    assert one["counts"] == other["counts"], "the same tokens, with and without a target"
+    assert one["counts"] == other["counts"], "numbers of targets and tokens differ"
 
 
-def test_a_mixture_is_the_same_on_any_number_of_ranks(results):
-    same(results["mixture, 2 ranks"], results["mixture, 1 rank"])
+def test_mixture_is_independent_of_rank_count(results):
+    assert_same_training(results["mixture, 2 ranks"], results["mixture, 1 rank"])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_token_budget_changes_the_micro_batches_alone(results, strategy):
+def test_token_budget_does_not_change_losses(results, strategy):
     by_tokens = results[f"by tokens, 2 ranks, {strategy}"]
-    same(by_tokens, results["by rows, 1 rank"])
+    assert_same_training(by_tokens, results["by rows, 1 rank"])
     assert results["by rows, 1 rank"]["micro_batches"] == [1, 1, 1, 1]
 
 
-def test_a_token_budget_goes_through_the_last_incomplete_step(results):
-    same(results["by tokens, 2 ranks, two passes"], results["by tokens, 1 rank, two passes"])
+def test_token_budget_handles_the_incomplete_last_step(results):
+    assert_same_training(
+        results["by tokens, 2 ranks, two passes"], results["by tokens, 1 rank, two passes"]
+    )
     assert len(results["by tokens, 1 rank, two passes"]["losses"]) == 15, (
-        "60 sequences twice, 8 a step"
+        "60 sequences, two epochs, 8 per step"
     )
     assert len(set(results["by tokens, 1 rank, two passes"]["micro_batches"])) > 1, (
-        "as many micro-batches as the lengths ask for"
+        "the number of micro-batches must depend on the lengths"
     )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model", ["llama", "mistral", "gpt2"])
 def test_packing_does_not_change_the_loss(results, model, attention):
-    packed, loose = results[f"packed, {model}, {attention}"], results[f"not packed, {model}"]
-    assert packed["tokens"] == loose["tokens"] > 300
-    assert packed["loss"] == pytest.approx(loose["loss"], rel=1e-5)
-    how = "variable-length attention" if attention == "sdpa" else "a mask"
-    assert f"kept apart by {how}" in packed["described"][0]
+    packed, unpacked = results[f"packed, {model}, {attention}"], results[f"not packed, {model}"]
+    assert packed["tokens"] == unpacked["tokens"] > 300
+    assert packed["loss"] == pytest.approx(unpacked["loss"], rel=1e-5)
+    method = "variable-length attention" if attention == "sdpa" else "a mask"
+    assert f"kept apart by {method}" in packed["described"][0]
 
 
-def test_a_step_of_packed_documents_has_the_gradient_of_the_same_documents_alone(results):
-    loose = results["a step of all, not packed"]
+def test_packing_does_not_change_the_gradient(results):
+    unpacked = results["a step of all, not packed"]
     for name in ("a step of all, packed", "a step of all, packed, offload and checkpointing"):
-        assert results[name]["losses"] == pytest.approx(loose["losses"], rel=1e-5)
-        assert results[name]["norms"] == pytest.approx(loose["norms"], rel=1e-5)
-        assert results[name]["micro_batches"] == loose["micro_batches"]
+        assert results[name]["losses"] == pytest.approx(unpacked["losses"], rel=1e-5)
+        assert results[name]["norms"] == pytest.approx(unpacked["norms"], rel=1e-5)
+        assert results[name]["micro_batches"] == unpacked["micro_batches"]
 
 
-def test_named_validation_sets(results):
+def test_validation_sets_are_evaluated_separately(results):
     sets = results["two sets"]["sets"]
     assert list(sets) == ["a", "b"]
     assert sets["a"][1] > sets["b"][1] > 30
@@ -73,19 +79,19 @@ def test_named_validation_sets(results):
     assert results["two sets"]["loss"] == pytest.approx(whole)
 
 
-def test_a_stream_is_the_same_on_any_number_of_ranks_and_loader_processes(results):
-    alone = results["stream, 1 rank"]
-    same(results["stream, 2 ranks"], alone)
-    same(results["stream, 2 ranks, loader processes"], alone)
-    assert results["stream, another seed"]["counts"] != alone["counts"]
+def test_stream_is_independent_of_ranks_and_workers(results):
+    one_rank = results["stream, 1 rank"]
+    assert_same_training(results["stream, 2 ranks"], one_rank)
+    assert_same_training(results["stream, 2 ranks, loader processes"], one_rank)
+    assert results["stream, another seed"]["counts"] != one_rank["counts"]
 
 
 @pytest.mark.parametrize("model", ["llama", "bert"])
-def test_sequence_classification(results, model):
-    alone = results[f"classes, {model}, 1 rank"]
-    same(results[f"classes, {model}, 2 ranks"], alone)
-    same(results[f"classes, {model}, 2 ranks, by tokens, fsdp"], alone)
-    assert all(targets == 8 for targets, _ in alone["counts"]), "one target a text"
+def test_classification_is_independent_of_rank_count(results, model):
+    one_rank = results[f"classes, {model}, 1 rank"]
+    assert_same_training(results[f"classes, {model}, 2 ranks"], one_rank)
+    assert_same_training(results[f"classes, {model}, 2 ranks, by tokens, fsdp"], one_rank)
+    assert all(targets == 8 for targets, _ in one_rank["counts"]), "expected one target per text"
     assert results["classes"]["tokens"] == 40
     scores = results["classes"]["scores"]
     assert scores == results["classes, 1 rank"]["scores"]
@@ -93,11 +99,14 @@ def test_sequence_classification(results, model):
     assert 0 < scores["f1"] <= 1
 
 
-def test_a_model_and_data_of_ones_own(results):
-    """Images: sums over the batch are divided by its targets, over ranks, micro-batches and the last, incomplete step."""
-    alone = results["images, 1 rank"]
-    same(results["images, 2 ranks"], alone)
-    same(results["images, 2 ranks, fsdp"], alone)
-    assert [targets for targets, _ in alone["counts"]] == [8] * 12 + [4]
-    assert alone["losses"][-1] < 0.7 * alone["losses"][0]
+def test_custom_model_and_data_train(results):
+    """The loss is a sum over the batch, divided by the number of targets in the step.
+
+    This must hold for any number of ranks and micro-batches, and for the incomplete last step.
+    """
+    one_rank = results["images, 1 rank"]
+    assert_same_training(results["images, 2 ranks"], one_rank)
+    assert_same_training(results["images, 2 ranks, fsdp"], one_rank)
+    assert [targets for targets, _ in one_rank["counts"]] == [8] * 12 + [4]
+    assert one_rank["losses"][-1] < 0.7 * one_rank["losses"][0]
     assert results["images"]["tokens"] == 10

@@ -1,4 +1,4 @@
-"""`launcher doctor` on this machine: two real ranks."""
+"""`launcher doctor` on this machine, with real ranks."""
 
 import json
 import sys
@@ -16,10 +16,10 @@ if rank == 1:
 from launcher.cli import main
 sys.exit(main.main(["doctor", "quick=true", *sys.argv[1:]]))
 """
-"""Each rank stands for one of three nodes. The clock of n2 is ahead; n3 is Slurm's first node."""
+"""Each rank simulates one of three nodes. The clock of n2 is ahead; n3 is Slurm's first node."""
 
 
-def test_doctor_on_two_ranks(tmp_path):
+def test_doctor_measures_this_machine(tmp_path):
     file = tmp_path / "doctor.json"
     done = run(
         [
@@ -41,7 +41,7 @@ def test_doctor_on_two_ranks(tmp_path):
         if finding["name"] in ("torch", "measuring", "all-reduce") and finding["state"] == "bad"
     ] == []
     rates = Rates(**shown["rates"] | {"inter_node_bandwidth": 1.0})
-    # Whatever this machine is: more than a pocket calculator, less than ten of the fastest GPUs
+    # Wide bounds that hold on any machine
     assert 1e8 < rates.half_flops < 1e17
     assert 1e8 < rates.float32_flops < 1e17
     for bandwidth in (rates.memory_bandwidth, rates.host_bandwidth, rates.intra_node_bandwidth):
@@ -51,7 +51,7 @@ def test_doctor_on_two_ranks(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_of_three_nodes_the_unusual_one_is_reported(tmp_path):
+def test_doctor_reports_the_outlier_node(tmp_path):
     script, file = tmp_path / "node.py", tmp_path / "doctor.json"
     script.write_text(NODE)
     done = torchrun(script, f"json={file}", f"shared={tmp_path}", ranks=3, timeout=90).check()
@@ -61,6 +61,6 @@ def test_of_three_nodes_the_unusual_one_is_reported(tmp_path):
     (bad,) = (finding["text"] for finding in shown["findings"] if finding["state"] == "bad")
     assert bad == "40 s ahead of the other nodes': let chrony or ntpd keep it"
     assert 1e6 < shown["rates"]["inter_node_bandwidth"] < 1e14
-    said = [line for line in done.output.splitlines() if "nodes to exclude" in line]
-    assert said == ["[default2]:nodes to exclude: n2"], done.output
+    printed = [line for line in done.output.splitlines() if "nodes to exclude" in line]
+    assert printed == ["[default2]:nodes to exclude: n2"], done.output
     assert sorted(tmp_path.iterdir()) == [file, script]

@@ -1,4 +1,6 @@
-"""Every strategy, accumulation and number of ranks trains the same model to the same losses as a plain loop."""
+"""Compares all strategies, accumulations and numbers of ranks with a plain PyTorch loop.
+
+Losses, gradient norms and final weights must agree."""
 
 import json
 import random
@@ -13,7 +15,10 @@ WORKER = Path(__file__).with_name("equivalence_worker.py")
 
 
 def write_rows(file, count=53):
-    """Rows of unequal length, learnable, some with parts that carry no loss; a number that no batch divides."""
+    """Writes learnable rows of different lengths, some with masked labels.
+
+    The default number of rows is not divisible by any batch size.
+    """
     randomness = random.Random(3)
     with file.open("w") as out:
         for index in range(count):
@@ -53,9 +58,9 @@ def assert_same(note, plain, *, loss, norm, final=None):
         assert note["final"] <= final, f"final weights differ by {note['final']:.1e}"
 
 
-def test_the_plain_loop_learns(results):
+def test_plain_loop_learns(results):
     losses = results["plain"]["losses"]
-    assert losses[0] > 4.0, "about ln 64 at first"
+    assert losses[0] > 4.0, "the initial loss should be about ln 64"
     assert losses[-1] < 0.97 * losses[0]
 
 
@@ -84,25 +89,25 @@ FLOAT32 = [
 
 
 @pytest.mark.parametrize("name", FLOAT32)
-def test_same_as_the_plain_loop_in_float32(results, name):
+def test_float32_training_matches_plain_loop(results, name):
     assert_same(results[name], results["plain"], loss=1e-5, norm=1e-5, final=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_an_optimizer_does_the_same_however_its_state_is_sharded(results, optimizer, sharding):
-    """Rounding draws the same numbers, and no block of int8 is divided."""
+def test_optimizer_is_independent_of_sharding(results, optimizer, sharding):
+    """Stochastic rounding draws the same numbers, and no int8 block is split between ranks."""
     reference = results[f"{optimizer} ddp ranks=1"]
     assert_same(results[f"{optimizer} {sharding}"], reference, loss=2e-6, norm=1e-5)
     assert reference["losses"][-1] < reference["losses"][0]
     if optimizer == "muon":
         assert results[f"{optimizer} {sharding}"]["from_one_rank"] <= 1e-6
-    assert reference["final"] > 1e-5, "it is AdamW in float32 after all"
+    assert reference["final"] > 1e-5, "the optimizer behaved like AdamW in float32"
 
 
 @pytest.mark.parametrize("name", OFFLOADED)
-def test_offloaded_optimizer_state_changes_no_bit(results, name):
-    """Several buckets, which leave and enter buffers in turn."""
+def test_offloaded_optimizer_state_is_bit_identical(results, name):
+    """The state is split into several buckets, which share buffers in turn."""
     offloaded, before = results[name], results[f"{name} before"]
     assert offloaded["losses"] == before["losses"]
     assert offloaded["norms"] == before["norms"]
@@ -111,7 +116,7 @@ def test_offloaded_optimizer_state_changes_no_bit(results, name):
         assert_same(offloaded, results["plain"], loss=1e-5, norm=1e-5, final=1e-5)
 
 
-def test_first_values_are_the_same_bits_on_any_number_of_ranks(results):
+def test_initial_weights_are_bit_identical_on_any_ranks(results):
     notes = {name: note for name, note in results.items() if name.startswith("initial ")}
     assert len(notes) == 10
     assert {note["digest"] for note in notes.values()} == {notes["initial ddp ranks=1"]["digest"]}
@@ -119,27 +124,29 @@ def test_first_values_are_the_same_bits_on_any_number_of_ranks(results):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload"])
-def test_same_as_the_plain_loop_in_bfloat16(results, strategy):
+def test_bfloat16_training_matches_plain_loop(results, strategy):
     assert_same(results[f"bfloat16 {strategy}"], results["plain"], loss=1e-3, norm=2e-2)
     assert (
         deviation(results[f"bfloat16 {strategy}"]["losses"], results["plain"]["losses"]) > 1e-7
-    ), "computed in float32 after all"
+    ), "the run computed in float32"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload", "ZeRO-1"])
 def test_float16_overflow_on_one_rank_skips_the_step_on_all(results, strategy):
     smooth, overflow = results[f"float16 {strategy}"], results[f"overflow {strategy}"]
     assert smooth["skipped"] == [0, 0, 0, 0, 0, 0]
-    assert overflow["skipped"] == [0, 0, 0, 1, 0, 0], "rank 0 saw what rank 1 alone had"
+    assert overflow["skipped"] == [0, 0, 0, 1, 0, 0], (
+        "rank 0 must skip the step because of the overflow on rank 1"
+    )
     assert overflow["losses"][:3] == smooth["losses"][:3]
     assert smooth["losses"][-1] < smooth["losses"][0]
-    # Nothing moved in the skipped step: step 5 starts from the weights of step 3, on the batch of step 5.
+    # The skipped step changes no weights: step 5 starts from the weights after step 3
     assert overflow["losses"][4] > smooth["losses"][4]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "offload"])
-def test_experts_train_with_the_auxiliary_loss_alike(results, strategy):
-    """Rows of unequal length, two micro-batches on each of two ranks."""
+def test_auxiliary_loss_of_experts_matches_ddp(results, strategy):
+    """Rows differ in length, and each of two ranks has two micro-batches."""
     ddp, other, without = (
         results["experts ddp"],
         results[f"experts {strategy}"],
@@ -147,9 +154,11 @@ def test_experts_train_with_the_auxiliary_loss_alike(results, strategy):
     )
     assert deviation(other["losses"], ddp["losses"]) <= 1e-5
     assert deviation(other["norms"], ddp["norms"]) <= 1e-5
-    assert deviation(ddp["norms"], without["norms"]) > 1e-2, "the gradient has the auxiliary loss"
+    assert deviation(ddp["norms"], without["norms"]) > 1e-2, (
+        "the gradient must include the auxiliary loss"
+    )
     assert ddp["losses"][0] == pytest.approx(without["losses"][0], rel=1e-6), (
-        "the loss is the cross-entropy"
+        "the reported loss must exclude the auxiliary loss"
     )
 
 
@@ -178,7 +187,7 @@ def test_evaluation_counts_each_token_once(results, ranks, packing):
 
 @pytest.mark.parametrize("mutation", ["mean of means", "held back"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload"])
-def test_the_suite_notices(results, mutation, strategy):
+def test_planted_faults_are_detected(results, mutation, strategy):
     with pytest.raises(AssertionError):
         assert_same(
             results[f"mutation: {mutation} {strategy}"],

@@ -1,4 +1,4 @@
-"""Fine-tuning on chats: `make finetune` as a user types it, generated answers, early stopping, rows of a step, exports."""
+"""Fine-tuning on chats: `make finetune`, generation, early stopping, `launcher rows`, exports."""
 
 import json
 import os
@@ -18,12 +18,15 @@ from tests.distributed.launching import REPOSITORY, run, torchrun
 
 @pytest.mark.long
 def test_make_finetune_learns_to_add(tmp_path):
-    """From nothing: trains the quickstart, exports it, fine-tunes the export on chats, and asks it what it was not told."""
+    """Trains the quickstart from scratch, exports it and fine-tunes the export on chats.
+
+    The accuracy is measured on questions that are not in the training data.
+    """
     copy = tmp_path / "copy"
     subprocess.run(["git", "clone", "--quiet", REPOSITORY, copy], check=True)
     (
         copy / ".venv"
-    ).mkdir()  # as if just installed: the environment of this checkout is not to be changed
+    ).mkdir()  # looks like a new installation; the environment of this checkout must not change
     for part in (REPOSITORY / ".venv").iterdir():
         if part.name != ".installed":
             os.symlink(part, copy / ".venv" / part.name)
@@ -72,7 +75,11 @@ def sum_of(first, second):
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
-    """A folder with two runs of the recipe: two ranks with FSDP, and one with DDP that resumes from the first one's step 2."""
+    """A folder with two runs of the recipe.
+
+    The first one uses two ranks and FSDP. The second one uses one rank and DDP and resumes from
+    step 2 of the first.
+    """
     import torch
     import transformers
 
@@ -99,7 +106,7 @@ def tuned(tmp_path_factory):
     return folder
 
 
-def test_generated_answers_are_the_same_on_any_number_of_ranks(tuned):
+def test_generated_answers_are_independent_of_rank_count(tuned):
     samples = lines_of(tuned / "runs/chat/samples.jsonl")
     assert samples == lines_of(tuned / "runs/alone/samples.jsonl")
     assert [(line["step"], line["set"]) for line in samples] == [
@@ -120,8 +127,8 @@ def test_generated_answers_are_the_same_on_any_number_of_ranks(tuned):
 
 
 @pytest.mark.parametrize("name", ["chat", "alone"])
-def test_a_run_without_a_better_evaluation_ends(tuned, name):
-    """By a metric that never changes, the first evaluation stays the best one."""
+def test_early_stopping_ends_the_run(tuned, name):
+    """The metric never changes, so the first evaluation remains the best."""
     status = json.loads((tuned / "runs" / name / "status.json").read_text())
     assert (status["state"], status["step"], status["reason"]) == ("finished", 6, "early_stopping")
     kept = sorted(path.name for path in (tuned / "runs" / name / "checkpoints").iterdir())
@@ -129,8 +136,8 @@ def test_a_run_without_a_better_evaluation_ends(tuned, name):
     assert (tuned / "runs" / name / "hf/adapter_model.safetensors").is_file()
 
 
-def test_rows_of_a_step_and_their_losses(tuned, monkeypatch, capsys):
-    """The mean over their tokens is the loss of the step: step 3 began with the weights of step 2."""
+def test_rows_command_shows_the_losses_of_a_step(tuned, monkeypatch, capsys):
+    """The mean loss per token of the rows equals the loss of the step."""
     monkeypatch.chdir(tuned)
     assert main(["rows", "runs/chat", "step=3", "--loss"]) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -157,7 +164,7 @@ def test_rows_of_a_step_and_their_losses(tuned, monkeypatch, capsys):
     assert mean == pytest.approx(logged["loss"], rel=1e-5)
 
 
-def test_an_export_is_verified_and_each_planted_fault_is_named(tuned, monkeypatch, capsys):
+def test_export_verification_names_each_planted_fault(tuned, monkeypatch, capsys):
     from safetensors.torch import load_file, save_file
 
     monkeypatch.chdir(tuned)

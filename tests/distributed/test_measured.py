@@ -1,4 +1,4 @@
-"""`launcher plan --measure` on two CPU ranks: one configuration is measured, one fails."""
+"""`launcher plan --measure` on two CPU ranks, with a valid and a failing configuration."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Batch, Strategy
 
 
-def test_a_measured_configuration_is_the_answer_for_auto(tmp_path, monkeypatch):
+def test_auto_uses_the_measured_configuration(tmp_path, monkeypatch):
     (tmp_path / "small.yaml").write_text(
         "run: {name: small, max_steps: 3}\n"
         "model: {config: {model_type: llama, vocab_size: 300, hidden_size: 64, intermediate_size: 128,\n"
@@ -29,7 +29,7 @@ def test_a_measured_configuration_is_the_answer_for_auto(tmp_path, monkeypatch):
     assert "unknown" in failed["problem"]
     assert good["problem"] == ""
     assert 0.95 < good["measured"]["peak"] / good["planned_peak"] < 1.05
-    # Steps of 8 micro-batches with 64 tokens, 3 of which are measured: between 1 ms and 1 s each
+    # Three steps of 8 micro-batches are measured. A micro-batch of 64 tokens takes 1 ms to 1 s
     assert 2 * 64 < good["measured"]["tokens_per_second"] < 2 * 64 * 1000
     assert found["best"] == 1
     opened = dataclasses.replace(

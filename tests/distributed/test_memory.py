@@ -1,6 +1,7 @@
-"""The traced plan against the CPU allocator in real runs on two ranks: a few, and a `long` grid.
+"""Compares planned memory with the CPU allocator's in real runs on two ranks.
 
-LAUNCHER_MEMORY_TABLE=FILE has the grid's table written, in Markdown, for the docs.
+A few configurations run by default; the grid is marked `long`. With LAUNCHER_MEMORY_TABLE=FILE the
+grid's results are written to FILE as a Markdown table, for the docs.
 """
 
 import os
@@ -45,7 +46,7 @@ CHECKPOINTING = {
 
 
 class Case:
-    """A configuration, as a row of the table and as arguments."""
+    """A configuration: cells of its table row and overrides of its recipe."""
 
     def __init__(
         self,
@@ -104,7 +105,8 @@ FEW = [
 ]
 
 GRID = [
-    # Not in FEW: on a loaded machine gloo gathers more tensors at once, 7 % more in the optimizer step
+    # Not in FEW: on a loaded machine gloo all-gathers more tensors at once, which takes 7 % more
+    # memory in the optimizer step
     Case("llama", "ddp", "fp32", rows=2, **ZERO),
     Case("llama", "ddp", "fp32", rows=2),
     Case("llama", "fsdp", "bf16", rows=4, **BUDGET),
@@ -174,7 +176,7 @@ GRID = [
 
 @pytest.fixture
 def folder(tmp_path):
-    """With a recipe for each architecture."""
+    """A folder with a recipe for each architecture."""
     (tmp_path / "data.txt").write_text("It is not read.")
     for name, config in MODELS.items():
         (tmp_path / f"{name}.yaml").write_text(
@@ -185,8 +187,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def compared(folder, cases, *, timeout):
-    """(case, rows of planned and measured bytes, measurement), all measured in one launch."""
+def compare_with_plan(folder, cases, *, timeout):
+    """Yields (case, rows of planned and measured bytes, measurement). One launch measures all."""
     arguments = [
         [
             f"recipe={folder / case.architecture}.yaml",
@@ -203,8 +205,8 @@ def compared(folder, cases, *, timeout):
         yield case, compare(planned, measured), measured
 
 
-def off_by(planned, measured, peak):
-    """Relative to what was measured, or to 1 % of the peak where that is more."""
+def deviation(planned, measured, peak):
+    """Deviation relative to the measured bytes, or to 1 % of the peak if that is larger."""
     return abs(planned - measured) / max(measured, 0.01 * peak)
 
 
@@ -224,7 +226,7 @@ def markdown(results):
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for case, rows, _ in results:
         *others, (_, planned, peak) = rows
-        what, own, found = max(others, key=lambda row: off_by(row[1], row[2], peak))
+        what, own, found = max(others, key=lambda row: deviation(row[1], row[2], peak))
         numbers = [
             f"{peak / 2**20:,.1f} MiB",
             f"{planned / 2**20:,.1f} MiB",
@@ -241,21 +243,25 @@ def check(results):
         f"{case.cells}: {what}: planned {planned:,}, measured {found:,}"
         for case, rows, measured in results
         for what, planned, found in rows
-        if off_by(planned, found, measured.peak)
+        if deviation(planned, found, measured.peak)
         > (TOLERANCE_OF_PEAK if what == "peak" else TOLERANCE)
     ]
-    assert not off, "planned is not what was measured:\n" + "\n".join(off)
-    for case, _, measured in results:  # the instrument: nothing is left when the model is gone
+    assert not off, "planned and measured memory differ:\n" + "\n".join(off)
+    for (
+        case,
+        _,
+        measured,
+    ) in results:  # the measurement is valid only if all memory is freed at the end
         assert abs(measured.residue) <= 0.001 * measured.peak, (case.cells, measured)
 
 
-def test_the_plan_is_what_the_allocator_sees(folder):
-    check(list(compared(folder, FEW, timeout=400)))
+def test_planned_memory_matches_the_allocator(folder):
+    check(list(compare_with_plan(folder, FEW, timeout=400)))
 
 
 @pytest.mark.long
-def test_the_plan_is_what_the_allocator_sees_in_all_combinations(folder):
-    results = list(compared(folder, GRID, timeout=1800))
+def test_planned_memory_matches_the_allocator_on_the_grid(folder):
+    results = list(compare_with_plan(folder, GRID, timeout=1800))
     if file := os.environ.get("LAUNCHER_MEMORY_TABLE"):
         Path(file).write_text(markdown(results))
     check(results)

@@ -1,4 +1,7 @@
-"""`auto`, and memory that runs out, with real processes; a rank raises the error of a full device."""
+"""Handling of out-of-memory errors, with and without `auto`, in real processes.
+
+A rank raises the error that a full device causes.
+"""
 
 import json
 import random
@@ -55,7 +58,7 @@ def losses(run_dir):
 
 @pytest.fixture(scope="module")
 def fixed(folder):
-    """Two ranks without `auto`; rank 1 runs out of memory in step 9."""
+    """A run of two ranks without `auto`; rank 1 runs out of memory in step 9."""
     run_dir = folder / "fixed"
     words = [
         f"recipe={folder}/recipe.yaml",
@@ -68,20 +71,23 @@ def fixed(folder):
     result = torchrun(FAULTY, *words, ranks=2, FAULT="memory:1:9:4", timeout=200)
     assert result.status == 1
     assert time.monotonic() - started < 180, (
-        "seconds, where the limit of a collective is 10 minutes"
+        "the ranks must not wait for the default time limit of collectives, 10 minutes"
     )
     return run_dir
 
 
 @pytest.fixture(scope="module")
 def undisturbed(fixed):
-    """Losses of eight steps of the same recipe."""
+    """The losses of eight steps of the same recipe."""
     return losses(fixed)
 
 
 @pytest.fixture(scope="module")
 def restarted(folder):
-    """Two ranks with `auto`; in step 3 of rank 1 micro-batches of over four rows run out of memory."""
+    """A run of two ranks with `auto`, which restarts once.
+
+    Rank 1 runs out of memory in step 3 if a micro-batch has more than four rows.
+    """
     words = [FAULTY, f"recipe={folder}/recipe.yaml", f"run.dir={folder}/auto"]
     result = torchrun(
         "--max-restarts", "1", *words, ranks=2, FAULT="memory:1:3:4", timeout=250
@@ -89,7 +95,7 @@ def restarted(folder):
     return folder / "auto", result.output
 
 
-def test_with_auto_the_next_start_takes_a_smaller_micro_batch(restarted, undisturbed):
+def test_auto_restarts_with_a_smaller_micro_batch(restarted, undisturbed):
     run_dir, output = restarted
     assert status(run_dir)["state"] == "finished"
     events = read(run_dir, "events")
@@ -118,8 +124,8 @@ def test_with_auto_the_next_start_takes_a_smaller_micro_batch(restarted, undistu
 
 
 @pytest.mark.long
-def test_on_other_hardware_auto_chooses_again(restarted, folder, undisturbed):
-    """One rank resumes a run of two; micro-batches that failed on two ranks are allowed."""
+def test_auto_chooses_again_on_other_hardware(restarted, folder, undisturbed):
+    """One rank resumes a run of two. Micro-batch sizes that failed on two ranks are allowed."""
     run_dir, _ = restarted
     words = [f"recipe={folder}/recipe.yaml", f"run.dir={run_dir}", "run.max_steps=8"]
     result = run([sys.executable, FAULTY, *words], FAULT="none:0:0").check()
@@ -128,20 +134,22 @@ def test_on_other_hardware_auto_chooses_again(restarted, folder, undisturbed):
     assert losses(run_dir) == pytest.approx(undisturbed, rel=1e-5)
 
 
-def test_without_auto_it_ends_with_a_report_and_suggestions(fixed):
+def test_fixed_recipe_ends_with_report_and_suggestions(fixed):
     outcome = status(fixed)
     assert (outcome["state"], outcome["reason"], outcome["step"]) == ("failed", "out_of_memory", 8)
     shown = outcome["error"]
     assert shown.startswith(
         "rank 1 of 2 ran out of memory in step 9: in the forward pass of micro-batch 1 of 1 (input_ids 8 x 32)\n"
     )
-    assert re.search(r"\noptimizer state +\d+\.\d KiB +\d+\.\d KiB\n", shown), "now, and by plan"
-    remedies = shown.partition("what fits by plan, the fastest first, as overrides:\n")[
+    assert re.search(r"\noptimizer state +\d+\.\d KiB +\d+\.\d KiB\n", shown), (
+        "the table must have measured and planned sizes"
+    )
+    suggestions = shown.partition("what fits by plan, the fastest first, as overrides:\n")[
         2
     ].splitlines()
-    overrides = [line.split("#")[0].split() for line in remedies if line.startswith("  ")]
+    overrides = [line.split("#")[0].split() for line in suggestions if line.startswith("  ")]
     assert 1 <= len(overrides) <= 3
-    for remedy in overrides:
-        load_recipe([f"recipe={fixed.parent}/recipe.yaml", *FIXED, *remedy], ranks=2)
+    for suggestion in overrides:
+        load_recipe([f"recipe={fixed.parent}/recipe.yaml", *FIXED, *suggestion], ranks=2)
     assert "Traceback" in (fixed / "log/rank_1.log").read_text()
     assert "Traceback" not in shown

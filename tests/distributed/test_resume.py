@@ -1,4 +1,8 @@
-"""Nothing is lost: kills, stops, other numbers of ranks, full disks, damaged checkpoints, divergence; with real processes."""
+"""Resuming runs in real processes.
+
+After kills and stops, with other numbers of ranks and strategies, with full disks, damaged
+checkpoints and divergence.
+"""
 
 import json
 import os
@@ -64,7 +68,7 @@ def events(run_dir, name):
 
 
 def samples(folder, rank):
-    """Digest of what each step was trained on, as of the last time that it was."""
+    """Returns the digest of each step's samples, from the last time that the step was trained."""
     return {
         line["step"]: line["ids"]
         for line in map(json.loads, (folder / f"rank_{rank}.jsonl").read_text().splitlines())
@@ -81,7 +85,7 @@ def final_state(run_dir):
 
 
 def train(folder, run_dir, *overrides, ranks=2, recipe="recipe", **more):
-    """Through torchrun, or for one rank without it."""
+    """Trains with torchrun, or without it for one rank."""
     words = [f"recipe={folder}/{recipe}.yaml", f"run.dir={run_dir}", *overrides]
     if ranks == 1:
         return run([sys.executable, KILL_TRAIN, *words], **more)
@@ -92,7 +96,7 @@ def train(folder, run_dir, *overrides, ranks=2, recipe="recipe", **more):
 
 
 def workers(agent):
-    """Process ids of the ranks that torchrun has started."""
+    """Returns the process ids of the ranks that torchrun has started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -105,7 +109,7 @@ def workers(agent):
 
 
 def killer(run_dir, times, seed):
-    """Kills a random rank at random moments, every third time while a checkpoint is being written."""
+    """Kills a random rank at random times, every third time while a checkpoint is being written."""
     generator, killed = random.Random(seed), []
 
     def wait_for_event(event, count, process):
@@ -116,7 +120,7 @@ def killer(run_dir, times, seed):
             log = run_dir / "events.jsonl"
 
             def trains():
-                """This start has trained a step: most kills would else come while Python still imports."""
+                """This start has trained a step. Otherwise most kills would come during imports."""
                 if not log.exists() or len(starts := events(run_dir, "started")) <= number:  # noqa: B023
                     return False
                 try:
@@ -124,7 +128,7 @@ def killer(run_dir, times, seed):
                 except (
                     ValueError,
                     OSError,
-                ):  # the last line was cut off by a kill, and is not removed yet
+                ):  # the last line was truncated by a kill and is not removed yet
                     return False
 
             if not wait_until(trains, process=process):
@@ -138,7 +142,7 @@ def killer(run_dir, times, seed):
                 time.sleep(generator.random() * 0.4)
                 where = "in a save" if writing else "no save came"
             else:
-                if number % 3 == 1:  # some starts write a checkpoint of their own
+                if number % 3 == 1:  # ensures that some starts write a checkpoint
                     saved = len(events(run_dir, "saved"))
                     wait_for_event("saved", saved + 1, process)
                 time.sleep(generator.random() * 1.5)
@@ -148,7 +152,7 @@ def killer(run_dir, times, seed):
                 return
             os.kill(generator.choice(ranks), signal.SIGKILL)
             killed.append(where)
-            # The agent ends the others and starts all ranks again; wait for their message before the next one is killed
+            # The agent ends the other ranks and restarts all; wait for this before the next kill
             wait_for_event("started", number + 2, process)
 
     during.killed = killed
@@ -170,8 +174,8 @@ def undisturbed(folder):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
-    """One rank, which trains a whole batch at once; and what its steps were trained on."""
+def one_rank(folder):
+    """An undisturbed run on one rank, with one micro-batch per step, and its samples by step."""
     seen = folder / "alone-samples"
     seen.mkdir()
     train(folder, folder / "alone", *WHOLE_BATCH, ranks=1, SAMPLES=str(seen)).check()
@@ -186,9 +190,11 @@ def alone(folder):
         pytest.param(9, "false", marks=pytest.mark.long),
     ],
 )
-def test_killed_at_random_the_run_ends_bit_identical(folder, undisturbed, times, asynchronous):
-    """Dropout, order of samples, optimizer, metrics: as if nothing had happened. Of the killed runs the optimizer state is in
-    files, which are gone."""
+def test_randomly_killed_run_is_bit_identical(folder, undisturbed, times, asynchronous):
+    """Dropout, order of samples, optimizer state and metrics equal those of an undisturbed run.
+
+    The killed run offloads its optimizer state to files, which are lost with each kill.
+    """
     steps, whole, whole_samples = 40, undisturbed, folder / "undisturbed-samples"
     if times > 4:
         steps, whole, whole_samples = (
@@ -228,7 +234,7 @@ def test_killed_at_random_the_run_ends_bit_identical(folder, undisturbed, times,
     assert list((folder / "state").iterdir()) == []
     mine, other = records(run_dir), records(whole)
     assert [line["step"] for line in mine if "loss" in line] == list(range(1, steps + 1)), (
-        "each step once"
+        "each step must be recorded once"
     )
     for a, b in zip(mine, other, strict=True):
         assert [a.get(key) for key in ("step", "loss", "grad_norm", "tokens")] == [
@@ -245,11 +251,11 @@ def test_killed_at_random_the_run_ends_bit_identical(folder, undisturbed, times,
         ), key
 
 
-# Other ranks, other strategies
+# Resuming with other numbers of ranks and strategies
 
 
-def test_a_run_resumes_with_other_ranks_and_strategies(folder, alone):
-    """4 -> 2 -> 1 -> 3 ranks, ddp <-> fsdp <-> offload: the losses of one rank all the way."""
+def test_run_resumes_with_other_ranks_and_strategies(folder, one_rank):
+    """4 -> 2 -> 1 -> 3 ranks with ddp, fsdp and offloading. All losses equal those of one rank."""
     elastic = folder / "elastic"
     offload = ["strategy.cpu_offload={pin_memory: false}", "activation_checkpointing={mode: full}"]
     in_files = f"strategy.cpu_offload={{what: optimizer, optimizer_path: {folder}/state}}"
@@ -263,7 +269,7 @@ def test_a_run_resumes_with_other_ranks_and_strategies(folder, alone):
             train(folder, elastic, f"run.max_steps={steps}", *changes, ranks=ranks).check().output
         )
         assert ("resumed from" in output) == (ranks != 4)
-    mine, other = records(elastic), records(alone[0])
+    mine, other = records(elastic), records(one_rank[0])
     assert [line["step"] for line in mine] == list(range(1, 13))
     for a, b in zip(mine, other, strict=True):
         assert (a["tokens"], a["loss_tokens"], a["samples_seen"]) == (
@@ -274,11 +280,14 @@ def test_a_run_resumes_with_other_ranks_and_strategies(folder, alone):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
-# Started from another run's checkpoint
+# Starting from a checkpoint of another run
 
 
-def test_a_run_started_from_a_path_continues_from_its_own_newest_checkpoint(folder, undisturbed):
-    """After a killed rank and after a requeue by Slurm; into a folder with another history the path is refused."""
+def test_run_from_path_resumes_its_own_newest_checkpoint(folder, undisturbed):
+    """This must hold after a killed rank and after a requeue by Slurm.
+
+    A path is refused if the run in the folder was not started from it.
+    """
     run_dir, source = folder / "branch", folder / "older/step_00000008"
     shutil.copytree(undisturbed / "checkpoints/step_00000008", source)
     words = [
@@ -289,19 +298,21 @@ def test_a_run_started_from_a_path_continues_from_its_own_newest_checkpoint(fold
         "checkpoint.every_steps=2",
     ]
     saved = lambda: (run_dir / "events.jsonl").exists() and len(events(run_dir, "saved")) >= 2  # noqa: E731
-    kill = when(saved, lambda process: os.kill(workers(process.pid)[-1], signal.SIGKILL))
+    kill = call_when(saved, lambda process: os.kill(workers(process.pid)[-1], signal.SIGKILL))
     torchrun(
         "--max-restarts", "1", *words, "run.max_steps=14", ranks=1, during=kill, SLOW_STEP="0.1"
     ).check()
     first, second = [event["step"] for event in events(run_dir, "resumed")]
     assert first == 8
-    assert second >= 12, "its own checkpoint, not the path again"
+    assert second >= 12, "resumed from the path instead of its own checkpoint"
     assert [line["step"] for line in records(run_dir)] == list(range(9, 15))
 
     run(
         [sys.executable, *words, "run.max_steps=15"], SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1"
     ).check()
-    assert [event["step"] for event in events(run_dir, "resumed")][2:] == [14], "requeued by Slurm"
+    assert [event["step"] for event in events(run_dir, "resumed")][2:] == [14], (
+        "the requeued run must resume from its last checkpoint"
+    )
     assert [line["step"] for line in records(run_dir)] == list(range(9, 16))
 
     def files():
@@ -319,14 +330,14 @@ def test_a_run_started_from_a_path_continues_from_its_own_newest_checkpoint(fold
         f"holds a run already (finished, step 15), and it was not started from {other}"
         in refused.output
     )
-    assert files() == before, "nothing was deleted or written"
+    assert files() == before, "files were deleted or written"
 
 
-# Damage, full disks
+# Damaged checkpoints and full disks
 
 
-def test_a_damaged_checkpoint_is_named_and_an_older_one_used(folder, alone):
-    run_dir = shutil.copytree(alone[0], folder / "damaged")
+def test_damaged_checkpoint_is_reported_and_older_one_used(folder, one_rank):
+    run_dir = shutil.copytree(one_rank[0], folder / "damaged")
     before = records(run_dir)
     file = run_dir / "checkpoints/step_00000012/rank_00000.safetensors"
     content = bytearray(file.read_bytes())
@@ -347,10 +358,10 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(folder, alone):
     stopped = train(folder, run_dir, *WHOLE_BATCH, ranks=1).check(1)
     assert "none of the 3 checkpoints" in stopped.output
     assert status(run_dir)["reason"] == "no_valid_checkpoint"
-    assert len(records(run_dir)) == 12, "nothing is lost"
+    assert len(records(run_dir)) == 12, "metrics were lost"
 
 
-def test_a_run_survives_a_full_disk_but_not_repeated_failures(folder):
+def test_run_survives_full_disk_but_not_repeated_failures(folder):
     run_dir = folder / "full"
     output = train(
         folder, run_dir, "run.max_steps=24", "checkpoint.max_failures=2", FULL_DISK="4,16,20"
@@ -365,10 +376,10 @@ def test_a_run_survives_a_full_disk_but_not_repeated_failures(folder):
     assert [path.parent.name for path in complete] == ["step_00000008", "step_00000012"]
 
 
-# Asked to stop, to save
+# Requests to save and to stop
 
 
-def when(condition, action):
+def call_when(condition, action):
     def during(process):
         if wait_until(condition, process=process):
             action(process)
@@ -376,9 +387,7 @@ def when(condition, action):
     return during
 
 
-def test_a_run_asked_to_save_and_stopped_by_a_signal_to_one_rank_resumes_exactly(
-    folder, undisturbed
-):
+def test_run_stopped_by_signal_resumes_exactly(folder, undisturbed):
     run_dir = folder / "signalled"
     trained = lambda: (run_dir / "metrics.jsonl").exists() and len(records(run_dir)) >= 2  # noqa: E731
 
@@ -388,7 +397,7 @@ def test_a_run_asked_to_save_and_stopped_by_a_signal_to_one_rank_resumes_exactly
         os.kill(workers(process.pid)[-1], signal.SIGUSR1)
 
     words = ["run.max_steps=40", "checkpoint.every_steps=39"]
-    during = when(trained, save_then_stop)
+    during = call_when(trained, save_then_stop)
     train(folder, run_dir, *words, recipe="dropout", during=during, SLOW_STEP="0.1").check()
     assert status(run_dir)["state"] == "stopped"
     assert not (run_dir / "save").exists()
@@ -401,10 +410,10 @@ def test_a_run_asked_to_save_and_stopped_by_a_signal_to_one_rank_resumes_exactly
     ]
 
 
-# What has changed, what went wrong
+# Changed recipes and data, divergence, exports
 
 
-def test_changed_recipes_and_data_are_refused_with_a_diff(folder, undisturbed):
+def test_changed_recipe_or_data_is_refused_with_diff(folder, undisturbed):
     before = (undisturbed / "metrics.jsonl").read_bytes()
     result = train(
         folder, undisturbed, "run.max_steps=50", "run.seed=4", ranks=1, recipe="dropout"
@@ -423,7 +432,7 @@ def test_changed_recipes_and_data_are_refused_with_a_diff(folder, undisturbed):
     assert (undisturbed / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_that_diverges_rewinds_and_skips_the_batches(folder, alone, capsys):
+def test_diverged_run_rewinds_and_skips_batches(folder, one_rank, capsys):
     run_dir, seen = folder / "rewound", folder / "rewound-samples"
     seen.mkdir()
     rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", *WHOLE_BATCH]
@@ -436,7 +445,7 @@ def test_a_run_that_diverges_rewinds_and_skips_the_batches(folder, alone, capsys
     assert "back to the checkpoint of step 4; the samples of steps 5 to 6 are skipped" in output
     assert [line["step"] for line in records(run_dir)] == list(range(1, 13))
     assert all(line["loss"] is not None for line in records(run_dir))
-    (plain, expected), trained = alone, samples(seen, 0)
+    (plain, expected), trained = one_rank, samples(seen, 0)
     assert [trained[step] for step in (3, 4)] == [expected[step] for step in (3, 4)]
     assert [trained[step] for step in (5, 6, 10)] == [expected[step] for step in (7, 8, 12)]
     for step, without in ((4, 4), (5, 7), (10, 12)):
@@ -445,7 +454,8 @@ def test_a_run_that_diverges_rewinds_and_skips_the_batches(folder, alone, capsys
             assert main(["rows", str(path), f"step={number}"]) == 0
             listed.append(capsys.readouterr().out.splitlines()[1:])
         assert listed[0] == listed[1]
-    # No hang: the load, and what comes before the next step is done, such as samples of a stream that are skipped
+    # Hang detection is suspended during the load and until the next step is done, for example while
+    # samples of a stream are skipped
     noted = phases.read_text().splitlines()
     at = noted.index("load rewind")
     assert noted[:2] == ["load start", "forward start"]
@@ -458,8 +468,11 @@ def test_a_run_that_diverges_rewinds_and_skips_the_batches(folder, alone, capsys
 
 
 @pytest.mark.long
-def test_a_stream_resumes_exactly_and_skips_batches_after_a_rewind(folder):
-    """On two ranks with loader processes, then on one, which also goes back; the samples are those of one start on one rank."""
+def test_stream_resumes_exactly_and_rewinds(folder):
+    """Two ranks with loader processes train first; then one rank resumes and also rewinds.
+
+    The samples equal those of an undisturbed run on one rank.
+    """
     file, run_dir, plain, seen = (
         folder / name for name in ("stream.jsonl", "stream", "stream-plain", "stream-seen")
     )
@@ -485,7 +498,7 @@ def test_a_stream_resumes_exactly_and_skips_batches_after_a_rewind(folder):
     assert (state["samples"], state["order"]) == (48, whole["order"])
     assert len(state["positions"]) == 4
     assert min(map(max, state["positions"])) > 0, (
-        "every shard has been read, by the one rank or the other"
+        "every shard must have been read by one of the ranks"
     )
     rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", "batch.micro_batch_size=8"]
     output = (
@@ -497,7 +510,7 @@ def test_a_stream_resumes_exactly_and_skips_batches_after_a_rewind(folder):
     assert [trained[step] for step in (9, 10)] == [expected[step] for step in (11, 12)]
 
 
-def test_a_checkpoint_can_be_exported(folder, undisturbed, tmp_path):
+def test_checkpoint_export_has_the_trained_weights(folder, undisturbed, tmp_path):
     from transformers import LlamaForCausalLM
 
     exported = run(

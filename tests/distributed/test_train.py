@@ -1,4 +1,4 @@
-"""Runs as a user starts them: torchrun, plain python, several nodes, other folders."""
+"""Runs started as by a user: with torchrun, plain python, on several nodes, in other folders."""
 
 import json
 import os
@@ -33,7 +33,7 @@ SHRUNK = [
     ),
     *("data.sequence_length=128", "batch.global_batch_size=16", "batch.micro_batch_size=4"),
 ]
-"""As the headers of the recipes say."""
+"""The overrides that the comments at the top of the recipes suggest for a CPU."""
 SMALL = [
     "recipe=quickstart",
     "data.sequence_length=64",
@@ -56,25 +56,25 @@ KEYS = {
 }
 
 
-def lines(run_dir):
+def read_metrics(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def training(run_dir):
-    return [line for line in lines(run_dir) if "loss" in line]
+def training_metrics(run_dir):
+    return [line for line in read_metrics(run_dir) if "loss" in line]
 
 
 def status(run_dir):
     return json.loads((run_dir / "status.json").read_text())
 
 
-def python(*arguments, **options):
+def run_python(*arguments, **options):
     return run([sys.executable, TRAIN, *arguments], **options)
 
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
-    """The recipe ddp, small, from another folder, with everything that can be written."""
+    """A small run of the recipe ddp, started in another folder, with all outputs enabled."""
     folder = tmp_path_factory.mktemp("elsewhere")
     extra = [
         "logging.tensorboard=true",
@@ -94,15 +94,15 @@ def ddp(tmp_path_factory):
     return folder / "runs/ddp", result
 
 
-def test_the_report_has_what_the_run_recorded(ddp, tmp_path):
+def test_report_shows_the_recorded_run(ddp, tmp_path):
     run_dir, _ = ddp
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     (built,) = [event for event in events if event["event"] == "built"]
     assert (built["device"], built["ranks_per_node"]) == ("cpu", 2)
     assert built["versions"]["python"] == platform.python_version()
-    held = built["held"]
-    assert held["parameters"] == held["gradients"]
-    assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=0.01)
+    sizes = built["held"]
+    assert sizes["parameters"] == sizes["gradients"]
+    assert sizes["optimizer"] == pytest.approx(2 * sizes["parameters"], rel=0.01)
     out = tmp_path / "report.html"
     assert main.main(["report", str(run_dir), "--out", str(out)]) == 0
     page = out.read_text()
@@ -110,27 +110,27 @@ def test_the_report_has_what_the_run_recorded(ddp, tmp_path):
         assert (shown in page) == (shown != "not planned")
 
 
-def test_metrics_have_what_the_design_says(ddp):
+def test_metrics_have_the_documented_fields(ddp):
     run_dir, _ = ddp
-    steps = training(run_dir)
+    steps = training_metrics(run_dir)
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
     for line in steps:
         assert set(line) >= KEYS
         assert line["tokens"] == 16 * 128
         assert 0 < line["loss_tokens"] <= line["tokens"]
         assert line["samples_seen"] == 16 * line["step"]
-        assert line["mfu"] is None, "a CPU has no known peak"
+        assert line["mfu"] is None, "the peak FLOP/s of a CPU is unknown"
         assert line["peak_memory_bytes"] > 2**27
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["step_seconds"])
     assert steps[0]["learning_rate"] == pytest.approx(3e-4 / 100)
     assert steps[-1]["loss"] < steps[0]["loss"]
-    evaluations = [line for line in lines(run_dir) if "eval_loss" in line]
+    evaluations = [line for line in read_metrics(run_dir) if "eval_loss" in line]
     assert [line["step"] for line in evaluations] == [0, 2, 4, 5]
     assert all(line["eval_tokens"] == evaluations[0]["eval_tokens"] > 2000 for line in evaluations)
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
 
 
-def test_run_folder(ddp):
+def test_run_folder_has_all_outputs(ddp):
     run_dir, result = ddp
     assert status(run_dir)["state"] == "finished"
     assert status(run_dir)["step"] == 5
@@ -153,20 +153,20 @@ def test_run_folder(ddp):
     assert "runs/ddp/metrics.jsonl" in result.output
 
 
-def test_the_peak_is_held_against_the_plan(ddp):
+def test_measured_peak_is_compared_with_the_plan(ddp):
     _, result = ddp
-    said = re.search(
+    match = re.search(
         r"memory: ([\d.]+) MiB at the peak by plan, in the (\w+) pass of lm_head.*; resident memory grew by ([\d.]+)",
         result.output,
     )
-    assert said is not None, result.output
-    # Float32 states of 16 bytes a parameter, of which a recipe this small has some megabytes, and logits of 4 x 128 tokens
-    assert 1 < float(said[1]) < 200
-    assert said[2] == "backward"
-    assert float(said[3]) > float(said[1]), "libraries count too"
+    assert match is not None, result.output
+    # A few MiB of float32 states (16 bytes per parameter), and logits for 4 x 128 tokens
+    assert 1 < float(match[1]) < 200
+    assert match[2] == "backward"
+    assert float(match[3]) > float(match[1]), "resident memory includes libraries"
 
 
-def test_the_start_says_what_was_really_done(ddp):
+def test_start_log_describes_the_configuration(ddp):
     _, result = ddp
     for text in (
         "2 blocks (LlamaDecoderLayer)",
@@ -176,8 +176,8 @@ def test_the_start_says_what_was_really_done(ddp):
         assert text in result.output
 
 
-def test_exported_weights_are_those_of_the_run(ddp):
-    """`from_pretrained` reads them, and its loss is the last evaluation's."""
+def test_exported_weights_give_the_evaluation_loss(ddp):
+    """The loss of the model that `from_pretrained` loads equals that of the last evaluation."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -199,11 +199,11 @@ def test_exported_weights_are_those_of_the_run(ddp):
     )
     total = tokens = 0
     with torch.no_grad():
-        for first in range(0, 24, 8):  # three micro-batches on each of two ranks
+        for first in range(0, 24, 8):  # three micro-batches on each of the two ranks
             batch = dataset.collate([dataset[index] for index in range(first, first + 8)])
             total += summed_loss(model, batch["tensors"]).item()
             tokens += batch["loss_tokens"]
-    last = [line for line in lines(run_dir) if "eval_loss" in line][-1]
+    last = [line for line in read_metrics(run_dir) if "eval_loss" in line][-1]
     assert tokens == last["eval_tokens"]
     assert total / tokens == pytest.approx(last["eval_loss"], rel=1e-3), (
         "the run evaluated in bfloat16"
@@ -211,7 +211,7 @@ def test_exported_weights_are_those_of_the_run(ddp):
 
 
 @pytest.mark.parametrize("recipe", ["fsdp", "fsdp_offload"])
-def test_the_other_recipes_train_to_the_same_losses(ddp, recipe, tmp_path):
+def test_other_recipes_train_to_equal_losses(ddp, recipe, tmp_path):
     overrides = [
         *SHRUNK,
         "run.max_steps=3",
@@ -222,7 +222,7 @@ def test_the_other_recipes_train_to_the_same_losses(ddp, recipe, tmp_path):
     result = torchrun(
         "-m", "launcher.train", f"recipe={recipe}", *overrides, "checkpoint.export=null", ranks=2
     ).check()
-    measured, expected = training(tmp_path / "run"), training(ddp[0])
+    measured, expected = training_metrics(tmp_path / "run"), training_metrics(ddp[0])
     for mine, other in zip(measured, expected, strict=False):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
@@ -235,35 +235,39 @@ def test_the_other_recipes_train_to_the_same_losses(ddp, recipe, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """One process, without torchrun."""
+def one_process(tmp_path_factory):
+    """A run in one process, without torchrun."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    python(*SMALL, "run.max_steps=3", f"run.dir={run_dir}").check()
+    run_python(*SMALL, "run.max_steps=3", f"run.dir={run_dir}").check()
     return run_dir
 
 
-def test_recipe_yaml_repeats_the_run_and_a_used_folder_is_refused(alone, tmp_path):
-    again = [f"recipe={alone}/recipe.yaml", f"run.dir={tmp_path}/second"]
-    python(*again).check()
-    for a, b in zip(training(alone), training(tmp_path / "second"), strict=True):
+def test_saved_recipe_repeats_run_and_used_folder_is_refused(one_process, tmp_path):
+    again = [f"recipe={one_process}/recipe.yaml", f"run.dir={tmp_path}/second"]
+    run_python(*again).check()
+    for a, b in zip(
+        training_metrics(one_process), training_metrics(tmp_path / "second"), strict=True
+    ):
         assert (a["loss"], a["grad_norm"], a["learning_rate"]) == (
             b["loss"],
             b["grad_norm"],
             b["learning_rate"],
         )
     before = (tmp_path / "second/metrics.jsonl").read_bytes()
-    finished = python(*again).check()
+    finished = run_python(*again).check()
     assert "resumed from" in finished.output
     assert "finished after 3 of 3 steps" in finished.output
-    assert (tmp_path / "second/metrics.jsonl").read_bytes() == before, "nothing was left to train"
-    refused = python(*again, "checkpoint.resume=never").check(2)
+    assert (tmp_path / "second/metrics.jsonl").read_bytes() == before, (
+        "no step was left to train, so nothing must be written"
+    )
+    refused = run_python(*again, "checkpoint.resume=never").check(2)
     assert f"{tmp_path}/second holds a run already (finished, step 3)" in refused.output
     assert "Traceback" not in refused.output
     assert (tmp_path / "second/metrics.jsonl").read_bytes() == before
 
 
-def test_two_nodes(alone, tmp_path):
-    """Two torchruns meet, as on two machines; the losses are those of one."""
+def test_two_nodes_train_to_equal_losses(one_process, tmp_path):
+    """Two torchrun agents form one run, as on two machines. Losses equal those of one process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -295,7 +299,7 @@ def test_two_nodes(alone, tmp_path):
     run(command).check()
     other.join()
     second[0].check()
-    for a, b in zip(training(tmp_path / "two"), training(alone), strict=True):
+    for a, b in zip(training_metrics(tmp_path / "two"), training_metrics(one_process), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
@@ -320,7 +324,7 @@ FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
         ),
     ],
 )
-def test_when_one_rank_fails_all_end_and_one_says_why(fault, shown, tmp_path):
+def test_failure_of_one_rank_ends_all_ranks(fault, shown, tmp_path):
     started = time.monotonic()
     overrides = [
         "run.max_steps=10000",
@@ -331,11 +335,11 @@ def test_when_one_rank_fails_all_end_and_one_says_why(fault, shown, tmp_path):
     result = torchrun(FAULTY, *SMALL, *overrides, ranks=2, timeout=90, FAULT=fault)
     assert result.status == 1
     assert time.monotonic() - started < 120, (
-        "seconds, where the limit of a collective is 10 minutes"
+        "the ranks must not wait for the default time limit of collectives, 10 minutes"
     )
     ours = [line for line in result.output.splitlines() if shown in line]
     assert 1 <= len(ours) <= 3, (
-        f"on the console once, and once or twice in torchrun's summary:\n{result.output[-8000:]}"
+        f"expected on the console and once or twice in torchrun's summary:\n{result.output[-8000:]}"
     )
     outcome = status(tmp_path / "run")
     assert outcome["state"] == "failed"
@@ -348,21 +352,21 @@ def test_when_one_rank_fails_all_end_and_one_says_why(fault, shown, tmp_path):
     raised = "ValueError: a fault of this test"
     assert (raised in (tmp_path / "run/log/rank_1.log").read_text()) == ("raise" in fault)
     assert "Traceback" in (tmp_path / "run/log/rank_0.log").read_text(), (
-        "what rank 0 saw of it is in its own log"
+        "rank 0 must write its own exception to its log"
     )
-    assert [line["step"] for line in training(tmp_path / "run")] == [1, 2]
+    assert [line["step"] for line in training_metrics(tmp_path / "run")] == [1, 2]
     assert [event.step for event in scalars(tmp_path / "run", "training/loss")] == [1, 2]
 
 
 def scalars(run_dir, name):
-    """What TensorBoard shows."""
+    """Returns the events that TensorBoard shows for a scalar."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(run_dir / "tensorboard")).Reload().Scalars(name)
 
 
-def reported_loss(run_dir, rank, output):
-    """The only failure in the run's record is the loss of this rank."""
+def check_lost_rank(run_dir, rank, output):
+    """Asserts that the lost rank is the only failure in events.jsonl."""
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     assert [(event["reason"], event["step"]) for event in events if event["event"] == "failed"] == [
         ("rank_lost", 2)
@@ -371,8 +375,11 @@ def reported_loss(run_dir, rank, output):
     assert "on the same node, found its process gone" in output
 
 
-def test_a_rank_is_killed_and_the_other_never_comes_back_from_a_collective(tmp_path):
-    """As under NCCL: no exception comes. Reported before torchrun kills the other rank (30 s), and restarted."""
+def test_killed_rank_is_reported_while_peer_is_blocked(tmp_path):
+    """As under NCCL, the blocked rank raises no exception.
+
+    The failure is reported before torchrun kills the blocked rank (30 s). Then the run restarts.
+    """
     strategy = [
         "strategy.kind=fsdp",
         "strategy.replicate=2",
@@ -392,9 +399,9 @@ def test_a_rank_is_killed_and_the_other_never_comes_back_from_a_collective(tmp_p
         timeout=180,
         **variables,
     ).check()
-    reported_loss(tmp_path / "run", "rank 1 of 2", result.output)
+    check_lost_rank(tmp_path / "run", "rank 1 of 2", result.output)
     assert status(tmp_path / "run")["state"] == "finished"
-    # Every group has the run's timeouts, those of the mesh too; only what waits for a slow disk has none of them
+    # All groups have the recipe's timeouts, except the checkpoint group: it waits for slow disks
     day = 24 * 3600
     for step, seconds in ((1, 777), (3, 600)):
         timeouts = dict(json.loads((tmp_path / f"step_{step}.json").read_text()))
@@ -403,7 +410,7 @@ def test_a_rank_is_killed_and_the_other_never_comes_back_from_a_collective(tmp_p
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["block:3:3", "ignore:2:3", "ignore:0:3"])
-def test_a_rank_of_two_nodes_is_killed_and_the_others_never_come_back(fault, tmp_path):
+def test_killed_rank_is_reported_on_two_nodes(fault, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -445,12 +452,12 @@ def test_a_rank_of_two_nodes_is_killed_and_the_others_never_come_back(fault, tmp
     for thread in threads:
         thread.join()
     output = "".join(result.check().output for result in results)
-    reported_loss(tmp_path / "run", f"rank {fault.split(':')[1]} of 4", output)
+    check_lost_rank(tmp_path / "run", f"rank {fault.split(':')[1]} of 4", output)
     assert status(tmp_path / "run")["state"] == "finished"
 
 
-def test_a_rank_that_is_stuck_ends_too(tmp_path):
-    """Rank 0 sleeps in its own code, beyond any exception, when rank 1 fails: its watch ends it."""
+def test_stuck_rank_is_ended_by_its_watchdog(tmp_path):
+    """Rank 0 sleeps and gets no exception when rank 1 fails. Its watchdog ends the process."""
     code = f"""
 import os, sys, time
 sys.path.insert(0, {str(REPOSITORY)!r})
@@ -461,7 +468,7 @@ faulty_train.start()
     script = tmp_path / "stuck.py"
     script.write_text(code)
     shown = ["logging.tensorboard=true", "logging.wandb={project: test, mode: offline}"]
-    # srun and other starters do not end the remaining processes for us: no torchrun agent here.
+    # No torchrun agent: srun and other launchers do not end the remaining processes
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -495,8 +502,8 @@ faulty_train.start()
             process.kill()
             process.wait()
     assert status(tmp_path / "run")["error"].startswith("rank 1 of 2 failed in step 3: ValueError")
-    assert [line["step"] for line in training(tmp_path / "run")] == [1, 2], (
-        "the last line too, which was not due before step 3"
+    assert [line["step"] for line in training_metrics(tmp_path / "run")] == [1, 2], (
+        "the last line must be written, although it was not due before step 3"
     )
     assert [event.step for event in scalars(tmp_path / "run", "training/loss")] == [1, 2]
     assert [row["step"] for row in history(tmp_path / "run/wandb")] == [1, 2]
@@ -508,7 +515,7 @@ faulty_train.start()
 
 
 def when_training(run_dir, action):
-    """Calls the action once the run has logged its second step."""
+    """Returns a function that calls the action after the run has logged two steps."""
 
     def during(process):
         metrics = run_dir / "metrics.jsonl"
@@ -534,31 +541,31 @@ def when_training(run_dir, action):
     ],
     ids=["file", "SIGINT", "SIGTERM", "SIGUSR1"],
 )
-def test_one_process_asked_to_stop(ask, reason, tmp_path):
+def test_single_process_stops_on_request(ask, reason, tmp_path):
     run_dir = tmp_path / "run"
     stop = when_training(run_dir, lambda process: ask(process, run_dir))
-    result = python(
+    result = run_python(
         *SMALL, "run.max_steps=100000", f"run.dir={run_dir}", "data.workers=1", during=stop
     ).check(75)
     assert status(run_dir)["state"] == "stopped"
     assert status(run_dir)["reason"] == reason.format(run_dir=run_dir)
-    assert status(run_dir)["step"] == training(run_dir)[-1]["step"]
+    assert status(run_dir)["step"] == training_metrics(run_dir)[-1]["step"]
     assert not (run_dir / "stop").exists()
     assert "Traceback" not in result.output
 
 
-def test_torchrun_asked_to_stop(tmp_path):
-    """The agent hands SIGTERM on; both ranks end at the same step."""
+def test_torchrun_stops_all_ranks_at_the_same_step(tmp_path):
+    """The agent forwards SIGTERM; both ranks stop at the same step."""
     run_dir = tmp_path / "run"
     stop = when_training(run_dir, lambda process: process.send_signal(signal.SIGTERM))
     torchrun(TRAIN, *SMALL, "run.max_steps=100000", f"run.dir={run_dir}", ranks=2, during=stop)
     assert status(run_dir)["state"] == "stopped"
-    assert status(run_dir)["step"] == training(run_dir)[-1]["step"]
+    assert status(run_dir)["step"] == training_metrics(run_dir)[-1]["step"]
     assert "Traceback" not in (run_dir / "log/rank_1.log").read_text()
 
 
-def test_launcher_train_returns_the_status_of_the_run(tmp_path):
-    """Ctrl-C stops the run. The next start is refused by its ranks. torchrun's traceback is absent."""
+def test_launcher_train_returns_exit_status_of_the_run(tmp_path):
+    """Ctrl-C stops the run; its ranks refuse the next start. torchrun prints no traceback."""
     run_dir = tmp_path / "run"
     launcher = [sys.executable, "-m", "launcher.cli.main", "train", "--gpus", 2, *SMALL]
     launcher += ["run.device=cpu", "run.max_steps=100000", f"run.dir={run_dir}"]
@@ -574,8 +581,8 @@ def test_launcher_train_returns_the_status_of_the_run(tmp_path):
 
 def test_too_many_skipped_steps_end_the_run(tmp_path):
     wild = ["optimizer.learning_rate=1.0e+30", "schedule.warmup_steps=0", "run.max_skipped_steps=3"]
-    result = python(*SMALL, *wild, "run.max_steps=50", f"run.dir={tmp_path}/run").check(1)
-    steps = training(tmp_path / "run")
+    result = run_python(*SMALL, *wild, "run.max_steps=50", f"run.dir={tmp_path}/run").check(1)
+    steps = training_metrics(tmp_path / "run")
     assert [line.get("skipped", False) for line in steps] == [False, True, True, True]
     assert all(line["grad_norm"] is None for line in steps[1:])
     assert status(tmp_path / "run")["reason"] == "not_finite"
@@ -586,14 +593,14 @@ def test_too_many_skipped_steps_end_the_run(tmp_path):
     assert "Traceback" not in result.output
 
 
-def test_a_broken_recipe_is_told_once_under_torchrun(tmp_path):
+def test_invalid_recipe_is_reported_once_under_torchrun(tmp_path):
     overrides = [
         "batch.micro_batchsize=3",
         "optimizer.learning_rate=fast",
         f"run.dir={tmp_path}/run",
     ]
     result = torchrun(TRAIN, *SMALL, *overrides, ranks=2)
-    assert result.status == 1, "torchrun's own status for any failure"
+    assert result.status == 1, "torchrun exits with status 1 after any failure"
     before_agent = result.output.split("Traceback")[0]
     assert (
         before_agent.count(
@@ -610,7 +617,7 @@ def test_a_broken_recipe_is_told_once_under_torchrun(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_selftest_and_show(tmp_path):
+def test_show_and_selftest_commands(tmp_path):
     launcher = [sys.executable, "-m", "launcher.cli.main"]
     shown = run([*launcher, "show", "recipe=fsdp", "optimizer.learning_rate=1e-3"]).check().output
     assert yaml.safe_load(shown)["optimizer"]["learning_rate"] == 0.001
@@ -632,8 +639,8 @@ def test_selftest_and_show(tmp_path):
 
 
 @pytest.mark.long
-def test_selftest_says_no_where_losses_differ(tmp_path):
-    """The mean of means, put in: the verdict is 3."""
+def test_selftest_fails_if_losses_differ(tmp_path):
+    """With an injected fault, the mean of the micro-batch means, the exit status is 3."""
     package = tmp_path / "sitecustomize.py"
     package.write_text(
         "import sys\n"
@@ -677,8 +684,8 @@ def test_selftest_says_no_where_losses_differ(tmp_path):
     shutil.which("g++") is None and "CI" not in os.environ,
     reason="torch.compile needs g++ on a CPU (Debian: apt-get install g++)",
 )
-def test_compiled_blocks_are_found_again_at_the_next_start(tmp_path):
-    """Two ranks compile at once; the second start compiles nothing, and trains alike."""
+def test_second_start_reuses_compiled_blocks(tmp_path):
+    """Both ranks compile at once. The second start compiles nothing and gives equal losses."""
     (tmp_path / "short.jsonl").write_text('{"text": "packed with others"}\n' * 500)
     losses, kept, variables = [], [], {"XDG_CACHE_HOME": tmp_path}
     for start in ("cold", "warm"):
@@ -690,8 +697,10 @@ def test_compiled_blocks_are_found_again_at_the_next_start(tmp_path):
             "checkpoint.every_steps=null",
         ]
         printed = torchrun(TRAIN, *words, ranks=2, timeout=400, **variables).check().output
-        assert printed.count("compile: the graph of a block is split") == 1, "by rank 0, once"
-        losses.append([line["loss"] for line in training(tmp_path / start)])
+        assert printed.count("compile: the graph of a block is split") == 1, (
+            "only rank 0 must log this, once"
+        )
+        losses.append([line["loss"] for line in training_metrics(tmp_path / start)])
         folder = tmp_path / "launcher/inductor"
         kept.append(
             {file for kind in ("fxgraph", "aotautograd") for file in (folder / kind).rglob("*")}

@@ -1,4 +1,4 @@
-"""The tutorials in docs/tutorials, as a user follows them, and the picture in the README."""
+"""Runs the commands of the tutorials in docs/tutorials, and checks the chart in the README."""
 
 import os
 import re
@@ -15,8 +15,8 @@ from tests.unit.test_documents import DOCUMENTS, code_blocks, commands
 TUTORIALS = REPOSITORY / "docs/tutorials"
 
 
-def command_in(folder, *words):
-    """`launcher ...` or `python ...`, as a user types it in a folder; returns what it prints."""
+def run_command(folder, *words):
+    """Runs a `launcher` or `python` command in a folder and returns its standard output."""
     start = ["-m", "launcher.cli.main"] if words[0] == "launcher" else []
     done = subprocess.run(
         [sys.executable, *start, *words[1:]],
@@ -32,13 +32,13 @@ def command_in(folder, *words):
     return done.stdout
 
 
-def commands_of(name):
+def tutorial_commands(name):
     blocks = code_blocks(TUTORIALS / f"{name}.md")
     return [shlex.split(command) for _, block in blocks for command in commands(block)]
 
 
 def write_own_model(folder):
-    """Writes waves.py and waves.yaml of the tutorial; returns its last script."""
+    """Writes waves.py and waves.yaml of the tutorial; returns its last Python block."""
     blocks = code_blocks(TUTORIALS / "own_model.md")
     model, data, script = (block for language, block in blocks if language == "python")
     (recipe,) = (block for language, block in blocks if language == "yaml")
@@ -47,42 +47,42 @@ def write_own_model(folder):
     return script
 
 
-def test_own_model(tmp_path):
-    """With fewer steps."""
+def test_own_model_tutorial(tmp_path):
+    """With fewer steps than in the tutorial."""
     script = write_own_model(tmp_path)
-    train = commands_of("own_model")[0]
-    few = ["run.max_steps=3", "checkpoint.every_steps=3", "evaluation.every_steps=3"]
-    assert "finished after 3 of 3 steps" in command_in(tmp_path, *train, *few)
+    train = tutorial_commands("own_model")[0]
+    overrides = ["run.max_steps=3", "checkpoint.every_steps=3", "evaluation.every_steps=3"]
+    assert "finished after 3 of 3 steps" in run_command(tmp_path, *train, *overrides)
     script = script.replace("step_00000200", "step_00000003")
     (tmp_path / "use.py").write_text(f"{script}\nprint(model.last.weight.shape)")
-    assert "[1, 64]" in command_in(tmp_path, "python", "use.py")
+    assert "[1, 64]" in run_command(tmp_path, "python", "use.py")
 
 
 @pytest.mark.long
-def test_tutorials(tmp_path):
-    """Those that need neither a GPU nor a network, in order, with few steps."""
+def test_tutorial_commands_run(tmp_path):
+    """Runs all commands that need neither a GPU nor a network, in order, with few steps."""
     (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
     write_own_model(tmp_path)
     first = "launcher train recipe=quickstart run.device=cpu gpus=2 run.max_steps=3"
-    command_in(tmp_path, *first.split())
+    run_command(tmp_path, *first.split())
     names = ("../quickstart", "finetune", "lora", "own_model")
     ran = 0
-    for command in (words for name in names for words in commands_of(name)):
-        if command[0] == "make" or any("8b" in word for word in command):  # the hub and GPUs
+    for command in (words for name in names for words in tutorial_commands(name)):
+        if command[0] == "make" or any("8b" in word for word in command):  # needs the hub or GPUs
             continue
-        few = []
+        overrides = []
         if command[1] == "train":
             resumed = any("max_steps" in word for word in command)
-            few = ["run.epochs=null", f"run.max_steps={4 if resumed else 3}"]
-        command_in(tmp_path, *command, *few)
+            overrides = ["run.epochs=null", f"run.max_steps={4 if resumed else 3}"]
+        run_command(tmp_path, *command, *overrides)
         ran += 1
     assert ran == 14
     assert (tmp_path / "runs/finetune_merged/model.safetensors").is_file()
 
 
 @pytest.mark.long
-def test_commands_that_take_long(tmp_path):
-    """Plans and selftests of the documents that need neither a GPU nor a network."""
+def test_documented_plans_and_selftests_run(tmp_path):
+    """Plans and selftests in the documentation that need neither a GPU nor a network."""
     pattern = r"launcher (plan recipe=fsdp gpu=.*|selftest recipe=fsdp .*=null)"
     found = {
         match[0]
@@ -93,12 +93,12 @@ def test_commands_that_take_long(tmp_path):
     assert len(found) >= 3
     for command in sorted(found):
         device = ["run.device=cpu"] if "selftest" in command else []
-        command_in(tmp_path, *shlex.split(command), *device)
+        run_command(tmp_path, *shlex.split(command), *device)
 
 
 @pytest.mark.long
-def test_the_chart_of_memory():
-    """`python docs/memory_chart.py` draws the picture again; other plans need another picture."""
+def test_memory_chart_is_up_to_date():
+    """If this fails, `python docs/memory_chart.py` draws the chart again."""
     lines = memory_chart.draw(
         {name: memory_chart.planned(name) for name in memory_chart.STRATEGIES}
     )

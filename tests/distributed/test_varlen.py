@@ -1,4 +1,7 @@
-"""Attention of packed documents as a GPU computes it: the same losses as document by document, in every combination."""
+"""Variable-length attention of packed documents, as on a GPU.
+
+Losses must equal those of attention that is computed for each document separately.
+"""
 
 import json
 from pathlib import Path
@@ -23,34 +26,35 @@ def results(tmp_path_factory):
     return launch(tmp_path_factory.mktemp("varlen"))
 
 
-def same(note, expected):
+def assert_same_losses(note, expected):
     assert note["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert note["norms"] == pytest.approx(expected["norms"], rel=1e-4)
 
 
-def check(results, strategy, mode, compiled):
+def check_case(results, strategy, mode, compiled):
     note = results[f"{strategy} {mode} compile={compiled}"]
     assert results["document by document"]["calls"] == {"forward": 0, "backward": 0}
-    same(note, results["document by document"])
-    # A micro-batch without a packed row is attended without bounds. Selective checkpointing keeps what attention computed.
+    assert_same_losses(note, results["document by document"])
+    # The kernel runs only for micro-batches with a packed row. Selective checkpointing saves its
+    # output; full checkpointing runs it again in the backward pass
     calls = note["calls"]["backward"]
     assert calls > 0
     assert note["calls"]["forward"] == (2 * calls if mode == "{mode: full}" else calls)
 
 
 @pytest.mark.parametrize(("strategy", "mode", "compiled"), CASES)
-def test_same_losses_as_document_by_document(results, strategy, mode, compiled):
-    check(results, strategy, mode, compiled)
+def test_losses_match_separate_documents(results, strategy, mode, compiled):
+    check_case(results, strategy, mode, compiled)
 
 
 @pytest.mark.long
-def test_every_combination(tmp_path):
+def test_losses_match_in_all_combinations(tmp_path):
     results = launch(tmp_path, "all", timeout=1200)
     for case in ALL:
-        check(results, *case)
+        check_case(results, *case)
 
 
-def test_heads_of_two_sizes(results):
+def test_losses_match_with_two_head_sizes(results):
     calls = results["latent fsdp"]["calls"]
     assert calls["forward"] == calls["backward"] > 0
-    same(results["latent fsdp"], results["latent document by document"])
+    assert_same_losses(results["latent fsdp"], results["latent document by document"])

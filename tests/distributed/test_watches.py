@@ -1,4 +1,7 @@
-"""A rank that hangs, an agent that is killed, files that ask, signals before there is anything to save: real processes."""
+"""The watchdog in real processes.
+
+Hanging ranks, killed and stopped agents, the `save` and `stop` files, early signals, lost locks.
+"""
 
 import json
 import os
@@ -44,16 +47,18 @@ def events(run_dir):
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
-def until(condition, seconds=100):
-    assert wait_until(condition, seconds=seconds), "waited in vain"
+def wait_for(condition, seconds=100):
+    assert wait_until(condition, seconds=seconds), (
+        "the condition did not become true before the time limit"
+    )
 
 
-def stepping(run_dir):
+def is_training(run_dir):
     return (run_dir / "status.json").exists() and status(run_dir)["step"] >= 20
 
 
 def workers(agent):
-    """Process ids of the ranks, by their rank."""
+    """Returns the process id of each rank."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -69,8 +74,12 @@ def workers(agent):
     return found
 
 
-def test_ranks_that_hang_are_reported_and_restarted(tmp_path):
-    """First attempt: rank 1 in an endless loop. Second: rank 0 is stopped. Third: asked by files to save, and to stop."""
+def test_hanging_ranks_are_reported_and_restarted(tmp_path):
+    """Three attempts of one run.
+
+    In the first one, rank 1 is in an endless loop. In the second one, rank 0 is stopped with
+    SIGSTOP. In the third one, files request to save and to stop.
+    """
     run_dir = tmp_path / "run"
 
     def attempts():
@@ -81,33 +90,37 @@ def test_ranks_that_hang_are_reported_and_restarted(tmp_path):
         )
 
     def during(process):
-        until(lambda: attempts() == 1 and status(run_dir)["state"] == "failed")
-        looped(status(run_dir), run_dir)
-        until(
-            lambda: attempts() == 2 and status(run_dir)["state"] == "running" and stepping(run_dir)
+        wait_for(lambda: attempts() == 1 and status(run_dir)["state"] == "failed")
+        check_endless_loop(status(run_dir), run_dir)
+        wait_for(
+            lambda: (
+                attempts() == 2 and status(run_dir)["state"] == "running" and is_training(run_dir)
+            )
         )
         stopped = workers(process.pid)[0]
-        time.sleep(2)  # the ranks learn each other's process ids at most every second
+        time.sleep(2)  # the ranks exchange their process ids once per second
         os.kill(stopped, signal.SIGSTOP)
-        until(lambda: status(run_dir)["state"] == "failed")
-        not_running(status(run_dir), run_dir, stopped)
-        os.kill(stopped, signal.SIGKILL)  # as the agent does after 30 s
-        until(lambda: status(run_dir)["state"] == "running" and stepping(run_dir))
+        wait_for(lambda: status(run_dir)["state"] == "failed")
+        check_stopped_process(status(run_dir), run_dir, stopped)
+        os.kill(stopped, signal.SIGKILL)  # as torchrun's agent does after 30 s
+        wait_for(lambda: status(run_dir)["state"] == "running" and is_training(run_dir))
         (run_dir / "save").touch()
-        until(lambda: not (run_dir / "save").exists())
+        wait_for(lambda: not (run_dir / "save").exists())
         (run_dir / "stop").touch()
 
-    # On a loaded machine a rank that only waits for a core may be late by seconds
+    # On a loaded machine a rank can be seconds late because it waits for a core
     options = {"hang_timeout": 6, "restarts": 2, "TORCH_FR_BUFFER_SIZE": "100"}
     result = start(run_dir, "loop", during=during, **options).check(0)
-    assert result.output.count("no sign of life for 6 s (run.hang_timeout)") == 2, "each once"
+    assert result.output.count("no sign of life for 6 s (run.hang_timeout)") == 2, (
+        "each hang must be reported once"
+    )
     assert (status(run_dir)["state"], status(run_dir)["reason"]) == (
         "stopped",
         f"the file {run_dir}/stop",
     )
     assert not (run_dir / "stop").exists()
-    said = [(event["event"], event["attempt"]) for event in events(run_dir)]
-    assert said == [
+    recorded = [(event["event"], event["attempt"]) for event in events(run_dir)]
+    assert recorded == [
         ("started", 1),
         ("failed", 1),
         ("started", 2),
@@ -118,7 +131,7 @@ def test_ranks_that_hang_are_reported_and_restarted(tmp_path):
     assert events(run_dir)[2]["found"] == "failed"
 
 
-def looped(outcome, run_dir):
+def check_endless_loop(outcome, run_dir):
     assert (outcome["reason"], outcome["step"]) == ("hang", 4)
     assert "is behind: it runs without progress; in step 5, forward" in outcome["error"]
     assert "at spin (" in outcome["error"]
@@ -132,7 +145,7 @@ def looped(outcome, run_dir):
     assert json.loads((run_dir / "log/hang/rank_1.flight_recorder.json").read_text())["entries"]
 
 
-def not_running(outcome, run_dir, pid):
+def check_stopped_process(outcome, run_dir, pid):
     assert outcome["reason"] == "hang"
     assert "rank 0 of 2 is behind: its process does not answer" in outcome["error"]
     assert f"  process {pid}\n  State: T (stopped)" in outcome["error"]
@@ -142,19 +155,19 @@ def not_running(outcome, run_dir, pid):
     assert "State: T (stopped)" in seen
 
 
-def test_all_ranks_leave_an_evaluation_together_and_a_killed_agent_is_noticed(tmp_path):
+def test_ranks_stop_evaluation_together_and_detect_killed_agent(tmp_path):
     run_dir = tmp_path / "run"
     ranks = {}
 
     def during(process):
-        until(lambda: all((run_dir / f"evaluating_{rank}").exists() for rank in (0, 1)))
+        wait_for(lambda: all((run_dir / f"evaluating_{rank}").exists() for rank in (0, 1)))
         os.kill(workers(process.pid)[1], signal.SIGUSR1)
-        until(lambda: stepping(run_dir))
+        wait_for(lambda: is_training(run_dir))
         seen = [int((run_dir / f"evaluated_{rank}").read_text()) for rank in (0, 1)]
         assert seen[0] == seen[1]
         ranks.update(workers(process.pid))
         process.kill()
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()))
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()))
 
     assert start(run_dir, "evaluate", during=during, hang_timeout=60).status == -signal.SIGKILL
     assert len(ranks) == 2
@@ -162,17 +175,17 @@ def test_all_ranks_leave_an_evaluation_together_and_a_killed_agent_is_noticed(tm
     assert [e["event"] for e in events(run_dir)] == ["started", "failed"]
 
 
-def test_a_hang_is_reported_while_the_agent_is_stopped(tmp_path):
-    """The agent hosts the store, which then neither answers nor fails."""
+def test_hang_is_reported_while_the_agent_is_stopped(tmp_path):
+    """The agent hosts the store. While it is stopped, calls of the store block without an error."""
     run_dir = tmp_path / "run"
 
     def during(process):
-        until(lambda: stepping(run_dir))
+        wait_for(lambda: is_training(run_dir))
         stopped = [process.pid, workers(process.pid)[1]]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         try:
-            until(lambda: status(run_dir)["state"] == "failed")
+            wait_for(lambda: status(run_dir)["state"] == "failed")
         finally:
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
@@ -184,12 +197,12 @@ def test_a_hang_is_reported_while_the_agent_is_stopped(tmp_path):
     assert "dist.all_reduce(asked)" in (run_dir / "log/hang/rank_0.txt").read_text()
 
 
-def test_one_rank_is_asked_to_stop_before_anything_is_trained(tmp_path):
-    """The rank that gets the signal waits in a collective, where Python runs no handler."""
+def test_signal_before_the_first_step_stops_all_ranks(tmp_path):
+    """The signalled rank waits in a collective, where Python runs no signal handlers."""
     run_dir = tmp_path / "run"
 
     def during(process):
-        until((run_dir / "ready_0").exists)
+        wait_for((run_dir / "ready_0").exists)
         os.kill(workers(process.pid)[1], signal.SIGUSR1)
 
     start(run_dir, "prepare", during=during, hang_timeout=60).check(0)
@@ -202,24 +215,24 @@ def test_one_rank_is_asked_to_stop_before_anything_is_trained(tmp_path):
     assert list((run_dir / "owner").glob("*.released"))
 
 
-def test_a_rank_that_is_killed_at_once_is_reported(tmp_path):
-    """Before the watchdogs have looked for the first time."""
+def test_rank_killed_at_start_is_reported(tmp_path):
+    """The rank dies before the first check of the watchdogs."""
     result = start(tmp_path / "run", "early", during=lambda process: None, hang_timeout=60)
     outcome = status(tmp_path / "run")
     assert (outcome["state"], outcome["reason"]) == ("failed", "rank_lost"), result.output
 
 
-def test_an_owner_that_is_superseded_ends_and_writes_nothing(tmp_path):
-    """The same Slurm job, started again elsewhere, while this process of its first start is alive."""
+def test_fenced_off_owner_ends_and_writes_nothing(tmp_path):
+    """A requeued Slurm job takes the lock while a process of its first start is still alive."""
     run_dir = tmp_path / "run"
     again = Environment(job="9", job_restart_count=1)
 
     def during(process):
-        until(lambda: stepping(run_dir))
+        wait_for(lambda: is_training(run_dir))
         owner = Ownership.take(run_dir, again)
-        time.sleep(0.5)  # a write that was checked before may be under way
+        time.sleep(0.5)  # a write that passed the check of the lock may still be in progress
         (run_dir / "status.json").write_text('{"state": "of the new owner", "step": 0}')
-        until(lambda: process.poll() is not None)
+        wait_for(lambda: process.poll() is not None)
         assert owner.name in os.listdir(run_dir / "owner")
         owner.release()
 
@@ -236,8 +249,11 @@ def test_an_owner_that_is_superseded_ends_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.long
-def test_ranks_meet_although_the_agents_of_two_nodes_count_restarts_separately(tmp_path):
-    """A killed rank: its node's agent counts a restart; the other agent may restart because that node waits, and counts none."""
+def test_ranks_connect_despite_different_restart_counts(tmp_path):
+    """The agent of the killed rank's node counts a restart.
+
+    The other agent may restart because that node rejoins, and then counts none.
+    """
     run_dir = tmp_path / "run"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -272,13 +288,13 @@ def test_ranks_meet_although_the_agents_of_two_nodes_count_restarts_separately(t
         agents.append(process.pid)
         if len(agents) < 2:
             return
-        until(lambda: stepping(run_dir))
+        wait_for(lambda: is_training(run_dir))
         os.kill(
             next(pid for agent in agents for rank, pid in workers(agent).items() if rank == 1),
             signal.SIGKILL,
         )
-        until(lambda: [event["event"] for event in events(run_dir)].count("started") == 2)
-        until(lambda: status(run_dir)["state"] == "running" and stepping(run_dir))
+        wait_for(lambda: [event["event"] for event in events(run_dir)].count("started") == 2)
+        wait_for(lambda: status(run_dir)["state"] == "running" and is_training(run_dir))
         (run_dir / "stop").touch()
 
     other = threading.Thread(target=lambda: second.append(run(command, timeout=90, during=during)))

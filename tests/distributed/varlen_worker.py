@@ -1,9 +1,9 @@
-"""The attention of packed documents as on a GPU, with values: its kernel computes on the CPU (tests/varlen_on_cpu.py).
+"""Trains with the variable-length attention of GPUs, computed on the CPU (tests/varlen_on_cpu.py).
 
     torchrun --nproc-per-node 2 varlen_worker.py FOLDER [all]
 
-FOLDER has train.jsonl; results.json is written to it. With `all` every combination is trained, compiled too, which
-takes minutes.
+Reads train.jsonl from FOLDER and writes results.json to it. With `all` it trains every combination,
+also with compilation, which takes minutes.
 """
 
 import json
@@ -52,7 +52,7 @@ CASES = [
     ("offload", "{mode: selective}", False),
     ("fsdp", "null", True),
 ]
-"""Strategy, checkpointing, compiled."""
+"""Strategy, activation checkpointing, whether blocks are compiled."""
 ALL = [
     (strategy, mode, compiled)
     for strategy in STRATEGIES
@@ -62,7 +62,7 @@ ALL = [
 
 
 def train(folder, overrides, ranks):
-    """Losses and gradient norms, and how often the kernel ran."""
+    """Returns losses, gradient norms and the number of calls of the kernel."""
     torch._dynamo.reset()
     recipe = load_recipe([f"recipe={folder}/recipe.yaml", *overrides], ranks=ranks.size).recipe
     before = dict(varlen_on_cpu.CALLS)
@@ -95,7 +95,7 @@ def main(folder, cases):
     }
     varlen_on_cpu.register()
     attention.has_varlen_kernel = lambda tensor: True
-    # Without a compiler of C++, which takes a minute: the graphs are what is tested
+    # The test covers the graphs only; compiling them with a C++ compiler would take a minute
     compile_block = nn.Module.compile
     nn.Module.compile = lambda module: compile_block(module, backend="aot_eager", fullgraph=True)
     for strategy, mode, compiled in cases:
@@ -112,7 +112,7 @@ def main(folder, cases):
         (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # as the launcher ends: threads of torch can abort the interpreter's own end
+    os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A model and data that are no language: what a user's model.builder and data.builder may look like."""
+"""An example of model.builder and data.builder: an image classifier and its data."""
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ def model(channels=8, depth=2):
 
 
 class Bars:
-    """Images of 8 x 8 with a bar, standing (0) or lying (1)."""
+    """8 x 8 images with a vertical (label 0) or horizontal (label 1) bar."""
 
     def __init__(self, first, number):
         self.first, self.number = first, number

@@ -1,10 +1,15 @@
-"""A run without a model, to be hung and killed: steps of an all-reduce. `watched.py RUN_DIR HANG_TIMEOUT FAULT`.
+"""A run without a model, for tests that hang or kill it. Each step is one all-reduce.
 
-FAULT: none
-evaluate  an evaluation without end comes first; when asked to stop it, the run goes on all the same
-loop      rank 1 never leaves its fifth step, at the first attempt
-prepare   nothing is trained; rank 1 is in a collective
-early     nothing is trained; rank 1 kills itself at once
+    watched.py RUN_DIR HANG_TIMEOUT FAULT
+
+Faults:
+
+none      No fault.
+evaluate  The run starts with an endless evaluation. A stop request ends the evaluation, and the run
+          continues.
+loop      Rank 1 hangs in step 5 of the first attempt.
+prepare   No step is trained; rank 1 waits in a collective.
+early     No step is trained; rank 1 kills itself immediately.
 """
 
 import contextlib
@@ -37,7 +42,7 @@ def spin():
 
 
 def evaluate(ranks, stop, run):
-    """Notes how many micro-batches this rank has seen when all agreed to stop."""
+    """Writes how many micro-batches this rank had evaluated when the ranks agreed to stop."""
     seen = 0
 
     def batches():
