@@ -1,12 +1,16 @@
-"""What saving and loading cost, beside the floor: torch.save and fsync of each rank's part, and torch.load of it.
+"""Measures the cost of saving and loading checkpoints.
 
     python benchmarks/checkpoint.py                     # 2 ranks, about 200 MB, fsdp: a minute
     python benchmarks/checkpoint.py --strategy ddp --megabytes 1000 --folder /lustre/scratch
 
-Steps are a forward and backward pass and an optimizer step of a plain stack of linear layers. The stall of an
-asynchronous save is how much longer it and the steps after it take than as many steps without it, right before; its
-blocking is the time that training waited for it: in the call, and before the next optimizer step. Medians over --repeats; all
-ranks start each measurement together. On a machine that others use too, trust the CPU time.
+The floor, for comparison, is torch.save and fsync of each rank's part, and torch.load of it. A step
+is a forward pass, a backward pass and an optimizer step of a stack of linear layers.
+
+The stall of an asynchronous save is the extra time of the save and the steps after it, compared
+with the same number of steps without a save, measured right before. Its blocking time is the time
+that training waits for it, in the call and before the next optimizer step. All numbers are medians
+over --repeats, and all ranks start each measurement together. On a shared machine the CPU time is
+more reliable.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from bench import torchrun
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 STEPS = 6
-"""After an asynchronous save: they last longer than it does."""
+"""Steps after an asynchronous save. They take longer than the save itself."""
 
 
 def arguments() -> argparse.Namespace:
@@ -133,7 +137,10 @@ def worker(options: argparse.Namespace) -> None:
     number = 0
 
     def steps_timed(first: Callable[[], None]) -> tuple[float, float]:
-        """Seconds and CPU seconds of some steps, after something; each step ends before the next one, as where losses are logged."""
+        """Seconds and CPU seconds of `first` and the steps after it.
+
+        Each step completes before the next one starts, as it does if every loss is logged.
+        """
 
         def steps() -> None:
             first()
@@ -150,7 +157,7 @@ def worker(options: argparse.Namespace) -> None:
         number += 1
         checkpointer.save(number, tensors, state={"step": number}, local=rank_state(module, device))
 
-    # The floor: each rank's part (with ddp: every n-th tensor), as one file
+    # The floor: one file with each rank's part (with ddp, every n-th tensor)
     from launcher.models.shards import local_rows
 
     part = {
@@ -166,7 +173,7 @@ def worker(options: argparse.Namespace) -> None:
             out.flush()
             os.fsync(out.fileno())
 
-    save(asynchronous)  # makes the buffer, plans
+    save(asynchronous)  # warm-up: allocates the buffer and plans the save
     asynchronous.finish()
     save(synchronous)
     names = "step floor synchronous blocking stall cpu lasted floor_load verify load"

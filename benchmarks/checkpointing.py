@@ -1,8 +1,8 @@
-"""What activation checkpointing costs: step time and CPU time over a step without it.
+"""Measures step time and CPU time with activation checkpointing, relative to a step without it.
 
     python benchmarks/checkpointing.py --rounds 3 --steps 16 --output checkpointing.md
 
-Runs the launcher with each setting in turn; the settings share model, data and strategy.
+Runs the launcher with each setting in turn, on the same model, data and strategy.
 """
 
 from __future__ import annotations

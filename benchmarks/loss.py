@@ -1,10 +1,11 @@
-"""Time and peak memory of a language model's loss: full logits, the launcher's, and torch's own.
+"""Compares time and peak memory of the loss: full logits, the launcher's loss and torch's loss.
 
     python benchmarks/loss.py [--tokens 4096] [--hidden 256] [--rounds 5] [--output FILE]
 
-One forward and backward pass of the head and the cross-entropy, in turn, in one process. Memory is
-the most that was allocated beyond inputs, weight, and their gradients (CPU: by the profiler's
-allocation events; CUDA: by the caching allocator). Gradients are compared with those of full logits.
+Runs one forward and backward pass of the head and the cross-entropy for each in turn, in one
+process. Memory is the peak of allocated bytes without the inputs, the weight and their gradients,
+from the profiler's allocation events on CPUs and from the caching allocator on CUDA. Gradients are
+compared with those of full logits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def chunked(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -
 
 
 def of_torch(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Chunks of tokens, and gradients computed in the forward pass (torch 2.13)."""
+    """torch's loss (2.13): chunks of tokens, with gradients computed in the forward pass."""
     options = torch.nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=options)
 

@@ -1,9 +1,9 @@
-"""The loops that other libraries' users write, to compare the launcher with. Started by bench.py, through torchrun.
+"""Training loops with other libraries, for comparison. Started by bench.py through torchrun.
 
-accelerate: `Accelerator.prepare` and `accumulate`. trainer: transformers' Trainer. fabric: Lightning Fabric. Each reads
-the loss in every step, as the launcher does with `logging.every_steps: 1`, and does nothing else beside training. All do
-the same work as raw_ddp.py and raw_fsdp.py: with FSDP they reduce gradients after each micro-batch and in float32
-(accelerate and Trainer reduce them in bfloat16 unless they get a policy).
+accelerate: `Accelerator.prepare` and `accumulate`. trainer: transformers' Trainer. fabric:
+Lightning Fabric. Each reads the loss in every step, like the launcher with logging.every_steps: 1.
+All do the same work as raw_ddp.py and raw_fsdp.py: with FSDP they reduce gradients in float32 after
+each micro-batch (accelerate and Trainer would reduce in bfloat16 without an explicit policy).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ CUDA = torch.cuda.is_available()
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Rows of token ids; the targets are the labels that transformers' own loss takes."""
+    """Rows of token ids with labels for transformers' loss."""
 
     def __init__(self, file: Path) -> None:
         named, targets, _ = load_rows(file, torch.device("cpu"))
         self._inputs = named["input_ids"]
-        # Here labels[t] is the target of token t; transformers shifts by itself
+        # transformers shifts the labels itself: undo the shift of load_rows
         self._labels = torch.cat([torch.full_like(targets[:, :1], IGNORED), targets[:, :-1]], dim=1)
 
     def __len__(self) -> int:
@@ -53,20 +53,20 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 def fsdp_policy(arguments: argparse.Namespace) -> MixedPrecisionPolicy:
-    """With --bf16: bfloat16, and gradients reduced in float32."""
+    """With --bf16: bfloat16 parameters, and gradient reduction in float32."""
     if not arguments.bf16:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def meter(arguments: argparse.Namespace) -> Meter:
-    """Writes the same lines as the raw loops'. Called when the process group exists."""
+    """The raw loops' Meter. Requires an initialized process group."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
     return Meter(arguments.metrics, dist.get_rank(), dist.get_world_size(), device)
 
 
 def whole(norm: Any) -> torch.Tensor:
-    """The norm of the gradients of all ranks."""
+    """The gradient norm over all ranks, as a plain tensor."""
     tensor: torch.Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return tensor
 
@@ -186,7 +186,7 @@ def fabric_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
 
     fsdp = arguments.strategy == "fsdp"
     count = int(os.environ["WORLD_SIZE"])
-    # Its default is tensor parallelism over all GPUs of a node, which shards no data
+    # The default is tensor parallelism over all GPUs of a node, without data parallelism
     sharded = ModelParallelStrategy(shard, data_parallel_size=count, tensor_parallel_size=1)
     fabric = Fabric(
         accelerator="cuda" if CUDA else "cpu",
@@ -234,7 +234,10 @@ def rate(arguments: argparse.Namespace, step: int) -> float:
 
 
 def mine(total: torch.Tensor, arguments: argparse.Namespace) -> torch.Tensor:
-    """This rank's part of a step's loss. total: the sum of the micro-batches' losses, all of equally many tokens."""
+    """This rank's contribution to the mean loss of a step.
+
+    total: sum of the micro-batches' mean losses. All micro-batches have the same number of tokens.
+    """
     return total / (arguments.accumulation * dist.get_world_size())
 
 
@@ -242,7 +245,6 @@ LOOPS = {"accelerate": accelerate_loop, "trainer": trainer_loop, "fabric": fabri
 
 
 def main() -> None:
-    """Trains."""
     arguments = parse_arguments(__doc__, library=list(LOOPS), strategy=["ddp", "fsdp"])
     torch.set_float32_matmul_precision("high")
     if not CUDA:  # torchrun sets OMP_NUM_THREADS=1
