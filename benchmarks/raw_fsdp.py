@@ -2,7 +2,8 @@
 
 It all-gathers and reshards the weights in every micro-batch. With --keep-gathered they stay
 unsharded from the first to the last micro-batch of a step. Gradients are reduced in every
-micro-batch in both cases. --offload adds CPU offload and full activation checkpointing, like the recipe `fsdp_offload`.
+micro-batch in both cases. --offload adds CPU offload and full activation checkpointing, like the
+recipe `fsdp_offload`.
 """
 
 from __future__ import annotations
