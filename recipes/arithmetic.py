@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 FIRST, SECOND, TEST = range(10, 100), range(1, 10), 81
-"""A number of two digits plus one of one digit: 810 sums, TEST of them for testing."""
+"""Numbers of two digits plus numbers of one digit: 810 sums, of which TEST are the test set."""
 
 
 def question(first: int, second: int) -> str:
-    """The user's message."""
+    """The user message of a sum."""
     return f"{first} + {second}"
 
 
 def generate(folder: Path, *, seed: int = 1234) -> None:
-    """Writes train.jsonl and test.jsonl, one conversation per row; the same for the same seed."""
+    """Writes train.jsonl and test.jsonl, one conversation per row, deterministic for a seed."""
     pairs = [(first, second) for first in FIRST for second in SECOND]
     random.Random(seed).shuffle(pairs)
     folder.mkdir(parents=True, exist_ok=True)
