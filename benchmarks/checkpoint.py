@@ -43,13 +43,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--strategy", choices=["ddp", "fsdp"], default="fsdp")
     parser.add_argument(
-        "--megabytes", type=int, default=204, help="of a checkpoint, over all ranks"
+        "--megabytes", type=int, default=204, help="size of a checkpoint over all ranks"
     )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument(
-        "--rows", type=int, default=48, help="of a step's batch, per rank: how long a step takes"
+        "--rows", type=int, default=48, help="rows per step and rank; more rows: longer steps"
     )
-    parser.add_argument("--folder", help="where to write; default: a temporary folder")
+    parser.add_argument("--folder", help="parent of the temporary folder for checkpoints")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

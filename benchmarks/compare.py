@@ -181,11 +181,11 @@ def as_json(results: dict[str, Result]) -> dict[str, Any]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of a run")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps per run")
     parser.add_argument(
         "--skip", type=int, default=5, help="first steps of a run that are not counted"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each side, in turn")
+    parser.add_argument("--rounds", type=int, default=5, help="runs per side, in turn")
     parser.add_argument(
         "--modes",
         nargs="+",
@@ -198,21 +198,21 @@ def parse_arguments() -> argparse.Namespace:
         nargs="+",
         choices=SIDES[1:],
         default=["launcher"],
-        help="what is compared with the raw loop; without accelerate, trainer and fabric it takes half the time",
+        help="sides to compare with the raw loop; accelerate, trainer and fabric double the time",
     )
     parser.add_argument(
         "--device-size", choices=list(SIZES), default="small", help="1b: for a machine with GPUs"
     )
-    parser.add_argument("--limit", type=float, default=600, help="seconds that one run may take")
+    parser.add_argument("--limit", type=float, default=600, help="time limit per run in seconds")
     parser.add_argument(
         "--no-losses", action="store_true", help="skip the runs that compare the losses"
     )
     parser.add_argument("--output", type=Path, help="file for the table")
-    parser.add_argument("--json", type=Path, help="file for the numbers of every step")
+    parser.add_argument("--json", type=Path, help="file for the metrics of every step")
     parser.add_argument(
         "--keep",
         type=Path,
-        help="folder for recipes, data and outputs of the runs; without it they are removed",
+        help="folder in which recipes, data and outputs are kept; default: they are removed",
     )
     arguments = parser.parse_args()
     if arguments.steps <= arguments.skip:

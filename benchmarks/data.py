@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--stream", type=int, metavar="STEP")
     parser.add_argument(
-        "--length", type=int, default=16, help="tokens of a sequence, with --stream"
+        "--length", type=int, default=16, help="sequence length in tokens, with --stream"
     )
     arguments = parser.parse_args()
     if arguments.stream is not None:

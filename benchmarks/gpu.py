@@ -313,11 +313,11 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, metavar="PART", default=PARTS, help=" ".join(PARTS))
-    add("--results", type=Path, default=ROOT / "build/gpu", help="folder that results go to")
-    add("--wheels", type=Path, help="folder with the packages that this Python lacks")
-    add("--limit", type=float, default=530, help=f"seconds of a part, and {GRACE} to end it")
-    add("--quick", action="store_true", help="small models, few steps: to see that all runs")
-    add("--commit", help="of these files, where this is no git repository")
+    add("--results", type=Path, default=ROOT / "build/gpu", help="folder for the results")
+    add("--wheels", type=Path, help="folder with wheels of missing packages")
+    add("--limit", type=float, default=530, help=f"seconds per part, plus {GRACE} to end it")
+    add("--quick", action="store_true", help="smoke test with small models and few steps")
+    add("--commit", help="commit of these files, if there is no git repository")
     arguments = parser.parse_args()
     # A shell starts background jobs with SIGINT ignored, and subprocesses would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -79,11 +79,11 @@ def main() -> int:
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.1b", "1b", "8b"])
     parser.add_argument(
-        "--rows", nargs="+", type=int, default=[1, 4], help="sequences a micro-batch"
+        "--rows", nargs="+", type=int, default=[1, 4], help="sequences per micro-batch"
     )
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
-    parser.add_argument("--limit", type=float, default=540, help="seconds that all may take")
+    parser.add_argument("--limit", type=float, default=540, help="time limit in seconds, in total")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     present = detect_gpus()

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200, help=f"a multiple of {EVERY}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=600, help="seconds that a run may take")
+    parser.add_argument("--limit", type=float, default=600, help="time limit per run in seconds")
     parser.add_argument("--output", type=Path)
     parser.add_argument("overrides", nargs="*", default=["run.device=cpu"])
     options = parser.parse_args()

@@ -97,12 +97,12 @@ def main() -> int:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--sides", nargs="+", choices=SIDES[1:], default=list(SIDES[1:]))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each side, in turn")
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of a run")
+    parser.add_argument("--rounds", type=int, default=5, help="runs per side, in turn")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps per run")
     parser.add_argument(
         "--skip", type=int, default=10, help="first steps of a run that are not counted"
     )
-    parser.add_argument("--limit", type=float, default=300, help="seconds that one run may take")
+    parser.add_argument("--limit", type=float, default=300, help="time limit per run in seconds")
     parser.add_argument("--output", type=Path, help="file for the table")
     arguments = parser.parse_args()
     sides = ["raw", *installed(arguments.sides)]

@@ -35,15 +35,18 @@ def parse_arguments(description: str, *flags: str, **choices: list[str]) -> argp
     parser.add_argument(
         "--positions",
         type=Path,
-        help=".npy: position ids of the same shape, where rows hold several documents",
+        help=".npy: position ids (rows, tokens), if rows contain several documents",
     )
     parser.add_argument(
-        "--metrics", type=Path, required=True, help="file that rank 0 writes a JSON line a step to"
+        "--metrics",
+        type=Path,
+        required=True,
+        help="file to which rank 0 writes one JSON line per step",
     )
     parser.add_argument(
         "--weights",
         type=Path,
-        help="safetensors file with the initial weights; without it they are random",
+        help="safetensors file with the initial weights; default: random weights",
     )
     parser.add_argument("--steps", type=int, required=True, help="optimizer steps")
     parser.add_argument(
@@ -52,7 +55,7 @@ def parse_arguments(description: str, *flags: str, **choices: list[str]) -> argp
     parser.add_argument(
         "--accumulation", type=int, required=True, help="micro-batches per optimizer step"
     )
-    parser.add_argument("--learning-rate", type=float, required=True, help="peak")
+    parser.add_argument("--learning-rate", type=float, required=True, help="peak learning rate")
     parser.add_argument("--warmup-steps", type=int, required=True, help="steps of linear warm-up")
     parser.add_argument(
         "--bf16", action="store_true", help="compute in bfloat16; float32 otherwise"
