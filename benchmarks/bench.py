@@ -298,9 +298,9 @@ class Bench:
             file.writelines(json.dumps({"input_ids": row.tolist()}) + "\n" for row in rows)
         # The same rows, cut into documents of various lengths. Packing restores the rows
         chance = np.random.default_rng(1)
-        places = np.zeros_like(rows)
+        positions = np.zeros_like(rows)
         with (self.folder / "documents.jsonl").open("w") as file:
-            for row, place in zip(rows, places, strict=True):
+            for row, row_positions in zip(rows, positions, strict=True):
                 cuts = np.sort(
                     chance.choice(
                         np.arange(1, len(row)), size=int(chance.integers(1, 6)), replace=False
@@ -308,17 +308,19 @@ class Bench:
                 )
                 for document in np.split(row, cuts):
                     file.write(json.dumps({"input_ids": document.tolist()}) + "\n")
-                place[:] = np.concatenate([np.arange(len(part)) for part in np.split(row, cuts)])
-        np.save(self.folder / "positions.npy", places)
+                row_positions[:] = np.concatenate(
+                    [np.arange(len(part)) for part in np.split(row, cuts)]
+                )
+        np.save(self.folder / "positions.npy", positions)
         (self.folder / "config.json").write_text(json.dumps(self.size.model))
 
-    def _next(self, name: str) -> Path:
+    def _new_folder(self, name: str) -> Path:
         self.count += 1
         folder = self.folder / f"{self.count:03}-{name}"
         folder.mkdir()
         return folder
 
-    def _measured(self, file: Path, started: float) -> Measured:
+    def _read_metrics(self, file: Path, started: float) -> Measured:
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         if len(lines) != self.steps:
             raise RunFailedError(f"{file}: {len(lines)} lines for {self.steps} steps")
@@ -361,7 +363,7 @@ class Bench:
         They are exported after one step with a learning rate of 0. This run also writes the
         launcher's token store, so the runs that follow find it in the cache.
         """
-        folder = self._next("initial-weights")
+        folder = self._new_folder("initial-weights")
         self._launcher(
             mode,
             folder,
@@ -382,14 +384,14 @@ class Bench:
 
         Raises RunFailedError.
         """
-        folder = self._next(f"{name}-{side}")
+        folder = self._new_folder(f"{name}-{side}")
         if side in LAUNCHER:
             changes = {"model": {"chunked_loss": side == "launcher"}}
             started = self._launcher(MODES[name], folder, **changes)
-            return self._measured(folder / "run" / "metrics.jsonl", started)
+            return self._read_metrics(folder / "run" / "metrics.jsonl", started)
         command = self._loop(side, MODES[name], folder / "metrics.jsonl", weights)
         started = run(command, log=folder / "output.txt", limit=self.limit)
-        return self._measured(folder / "metrics.jsonl", started)
+        return self._read_metrics(folder / "metrics.jsonl", started)
 
     def _loop(self, side: str, mode: Mode, metrics: Path, weights: Path | None) -> list[str]:
         """The command that runs the raw loop or a loop of peers.py."""

@@ -112,16 +112,16 @@ def worker(options: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    def waited() -> None:
+    def synchronize() -> None:
         if cuda:
             torch.cuda.synchronize()
         dist.barrier()
 
-    def timed(what: Callable[[], Any]) -> float:
-        waited()
+    def time_call(what: Callable[[], Any]) -> float:
+        synchronize()
         started = time.perf_counter()
         what()
-        waited()
+        synchronize()
         return time.perf_counter() - started
 
     for _ in range(4):
@@ -146,10 +146,10 @@ def worker(options: argparse.Namespace) -> None:
             first()
             for _ in range(STEPS):
                 step()
-                waited()
+                synchronize()
 
         cpu = time.process_time()
-        seconds = timed(steps)
+        seconds = time_call(steps)
         return seconds, time.process_time() - cpu
 
     def save(checkpointer: Checkpointer) -> None:
@@ -179,8 +179,8 @@ def worker(options: argparse.Namespace) -> None:
     names = "step floor synchronous blocking stall cpu lasted floor_load verify load"
     found: dict[str, list[float]] = {name: [] for name in names.split()}
     for _ in range(options.repeats):
-        found["floor"].append(timed(floor))
-        found["synchronous"].append(timed(lambda: save(synchronous)))
+        found["floor"].append(time_call(floor))
+        found["synchronous"].append(time_call(lambda: save(synchronous)))
         assert all(outcome.error is None for outcome in synchronous.finish())
         plain, plain_cpu = steps_timed(lambda: None)
         with_save, with_save_cpu = steps_timed(lambda: save(asynchronous))
@@ -197,9 +197,11 @@ def worker(options: argparse.Namespace) -> None:
             nonlocal path
             path = find_checkpoint(folder / "asynchronous", group=group) or path
 
-        found["floor_load"].append(timed(lambda: _copy(torch.load(file, weights_only=True), part)))
-        found["verify"].append(timed(verify))
-        found["load"].append(timed(lambda: load(path, tensors, group=group)))  # noqa: B023
+        found["floor_load"].append(
+            time_call(lambda: _copy(torch.load(file, weights_only=True), part))
+        )
+        found["verify"].append(time_call(verify))
+        found["load"].append(time_call(lambda: load(path, tensors, group=group)))  # noqa: B023
     gathered: list[Any] = [None] * options.ranks
     medians = {name: statistics.median(values) for name, values in found.items()}
     dist.all_gather_object(gathered, medians)

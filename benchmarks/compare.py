@@ -53,7 +53,7 @@ class Result:
         return [math.inf if not a or b is None else abs(b - a) / abs(a) for a, b in losses]
 
 
-def measures(
+def measurements(
     bench: Bench, name: str, *, skip: int, gpu: str | None
 ) -> dict[str, tuple[str, Callable[[Measured], float]]]:
     """For each measurement: its format and a function that computes it."""
@@ -116,7 +116,9 @@ def report(
     ]
     for name, result in results.items():
         raw = result.runs.get("raw", [])
-        for what, (text, number) in measures(bench, name, skip=skip, gpu=machine["gpu"]).items():
+        for what, (text, number) in measurements(
+            bench, name, skip=skip, gpu=machine["gpu"]
+        ).items():
             values = {side: [number(run) for run in result.runs.get(side, [])] for side in sides}
             cells = [ratios(values[side], values["raw"]) for side in sides if side != "raw"]
             if raw:

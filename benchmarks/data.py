@@ -51,8 +51,8 @@ tokenizer = AutoTokenizer.from_pretrained(folder + "/tokenizer")
 imported = time.perf_counter()
 rows = datasets.load_dataset("json", data_files=folder + "/text.jsonl", split="train", cache_dir=folder + "/by_hand")
 encode = lambda batch: {"input_ids": tokenizer(batch["text"])["input_ids"]}
-made = rows.map(encode, batched=True, remove_columns=["text"], num_proc=processes)
-tokens = sum(len(ids) for batch in made.iter(1000) for ids in batch["input_ids"]) + len(made)
+encoded = rows.map(encode, batched=True, remove_columns=["text"], num_proc=processes)
+tokens = sum(len(ids) for batch in encoded.iter(1000) for ids in batch["input_ids"]) + len(encoded)
 print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - imported, "imports": imported - started}))
 """
 

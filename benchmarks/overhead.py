@@ -49,7 +49,7 @@ class OverheadBench(Bench):
         mode = f"{strategy}-bf16"
         if side not in LAUNCHER:
             return 1000 * self.run(side, mode).median("cpu_seconds", skip)
-        folder = self._next(f"{mode}-{side}")
+        folder = self._new_folder(f"{mode}-{side}")
         self._launcher(
             MODES[mode],
             folder,

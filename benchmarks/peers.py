@@ -59,13 +59,13 @@ def fsdp_policy(arguments: argparse.Namespace) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def meter(arguments: argparse.Namespace) -> Meter:
+def make_meter(arguments: argparse.Namespace) -> Meter:
     """The raw loops' Meter. Requires an initialized process group."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
     return Meter(arguments.metrics, dist.get_rank(), dist.get_world_size(), device)
 
 
-def whole(norm: Any) -> torch.Tensor:
+def full_norm(norm: Any) -> torch.Tensor:
     """The gradient norm over all ranks, as a plain tensor."""
     tensor: torch.Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return tensor
@@ -97,9 +97,9 @@ def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
         model, make_optimizer(model, arguments.learning_rate), loader
     )
     model.train()
-    recorded, step = meter(arguments), 0
+    meter, step = make_meter(arguments), 0
     total = torch.zeros((), device=accelerator.device)
-    for batch in endless(loader):
+    for batch in repeat_batches(loader):
         with accelerator.accumulate(model):
             loss = model(**batch, use_cache=False).loss
             accelerator.backward(loss)
@@ -107,12 +107,12 @@ def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 for group in optimizer.param_groups:
-                    group["lr"] = rate(arguments, step + 1)
+                    group["lr"] = learning_rate_of(arguments, step + 1)
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             step += 1
-            recorded.record(step, mine(total, arguments), whole(norm))
+            meter.record(step, loss_share(total, arguments), full_norm(norm))
             total.zero_()
             if step == arguments.steps:
                 return
@@ -121,17 +121,17 @@ def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
 def trainer_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    recorded: list[Meter] = []
+    meters: list[Meter] = []
 
     class AfterStep(TrainerCallback):
         def on_train_begin(self, *unused: Any, **more: Any) -> None:
-            recorded.append(meter(arguments))
+            meters.append(make_meter(arguments))
 
         def on_log(self, settings: Any, state: Any, *unused: Any, **more: Any) -> None:
             logs = more["logs"]
             if "loss" in logs:  # the mean over ranks, on each of them
                 loss = torch.tensor(logs["loss"] / dist.get_world_size())
-                recorded[0].record(state.global_step, loss, torch.tensor(logs["grad_norm"]))
+                meters[0].record(state.global_step, loss, torch.tensor(logs["grad_norm"]))
 
     class SameOptimizer(Trainer):
         def create_optimizer(self, model: Any = None) -> Any:
@@ -141,7 +141,7 @@ def trainer_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
         def create_scheduler(self, *unused: Any, **more: Any) -> Any:
             peak = arguments.learning_rate
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                self.optimizer, lambda done: rate(arguments, done + 1) / peak
+                self.optimizer, lambda done: learning_rate_of(arguments, done + 1) / peak
             )
             return self.lr_scheduler
 
@@ -201,7 +201,7 @@ def fabric_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
         DataLoader(Rows(arguments.data), batch_size=arguments.micro_batch_size)
     )
     model.train()
-    recorded, batches = meter(arguments), endless(loader)
+    meter, batches = make_meter(arguments), repeat_batches(loader)
     for step in range(1, arguments.steps + 1):
         total = torch.zeros((), device=fabric.device)
         for index in range(arguments.accumulation):
@@ -213,18 +213,18 @@ def fabric_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
             total += loss.detach()
         norm = fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
         for group in optimizer.param_groups:
-            group["lr"] = rate(arguments, step)
+            group["lr"] = learning_rate_of(arguments, step)
         optimizer.step()
         optimizer.zero_grad()
-        recorded.record(step, mine(total, arguments), whole(norm))
+        meter.record(step, loss_share(total, arguments), full_norm(norm))
 
 
-def endless(loader: Any) -> Iterator[Any]:
+def repeat_batches(loader: Any) -> Iterator[Any]:
     while True:
         yield from loader
 
 
-def rate(arguments: argparse.Namespace, step: int) -> float:
+def learning_rate_of(arguments: argparse.Namespace, step: int) -> float:
     return learning_rate_at(
         step,
         peak=arguments.learning_rate,
@@ -233,7 +233,7 @@ def rate(arguments: argparse.Namespace, step: int) -> float:
     )
 
 
-def mine(total: torch.Tensor, arguments: argparse.Namespace) -> torch.Tensor:
+def loss_share(total: torch.Tensor, arguments: argparse.Namespace) -> torch.Tensor:
     """This rank's contribution to the mean loss of a step.
 
     total: sum of the micro-batches' mean losses. All micro-batches have the same number of tokens.

@@ -117,9 +117,9 @@ def load_rows(
     targets[:, :-1] = inputs[:, 1:]
     named = {"input_ids": inputs.to(device)}
     if positions is not None:
-        places = torch.from_numpy(np.load(positions)).to(torch.int64)
-        targets[:, :-1][places[:, 1:] == 0] = IGNORED
-        named["position_ids"] = places.to(device)
+        position_ids = torch.from_numpy(np.load(positions)).to(torch.int64)
+        targets[:, :-1][position_ids[:, 1:] == 0] = IGNORED
+        named["position_ids"] = position_ids.to(device)
     return named, targets.to(device), float((targets != IGNORED).sum()) / len(targets)
 
 
