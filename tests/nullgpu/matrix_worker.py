@@ -119,7 +119,7 @@ def run_case(case, folder, ranks):
     def local(tensor):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def places(tensors):
+    def placements(tensors):
         """The distinct devices and dtypes of the tensors, and whether they are pinned."""
         tensors = [local(tensor) for tensor in tensors]
         return sorted(
@@ -135,14 +135,14 @@ def run_case(case, folder, ranks):
     ).recipe
     seen = {"computed": [], "gradients": [], "peaks": []}
 
-    def beat(phase):
+    def record_gradients(phase):
         if phase == "optimizer":
-            seen["gradients"] = places(
+            seen["gradients"] = placements(
                 p.grad for p in training.wrapped.module.parameters() if p.grad is not None
             )
 
     training = assemble(
-        recipe, ranks=ranks, build_data=ranks.rank == 0, hooks=Hooks(heartbeat=beat)
+        recipe, ranks=ranks, build_data=ranks.rank == 0, hooks=Hooks(heartbeat=record_gradients)
     )
     module = training.wrapped.module
     parameters = dict(module.named_parameters())
@@ -156,9 +156,9 @@ def run_case(case, folder, ranks):
         m for name, m in module.named_modules() if clean_name(name).endswith("q_proj")
     ).register_forward_hook(note_dtype)
     seen |= {
-        "trained": places(trained),
-        "frozen": places(frozen),
-        "buffers": places(b for b in module.buffers() if b.is_floating_point()),
+        "trained": placements(trained),
+        "frozen": placements(frozen),
+        "buffers": placements(b for b in module.buffers() if b.is_floating_point()),
         "trained_numbers": sum(p.numel() for p in trained),
         "frozen_numbers": sum(p.numel() for p in frozen),
         # fully_shard all-gathers these in the forward pass and again in the backward pass
@@ -179,10 +179,10 @@ def run_case(case, folder, ranks):
         v for values in training.optimizer.state.values() for k, v in values.items() if k != "step"
     ]
     seen |= {
-        "optimizer": places(state),
+        "optimizer": placements(state),
         "states": len(state),
-        "skipped": places([step.skipped]),
-        "loss": places([step.loss]),
+        "skipped": placements([step.skipped]),
+        "loss": placements([step.loss]),
     }
     return seen | {"attention": dict(ATTENTION)}
 
@@ -231,9 +231,9 @@ def main(folder):
     with process_group.process_group(environment, device="any", init_timeout=300) as (world, _):
         sizes = sorted({case.ranks for case in cases})
         groups = {size: dist.new_group(list(range(size))) for size in sizes}
-        waiting = dist.new_group(backend="gloo")
+        barrier_group = dist.new_group(backend="gloo")
         for case in cases:
-            dist.barrier(group=waiting)
+            dist.barrier(group=barrier_group)
             if world.rank >= case.ranks:
                 continue
             ranks = DataParallel(
@@ -251,7 +251,7 @@ def main(folder):
             gc.collect()
             gc.freeze()  # exclude imported modules, so that the next collection is fast
             torch.cuda.empty_cache()
-        dist.barrier(group=waiting)
+        dist.barrier(group=barrier_group)
         preloaded().nullgpu_mark(b"end")
         (folder / f"results_{world.rank}.json").write_text(json.dumps(results))
     sys.stdout.flush()

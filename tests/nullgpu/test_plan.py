@@ -47,7 +47,7 @@ FULL, SELECTIVE = "activation_checkpointing.mode=full", "activation_checkpointin
 BUDGET = "activation_checkpointing={mode: selective, budget: 0.5}"
 TO_HOST = "activation_checkpointing={mode: full, offload_to_cpu: true}"
 PADDED, LORA = "data.packing=false", "lora.rank=16"
-HELD_BACK, GATHERED = (
+REDUCE_ONCE, UNSHARDED = (
     "strategy.sync_every_micro_batch=false",
     "strategy.reshard_after_backward=false",
 )
@@ -55,10 +55,10 @@ HELD_BACK, GATHERED = (
 MUON = "optimizer.name=muon"
 
 SMALL, NARROW = "4 blocks of 1B", "2 narrow blocks"
-FEW = [
+SAMPLE = [
     (SMALL, 1, [DDP, BF16]),
     (SMALL, 1, [BF16, SELECTIVE]),
-    (SMALL, 2, [FP16, GATHERED, HELD_BACK]),
+    (SMALL, 2, [FP16, UNSHARDED, REDUCE_ONCE]),
     (NARROW, 2, [BF16, OFFLOAD, FULL]),
     (SMALL, 1, [BF16, LORA, PADDED, FULL]),
     (SMALL, 2, [BF16, TO_HOST]),
@@ -87,9 +87,9 @@ GRID = {
         ("1B", 1, [FP16, FULL]),
         ("1B", 1, [FP32, FULL, PADDED]),
         ("1B", 1, [FP32, FULL, PADDED, "model.attention=eager"]),
-        ("1B", 2, [BF16, FULL, HELD_BACK]),
-        ("1B", 2, [BF16, FULL, GATHERED]),
-        ("1B", 2, [BF16, GATHERED, HELD_BACK]),
+        ("1B", 2, [BF16, FULL, REDUCE_ONCE]),
+        ("1B", 2, [BF16, FULL, UNSHARDED]),
+        ("1B", 2, [BF16, UNSHARDED, REDUCE_ONCE]),
         ("1B", 1, [BF16, FULL, LORA]),
     ],
     # The plan includes 64 MiB of cuBLAS workspaces, as on GPUs of capability 9.0; 8.0 has 16 MiB
@@ -107,7 +107,7 @@ GRID = {
     (4, 90): [
         ("1B", 1, [HYBRID, BF16, FULL]),
         ("1B", 2, [HYBRID, BF16, SELECTIVE]),
-        ("1B", 2, [HYBRID, BF16, FULL, HELD_BACK]),
+        ("1B", 2, [HYBRID, BF16, FULL, REDUCE_ONCE]),
         (NARROW, 2, [HYBRID, BF16, OFFLOAD, FULL]),
     ],
     (8, 80): [("8B", 1, [BF16, FULL]), ("70B", 1, [BF16, LORA, FULL])],
@@ -159,7 +159,7 @@ def check(results):
 def test_plan_matches_the_caching_allocator(null_gpus, folder, monkeypatch):
     for name, value in null_gpus(count=2, capability=90).variables.items():
         monkeypatch.setenv(name, value)
-    results = list(compared(folder, FEW, ranks=2, timeout=300))
+    results = list(compared(folder, SAMPLE, ranks=2, timeout=300))
     check(results)
     (_, _, ddp), *_ = results
     # DDP frees its first buckets before it allocates the rebuilt ones

@@ -98,7 +98,7 @@ def results(tmp_path_factory):
     return launch(tmp_path_factory.mktemp("matrix"), CASES, ranks=2)
 
 
-def check_places(case, seen, rank):
+def check_placement(case, seen, rank):
     device = "cpu" if case.strategy == "offload" else f"cuda:{rank}"
     pinned = " pinned" if case.strategy == "offload" else ""
     assert seen["trained"] == [f"{device} float32{pinned}"]
@@ -156,7 +156,7 @@ def expected_traffic(case, seen):
 def check(results, case):
     for rank in range(case.ranks):
         seen = results.of(case, rank)
-        check_places(case, seen, rank)
+        check_placement(case, seen, rank)
         check_attention(case, seen)
         for step in range(1, STEPS + 1):
             assert results.moved(case, rank, step) == expected_traffic(case, seen), (

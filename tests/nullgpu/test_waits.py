@@ -42,7 +42,7 @@ TO_HOST = [
     "activation_checkpointing={mode: full, offload_to_cpu: true}",
     "model.config.num_hidden_layers=4",
 ]
-HELD = ["strategy.sync_every_micro_batch=false"]
+REDUCE_ONCE = ["strategy.sync_every_micro_batch=false"]
 STEADY = 7
 """First steady step. Earlier steps allocate memory, reorder DDP's buckets and pin memory for
 records."""
@@ -50,11 +50,11 @@ TIMED = 11
 """Up to this step, DDP waits for its own timers eight times per step. torch cannot disable that."""
 
 
-def started(folder, gpus, trainings, *, ranks):
+def run_trainings(folder, gpus, trainings, *, ranks):
     """Runs the trainings with two micro-batches per step; returns each rank's log, by training."""
-    drawn = random.Random(0)
-    for name, lengths in (("packed", [127] * 400), ("padded", drawn.choices([300, 500], k=300))):
-        rows = ({"text": "".join(drawn.choices("abcdefgh ", k=length))} for length in lengths)
+    rng = random.Random(0)
+    for name, lengths in (("packed", [127] * 400), ("padded", rng.choices([300, 500], k=300))):
+        rows = ({"text": "".join(rng.choices("abcdefgh ", k=length))} for length in lengths)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = json.loads(json.dumps(RECIPE))
     recipe["batch"]["global_batch_size"] = 4 * ranks
@@ -107,19 +107,19 @@ def unexpected(log, *, every_steps=5, first=STEADY, each_step=None, pageable=Fal
 
 
 def check(found, checks):
-    trouble = [
+    failures = [
         f"rank {rank}, {name}: {what}"
         for rank, parts in enumerate(found)
         for name, options in checks.items()
         for what in unexpected(parts[name], **options)
     ]
-    assert not trouble, "\n".join(trouble)
+    assert not failures, "\n".join(failures)
 
 
 # With CPU offload, FSDP2 waits after the last backward pass for the copy of each gradient
-COPIED = {"event": PARAMETERS}
+COPY_WAITS = {"event": PARAMETERS}
 # With a second reduction, it also waits before it adds each gradient to the one on the host
-ADDED = COPIED | {"copy": PARAMETERS}
+ADD_WAITS = COPY_WAITS | {"copy": PARAMETERS}
 
 
 def test_two_ranks_have_no_unexpected_waits(null_gpus, tmp_path):
@@ -131,7 +131,7 @@ def test_two_ranks_have_no_unexpected_waits(null_gpus, tmp_path):
     gpus = null_gpus(count=2)
     everything = ["data.workers=1", "data.validation=[padded.jsonl]", "evaluation={every_steps: 3, max_batches: 2}",
                   "checkpoint={every_steps: 2, export: at_end}"]  # fmt: skip
-    found = started(
+    found = run_trainings(
         tmp_path,
         gpus,
         {
@@ -141,7 +141,7 @@ def test_two_ranks_have_no_unexpected_waits(null_gpus, tmp_path):
             "ddp_padded": [*DDP, *PADDED],
             "everything": [*everything, "run.max_steps=4"],
             "everything-resumed": [*everything, STATE, "run.max_steps=7"],
-            "offload_packed": [*OFFLOAD, *HELD, "logging.every_steps=1"],
+            "offload_packed": [*OFFLOAD, *REDUCE_ONCE, "logging.every_steps=1"],
             "activations_on_the_host": [*TO_HOST, "logging.every_steps=1"],
             "state_on_the_host": [STATE, "logging.every_steps=1"],
         },
@@ -155,7 +155,7 @@ def test_two_ranks_have_no_unexpected_waits(null_gpus, tmp_path):
             "fsdp_packed": {},
             "fsdp_padded": {"every_steps": 1},
             "ddp_padded": {"first": TIMED + 1},
-            "offload_packed": {"each_step": COPIED, "pageable": True, "every_steps": 1},
+            "offload_packed": {"each_step": COPY_WAITS, "pageable": True, "every_steps": 1},
             "activations_on_the_host": {"every_steps": 1},
             "state_on_the_host": {"every_steps": 1},
         },
@@ -183,17 +183,17 @@ def test_one_rank_has_no_unexpected_waits(null_gpus, tmp_path):
         "fsdp": PADDED,
         "ddp": DDP,
         "offload": OFFLOAD,
-        "offload_padded": [*OFFLOAD, *HELD, *PADDED],
+        "offload_padded": [*OFFLOAD, *REDUCE_ONCE, *PADDED],
     }
-    found = started(tmp_path, null_gpus(count=1), trainings, ranks=1)
+    found = run_trainings(tmp_path, null_gpus(count=1), trainings, ranks=1)
     offload = {"pageable": True}
     check(
         found,
         {
             "fsdp": {},
             "ddp": {"first": TIMED + 1},
-            "offload": {"each_step": ADDED, **offload},
-            "offload_padded": {"each_step": COPIED, **offload},
+            "offload": {"each_step": ADD_WAITS, **offload},
+            "offload_padded": {"each_step": COPY_WAITS, **offload},
         },
     )
 
@@ -201,5 +201,7 @@ def test_one_rank_has_no_unexpected_waits(null_gpus, tmp_path):
 @pytest.mark.long
 def test_hybrid_sharding_has_no_unexpected_waits(null_gpus, tmp_path):
     gpus = null_gpus(count=4)
-    check(started(tmp_path, gpus, {"packed": ["strategy.replicate=2"]}, ranks=4), {"packed": {}})
+    check(
+        run_trainings(tmp_path, gpus, {"packed": ["strategy.replicate=2"]}, ranks=4), {"packed": {}}
+    )
     check_contexts(gpus)
