@@ -62,7 +62,7 @@ def figures(records):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     """A cached function that returns a recipe's records of an uninterrupted deterministic run."""
 
     @functools.cache
@@ -157,10 +157,10 @@ def test_varlen_attention_matches_separate_documents(model_type):
     )
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    isolation = isolate_documents(
+    masking = isolate_documents(
         shape, sequence_length=256, device=torch.device("cuda"), compute_dtype=torch.bfloat16
     )
-    assert isolation == "varlen", "torch's variable-length kernel is used"
+    assert masking == "varlen", "torch's variable-length kernel is used"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         settings, dtype=torch.bfloat16, attn_implementation="eager"
@@ -180,7 +180,7 @@ def test_varlen_attention_matches_separate_documents(model_type):
     model.zero_grad()
     model.set_attn_implementation(VARLEN)
     bounds = torch.tensor([0, 100, 256, 263, 463, 512], dtype=torch.int32, device="cuda")
-    places = torch.stack(
+    position_ids = torch.stack(
         [torch.cat([torch.arange(length) for length in lengths]) for lengths in documents]
     ).cuda()
     lengths = {
@@ -189,7 +189,9 @@ def test_varlen_attention_matches_separate_documents(model_type):
         "max_length_q": 256,
         "max_length_k": 256,
     }
-    packed = model(input_ids=ids, position_ids=places, use_cache=False, **lengths).logits.float()
+    packed = model(
+        input_ids=ids, position_ids=position_ids, use_cache=False, **lengths
+    ).logits.float()
     assert float((packed - alone).detach().abs().max() / alone.detach().abs().max()) < 3e-2
     packed.square().mean().backward()
     for name, gradient in expected.items():
@@ -253,17 +255,17 @@ def test_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapters,
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp", "fsdp_offload"])
-def test_resumed_run_is_bit_identical(recipe, asynchronous, undisturbed, tmp_path):
+def test_resumed_run_is_bit_identical(recipe, asynchronous, uninterrupted, tmp_path):
     """Covers asynchronous saves through pinned memory, synchronous saves and the GPU's RNG."""
     settings = [*DETERMINISTIC, f"checkpoint.asynchronous={asynchronous}"]
     train(recipe, tmp_path / "run", *settings, "run.max_steps=7", ranks=GPUS)
     resumed, output = train(recipe, tmp_path / "run", *settings, ranks=GPUS)
     assert "step_00000007, step 7" in output
-    assert figures(resumed) == figures(undisturbed(recipe))
+    assert figures(resumed) == figures(uninterrupted(recipe))
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
-def test_run_with_killed_rank_has_equal_losses(recipe, undisturbed, tmp_path):
+def test_run_with_killed_rank_has_equal_losses(recipe, uninterrupted, tmp_path):
     """A rank gets SIGKILL in step 8, and the restart resumes from step 6.
 
     If there are other ranks, they report the lost rank.
@@ -289,7 +291,7 @@ def test_run_with_killed_rank_has_equal_losses(recipe, undisturbed, tmp_path):
     assert (tmp_path / "killed").exists()
     assert json.loads((run_dir / "status.json").read_text())["state"] == "finished"
     assert [line["step"] for line in read(run_dir, "events") if line["event"] == "resumed"] == [6]
-    assert figures(read(run_dir)) == figures(undisturbed(recipe))
+    assert figures(read(run_dir)) == figures(uninterrupted(recipe))
 
 
 def contexts():
@@ -304,7 +306,7 @@ def test_each_gpu_has_one_cuda_context(tmp_path):
     """Only the GPU's own rank has a context: no other rank, torchrun, loader or saving process."""
     run_dir, before, most = tmp_path / "run", contexts(), Counter()
 
-    def look(process):
+    def watch(process):
         deadline, steps = time.monotonic() + 200, 0
         while process.poll() is None and time.monotonic() < deadline and steps < 30:
             most.update((contexts() - before) - most)  # maximum over time
@@ -313,7 +315,7 @@ def test_each_gpu_has_one_cuda_context(tmp_path):
             (run_dir / "stop").touch()
 
     settings = ["run.max_steps=100000", "data.workers=2", "checkpoint.every_steps=10"]
-    start("fsdp", run_dir, *settings, ranks=GPUS, during=look).check()
+    start("fsdp", run_dir, *settings, ranks=GPUS, during=watch).check()
     assert len(read(run_dir)) >= 30
     if not most:
         pytest.skip("nvidia-smi shows no processes here, as in some containers")
