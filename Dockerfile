@@ -1,11 +1,11 @@
-# An image with the launcher and the versions of constraints.txt, on GPUs:
+# An image for GPUs with the launcher and the package versions of constraints.txt:
 #   docker build -t launcher .
 #   docker run --gpus all --shm-size 8g -v "$PWD:/work" launcher doctor
-# torch's wheels bring CUDA's libraries and NCCL, so the base image without them is enough.
+# torch's wheels contain the CUDA libraries and NCCL, so a base image without them is enough.
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04
 
-# g++ and Python's headers: torch.compile. Versions of Ubuntu's packages are not pinned: old ones are removed
-# from its archive, and the image would no longer build.
+# torch.compile needs g++ and Python's headers. Versions of Ubuntu packages are not pinned, because
+# old versions are removed from Ubuntu's archive and the image would no longer build.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends git g++ make python3-dev python3-venv \
@@ -14,7 +14,7 @@ RUN apt-get update \
 ENV PATH=/opt/launcher/bin:$PATH \
     PYTHONUNBUFFERED=1
 WORKDIR /opt/source
-# The dependencies first: this layer is built again only if they change
+# Install the dependencies first, so that this layer is rebuilt only if they change
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY launcher/__init__.py launcher/__init__.py
 COPY recipes recipes
@@ -25,7 +25,7 @@ RUN python3 -m venv /opt/launcher \
 COPY launcher launcher
 RUN pip install --no-cache-dir --no-deps .
 
-# ubuntu, a user of the base image. /work is the folder for data and runs: mount yours there
+# UID 1000 is the user `ubuntu` of the base image. Mount your folder with data and runs on /work
 USER 1000
 WORKDIR /work
 ENTRYPOINT ["launcher"]

@@ -1,11 +1,11 @@
 # make install     creates .venv with the package and its pinned dependencies
 # make train       trains a small Llama on the source of Python's standard library
 # make finetune    fine-tunes that model on chats with sums; prints its accuracy before and after
-# make test        lint, types and all tests but the long ones
-# make test-long   the long tests, too
+# make test        lint, type checks and all tests except the long ones
+# make test-long   all tests, including the long ones
 # make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
-# make test-gpu    on a machine with GPUs: their tests and benchmarks (see benchmarks/README.md)
-# make docs        the documentation site, into build/site
+# make test-gpu    GPU tests and benchmarks, on a machine with GPUs (see benchmarks/README.md)
+# make docs        builds the documentation site in build/site
 # make gpu-wheels  downloads packages for `make test-gpu` on a machine without network
 PYTHON ?= python3
 VENV := .venv
@@ -31,7 +31,7 @@ GPU_PLATFORMS = $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)),1,2)
 # torch from PyPI is built for CUDA. Without a GPU, training then needs run.device=cpu
 DEVICE ?= $(if $(shell nvidia-smi --list-gpus 2>/dev/null || amd-smi list 2>/dev/null),auto,cpu)
-# The first folder without a run: no run is overwritten
+# The first folder without a run, so that no run is overwritten
 unused = $$(dir=runs/$(1); n=2; while [ -s "$$dir/metrics.jsonl" ]; do dir=runs/$(1)-$$n; n=$$((n+1)); done; echo $$dir)
 # The newest export of `make train`; `make finetune` needs its tokenizer.json
 pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1))
@@ -58,8 +58,8 @@ finetune: install
 	echo "before:" && $(BIN)/python recipes/arithmetic.py accuracy $$model runs/arithmetic && \
 	echo "after:" && $(BIN)/python recipes/arithmetic.py accuracy $$dir/hf runs/arithmetic
 
-# Three test processes, as many tests wait; each file stays in one of them, so that its tests share
-# what they start. The distributed tests take longest and start first.
+# Three test processes even on two cores, because many tests wait. Each file runs in one process, so
+# that its tests share fixtures. The distributed tests take longest and start first.
 test: lint types
 	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 3 --dist loadfile \
 		--no-loadscope-reorder tests/distributed tests/slurm tests/unit
@@ -69,7 +69,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/hadolint Dockerfile
 
-# mkdocs is installed with the first build: no other target needs it
+# mkdocs is installed at the first build, because no other target needs it
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
@@ -93,7 +93,7 @@ test-cuda: install-cuda
 	$(CUDA_VENV)/bin/python -m pytest -m 'not long' tests/nullgpu
 
 cuda_torch = $(PYTHON) -c 'import torch as t; assert t.version.cuda and t.__version__ >= (2, 11)' 2>/dev/null
-# With PYTHON if its torch is built for CUDA, else in the environment of `make install-cuda`
+# Uses PYTHON if its torch is built for CUDA, otherwise the environment of `make install-cuda`
 test-gpu:
 	@$(cuda_torch) || $(MAKE) install-cuda
 	@$$($(cuda_torch) && echo $(PYTHON) || echo $(CUDA_VENV)/bin/python) benchmarks/gpu.py $(GPU_OPTIONS)

@@ -1,4 +1,4 @@
-"""Runs of the launcher and of other loops on the same model, data and learning rates."""
+"""Runs the launcher and other training loops on the same model, data and learning rates."""
 
 from __future__ import annotations
 
@@ -30,27 +30,32 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TRAIN = ROOT / "launcher" / "train.py"
 MARK = "LAUNCHER_BENCHMARK"
-"""An environment variable that all processes of a run inherit, also those that leave its process group. A run inside
-another one adds its mark to the other's."""
+"""Environment variable that marks all processes of a run.
+
+Processes inherit it even if they leave the process group. A nested run appends its own mark.
+"""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to train, for both sides."""
+    """A training mode, for the launcher and the hand-written loop."""
 
     loop: str
-    """The hand-written one."""
+    """File name of the hand-written loop."""
     recipe: dict[str, Any]
-    """What the launcher's recipe says beside what all modes share."""
+    """Recipe keys of this mode, added to those that all modes share."""
     bf16: bool = False
     flags: tuple[str, ...] = ()
-    """Of the hand-written loop."""
+    """Command-line flags of the hand-written loop."""
     accumulation: int = 2
-    """Micro-batches a step."""
+    """Micro-batches per step."""
     peers: str = ""
-    """The strategy of peers.py that does the same; empty: none does."""
+    """The equivalent strategy of peers.py; empty if there is none."""
     packed: bool = False
-    """Rows hold several documents: kept apart by the launcher's attention on one side, by transformers' mask on the other."""
+    """Rows contain several documents.
+
+    The launcher masks them in its attention kernel, the hand-written loop with transformers' mask.
+    """
 
 
 _BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
@@ -96,16 +101,16 @@ MODES = {
 
 @dataclass(frozen=True)
 class Size:
-    """A model and what it is fed."""
+    """A model and the shape of its data."""
 
     model: dict[str, Any]
     """Fields of LlamaConfig."""
     tokens: int
-    """Of a row."""
+    """Tokens per row."""
     micro_batch_size: int
     rows: int
     modes: tuple[str, ...]
-    """Those that make sense with it."""
+    """Names of the modes that are run with this size by default."""
 
 
 _SMALL_MODEL = {
@@ -120,7 +125,7 @@ _SMALL_MODEL = {
 }
 
 SIZES = {
-    # A step of 0.2 to 0.6 s on two cores: where one takes milliseconds, only noise is measured
+    # A step takes 0.2 to 0.6 s on two cores. Much shorter steps would measure only noise
     "small": Size(
         model=_SMALL_MODEL,
         tokens=256,
@@ -128,7 +133,7 @@ SIZES = {
         rows=256,
         modes=tuple(MODES),
     ),
-    # The vocabulary of real models: full logits are 4,096 x 32,000 float32 numbers, 0.5 GiB
+    # A realistic vocabulary: full logits are 4,096 x 32,000 float32 numbers, 0.5 GiB
     "32k": Size(
         model=_SMALL_MODEL | {"vocab_size": 32000, "max_position_embeddings": 1024},
         tokens=1024,
@@ -154,23 +159,24 @@ SIZES = {
 
 
 LAUNCHER = ("launcher", "launcher-full-logits")
-"""As shipped, and with `model.chunked_loss: false`: what the other sides compute."""
+"""The default recipe, and one with `model.chunked_loss: false`, which computes the loss like the
+other sides."""
 PEERS = {"accelerate": "accelerate", "trainer": "transformers", "fabric": "lightning_fabric"}
-"""A loop of peers.py, and the package that it needs."""
+"""Loops of peers.py, each with the package that it requires."""
 SIDES = ("raw", *LAUNCHER, *PEERS)
 
 
 def installed(sides: Sequence[str]) -> list[str]:
-    """Those sides whose package is installed."""
+    """The sides whose package is installed."""
     return [s for s in sides if s not in PEERS or importlib.util.find_spec(PEERS[s]) is not None]
 
 
 class RunFailedError(Exception):
-    """A process ended badly or not in time; the message holds the end of what it printed."""
+    """A process failed or timed out; the message contains the end of its output."""
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Ids of the living processes whose environment has the mark, orphans too."""
+    """PIDs of the running processes whose environment has the mark, including orphans."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
@@ -186,16 +192,16 @@ def _lines(file: Path) -> list[str]:
 
 
 def exit_status(command: list[str], *, log: Path, limit: float, grace: float = 0) -> int | None:
-    """Runs a command to its end and leaves none of its processes behind; returns its exit status.
+    """Runs a command, kills the processes that it leaves behind, and returns its exit status.
 
-    None: it took longer than `limit` seconds. It was interrupted (SIGINT), and killed where it
-    had not ended `grace` seconds later.
+    Returns None if it takes longer than `limit` seconds. With `grace`, it then gets SIGINT, and is
+    killed if it still runs `grace` seconds later.
     """
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: os.environ.get(MARK, "") + mark}
-    # The launcher sets this one itself, and it makes memory on GPUs go further
+    # The launcher sets this, so the other sides get it too. It reduces fragmentation on GPUs
     environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # Where it is set, Python compiles the launcher's source at each start, which no installation does
+    # If it is set, Python compiles the launcher's source at every start, unlike in an installation
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -224,9 +230,9 @@ def exit_status(command: list[str], *, log: Path, limit: float, grace: float = 0
 
 
 def run(command: list[str], *, log: Path, limit: float) -> float:
-    """Runs a command to its end and leaves none of its processes behind; returns the time it was started at.
+    """Runs a command, kills the processes that it leaves behind, and returns its start time.
 
-    Raises RunFailedError where it takes longer than `limit` seconds or ends with a status other than 0.
+    Raises RunFailedError if it takes longer than `limit` seconds or its exit status is not 0.
     """
     started = time.time()
     status = exit_status(command, log=log, limit=limit)
@@ -234,7 +240,7 @@ def run(command: list[str], *, log: Path, limit: float) -> float:
         what = (
             f"took longer than {limit:.0f} s" if status is None else f"ended with status {status}"
         )
-        # Ranks of the launcher print into logs of their own
+        # Each rank of the launcher writes its output to a log of its own
         logs = [log, *sorted(log.parent.glob("run/log/rank_*.log"))]
         ends = [
             f"the end of {file.relative_to(log.parent)}:\n" + "\n".join(_lines(file)[-30:])
@@ -245,13 +251,13 @@ def run(command: list[str], *, log: Path, limit: float) -> float:
 
 
 def torchrun(ranks: int, *words: object) -> list[str]:
-    """The command that starts a script with its arguments on the ranks of this machine."""
+    """The command that starts a script and its arguments with torchrun on this machine."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*start, f"--nproc-per-node={ranks}", *map(str, words)]
 
 
 def publish(text: str, file: Path | None) -> None:
-    """Prints what was measured, and writes it to the file if there is one."""
+    """Prints the text, and writes it to the file if one is given."""
     print(text)
     if file is not None:
         file.write_text(text, encoding="utf-8")
@@ -259,19 +265,19 @@ def publish(text: str, file: Path | None) -> None:
 
 @dataclass
 class Measured:
-    """What one run wrote, a line a step."""
+    """The metrics of one run, one line per step."""
 
     lines: list[dict[str, Any]]
     seconds_to_first_step: float
 
     def median(self, key: str, skip: int) -> float:
-        """Over the steps after the first `skip`."""
+        """The median of a metric over the steps after the first `skip`."""
         return statistics.median(float(line[key]) for line in self.lines[skip:])
 
 
 @dataclass
 class Bench:
-    """One comparison: where it writes, and what all of its runs share."""
+    """One comparison: its output folder, and the settings that all of its runs share."""
 
     folder: Path
     size: Size
@@ -283,18 +289,18 @@ class Bench:
     count: int = 0
 
     def prepare(self) -> None:
-        """Writes the data for both sides: random rows, all full."""
+        """Writes the model config and the data for all sides: rows of random tokens, all full."""
         rows = np.random.default_rng(0).integers(
             0, self.size.model["vocab_size"], (self.size.rows, self.size.tokens), dtype=np.int32
         )
         np.save(self.folder / "rows.npy", rows)
         with (self.folder / "rows.jsonl").open("w") as file:
             file.writelines(json.dumps({"input_ids": row.tolist()}) + "\n" for row in rows)
-        # The same rows as documents of many lengths, which fill them again
+        # The same rows, cut into documents of various lengths. Packing restores the rows
         chance = np.random.default_rng(1)
-        places = np.zeros_like(rows)
+        positions = np.zeros_like(rows)
         with (self.folder / "documents.jsonl").open("w") as file:
-            for row, place in zip(rows, places, strict=True):
+            for row, row_positions in zip(rows, positions, strict=True):
                 cuts = np.sort(
                     chance.choice(
                         np.arange(1, len(row)), size=int(chance.integers(1, 6)), replace=False
@@ -302,17 +308,19 @@ class Bench:
                 )
                 for document in np.split(row, cuts):
                     file.write(json.dumps({"input_ids": document.tolist()}) + "\n")
-                place[:] = np.concatenate([np.arange(len(part)) for part in np.split(row, cuts)])
-        np.save(self.folder / "positions.npy", places)
+                row_positions[:] = np.concatenate(
+                    [np.arange(len(part)) for part in np.split(row, cuts)]
+                )
+        np.save(self.folder / "positions.npy", positions)
         (self.folder / "config.json").write_text(json.dumps(self.size.model))
 
-    def _next(self, name: str) -> Path:
+    def _new_folder(self, name: str) -> Path:
         self.count += 1
         folder = self.folder / f"{self.count:03}-{name}"
         folder.mkdir()
         return folder
 
-    def _measured(self, file: Path, started: float) -> Measured:
+    def _read_metrics(self, file: Path, started: float) -> Measured:
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         if len(lines) != self.steps:
             raise RunFailedError(f"{file}: {len(lines)} lines for {self.steps} steps")
@@ -350,11 +358,12 @@ class Bench:
         return run(command, log=folder / "output.txt", limit=self.limit)
 
     def initial_weights(self, mode: Mode) -> Path:
-        """The weights that the launcher starts from, under every strategy: exported after a step without a learning rate.
+        """Exports the launcher's initial weights, which are the same under every strategy.
 
-        What this run does for the first time, such as making the launcher's token store, is done for the others too.
+        They are exported after one step with a learning rate of 0. This run also writes the
+        launcher's token store, so the runs that follow find it in the cache.
         """
-        folder = self._next("initial-weights")
+        folder = self._new_folder("initial-weights")
         self._launcher(
             mode,
             folder,
@@ -365,27 +374,27 @@ class Bench:
         return folder / "run" / "hf" / "model.safetensors"
 
     def can_run(self, side: str, name: str) -> bool:
-        """Whether the side has this mode, and runs it on this machine."""
+        """Whether the side supports the mode on this machine."""
         if side in ("accelerate", "trainer") and MODES[name].peers == "fsdp":
             return gpu_name() is not None or "NULLGPU_COUNT" in os.environ  # no FSDP on CPUs
         return side not in PEERS or bool(MODES[name].peers)
 
     def run(self, side: str, name: str, weights: Path | None = None) -> Measured:
-        """Runs a side in a mode. Without weights it starts from random ones.
+        """Runs a side in a mode, from random weights if none are given.
 
         Raises RunFailedError.
         """
-        folder = self._next(f"{name}-{side}")
+        folder = self._new_folder(f"{name}-{side}")
         if side in LAUNCHER:
             changes = {"model": {"chunked_loss": side == "launcher"}}
             started = self._launcher(MODES[name], folder, **changes)
-            return self._measured(folder / "run" / "metrics.jsonl", started)
+            return self._read_metrics(folder / "run" / "metrics.jsonl", started)
         command = self._loop(side, MODES[name], folder / "metrics.jsonl", weights)
         started = run(command, log=folder / "output.txt", limit=self.limit)
-        return self._measured(folder / "metrics.jsonl", started)
+        return self._read_metrics(folder / "metrics.jsonl", started)
 
     def _loop(self, side: str, mode: Mode, metrics: Path, weights: Path | None) -> list[str]:
-        """The command that runs the raw loop or one of peers.py."""
+        """The command that runs the raw loop or a loop of peers.py."""
         options: dict[str, object] = {
             "config": self.folder / "config.json",
             "data": self.folder / "rows.npy",
@@ -408,7 +417,7 @@ class Bench:
 
 
 def ratios(values: Sequence[float], raw: Sequence[float]) -> str:
-    """`median (smallest – largest)` of the ratios to the raw loop's runs in the same rounds."""
+    """Ratios to the raw loop's runs of the same rounds, as `median (smallest – largest)`."""
     found = [value / other for value, other in zip(values, raw, strict=False)]
     if not found:
         return ""
@@ -416,7 +425,7 @@ def ratios(values: Sequence[float], raw: Sequence[float]) -> str:
 
 
 def flops_per_token(size: Size) -> float:
-    """6 N + 12 L h T, as the launcher counts: N without input embeddings, but with the head, be it tied or not."""
+    """6 N + 12 L h T, as in the launcher. N includes the head (tied or not), not the embeddings."""
     model = size.model
     hidden, heads = model["hidden_size"], model["num_attention_heads"]
     head = model.get("head_dim", hidden // heads)
@@ -427,7 +436,7 @@ def flops_per_token(size: Size) -> float:
 
 
 def gpu_name() -> str | None:
-    """Of the first GPU; None: there is none."""
+    """Name of the first GPU, or None if there is no GPU."""
     try:
         found = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
@@ -441,7 +450,7 @@ def gpu_name() -> str | None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Hardware, software versions, commit and date of the measurements."""
     processors = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next(
         (line.split(":", 1)[1].strip() for line in processors if line.startswith("model name")),
@@ -466,7 +475,7 @@ def describe_machine() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def working_folder(keep: Path | None) -> Iterator[Path]:
-    """A folder for the runs, removed afterwards unless it is to be kept."""
+    """A folder for the runs: `keep`, or a temporary folder that is removed afterwards."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep.resolve()

@@ -1,12 +1,16 @@
-"""What saving and loading cost, beside the floor: torch.save and fsync of each rank's part, and torch.load of it.
+"""Measures the cost of saving and loading checkpoints.
 
     python benchmarks/checkpoint.py                     # 2 ranks, about 200 MB, fsdp: a minute
     python benchmarks/checkpoint.py --strategy ddp --megabytes 1000 --folder /lustre/scratch
 
-Steps are a forward and backward pass and an optimizer step of a plain stack of linear layers. The stall of an
-asynchronous save is how much longer it and the steps after it take than as many steps without it, right before; its
-blocking is the time that training waited for it: in the call, and before the next optimizer step. Medians over --repeats; all
-ranks start each measurement together. On a machine that others use too, trust the CPU time.
+The floor, for comparison, is torch.save and fsync of each rank's part, and torch.load of it. A step
+is a forward pass, a backward pass and an optimizer step of a stack of linear layers.
+
+The stall of an asynchronous save is the extra time of the save and the steps after it, compared
+with the same number of steps without a save, measured right before. Its blocking time is the time
+that training waits for it, in the call and before the next optimizer step. All numbers are medians
+over --repeats, and all ranks start each measurement together. On a shared machine the CPU time is
+more reliable.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from bench import torchrun
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 STEPS = 6
-"""After an asynchronous save: they last longer than it does."""
+"""Steps after an asynchronous save. They take longer than the save itself."""
 
 
 def arguments() -> argparse.Namespace:
@@ -39,13 +43,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--strategy", choices=["ddp", "fsdp"], default="fsdp")
     parser.add_argument(
-        "--megabytes", type=int, default=204, help="of a checkpoint, over all ranks"
+        "--megabytes", type=int, default=204, help="size of a checkpoint over all ranks"
     )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument(
-        "--rows", type=int, default=48, help="of a step's batch, per rank: how long a step takes"
+        "--rows", type=int, default=48, help="rows per step and rank; more rows: longer steps"
     )
-    parser.add_argument("--folder", help="where to write; default: a temporary folder")
+    parser.add_argument("--folder", help="parent of the temporary folder for checkpoints")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -108,16 +112,16 @@ def worker(options: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    def waited() -> None:
+    def synchronize() -> None:
         if cuda:
             torch.cuda.synchronize()
         dist.barrier()
 
-    def timed(what: Callable[[], Any]) -> float:
-        waited()
+    def time_call(what: Callable[[], Any]) -> float:
+        synchronize()
         started = time.perf_counter()
         what()
-        waited()
+        synchronize()
         return time.perf_counter() - started
 
     for _ in range(4):
@@ -133,16 +137,19 @@ def worker(options: argparse.Namespace) -> None:
     number = 0
 
     def steps_timed(first: Callable[[], None]) -> tuple[float, float]:
-        """Seconds and CPU seconds of some steps, after something; each step ends before the next one, as where losses are logged."""
+        """Seconds and CPU seconds of `first` and the steps after it.
+
+        Each step completes before the next one starts, as it does if every loss is logged.
+        """
 
         def steps() -> None:
             first()
             for _ in range(STEPS):
                 step()
-                waited()
+                synchronize()
 
         cpu = time.process_time()
-        seconds = timed(steps)
+        seconds = time_call(steps)
         return seconds, time.process_time() - cpu
 
     def save(checkpointer: Checkpointer) -> None:
@@ -150,7 +157,7 @@ def worker(options: argparse.Namespace) -> None:
         number += 1
         checkpointer.save(number, tensors, state={"step": number}, local=rank_state(module, device))
 
-    # The floor: each rank's part (with ddp: every n-th tensor), as one file
+    # The floor: one file with each rank's part (with ddp, every n-th tensor)
     from launcher.models.shards import local_rows
 
     part = {
@@ -166,14 +173,14 @@ def worker(options: argparse.Namespace) -> None:
             out.flush()
             os.fsync(out.fileno())
 
-    save(asynchronous)  # makes the buffer, plans
+    save(asynchronous)  # warm-up: allocates the buffer and plans the save
     asynchronous.finish()
     save(synchronous)
     names = "step floor synchronous blocking stall cpu lasted floor_load verify load"
     found: dict[str, list[float]] = {name: [] for name in names.split()}
     for _ in range(options.repeats):
-        found["floor"].append(timed(floor))
-        found["synchronous"].append(timed(lambda: save(synchronous)))
+        found["floor"].append(time_call(floor))
+        found["synchronous"].append(time_call(lambda: save(synchronous)))
         assert all(outcome.error is None for outcome in synchronous.finish())
         plain, plain_cpu = steps_timed(lambda: None)
         with_save, with_save_cpu = steps_timed(lambda: save(asynchronous))
@@ -190,9 +197,11 @@ def worker(options: argparse.Namespace) -> None:
             nonlocal path
             path = find_checkpoint(folder / "asynchronous", group=group) or path
 
-        found["floor_load"].append(timed(lambda: _copy(torch.load(file, weights_only=True), part)))
-        found["verify"].append(timed(verify))
-        found["load"].append(timed(lambda: load(path, tensors, group=group)))  # noqa: B023
+        found["floor_load"].append(
+            time_call(lambda: _copy(torch.load(file, weights_only=True), part))
+        )
+        found["verify"].append(time_call(verify))
+        found["load"].append(time_call(lambda: load(path, tensors, group=group)))  # noqa: B023
     gathered: list[Any] = [None] * options.ranks
     medians = {name: statistics.median(values) for name, values in found.items()}
     dist.all_gather_object(gathered, medians)

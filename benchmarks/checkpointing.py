@@ -1,8 +1,8 @@
-"""What activation checkpointing costs: step time and CPU time over a step without it.
+"""Measures step time and CPU time with activation checkpointing, relative to a step without it.
 
     python benchmarks/checkpointing.py --rounds 3 --steps 16 --output checkpointing.md
 
-Runs the launcher with each setting in turn; the settings share model, data and strategy.
+Runs the launcher with each setting in turn, on the same model, data and strategy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--skip", type=int, default=4, help="first steps that do not count")
+    parser.add_argument(
+        "--skip", type=int, default=4, help="first steps of a run that are not counted"
+    )
     parser.add_argument("--mode", choices=list(MODES), default="fsdp-fp32")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)

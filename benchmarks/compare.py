@@ -1,8 +1,8 @@
-"""Runs the launcher, a hand-written loop and other libraries in turn, on the same model, data and learning rates.
+"""Compares the launcher with a hand-written loop and other libraries, on the same model and data.
 
     python benchmarks/compare.py --rounds 5 --steps 30 --output table.md --json numbers.json
 
-Prints what each costs; README.md says what is measured and how.
+Runs them in turn and prints the cost of each. README.md describes the measurements.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ class Result:
 
     runs: dict[str, list[Measured]] = field(default_factory=dict)
     same_weights: dict[str, Measured] = field(default_factory=dict)
-    """Runs from the launcher's initial weights; the launcher's is its first one."""
+    """By side, its run from the launcher's initial weights. For the launcher: its first run."""
 
     def loss_differences(self, side: str) -> list[float]:
-        """Of the launcher's losses from a side's, relative, for each step.
+        """Relative differences of the launcher's losses from a side's, for each step.
 
-        Infinite where the launcher skipped the step, or the other loss is 0 (on null GPUs it is).
+        Infinite if the launcher skipped the step or the other loss is 0, as it is on null GPUs.
         """
         both = zip(self.same_weights[side].lines, self.same_weights["launcher"].lines, strict=True)
         losses = [(other["loss"], launcher["loss"]) for other, launcher in both]
         return [math.inf if not a or b is None else abs(b - a) / abs(a) for a, b in losses]
 
 
-def measures(
+def measurements(
     bench: Bench, name: str, *, skip: int, gpu: str | None
 ) -> dict[str, tuple[str, Callable[[Measured], float]]]:
-    """What is measured of a run: how the number is written, and the number."""
+    """For each measurement: its format and a function that computes it."""
     tokens = (
         bench.size.micro_batch_size * MODES[name].accumulation * bench.ranks * bench.size.tokens
     )
@@ -65,7 +65,7 @@ def measures(
         return tokens / run.median("step_seconds", skip)
 
     def peak(run: Measured) -> float:
-        # A line of the launcher has the peak since the line before, one of another loop the peak since the start
+        # The launcher logs the peak since its previous line; the other loops, since the start
         return max(float(line["peak_memory_bytes"]) for line in run.lines) / 2**20
 
     found: dict[str, tuple[str, Callable[[Measured], float]]] = {
@@ -96,7 +96,7 @@ def report(
     machine: dict[str, Any],
     failed: list[str],
 ) -> str:
-    """Everything, as Markdown."""
+    """The whole report, as Markdown."""
     about = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     if machine["gpu"] is not None:
         about += f", {bench.ranks} of {machine['gpu']}"
@@ -116,7 +116,9 @@ def report(
     ]
     for name, result in results.items():
         raw = result.runs.get("raw", [])
-        for what, (text, number) in measures(bench, name, skip=skip, gpu=machine["gpu"]).items():
+        for what, (text, number) in measurements(
+            bench, name, skip=skip, gpu=machine["gpu"]
+        ).items():
             values = {side: [number(run) for run in result.runs.get(side, [])] for side in sides}
             cells = [ratios(values[side], values["raw"]) for side in sides if side != "raw"]
             if raw:
@@ -145,7 +147,7 @@ def report(
 
 
 def losses(results: dict[str, Result], sides: list[str]) -> list[str]:
-    """Lines of Markdown."""
+    """Markdown lines that compare the launcher's losses with those of the other sides."""
     compared = {
         name: [side for side in sides if side in result.same_weights and side != "launcher"]
         for name, result in results.items()
@@ -164,7 +166,7 @@ def losses(results: dict[str, Result], sides: list[str]) -> list[str]:
 
 
 def as_json(results: dict[str, Result]) -> dict[str, Any]:
-    """The numbers of every step of every run."""
+    """The metrics of every step of every run."""
 
     def plain(run: Measured) -> dict[str, Any]:
         return {"seconds_to_first_step": run.seconds_to_first_step, "steps": run.lines}
@@ -179,14 +181,13 @@ def as_json(results: dict[str, Result]) -> dict[str, Any]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of a run")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps per run")
     parser.add_argument(
         "--skip", type=int, default=5, help="first steps of a run that are not counted"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each side, in turn")
+    parser.add_argument("--rounds", type=int, default=5, help="runs per side, in turn")
     parser.add_argument(
         "--modes",
         nargs="+",
@@ -199,21 +200,21 @@ def parse_arguments() -> argparse.Namespace:
         nargs="+",
         choices=SIDES[1:],
         default=["launcher"],
-        help="what is compared with the raw loop; without accelerate, trainer and fabric it takes half the time",
+        help="sides to compare with the raw loop; accelerate, trainer and fabric double the time",
     )
     parser.add_argument(
         "--device-size", choices=list(SIZES), default="small", help="1b: for a machine with GPUs"
     )
-    parser.add_argument("--limit", type=float, default=600, help="seconds that one run may take")
+    parser.add_argument("--limit", type=float, default=600, help="time limit per run in seconds")
     parser.add_argument(
         "--no-losses", action="store_true", help="skip the runs that compare the losses"
     )
     parser.add_argument("--output", type=Path, help="file for the table")
-    parser.add_argument("--json", type=Path, help="file for the numbers of every step")
+    parser.add_argument("--json", type=Path, help="file for the metrics of every step")
     parser.add_argument(
         "--keep",
         type=Path,
-        help="folder for recipes, data and outputs of the runs; without it they are removed",
+        help="folder in which recipes, data and outputs are kept; default: they are removed",
     )
     arguments = parser.parse_args()
     if arguments.steps <= arguments.skip:
@@ -230,9 +231,12 @@ def compare(
     rounds: int,
     weights: Path | None,
 ) -> None:
-    """Runs a mode. Raises RunFailedError; what was measured before stays."""
+    """Runs a mode on all sides, and adds the runs to `result`.
+
+    Raises RunFailedError; the runs before the failure are kept.
+    """
     sides = [side for side in sides if bench.can_run(side, name)]
-    # The first run of a side reads files that later ones find in memory: it is not one of those that are compared
+    # The first run of a side warms the file cache, so its times are not compared
     for side in sides:
         if side != "launcher":  # initial_weights was its first run
             first = bench.run(side, name, weights)
@@ -251,9 +255,9 @@ def compare(
 
 
 def main() -> int:
-    """Measures and prints; the exit status."""
+    """Runs the comparison and returns the exit status."""
     arguments = parse_arguments()
-    # So that what is cleaned up after Ctrl-C is cleaned up after a SIGTERM too
+    # Clean up after SIGTERM in the same way as after Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     size = SIZES[arguments.device_size]
     names = arguments.modes or list(size.modes)
@@ -283,7 +287,7 @@ def main() -> int:
             except RunFailedError as error:
                 print(error, file=sys.stderr)
                 failed.append(name)
-            except (KeyboardInterrupt, SystemExit):  # the report has what was measured before
+            except (KeyboardInterrupt, SystemExit):  # report the runs that are complete
                 failed.append(f"{name} and what follows it (interrupted)")
                 break
     text = report(

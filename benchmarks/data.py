@@ -1,14 +1,16 @@
-"""How fast data is made ready: tokenization from cold, with one process and with several, and a start with a warm cache.
+"""Measures tokenization with a cold cache, with one and several processes, and with a warm cache.
 
     python benchmarks/data.py [--megabytes 32] [--processes 1 2] [--output FILE]
     python benchmarks/data.py --stream 500 [--length 16] [--megabytes 200]
 
-With --stream: data.streaming with a global batch of 1,024 in one process, no model. Seconds and peak memory of the process to
-the first step, and to that step (500) with and without the positions that a checkpoint holds.
+With --stream STEP it measures data.streaming in one process, with a global batch of 1,024 and
+without a model: seconds and peak memory until the first step, and until STEP with and without the
+positions from a checkpoint.
 
-The text is the source of Python's own standard library, as rows of a .jsonl, over and over; the tokenizer a byte-level BPE of
-8,192 tokens trained on it, such as most models have. Each number comes from a process of its own. Beside it stands what a
-script would do by hand: datasets.load_dataset and .map with the same number of processes.
+The text is the source code of Python's standard library, repeated as rows of a .jsonl file. The
+tokenizer is a byte-level BPE with 8,192 tokens, trained on that text. Each number comes from a new
+process. For comparison, a script by hand calls datasets.load_dataset and .map with the same number
+of processes.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ tokenizer = AutoTokenizer.from_pretrained(folder + "/tokenizer")
 imported = time.perf_counter()
 rows = datasets.load_dataset("json", data_files=folder + "/text.jsonl", split="train", cache_dir=folder + "/by_hand")
 encode = lambda batch: {"input_ids": tokenizer(batch["text"])["input_ids"]}
-made = rows.map(encode, batched=True, remove_columns=["text"], num_proc=processes)
-tokens = sum(len(ids) for batch in made.iter(1000) for ids in batch["input_ids"]) + len(made)
+encoded = rows.map(encode, batched=True, remove_columns=["text"], num_proc=processes)
+tokens = sum(len(ids) for batch in encoded.iter(1000) for ids in batch["input_ids"]) + len(encoded)
 print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - imported, "imports": imported - started}))
 """
 
@@ -83,14 +85,14 @@ print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak, "positions": pos
 
 
 def stream(folder: Path, step: int, length: int) -> str:
-    """A table of the starts of a stream."""
+    """Markdown table of the time and memory until a step of a streamed dataset."""
     lines = [
         "| data.streaming, global batch 1,024 | seconds | CPU seconds | peak memory |",
         "|---|---:|---:|---:|",
     ]
     before = run(
         STREAM, folder, step - 1, length, "null"
-    )  # its positions are those of the checkpoint
+    )  # a checkpoint would contain these positions
     for what, at, positions in (
         ("to the first step", 0, None),
         (f"to step {step:,}, from a checkpoint's positions", step, before["positions"]),
@@ -105,7 +107,7 @@ def stream(folder: Path, step: int, length: int) -> str:
 
 
 def make_inputs(folder: Path, megabytes: int) -> int:
-    """The text and the tokenizer; bytes of text."""
+    """Writes the text and the tokenizer; returns the bytes of text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -126,7 +128,7 @@ def make_inputs(folder: Path, megabytes: int) -> int:
     with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
         while written < megabytes * 10**6:
             for text in texts:
-                # Documents of some thousand characters, as they are on the web
+                # Documents of 4,000 characters, like typical web pages
                 for start in range(0, len(text), 4000):
                     piece = text[start : start + 4000]
                     written += len(piece.encode())
@@ -135,7 +137,7 @@ def make_inputs(folder: Path, megabytes: int) -> int:
 
 
 def run(code: str, folder: Path, *arguments: object) -> dict[str, Any]:
-    """What the code prints, and the seconds of the whole process."""
+    """Runs the code in a new process; returns the JSON that it prints and the total seconds."""
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder), *map(str, arguments)],
@@ -149,14 +151,13 @@ def run(code: str, folder: Path, *arguments: object) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=32)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--stream", type=int, metavar="STEP")
     parser.add_argument(
-        "--length", type=int, default=16, help="tokens of a sequence, with --stream"
+        "--length", type=int, default=16, help="sequence length in tokens, with --stream"
     )
     arguments = parser.parse_args()
     if arguments.stream is not None:

@@ -1,14 +1,14 @@
-"""Runs everything that needs a GPU, in parts, and adds what each part measured to one folder.
+"""Runs all tests and benchmarks that need a GPU, in parts, and writes the results to one folder.
 
     make test-gpu                            # all parts, one after another
-    make test-gpu PART=tests                 # one of them
+    make test-gpu PART=tests                 # one part
     python benchmarks/gpu.py --parts doctor plan --results build/gpu
 
-README.md says what the parts are. gpu.json in the folder has, for each part, its status, seconds
-and figures, and the machine, versions and commit that it ran with; gpu.md shows the same; logs/
-has what each command printed. Both files are written after each command, so a part that is ended
-at its limit keeps what it measured. Exit status: 0; 1 where a part failed or was not done in time;
-2 where nothing can run.
+README.md lists the parts. For each part, gpu.json contains its status, duration, measurements,
+machine, versions and commit. gpu.md shows the same as tables, and logs/ contains the output of each
+command. Both files are written after each command, so a part that exceeds its limit keeps its
+measurements. Exit status: 0 if all parts passed, 1 if a part failed or exceeded its limit, 2 if
+nothing can run.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from typing import Any, NoReturn
 from bench import HERE, ROOT, describe_machine, exit_status
 
 GRACE = 20
-"""Seconds that a command has to write what it measured, once it was interrupted."""
+"""Seconds that an interrupted command gets to write its measurements."""
 LOGGERS = {"wandb", "tensorboard"}
-"""Requirements that no part imports."""
+"""Requirements that may be missing, because no part imports them."""
 TESTS = "tests/gpu/test_gpu.py"
 RESUME = "resumed or killed"
 PLAN = "allocator"
@@ -51,7 +51,7 @@ print(json.dumps({
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
 }))
 """
-"""Run in a process of its own: the tests count the contexts on each GPU."""
+"""Run in a separate process, because the tests count the CUDA contexts on each GPU."""
 
 Rows = list[dict[str, Any]]
 
@@ -62,13 +62,13 @@ class Command:
 
     name: str
     words: Sequence[object]
-    """After the Python interpreter."""
+    """Arguments of the Python interpreter."""
     figures: Callable[[str], Rows]
-    """What it measured, found in what it printed."""
+    """Extracts the measurements from the output."""
 
 
 def tables(log: str) -> Rows:
-    """The rows of all Markdown tables."""
+    """The rows of all Markdown tables in the output."""
     found, header = [], None
     for line in log.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
@@ -82,9 +82,9 @@ def tables(log: str) -> Rows:
 
 
 def outcomes(log: str) -> Rows:
-    """Of `pytest -vv --durations=0`: each test, its outcome with the reason, and seconds.
+    """Outcome, reason and seconds of each test, from the output of `pytest -vv --durations=0`.
 
-    The test that an interruption ended is `not done`; a last row counts those that did not start.
+    An interrupted test is `not done`. The last row counts the tests that did not start.
     """
     seconds: dict[str, float] = {}
     for value, name in re.findall(r"^([\d.]+)s \w+ +\S+?::(.+?) *$", log, re.M):
@@ -105,14 +105,14 @@ def outcomes(log: str) -> Rows:
 
 
 def milliseconds(log: str) -> Rows:
-    """Of checkpoint.py: its last line has all medians."""
+    """The medians from the last line of checkpoint.py's output."""
     found = [line for line in log.splitlines() if line.startswith("{")]
     medians = json.loads(found[-1]) if found else {}
     return [{"what": name, "ms": round(ms, 1)} for name, ms in medians.items()]
 
 
 def diagnosis(file: Path) -> Callable[[str], Rows]:
-    """Of `launcher doctor`: what it found and measured, from the file that it writes."""
+    """Findings and rates of `launcher doctor`, from the file that it writes."""
 
     def read(log: str) -> Rows:
         report = json.loads(file.read_text())
@@ -125,7 +125,7 @@ def diagnosis(file: Path) -> Callable[[str], Rows]:
 
 
 def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
-    """What a part runs. quick: small models and few steps, to see that everything runs."""
+    """The commands of a part. quick: small models and few steps, as a smoke test."""
     size = "small" if quick else "1b"
     ranks: list[object] = ["--ranks", gpus]
     few_steps: list[object] = ["--steps", 4, "--skip", 1]
@@ -156,7 +156,7 @@ def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
         words += ["--json", logs / "compare.json", "--modes", *(modes[:2] if quick else modes)]
         return [Command("compare", words, tables)]
     if part == "checkpoint":
-        # Where steps are much shorter than a save, a save of several steps' length cannot be hidden
+        # Large batches for the full run: short steps could not hide an asynchronous save
         short = ["--megabytes", 50, "--repeats", 2]
         full = ["--megabytes", 2000, "--repeats", 5, "--rows", 16384]
         words = [HERE / "checkpoint.py", *ranks, *(short if quick else full), "--strategy"]
@@ -181,7 +181,7 @@ PARTS = ("doctor", "tests", "resume", "plan", "compare", "checkpoint", "overhead
 
 
 def run_command(command: Command, *, part: str, log: Path, seconds: float) -> dict[str, Any]:
-    """Runs a command for so many seconds at most; returns its status, time and figures."""
+    """Runs a command with a time limit; returns its status, duration and measurements."""
     record: dict[str, Any] = {"name": command.name, "seconds": 0, "figures": []}
     if seconds < 1:
         return {**record, "status": "not started: the part's time was up"}
@@ -202,7 +202,7 @@ def run_command(command: Command, *, part: str, log: Path, seconds: float) -> di
 
 
 def markdown(parts: dict[str, Any]) -> str:
-    """All parts, as Markdown."""
+    """The report of all parts, as Markdown."""
     lines = ["| part | status | seconds | date | commit |", "|---|---|---:|---|---|"]
     machines: dict[str, list[str]] = {}
     for name, part in parts.items():
@@ -226,7 +226,7 @@ def markdown(parts: dict[str, Any]) -> str:
 
 
 def write(results: Path, parts: dict[str, Any]) -> None:
-    """Replaces both files."""
+    """Replaces gpu.json and gpu.md."""
     for name, text in (
         ("gpu.json", json.dumps({"parts": parts}, indent=1)),
         ("gpu.md", markdown(parts)),
@@ -237,20 +237,20 @@ def write(results: Path, parts: dict[str, Any]) -> None:
 
 
 def import_from(folder: Path) -> None:
-    """This process and all that it starts look for packages in this folder first."""
+    """Puts the folder first on the import path of this process and its subprocesses."""
     sys.path.insert(0, str(folder))
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{before}" if before else str(folder)
 
 
 def refuse(message: str) -> NoReturn:
-    """Ends this process: nothing can run."""
+    """Prints the message and exits with status 2."""
     print(message, file=sys.stderr)
     sys.exit(2)
 
 
 def installed(package: str) -> str | None:
-    """Its version; None: this Python does not have it."""
+    """The version of an installed package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -258,7 +258,7 @@ def installed(package: str) -> str | None:
 
 
 def missing_packages() -> dict[str, str]:
-    """Requirements of the launcher and its tests that this Python does not meet, by package."""
+    """Requirements of the launcher and its tests that are not satisfied, by package."""
     from packaging.requirements import Requirement
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -272,9 +272,9 @@ def missing_packages() -> dict[str, str]:
 
 
 def add_wheels(wheels: Path, folder: Path) -> None:
-    """Installs the wheels that this Python needs into another folder, and imports from that.
+    """Installs the missing packages from wheels into `folder`, and adds it to the import path.
 
-    Exits where there are none at all, or pip fails.
+    Exits if there are no wheels or pip fails.
     """
     found = {file: file.name.partition("-")[0] for file in wheels.glob("*.whl")}
     if not found:
@@ -290,13 +290,13 @@ def add_wheels(wheels: Path, folder: Path) -> None:
 
 
 def machine_here(commit: str | None) -> dict[str, Any]:
-    """What the parts run on; the key gpu is None where torch sees no GPU."""
+    """Describes the machine; the key `gpu` is None if torch finds no GPU."""
     words = [sys.executable, "-c", DESCRIBE]
     described = subprocess.run(words, capture_output=True, text=True, check=False)
     if described.returncode:
         refuse(f"torch does not work here:\n{described.stderr[-2000:]}")
     machine = describe_machine() | json.loads(described.stdout.splitlines()[-1])
-    del machine["date"]  # each part has its own
+    del machine["date"]  # each part records its own date
     machine["driver"] = None
     with contextlib.suppress(OSError, subprocess.CalledProcessError, IndexError):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -306,28 +306,28 @@ def machine_here(commit: str | None) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Runs the parts; returns the exit status."""
+    """Runs the parts and returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, metavar="PART", default=PARTS, help=" ".join(PARTS))
-    add("--results", type=Path, default=ROOT / "build/gpu", help="folder that results go to")
-    add("--wheels", type=Path, help="folder with the packages that this Python lacks")
-    add("--limit", type=float, default=530, help=f"seconds of a part, and {GRACE} to end it")
-    add("--quick", action="store_true", help="small models, few steps: to see that all runs")
-    add("--commit", help="of these files, where this is no git repository")
+    add("--results", type=Path, default=ROOT / "build/gpu", help="folder for the results")
+    add("--wheels", type=Path, help="folder with wheels of missing packages")
+    add("--limit", type=float, default=530, help=f"seconds per part, plus {GRACE} to end it")
+    add("--quick", action="store_true", help="smoke test with small models and few steps")
+    add("--commit", help="commit of these files, if there is no git repository")
     arguments = parser.parse_args()
-    # A shell starts background jobs with SIGINT ignored, and commands would inherit that
+    # A shell starts background jobs with SIGINT ignored, and subprocesses would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results: Path = arguments.results.resolve()
     logs = results / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     import_from(ROOT)
-    os.environ["PYTHONUNBUFFERED"] = "1"  # what a command printed is in its log, however it ends
-    os.environ["COLUMNS"] = "200"  # pytest cuts its reasons at this width
+    os.environ["PYTHONUNBUFFERED"] = "1"  # logs are complete even if a command is killed
+    os.environ["COLUMNS"] = "200"  # pytest truncates failure reasons at this width
     if arguments.wheels is not None:
         add_wheels(arguments.wheels, results / "packages")
     if missing := missing_packages():

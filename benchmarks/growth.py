@@ -1,9 +1,9 @@
-"""How the cost of a step grows with micro-batch, accumulation, sequence length, depth and ranks.
+"""Measures how the cost of a step grows with micro-batch, accumulation, tokens, layers and ranks.
 
     python benchmarks/growth.py --output growth.md --plot growth.svg
 
-Runs the raw loop and the launcher in turn, changing one quantity at a time, and fits the exponent p
-of cost ~ quantity ** p to the CPU time per step of all ranks. --plot needs matplotlib.
+Runs the raw loop and the launcher in turn and varies one quantity at a time. Fits the exponent p of
+cost ~ quantity ** p to the CPU time per step of all ranks. --plot requires matplotlib.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Points = dict[tuple[str, str], list[float]]
 def bench_of(
     folder: Path, quantity: str, value: int, *, mode: str, steps: int
 ) -> tuple[Bench, str]:
-    """A comparison in which one quantity has this value, and the mode that it runs."""
+    """A comparison in which one quantity has this value, and the name of its mode."""
     size = replace(SIZES["small"], micro_batch_size=1)
     accumulation, ranks, model = 1, 2, dict(size.model)
     if quantity == "micro-batch":
@@ -54,13 +54,13 @@ def bench_of(
 
 
 def exponent(values: Sequence[int], costs: Sequence[float]) -> float:
-    """The slope of log(cost) over log(value), by least squares."""
+    """Least-squares slope of log(cost) over log(value)."""
     xs, ys = [math.log(value) for value in values], [math.log(cost) for cost in costs]
     return statistics.linear_regression(xs, ys).slope
 
 
 def measure(quantity: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """CPU milliseconds per step of both sides for each value: medians over the rounds."""
+    """CPU milliseconds per step for each value of a quantity, by side: medians over the rounds."""
     found: dict[str, list[float]] = {side: [] for side in SIDES}
     for value in QUANTITIES[quantity]:
         with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def measure(quantity: str, arguments: argparse.Namespace) -> dict[str, list[floa
 
 
 def table(results: Points) -> list[str]:
-    """Markdown: a line for each quantity."""
+    """Markdown table with one row per quantity."""
     lines = [
         "| quantity | values | raw, CPU ms per step | launcher | launcher / raw | exponent, raw | launcher |",
         "|---|---|---|---|---|---:|---:|",
@@ -98,7 +98,7 @@ def table(results: Points) -> list[str]:
 
 
 def plot(results: Points, file: Path) -> None:
-    """One panel for each quantity, both axes logarithmic."""
+    """Saves a plot with one panel per quantity and logarithmic axes."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -124,14 +124,14 @@ def plot(results: Points, file: Path) -> None:
 
 
 def main() -> int:
-    """Measures and prints; returns the exit status."""
+    """Runs the measurements and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--quantities", nargs="+", choices=list(QUANTITIES), default=list(QUANTITIES)
     )
     parser.add_argument("--mode", choices=["ddp-fp32", "fsdp-fp32"], default="fsdp-fp32")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each side, in turn")
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of a run")
+    parser.add_argument("--rounds", type=int, default=2, help="runs per side, in turn")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps per run")
     parser.add_argument("--skip", type=int, default=4, help="first steps that are not counted")
     parser.add_argument("--output", type=Path, help="file for the table")
     parser.add_argument("--plot", type=Path, help="SVG file for the plot")

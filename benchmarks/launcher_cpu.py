@@ -1,8 +1,9 @@
-"""The launcher's training, started by overhead.py through torchrun: each rank writes its processor time in each step.
+"""Runs the launcher's training and records the CPU time of each step. Started by overhead.py.
 
     torchrun --nproc-per-node 2 benchmarks/launcher_cpu.py recipe=FOLDER/recipe.yaml
 
-writes FOLDER/cpu.RANK and ends without a checkpoint, which takes longer than the steps.
+Each rank writes FOLDER/cpu.RANK and exits after the last step, without the final checkpoint, which
+takes longer than the steps.
 """
 
 import itertools
@@ -26,7 +27,7 @@ from launcher.train import main  # noqa: E402
 
 
 def measure(recipe: str) -> None:
-    """Has each finished step counted, and the process end after the last."""
+    """Patches Progress to record each step's CPU time and to exit after the last step."""
     last = load_recipe([recipe], ranks=None).recipe.run.max_steps
     step_done = Progress.step_done
     times = [cpu_seconds()]

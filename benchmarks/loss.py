@@ -1,10 +1,11 @@
-"""Time and peak memory of a language model's loss: full logits, the launcher's, and torch's own.
+"""Compares time and peak memory of the loss: full logits, the launcher's loss and torch's loss.
 
     python benchmarks/loss.py [--tokens 4096] [--hidden 256] [--rounds 5] [--output FILE]
 
-One forward and backward pass of the head and the cross-entropy, in turn, in one process. Memory is
-the most that was allocated beyond inputs, weight, and their gradients (CPU: by the profiler's
-allocation events; CUDA: by the caching allocator). Gradients are compared with those of full logits.
+Runs one forward and backward pass of the head and the cross-entropy for each in turn, in one
+process. Memory is the peak of allocated bytes without the inputs, the weight and their gradients,
+from the profiler's allocation events on CPUs and from the caching allocator on CUDA. Gradients are
+compared with those of full logits.
 """
 
 from __future__ import annotations
@@ -33,23 +34,25 @@ def chunked(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -
     return linear_cross_entropy(hidden, weight, None, targets, transform=Transform(), width=width)
 
 
-def of_torch(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Chunks of tokens, and gradients computed in the forward pass (torch 2.13)."""
+def torch_chunked(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """torch's loss (2.13): chunks of tokens, with gradients computed in the forward pass."""
     options = torch.nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=options)
 
 
 def peak(loss: Loss, arguments: tuple[torch.Tensor, ...], device: torch.device) -> int:
-    held = 2 * sum(t.nbytes for t in arguments[:2])  # with gradients
+    tensor_bytes = 2 * sum(t.nbytes for t in arguments[:2])  # with gradients
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         loss(*arguments).backward()
-        return torch.cuda.max_memory_allocated(device) - held - arguments[2].nbytes
+        return torch.cuda.max_memory_allocated(device) - tensor_bytes - arguments[2].nbytes
     meter = CpuMeter()
     meter.start()
     loss(*arguments).backward()
     most: int = max(mark.peak for mark in meter.stop())
-    return most - held // 2
+    return most - tensor_bytes // 2
 
 
 def main() -> None:
@@ -62,7 +65,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sides: dict[str, Loss] = {"full logits": full, "launcher": chunked}
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        sides["F.linear_cross_entropy"] = of_torch
+        sides["F.linear_cross_entropy"] = torch_chunked
     lines = [
         f"{options.tokens:,} tokens, hidden size {options.hidden:,}; {device.type}, torch "
         f"{torch.__version__}; medians of {options.rounds} rounds",
@@ -103,7 +106,7 @@ def compare(
     exact: torch.Tensor | None = None
     for side, loss in sides.items():
         hidden.grad = weight.grad = None
-        bytes_held = peak(loss, (hidden, weight, targets), device)
+        peak_bytes = peak(loss, (hidden, weight, targets), device)
         assert weight.grad is not None
         exact = weight.grad.float() if exact is None else exact
         error = float((weight.grad.float() - exact).norm() / exact.norm())
@@ -113,7 +116,7 @@ def compare(
         rows.append(
             f"| {vocabulary:,} | {str(dtype).removeprefix('torch.')} | {side} | "
             f"{1000 * statistics.median(seconds[side]):,.0f} | **{ratio:.2f}** | "
-            f"{bytes_held / 2**20:,.0f} | {error:.1e} |"
+            f"{peak_bytes / 2**20:,.0f} | {error:.1e} |"
         )
     return rows
 

@@ -1,13 +1,13 @@
-"""The plan beside what training takes, on this machine's own devices: models of 0.1B to 8B.
+"""Compares planned and measured memory of training on this machine, for models of 0.1B to 8B.
 
-    python benchmarks/memory.py                                   # one GPU a rank, all of them; prints a Markdown table
+    python benchmarks/memory.py                                   # all GPUs, one rank per GPU
     python benchmarks/memory.py --sizes 0.1b 1b --ranks 1 --output table.md
     python benchmarks/memory.py --sizes tiny --ranks 2            # without a GPU
 
-Configurations that do not fit by plan are skipped. On a GPU `measured` is `max_memory_allocated` of all
-steps from the first, and `reserved` is `max_memory_reserved`, which includes what the allocator caches
-while the device has room.
-Exit status 3 where a peak is off by more than 5 %, or under by more than 2 %.
+Prints a Markdown table. Configurations that do not fit according to the plan are skipped. On a GPU,
+`measured` is `max_memory_allocated` over all steps, and `reserved` is `max_memory_reserved`, which
+includes memory that the allocator caches. The exit status is 3 if the plan is more than 5 % above
+or more than 2 % below a measured peak.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SIZES: dict[str, tuple[dict[str, object], int]] = {
     ),
     "8b": (LLAMA_8B, 4096),
 }
-"""The model's shape, and the tokens of a sequence."""
+"""For each model: its config and the sequence length in tokens."""
 STRATEGIES = {
     "ddp": ["strategy.kind=ddp"],
     "ddp, full": ["strategy.kind=ddp", "activation_checkpointing.mode=full"],
@@ -73,17 +73,17 @@ STRATEGIES = {
 
 
 def main() -> int:
-    """Prints the table; returns the exit status."""
+    """Prints the table and returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.1b", "1b", "8b"])
     parser.add_argument(
-        "--rows", nargs="+", type=int, default=[1, 4], help="sequences a micro-batch"
+        "--rows", nargs="+", type=int, default=[1, 4], help="sequences per micro-batch"
     )
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
-    parser.add_argument("--limit", type=float, default=540, help="seconds that all may take")
+    parser.add_argument("--limit", type=float, default=540, help="time limit in seconds, in total")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     present = detect_gpus()

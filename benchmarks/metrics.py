@@ -1,9 +1,10 @@
-"""What metrics cost: runs of one recipe with all sinks and a record of each step, and with next to none, in turn.
+"""Measures the cost of metrics: runs with all sinks and a record per step against minimal logging.
 
     python benchmarks/metrics.py --rounds 5 --steps 200 --output table.md [overrides]
 
-Prints tokens/s and CPU time per step with everything on, over everything off: the median of the rounds, the smallest and the
-largest. Takes the recipe `quickstart` with two ranks on CPUs unless overrides say otherwise; the first 50 steps do not count.
+Runs both in turn and prints the ratio (on / off) of tokens/s and of CPU time per step: the median,
+smallest and largest of the rounds. By default it uses the recipe `quickstart` with two ranks on
+CPUs. The first 50 steps are not counted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SIDES = {
 
 
 def measure(folder: Path, side: str, options: argparse.Namespace) -> tuple[float, float]:
-    """Tokens/s and CPU seconds per step."""
+    """Runs one side; returns tokens/s and CPU seconds per step."""
     steps = options.steps + SKIPPED
     words = [ROOT / "launcher/train.py", f"recipe={options.recipe}", f"run.dir={folder}"]
     words += [f"run.max_steps={steps}", "checkpoint={every_steps: null, export: null}"]
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200, help=f"a multiple of {EVERY}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=600, help="seconds that a run may take")
+    parser.add_argument("--limit", type=float, default=600, help="time limit per run in seconds")
     parser.add_argument("--output", type=Path)
     parser.add_argument("overrides", nargs="*", default=["run.device=cpu"])
     options = parser.parse_args()

@@ -1,9 +1,10 @@
-"""What the host pays to launch a step: processor time of the launcher, of a raw loop and of other libraries.
+"""Compares the host's CPU time per step of the launcher, a raw loop and other libraries.
 
     python benchmarks/overhead.py --sizes 1b 8b --rounds 5 --output table.md
 
-Runs on GPUs, or without them on the devices of tests/nullgpu, whose kernels do nothing: what is left of a step is the work
-of the host, which limits small micro-batches on fast GPUs. It needs PyTorch's CUDA build (`make test-cuda` installs one).
+Runs on GPUs, or without GPUs on the devices of tests/nullgpu. Their kernels do nothing, so a step
+consists only of the host's work, which is the limit for small micro-batches on fast GPUs. Requires
+PyTorch's CUDA build (`make test-cuda` installs one).
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ STRATEGIES = ("ddp", "fsdp")
 
 @dataclass
 class OverheadBench(Bench):
-    """Measures the launcher in each process: on null GPUs its own record has no values, and no step is finite."""
+    """Measures the launcher's CPU time in each process.
+
+    On null GPUs the launcher's metrics have no values, because no step has finite gradients.
+    """
 
     def cpu_milliseconds(self, side: str, strategy: str, skip: int) -> float:
-        """Of all ranks, the median over the steps but the first `skip` of one run."""
+        """CPU milliseconds per step of all ranks: the median over the steps after `skip`."""
         mode = f"{strategy}-bf16"
         if side not in LAUNCHER:
             return 1000 * self.run(side, mode).median("cpu_seconds", skip)
-        folder = self._next(f"{mode}-{side}")
+        folder = self._new_folder(f"{mode}-{side}")
         self._launcher(
             MODES[mode],
             folder,
@@ -59,7 +63,7 @@ class OverheadBench(Bench):
 
 
 def use_null_gpus(folder: Path, ranks: int) -> None:
-    """Devices with memory for every size and strategy, in the environment of all runs."""
+    """Sets the environment of all runs to null GPUs with memory for every size and strategy."""
     sys.path.insert(0, str(ROOT))
     from tests.nullgpu.devices import null_gpus
 
@@ -70,7 +74,7 @@ def use_null_gpus(folder: Path, ranks: int) -> None:
 
 
 def table(results: dict[tuple[str, str, str], list[float]]) -> list[str]:
-    """Markdown: a line for each size, strategy and side."""
+    """Markdown table with one row per size, strategy and side."""
     lines = [
         "| size | strategy | side | CPU ms a step, all ranks | / raw, median of rounds (all) |",
         "|---|---|---|---:|---:|",
@@ -85,7 +89,7 @@ def table(results: dict[tuple[str, str, str], list[float]]) -> list[str]:
 
 
 def main() -> int:
-    """Measures and prints; returns the exit status."""
+    """Runs the measurements and returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,12 +97,12 @@ def main() -> int:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--sides", nargs="+", choices=SIDES[1:], default=list(SIDES[1:]))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each side, in turn")
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of a run")
+    parser.add_argument("--rounds", type=int, default=5, help="runs per side, in turn")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps per run")
     parser.add_argument(
         "--skip", type=int, default=10, help="first steps of a run that are not counted"
     )
-    parser.add_argument("--limit", type=float, default=300, help="seconds that one run may take")
+    parser.add_argument("--limit", type=float, default=300, help="time limit per run in seconds")
     parser.add_argument("--output", type=Path, help="file for the table")
     arguments = parser.parse_args()
     sides = ["raw", *installed(arguments.sides)]

@@ -1,9 +1,9 @@
-"""The loops that other libraries' users write, to compare the launcher with. Started by bench.py, through torchrun.
+"""Training loops with other libraries, for comparison. Started by bench.py through torchrun.
 
-accelerate: `Accelerator.prepare` and `accumulate`. trainer: transformers' Trainer. fabric: Lightning Fabric. Each reads
-the loss in every step, as the launcher does with `logging.every_steps: 1`, and does nothing else beside training. All do
-the same work as raw_ddp.py and raw_fsdp.py: with FSDP they reduce gradients after each micro-batch and in float32
-(accelerate and Trainer reduce them in bfloat16 unless they get a policy).
+accelerate: `Accelerator.prepare` and `accumulate`. trainer: transformers' Trainer. fabric:
+Lightning Fabric. Each reads the loss in every step, like the launcher with logging.every_steps: 1.
+All do the same work as raw_ddp.py and raw_fsdp.py: with FSDP they reduce gradients in float32 after
+each micro-batch (accelerate and Trainer would reduce in bfloat16 without an explicit policy).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ CUDA = torch.cuda.is_available()
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Rows of token ids; the targets are the labels that transformers' own loss takes."""
+    """Rows of token ids with labels for transformers' loss."""
 
     def __init__(self, file: Path) -> None:
         named, targets, _ = load_rows(file, torch.device("cpu"))
         self._inputs = named["input_ids"]
-        # Here labels[t] is the target of token t; transformers shifts by itself
+        # transformers shifts the labels itself: undo the shift of load_rows
         self._labels = torch.cat([torch.full_like(targets[:, :1], IGNORED), targets[:, :-1]], dim=1)
 
     def __len__(self) -> int:
@@ -53,20 +53,20 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 def fsdp_policy(arguments: argparse.Namespace) -> MixedPrecisionPolicy:
-    """With --bf16: bfloat16, and gradients reduced in float32."""
+    """With --bf16: bfloat16 parameters, and gradient reduction in float32."""
     if not arguments.bf16:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def meter(arguments: argparse.Namespace) -> Meter:
-    """Writes the same lines as the raw loops'. Called when the process group exists."""
+def make_meter(arguments: argparse.Namespace) -> Meter:
+    """The raw loops' Meter. Requires an initialized process group."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
     return Meter(arguments.metrics, dist.get_rank(), dist.get_world_size(), device)
 
 
-def whole(norm: Any) -> torch.Tensor:
-    """The norm of the gradients of all ranks."""
+def full_norm(norm: Any) -> torch.Tensor:
+    """The gradient norm over all ranks, as a plain tensor."""
     tensor: torch.Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return tensor
 
@@ -97,9 +97,9 @@ def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
         model, make_optimizer(model, arguments.learning_rate), loader
     )
     model.train()
-    recorded, step = meter(arguments), 0
+    meter, step = make_meter(arguments), 0
     total = torch.zeros((), device=accelerator.device)
-    for batch in endless(loader):
+    for batch in repeat_batches(loader):
         with accelerator.accumulate(model):
             loss = model(**batch, use_cache=False).loss
             accelerator.backward(loss)
@@ -107,12 +107,12 @@ def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 for group in optimizer.param_groups:
-                    group["lr"] = rate(arguments, step + 1)
+                    group["lr"] = learning_rate_of(arguments, step + 1)
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             step += 1
-            recorded.record(step, mine(total, arguments), whole(norm))
+            meter.record(step, loss_share(total, arguments), full_norm(norm))
             total.zero_()
             if step == arguments.steps:
                 return
@@ -121,17 +121,17 @@ def accelerate_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
 def trainer_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    recorded: list[Meter] = []
+    meters: list[Meter] = []
 
     class AfterStep(TrainerCallback):
         def on_train_begin(self, *unused: Any, **more: Any) -> None:
-            recorded.append(meter(arguments))
+            meters.append(make_meter(arguments))
 
         def on_log(self, settings: Any, state: Any, *unused: Any, **more: Any) -> None:
             logs = more["logs"]
             if "loss" in logs:  # the mean over ranks, on each of them
                 loss = torch.tensor(logs["loss"] / dist.get_world_size())
-                recorded[0].record(state.global_step, loss, torch.tensor(logs["grad_norm"]))
+                meters[0].record(state.global_step, loss, torch.tensor(logs["grad_norm"]))
 
     class SameOptimizer(Trainer):
         def create_optimizer(self, model: Any = None) -> Any:
@@ -141,7 +141,7 @@ def trainer_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
         def create_scheduler(self, *unused: Any, **more: Any) -> Any:
             peak = arguments.learning_rate
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                self.optimizer, lambda done: rate(arguments, done + 1) / peak
+                self.optimizer, lambda done: learning_rate_of(arguments, done + 1) / peak
             )
             return self.lr_scheduler
 
@@ -186,7 +186,7 @@ def fabric_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
 
     fsdp = arguments.strategy == "fsdp"
     count = int(os.environ["WORLD_SIZE"])
-    # Its default is tensor parallelism over all GPUs of a node, which shards no data
+    # The default is tensor parallelism over all GPUs of a node, without data parallelism
     sharded = ModelParallelStrategy(shard, data_parallel_size=count, tensor_parallel_size=1)
     fabric = Fabric(
         accelerator="cuda" if CUDA else "cpu",
@@ -201,7 +201,7 @@ def fabric_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
         DataLoader(Rows(arguments.data), batch_size=arguments.micro_batch_size)
     )
     model.train()
-    recorded, batches = meter(arguments), endless(loader)
+    meter, batches = make_meter(arguments), repeat_batches(loader)
     for step in range(1, arguments.steps + 1):
         total = torch.zeros((), device=fabric.device)
         for index in range(arguments.accumulation):
@@ -213,18 +213,18 @@ def fabric_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
             total += loss.detach()
         norm = fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
         for group in optimizer.param_groups:
-            group["lr"] = rate(arguments, step)
+            group["lr"] = learning_rate_of(arguments, step)
         optimizer.step()
         optimizer.zero_grad()
-        recorded.record(step, mine(total, arguments), whole(norm))
+        meter.record(step, loss_share(total, arguments), full_norm(norm))
 
 
-def endless(loader: Any) -> Iterator[Any]:
+def repeat_batches(loader: Any) -> Iterator[Any]:
     while True:
         yield from loader
 
 
-def rate(arguments: argparse.Namespace, step: int) -> float:
+def learning_rate_of(arguments: argparse.Namespace, step: int) -> float:
     return learning_rate_at(
         step,
         peak=arguments.learning_rate,
@@ -233,8 +233,11 @@ def rate(arguments: argparse.Namespace, step: int) -> float:
     )
 
 
-def mine(total: torch.Tensor, arguments: argparse.Namespace) -> torch.Tensor:
-    """This rank's part of a step's loss. total: the sum of the micro-batches' losses, all of equally many tokens."""
+def loss_share(total: torch.Tensor, arguments: argparse.Namespace) -> torch.Tensor:
+    """This rank's contribution to the mean loss of a step.
+
+    total: sum of the micro-batches' mean losses. All micro-batches have the same number of tokens.
+    """
     return total / (arguments.accumulation * dist.get_world_size())
 
 
@@ -242,7 +245,6 @@ LOOPS = {"accelerate": accelerate_loop, "trainer": trainer_loop, "fabric": fabri
 
 
 def main() -> None:
-    """Trains."""
     arguments = parse_arguments(__doc__, library=list(LOOPS), strategy=["ddp", "fsdp"])
     torch.set_float32_matmul_precision("high")
     if not CUDA:  # torchrun sets OMP_NUM_THREADS=1

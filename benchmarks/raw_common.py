@@ -1,6 +1,6 @@
-"""What the hand-written loops share: arguments, start and end, data, initial weights, and the measuring.
+"""Shared by the hand-written loops: arguments, process group, data, weights and measurements.
 
-Nothing here comes from launcher/: the loops are what the launcher is compared with.
+Nothing is imported from launcher/, because the launcher is compared with these loops.
 """
 
 from __future__ import annotations
@@ -25,22 +25,28 @@ IGNORED = -100
 
 
 def parse_arguments(description: str, *flags: str, **choices: list[str]) -> argparse.Namespace:
-    """The arguments of a loop. flags, choices: switches and options that only this one has."""
+    """Parses the arguments of a loop.
+
+    flags, choices: additional switches and options of this loop.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", type=Path, required=True, help="JSON: fields of LlamaConfig")
     parser.add_argument("--data", type=Path, required=True, help=".npy: token ids (rows, tokens)")
     parser.add_argument(
         "--positions",
         type=Path,
-        help=".npy: position ids of the same shape, where rows hold several documents",
+        help=".npy: position ids (rows, tokens), if rows contain several documents",
     )
     parser.add_argument(
-        "--metrics", type=Path, required=True, help="file that rank 0 writes a JSON line a step to"
+        "--metrics",
+        type=Path,
+        required=True,
+        help="file to which rank 0 writes one JSON line per step",
     )
     parser.add_argument(
         "--weights",
         type=Path,
-        help="safetensors file with the initial weights; without it they are random",
+        help="safetensors file with the initial weights; default: random weights",
     )
     parser.add_argument("--steps", type=int, required=True, help="optimizer steps")
     parser.add_argument(
@@ -49,7 +55,7 @@ def parse_arguments(description: str, *flags: str, **choices: list[str]) -> argp
     parser.add_argument(
         "--accumulation", type=int, required=True, help="micro-batches per optimizer step"
     )
-    parser.add_argument("--learning-rate", type=float, required=True, help="peak")
+    parser.add_argument("--learning-rate", type=float, required=True, help="peak learning rate")
     parser.add_argument("--warmup-steps", type=int, required=True, help="steps of linear warm-up")
     parser.add_argument(
         "--bf16", action="store_true", help="compute in bfloat16; float32 otherwise"
@@ -62,29 +68,30 @@ def parse_arguments(description: str, *flags: str, **choices: list[str]) -> argp
 
 
 def start(*, offload: bool = False) -> tuple[int, int, torch.device]:
-    """Joins the other ranks; (rank, ranks, device)."""
+    """Initializes the process group; returns rank, world size and device."""
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     torch.set_float32_matmul_precision("high")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        # Clipping reduces the norm of gradients that lie in host memory, which NCCL cannot
+        # With offload, clipping all-reduces the norm in host memory, which NCCL does not support
         dist.init_process_group("cpu:gloo,cuda:nccl" if offload else "nccl", device_id=device)
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     if device.type == "cpu" or offload:
-        # torchrun sets OMP_NUM_THREADS=1, which leaves cores idle where there are more of them than ranks
+        # torchrun sets OMP_NUM_THREADS=1, which leaves cores idle with fewer ranks than cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     return dist.get_rank(), dist.get_world_size(), device
 
 
 def end() -> None:
-    """Leaves the other ranks and ends the process; to be called once the loop's own variables are gone.
+    """Destroys the process group and exits. Call it after the loop's variables went out of scope.
 
-    With torch 2.13 a plain end hangs or aborts now and then. DistributedDataParallel stands in a reference cycle and
-    holds the process group: were it the last one to do so, the group would end while this thread holds the interpreter
-    lock, which gloo's thread may be waiting for. The same thread, not done yet when the interpreter ends, aborts.
+    With torch 2.13 a normal exit sometimes hangs or aborts. DistributedDataParallel is in a
+    reference cycle and keeps the process group alive. If the garbage collector destroys the group,
+    this thread holds the GIL while gloo's thread may wait for it. If gloo's thread still runs when
+    the interpreter exits, the process aborts.
     """
     gc.collect()
     dist.destroy_process_group()
@@ -92,39 +99,40 @@ def end() -> None:
 
 
 def read_config(file: Path) -> LlamaConfig:
-    """The model's config, with the attention that the launcher takes."""
+    """The model config, with the same attention implementation as the launcher."""
     return LlamaConfig(**json.loads(file.read_text()), attn_implementation="sdpa")
 
 
 def load_rows(
     file: Path, device: torch.device, positions: Path | None = None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor, float]:
-    """What the model is called with and the targets, (rows, tokens) each, on the device from the start; targets a row.
+    """Loads all data to the device; returns model inputs, targets and the mean targets per row.
 
-    A document's last token has no target. With `positions` rows hold several documents, which transformers keeps apart by a
-    mask that it makes from position_ids.
+    Inputs and targets have the shape (rows, tokens). The last token of a document has no target.
+    With `positions`, rows contain several documents, and transformers builds a document mask from
+    position_ids.
     """
     inputs = torch.from_numpy(np.load(file)).to(torch.int64)
     targets = torch.full_like(inputs, IGNORED)
     targets[:, :-1] = inputs[:, 1:]
     named = {"input_ids": inputs.to(device)}
     if positions is not None:
-        places = torch.from_numpy(np.load(positions)).to(torch.int64)
-        targets[:, :-1][places[:, 1:] == 0] = IGNORED
-        named["position_ids"] = places.to(device)
+        position_ids = torch.from_numpy(np.load(positions)).to(torch.int64)
+        targets[:, :-1][position_ids[:, 1:] == 0] = IGNORED
+        named["position_ids"] = position_ids.to(device)
     return named, targets.to(device), float((targets != IGNORED).sum()) / len(targets)
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, file: Path) -> None:
-    """Puts the tensors of a safetensors file into the model, or each rank's part of them into its shards."""
+    """Copies the tensors of a safetensors file into the model, sharded or not."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as weights:
         for name, parameter in model.named_parameters():
             whole = weights.get_tensor(name.replace("_checkpoint_wrapped_module.", ""))
             if isinstance(parameter, DTensor):
-                # fully_shard cuts the first dimension as chunk does; ranks beyond the last chunk hold nothing
+                # fully_shard splits dim 0 like chunk; ranks beyond the last chunk have empty shards
                 chunks = whole.chunk(parameter.device_mesh.size())
                 rank = parameter.device_mesh.get_local_rank()
                 whole = chunks[rank] if rank < len(chunks) else whole[:0]
@@ -133,7 +141,7 @@ def load_weights(model: nn.Module, file: Path) -> None:
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """Fused AdamW; weight decay on matrices only."""
+    """Fused AdamW with weight decay on matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     rest = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -143,7 +151,7 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
 def learning_rate_at(
     step: int, *, peak: float, warmup_steps: int, steps: int, floor: float = 0.1
 ) -> float:
-    """Linear warm-up, then a cosine down to floor * peak at the last step; steps count from 1."""
+    """Linear warm-up, then a cosine decay to floor * peak at the last step. Steps count from 1."""
     if step <= warmup_steps:
         return peak * step / warmup_steps
     progress = (step - warmup_steps) / (steps - warmup_steps)
@@ -151,9 +159,10 @@ def learning_rate_at(
 
 
 class Meter:
-    """A JSON line a step, measured as the launcher measures its own: one gathering of a few numbers over the ranks.
+    """Writes one JSON line per step, with the same measurements as the launcher.
 
-    Reading the loss waits for the device, every step: the launcher does so too where it logs every step.
+    Each step all-gathers a few numbers over the ranks and reads the loss, which synchronizes with
+    the device. The launcher does the same if it logs every step.
     """
 
     def __init__(self, file: Path, rank: int, ranks: int, device: torch.device) -> None:
@@ -165,7 +174,7 @@ class Meter:
         self._since, self._cpu = time.perf_counter(), cpu_seconds()
 
     def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """loss: this rank's part of it, the sum over ranks is the loss; grad_norm: the same on all ranks."""
+        """loss: this rank's contribution to the sum over ranks; grad_norm: equal on all ranks."""
         mine, norm = torch.stack([loss.double(), grad_norm.double()]).tolist()
         numbers = torch.tensor(
             [mine, cpu_seconds() - self._cpu, self._peak_bytes()],
@@ -190,7 +199,7 @@ class Meter:
         self._since, self._cpu = now, cpu_seconds()
 
     def _peak_bytes(self) -> int:
-        """CUDA: most bytes of tensors so far; CPU: most resident bytes."""
+        """CUDA: peak of allocated bytes; CPU: peak of resident bytes."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

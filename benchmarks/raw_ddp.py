@@ -1,4 +1,4 @@
-"""A hand-written DistributedDataParallel loop, to compare the launcher's `ddp` with. Started by compare.py, through torchrun."""
+"""A hand-written DDP loop, the baseline for `strategy.kind: ddp`. Started through torchrun."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from transformers import LlamaForCausalLM
 
 
 def main() -> None:
-    """Trains."""
     arguments = parse_arguments(__doc__)
     rank, ranks, device = start()
     micro, accumulation, steps = arguments.micro_batch_size, arguments.accumulation, arguments.steps
@@ -43,7 +42,8 @@ def main() -> None:
     ddp.train()
     optimizer = make_optimizer(model, arguments.learning_rate)
     parameters = list(model.parameters())
-    # Rows are full, and alike but for the ends of documents: what each step divides its loss by is known, without counting over the ranks
+    # All rows are full, so the number of targets per step is known without an all-reduce. With
+    # several documents per row it is the mean over all rows
     valid_tokens = accumulation * micro * ranks * targets_a_row
 
     meter = Meter(arguments.metrics, rank, ranks, device)
@@ -54,7 +54,8 @@ def main() -> None:
             rows = slice(first, first + micro)
             with nullcontext() if index == accumulation - 1 else ddp.no_sync():
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=arguments.bf16):
-                    # In one expression: a name would keep the logits, the largest of tensors, into the next forward pass
+                    # One expression, because a variable would keep the logits alive until the
+                    # next forward
                     loss = F.cross_entropy(
                         ddp(
                             **{name: tensor[rows] for name, tensor in inputs.items()},

@@ -1,8 +1,9 @@
-"""A hand-written FSDP2 loop, to compare the launcher's `fsdp` with. Started by compare.py, through torchrun.
+"""A hand-written FSDP2 loop, the baseline for `strategy.kind: fsdp`. Started through torchrun.
 
-It gathers and frees the weights in every micro-batch; with --keep-gathered they stay gathered from a step's first to its
-last micro-batch. Gradients are reduced in every micro-batch either way. --offload adds CPU offload and full activation
-checkpointing, as `fsdp_offload` has.
+It all-gathers and reshards the weights in every micro-batch. With --keep-gathered they stay
+unsharded from the first to the last micro-batch of a step. Gradients are reduced in every
+micro-batch in both cases. --offload adds CPU offload and full activation checkpointing, like the
+recipe `fsdp_offload`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from transformers import LlamaForCausalLM
 
 
 def main() -> None:
-    """Trains."""
     arguments = parse_arguments("A hand-written FSDP2 loop.", "--keep-gathered", "--offload")
     rank, ranks, device = start(offload=arguments.offload)
     micro, accumulation, steps = arguments.micro_batch_size, arguments.accumulation, arguments.steps
@@ -66,13 +66,14 @@ def main() -> None:
     model.init_weights()
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))  # what is no parameter is not offloaded
+            setattr(module, name, buffer.to(device))  # buffers are not offloaded
     if arguments.weights is not None:
         load_weights(model, arguments.weights)
     model.train()
     optimizer = make_optimizer(model, arguments.learning_rate)
     parameters = list(model.parameters())
-    # Rows are full, and alike but for the ends of documents: what each step divides its loss by is known, without counting over the ranks
+    # All rows are full, so the number of targets per step is known without an all-reduce. With
+    # several documents per row it is the mean over all rows
     valid_tokens = accumulation * micro * ranks * targets_a_row
 
     meter = Meter(arguments.metrics, rank, ranks, device)
@@ -85,7 +86,7 @@ def main() -> None:
                 model.set_reshard_after_backward(last)
             first = (((step - 1) * accumulation + index) * ranks + rank) * micro % len(targets)
             rows = slice(first, first + micro)
-            # In one expression: a name would keep the logits, the largest of tensors, into the next forward pass
+            # One expression, because a variable would keep the logits alive until the next forward
             loss = F.cross_entropy(
                 model(**{name: tensor[rows] for name, tensor in inputs.items()}, use_cache=False)
                 .logits.float()
@@ -104,7 +105,7 @@ def main() -> None:
             group["lr"] = rate
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        # The norm of offloaded gradients is in host memory
+        # With offload, the gradient norm is in host memory
         meter.record(step, total / valid_tokens, norm.to(device))
 
 

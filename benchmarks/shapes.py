@@ -1,4 +1,4 @@
-"""Shapes of Llama models, as fields of LlamaConfig: those of their model cards."""
+"""Shapes of Llama models from their model cards, as fields of LlamaConfig."""
 
 from __future__ import annotations
 

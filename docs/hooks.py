@@ -1,7 +1,7 @@
 """Generated parts of the documentation: mkdocs calls `on_page_markdown` for each page.
 
-`<!-- generated: recipe -->` becomes tables of all keys of a recipe, `<!-- generated: commands -->` the help of
-all commands.
+`<!-- generated: recipe -->` is replaced by tables of all recipe keys, and
+`<!-- generated: commands -->` by the help of all commands.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from launcher.recipe.decode import json_schema
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page's text with its generated parts. Only their pages have the comments."""
+    """Replaces the comments above with the generated text."""
     for name, generate in (("recipe", recipe_reference), ("commands", command_reference)):
         comment = f"<!-- generated: {name} -->"
         if comment in markdown:
@@ -28,7 +28,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def recipe_reference() -> Iterator[str]:
-    """A heading, a sentence and a table for each section of a recipe."""
+    """A heading, a description and a table for each section of a recipe."""
     schema = json_schema()
     definitions = schema["$defs"]
     sections = [(name, _section_of(key)) for name, key in schema["properties"].items()]
@@ -42,7 +42,7 @@ def recipe_reference() -> Iterator[str]:
 
 
 def _section_of(key: dict[str, Any]) -> str | None:
-    """The name in the schema's `$defs` of the section that a key may hold, if any."""
+    """The name (in the schema's `$defs`) of the section that a key may contain, if any."""
     if "$ref" in key:
         return str(key["$ref"]).rpartition("/")[2]
     inside = key.get("additionalProperties")
@@ -69,7 +69,7 @@ def _row(*cells: str) -> str:
 
 
 def _values(key: dict[str, Any]) -> str:
-    """The values that a key may have."""
+    """The valid values of a key, in words."""
     if "anyOf" in key:
         return " or ".join(dict.fromkeys(_values(one) for one in key["anyOf"]))
     if "enum" in key or "const" in key:
@@ -92,7 +92,7 @@ def _values(key: dict[str, Any]) -> str:
 
 
 def command_reference() -> Iterator[str]:
-    """A heading, the text of the help and a table of options for each command."""
+    """A heading, the help text and a table of options for each command."""
     for name, command in typer.main.get_command(app).commands.items():
         context = Context(command, info_name=f"launcher {name}")
         options = [param for param in command.params if isinstance(param, TyperOption)]
@@ -109,7 +109,7 @@ def command_reference() -> Iterator[str]:
 
 
 def _help(text: str) -> Iterator[str]:
-    """The help of a command: `\\b` begins lines that are not wrapped, which examples are."""
+    """The help text of a command. Paragraphs that start with `\\b` are examples."""
     for paragraph in text.split("\n\n"):
         if paragraph.startswith("\b"):
             title, _, lines = paragraph.removeprefix("\b\n").partition("\n")

@@ -1,4 +1,4 @@
-"""Draws docs/memory.svg: the memory of a GPU under the three strategies, by `launcher plan`.
+"""Draws docs/memory.svg: planned memory of a GPU with each of the three strategies.
 
     python docs/memory_chart.py
 
@@ -32,12 +32,12 @@ PARTS = {
     "activations": (("activations", "logits"), "#3f9e5f"),
     "buffers, driver and margin": (("communication", "temporary", "outside"), "#8b929b"),
 }
-"""The five components, each with those of the plan that belong to it."""
+"""The parts of the chart: for each, the components of the plan and the color."""
 WIDTH, LEFT, SCALE, ROW = 860, 120, 3.3, 52  # pixels; SCALE: per GiB
 
 
 def planned(name: str) -> tuple[dict[str, float], float]:
-    """GiB of each part at the peak, and of the GPU."""
+    """GiB of each part at the peak, and the memory of the GPU in GiB."""
     config = [f"model.config.{key}={json.dumps(value)}" for key, value in LLAMA_8B.items()]
     recipe = load_recipe([f"recipe={name}", *config, *SIZES], ranks=8, files=False).recipe
     machine = known_machine(
@@ -55,7 +55,7 @@ def text(x: float, y: float, words: str, *, style: str = "") -> str:
 
 
 def draw(plans: dict[str, tuple[dict[str, float], float]]) -> Sequence[str]:
-    """The lines of the SVG. On a light card, so that it can be read on dark pages, too."""
+    """The lines of the SVG. The background is light, so that the text is readable on dark pages."""
     small, bold = 'font-size="12" fill="#57606a"', 'font-weight="600"'
     end, right = 'text-anchor="end" font-weight="600"', f'text-anchor="end" {small}'
     height = 110 + ROW * len(plans)

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 FIRST, SECOND, TEST = range(10, 100), range(1, 10), 81
-"""A number of two digits plus one of one digit: 810 sums, TEST of them for testing."""
+"""Numbers of two digits plus numbers of one digit: 810 sums, of which TEST are the test set."""
 
 
 def question(first: int, second: int) -> str:
-    """The user's message."""
+    """The user message of a sum."""
     return f"{first} + {second}"
 
 
 def generate(folder: Path, *, seed: int = 1234) -> None:
-    """Writes train.jsonl and test.jsonl, one conversation per row; the same for the same seed."""
+    """Writes train.jsonl and test.jsonl, one conversation per row, deterministic for a seed."""
     pairs = [(first, second) for first in FIRST for second in SECOND]
     random.Random(seed).shuffle(pairs)
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def accuracy(
         json.loads(line)["messages"]
         for line in (folder / "test.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    said: list[str] = []
+    answers: list[str] = []
     for start in range(0, len(rows), batch_size):
         asked = [messages[:-1] for messages in rows[start : start + batch_size]]
         inputs = tokenizer.apply_chat_template(
@@ -68,16 +68,18 @@ def accuracy(
             tokens = model.generate(
                 **inputs, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id
             )
-        said += tokenizer.batch_decode(
+        answers += tokenizer.batch_decode(
             tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
         )
-    right = [answer == messages[-1]["content"] for answer, messages in zip(said, rows, strict=True)]
-    for messages, answer in list(zip(rows, said, strict=True))[:examples]:
+    correct = [
+        answer == messages[-1]["content"] for answer, messages in zip(answers, rows, strict=True)
+    ]
+    for messages, answer in list(zip(rows, answers, strict=True))[:examples]:
         print(
             f"  {messages[0]['content']:<8} {answer!r:<12}"
             + ("" if answer == messages[-1]["content"] else f" (it is {messages[-1]['content']})")
         )
-    share = sum(right) / len(rows)
+    share = sum(correct) / len(rows)
     print(f"accuracy of {model_folder}: {share:.1%} of {len(rows)} questions")
     return share
 

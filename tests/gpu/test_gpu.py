@@ -1,4 +1,7 @@
-"""What has a GPU side, on the GPUs that are here: `pytest -m gpu tests/gpu`. One GPU is enough; with more, more is tried."""
+"""Tests of the GPU code paths on real GPUs: `pytest -m gpu tests/gpu`.
+
+One GPU is enough. More GPUs run more of the tests on several ranks.
+"""
 
 import functools
 import json
@@ -38,7 +41,7 @@ DETERMINISTIC = [
 
 
 def start(recipe, run_dir, *overrides, ranks=1, script=TRAIN, restarts=0, **options):
-    """Two micro-batches a step on each rank, whatever the number of ranks."""
+    """Starts a training with two micro-batches per step on each rank."""
     batch = [f"batch.global_batch_size={8 * ranks}", "batch.micro_batch_size=4"]
     words = [f"recipe={recipe}", *MODEL, *batch, f"run.dir={run_dir}", *overrides]
     arguments = ["--max-restarts", restarts, script, *words]
@@ -59,8 +62,8 @@ def figures(records):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """undisturbed(recipe) gives the records of a deterministic run from step 1 to 12; trained once."""
+def uninterrupted(tmp_path_factory):
+    """A cached function that returns a recipe's records of an uninterrupted deterministic run."""
 
     @functools.cache
     def records(recipe):
@@ -72,7 +75,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", sorted({1, GPUS}))
 @pytest.mark.parametrize("precision", ["null", "{param_dtype: bfloat16}", "{param_dtype: float16}"])
-def test_same_losses(precision, ranks):
+def test_selftest_finds_equal_losses(precision, ranks):
     command = [
         sys.executable,
         "-m",
@@ -90,7 +93,7 @@ def test_same_losses(precision, ranks):
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp", "fsdp_offload"])
-def test_recipes(recipe, tmp_path):
+def test_recipes_reduce_the_loss(recipe, tmp_path):
     records, output = train(recipe, tmp_path / "run", ranks=GPUS)
     print(output)
     assert records[-1]["loss"] < records[0]["loss"]
@@ -99,7 +102,7 @@ def test_recipes(recipe, tmp_path):
     assert 0 < records[-1]["peak_memory_bytes"] < torch.cuda.get_device_properties(0).total_memory
 
 
-def test_offload_takes_less_memory_of_the_gpu(tmp_path):
+def test_offload_uses_less_gpu_memory(tmp_path):
     kept = train("fsdp", tmp_path / "fsdp")[0][-1]["peak_memory_bytes"]
     offloaded = train("fsdp_offload", tmp_path / "offload")[0][-1]["peak_memory_bytes"]
     assert offloaded < kept
@@ -116,7 +119,7 @@ def test_deterministic_runs_are_bit_identical(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_compiled_blocks_train_alike(kind, tmp_path):
+def test_compiled_blocks_have_close_losses(kind, tmp_path):
     plain = train("fsdp", tmp_path / "plain", f"strategy.kind={kind}")[0]
     compiled = train("fsdp", tmp_path / "compiled", f"strategy.kind={kind}", "model.compile=true")[
         0
@@ -125,15 +128,18 @@ def test_compiled_blocks_train_alike(kind, tmp_path):
         assert b["loss"] == pytest.approx(a["loss"], rel=5e-3)
 
 
-def test_memory_snapshot(tmp_path):
+def test_profile_writes_trace_and_memory_snapshot(tmp_path):
     train("fsdp", tmp_path / "run", "profile={start_step: 3, steps: 2, memory_snapshot: true}")
     assert (tmp_path / "run/profile/memory_rank_0.pickle").stat().st_size > 0
     assert (tmp_path / "run/profile/rank_0.pt.trace.json").stat().st_size > 0
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
-def test_variable_length_attention(model_type):
-    """torch's kernel gives a packed document the logits and gradients that it has alone; grouped heads, a sliding window."""
+def test_varlen_attention_matches_separate_documents(model_type):
+    """Packed documents have the same logits and gradients as documents in separate rows.
+
+    Covers grouped-query attention and a sliding window.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from launcher.models.attention import VARLEN, isolate_documents
@@ -151,10 +157,10 @@ def test_variable_length_attention(model_type):
     )
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    isolation = isolate_documents(
+    masking = isolate_documents(
         shape, sequence_length=256, device=torch.device("cuda"), compute_dtype=torch.bfloat16
     )
-    assert isolation == "varlen", "the kernel is there and used"
+    assert masking == "varlen", "torch's variable-length kernel is used"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         settings, dtype=torch.bfloat16, attn_implementation="eager"
@@ -174,7 +180,7 @@ def test_variable_length_attention(model_type):
     model.zero_grad()
     model.set_attn_implementation(VARLEN)
     bounds = torch.tensor([0, 100, 256, 263, 463, 512], dtype=torch.int32, device="cuda")
-    places = torch.stack(
+    position_ids = torch.stack(
         [torch.cat([torch.arange(length) for length in lengths]) for lengths in documents]
     ).cuda()
     lengths = {
@@ -183,7 +189,9 @@ def test_variable_length_attention(model_type):
         "max_length_q": 256,
         "max_length_k": 256,
     }
-    packed = model(input_ids=ids, position_ids=places, use_cache=False, **lengths).logits.float()
+    packed = model(
+        input_ids=ids, position_ids=position_ids, use_cache=False, **lengths
+    ).logits.float()
     assert float((packed - alone).detach().abs().max() / alone.detach().abs().max()) < 3e-2
     packed.square().mean().backward()
     for name, gradient in expected.items():
@@ -213,7 +221,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp", "fsdp_offload"])
 @pytest.mark.parametrize("adapters", [False, True])
-def test_a_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapters, tmp_path):
+def test_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapters, tmp_path):
     more = [
         "model.config=null",
         f"model.path={checkpoint}",
@@ -247,18 +255,21 @@ def test_a_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapter
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp", "fsdp_offload"])
-def test_a_resumed_run_is_bit_identical(recipe, asynchronous, undisturbed, tmp_path):
-    """Saved from the GPU through pinned memory beside the steps, or waited for; dropout drawn on the GPU."""
+def test_resumed_run_is_bit_identical(recipe, asynchronous, uninterrupted, tmp_path):
+    """Covers asynchronous saves through pinned memory, synchronous saves and the GPU's RNG."""
     settings = [*DETERMINISTIC, f"checkpoint.asynchronous={asynchronous}"]
     train(recipe, tmp_path / "run", *settings, "run.max_steps=7", ranks=GPUS)
     resumed, output = train(recipe, tmp_path / "run", *settings, ranks=GPUS)
     assert "step_00000007, step 7" in output
-    assert figures(resumed) == figures(undisturbed(recipe))
+    assert figures(resumed) == figures(uninterrupted(recipe))
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
-def test_a_killed_rank_changes_no_loss(recipe, undisturbed, tmp_path):
-    """SIGKILL in step 8; the restart resumes from step 6. Where the rank has peers, they report it."""
+def test_run_with_killed_rank_has_equal_losses(recipe, uninterrupted, tmp_path):
+    """A rank gets SIGKILL in step 8, and the restart resumes from step 6.
+
+    If there are other ranks, they report the lost rank.
+    """
     settings = [
         *DETERMINISTIC,
         "checkpoint.asynchronous=false",
@@ -267,7 +278,7 @@ def test_a_killed_rank_changes_no_loss(recipe, undisturbed, tmp_path):
     fault = {
         "FAULT": f"kill:{last}:15",
         "ONCE": str(tmp_path / "killed"),
-    }  # two micro-batches a step
+    }  # two micro-batches per step
     options = {"script": FAULTY_TRAIN, "ranks": GPUS, **fault}
     if GPUS > 1:
         start(recipe, run_dir, *settings, **options).check(1)
@@ -280,31 +291,31 @@ def test_a_killed_rank_changes_no_loss(recipe, undisturbed, tmp_path):
     assert (tmp_path / "killed").exists()
     assert json.loads((run_dir / "status.json").read_text())["state"] == "finished"
     assert [line["step"] for line in read(run_dir, "events") if line["event"] == "resumed"] == [6]
-    assert figures(read(run_dir)) == figures(undisturbed(recipe))
+    assert figures(read(run_dir)) == figures(uninterrupted(recipe))
 
 
 def contexts():
-    """How many processes compute on each GPU, by its UUID."""
+    """Number of processes with a CUDA context on each GPU, by the UUID of the GPU."""
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
     printed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
     return Counter(line.split(",")[0].strip() for line in printed.splitlines() if line.strip())
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs nvidia-smi")
-def test_each_gpu_has_a_context_of_its_own_rank_alone(tmp_path):
-    """No rank has one on GPU 0 beside rank 0's; nor has torchrun, a loader process or what saves."""
+def test_each_gpu_has_one_cuda_context(tmp_path):
+    """Only the GPU's own rank has a context: no other rank, torchrun, loader or saving process."""
     run_dir, before, most = tmp_path / "run", contexts(), Counter()
 
-    def look(process):
+    def watch(process):
         deadline, steps = time.monotonic() + 200, 0
         while process.poll() is None and time.monotonic() < deadline and steps < 30:
-            most.update((contexts() - before) - most)  # the most at any time
+            most.update((contexts() - before) - most)  # maximum over time
             steps = len(read(run_dir)) if (run_dir / "metrics.jsonl").exists() else 0
         if run_dir.exists():
             (run_dir / "stop").touch()
 
     settings = ["run.max_steps=100000", "data.workers=2", "checkpoint.every_steps=10"]
-    start("fsdp", run_dir, *settings, ranks=GPUS, during=look).check()
+    start("fsdp", run_dir, *settings, ranks=GPUS, during=watch).check()
     assert len(read(run_dir)) >= 30
     if not most:
         pytest.skip("nvidia-smi shows no processes here, as in some containers")
@@ -312,7 +323,7 @@ def test_each_gpu_has_a_context_of_its_own_rank_alone(tmp_path):
     assert most == dict.fromkeys(gpus, 1)
 
 
-def test_memory_that_runs_out_is_told_in_words(tmp_path):
+def test_out_of_memory_error_suggests_overrides(tmp_path):
     batch = ["batch.global_batch_size=16384", "batch.micro_batch_size=16384"]
     start("ddp", tmp_path / "run", *batch, "run.max_steps=2").check(1)
     status = json.loads((tmp_path / "run/status.json").read_text())
@@ -324,7 +335,7 @@ def test_memory_that_runs_out_is_told_in_words(tmp_path):
     assert (tmp_path / "run/out_of_memory_rank_0.pickle").stat().st_size > 0
 
 
-def test_auto_trains(tmp_path):
+def test_auto_strategy_trains(tmp_path):
     overrides = [
         "strategy.kind=auto",
         "batch.micro_batch_size=auto",
@@ -336,8 +347,8 @@ def test_auto_trains(tmp_path):
     assert records[-1]["loss"] < records[0]["loss"]
 
 
-def test_the_plan_is_what_the_allocator_sees(tmp_path):
-    """`benchmarks/memory.py` judges: at most 5 % over, 2 % under, reserved below the plan and its margin."""
+def test_plan_matches_the_allocator(tmp_path):
+    """benchmarks/memory.py fails if the plan is more than 5 % above or 2 % below the peak."""
     table = tmp_path / "table.md"
     command = [
         sys.executable,

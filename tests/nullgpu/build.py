@@ -1,4 +1,4 @@
-"""Compiles the stand-in for the CUDA libraries against the headers that come with PyTorch's CUDA build."""
+"""Compiles the fake CUDA libraries against the headers of PyTorch's CUDA build."""
 
 import hashlib
 import os
@@ -16,10 +16,10 @@ LIBRARY = re.compile(
 
 
 def build(folder: Path) -> Path:
-    """The library to preload, in a folder for LD_LIBRARY_PATH.
+    """Compiles the library for LD_PRELOAD; its folder is for LD_LIBRARY_PATH.
 
-    It is compiled once for each PyTorch build and state of the sources. Its soname is that of the
-    driver's library, so that whatever opens libcuda.so.1 gets it too.
+    It is compiled once per PyTorch version and state of the sources. Its soname is libcuda.so.1, so
+    that programs which open the driver's library get it, too.
     """
     import torch
 
@@ -32,7 +32,7 @@ def build(folder: Path) -> Path:
         return library
     target.mkdir(parents=True, exist_ok=True)
     (target / "nv").mkdir(exist_ok=True)
-    (target / "nv/target").touch()  # cuda_fp16.h includes it, and uses it in C++ only
+    (target / "nv/target").touch()  # cuda_fp16.h includes it, but only C++ uses it
     options = [
         "-O1",
         "-fPIC",
@@ -60,12 +60,12 @@ def build(folder: Path) -> Path:
 def _include_folders() -> list[Path]:
     headers = ("cuda_runtime_api.h", "nccl.h", "cudnn.h", "cublasLt.h")
     found = {path.parent for name in headers for path in SITE.glob(f"nvidia/**/include/{name}")}
-    # Triton brings the headers of the runtime where PyTorch's own packages do not.
+    # Triton includes the runtime's headers, which some of PyTorch's packages lack
     return [*sorted(found), SITE / "triton/backends/nvidia/include"]
 
 
 def _needed_functions() -> set[str]:
-    """What PyTorch imports from the CUDA libraries, what it opens by name, and the whole driver for Triton."""
+    """CUDA functions that PyTorch imports or opens by name, and all driver functions for Triton."""
     imported = _symbols("--undefined-only", *SITE.glob("torch/lib/*.so"))
     allocator = (SITE / "torch/lib/libc10_cuda.so").read_bytes()
     management = {name.decode() for name in re.findall(rb"\0(nvml[A-Z]\w+)(?=\0)", allocator)}
@@ -85,7 +85,7 @@ def _symbols(which: str, *files: Path) -> set[str]:
 
 
 def _stubs(*, needed: set[str], defined: set[str]) -> str:
-    """Functions that do nothing and return success, and say in the log that they were called."""
+    """C code of functions that do nothing, log their first call and return success."""
     declaration = "void log_event(const char *format, ...);\n"
     body = '{ static int seen; if (!seen++) log_event("stub %s"); return 0; }'
     return declaration + "".join(

@@ -8,7 +8,7 @@ from tests.nullgpu import devices
 
 
 def pytest_collection_modifyitems(items):
-    """These tests need PyTorch's CUDA build: `make test-cuda` runs them in an environment that has it."""
+    """Skips the tests without PyTorch's CUDA build. `make test-cuda` installs it."""
     if not devices.cuda_build():
         skip = pytest.mark.skip(reason="this PyTorch is not a CUDA build; run make test-cuda")
         for item in items:
@@ -18,5 +18,5 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def null_gpus(tmp_path):
-    """null_gpus(count=8, gib=79.6, capability=80) gives devices, see `devices.NullGpus`."""
+    """Returns a function (count=8, gib=79.6, capability=80) that creates a `devices.NullGpus`."""
     return partial(devices.null_gpus, tmp_path, build_folder=REPOSITORY / "build/nullgpu")

@@ -1,4 +1,4 @@
-"""Null GPUs for a test: the environment that starts processes on them, and the log of what they did."""
+"""Null GPUs for tests: the environment for processes that use them, and the log of CUDA calls."""
 
 import ctypes
 import os
@@ -20,16 +20,17 @@ class Event:
     thread: int
     thread_name: str
     kind: str
-    """context, allocate, refuse, free, pin, unpin, pageable (a copy from such memory), wait, nccl, stuck, stub or mark."""
+    """One of context, allocate, refuse, free, pin, unpin, pageable (a copy from pageable memory),
+    wait, nccl, stuck, stub, mark."""
     arguments: list[str]
 
 
 @dataclass(frozen=True)
 class ProcessLog:
-    """What one process did on the devices, in order."""
+    """The logged CUDA calls of one process, in order."""
 
     rank: int | None
-    """None: a process that is not a rank, such as torchrun's agent."""
+    """None for a process that is not a rank, such as torchrun's agent."""
     process: int
     events: list[Event]
 
@@ -38,7 +39,7 @@ class ProcessLog:
 
     @property
     def contexts(self) -> set[int]:
-        """The devices that this process has a context on."""
+        """The devices on which this process has a context."""
         return {int(event.arguments[0]) for event in self.of_kind("context")}
 
     @property
@@ -46,7 +47,7 @@ class ProcessLog:
         return self.process
 
     def steps(self) -> dict[int, list[Event]]:
-        """The events after each step until the next one has ended, by the step that ends with them."""
+        """The events of each step: from the end of the previous step to the end of this one."""
         found: dict[int, list[Event]] = {}
         current: list[Event] = []
         for event in self.events:
@@ -57,20 +58,20 @@ class ProcessLog:
         return found
 
     def waits(self, step: int) -> Counter[str]:
-        """How often a thread waited for the device in a step, by what it waited for."""
+        """Number of waits for the device in a step, by what was waited for."""
         return Counter(event.arguments[0] for event in self.steps()[step] if event.kind == "wait")
 
 
 @dataclass(frozen=True)
 class NullGpus:
-    """Devices without a GPU, for processes started with `variables` in their environment."""
+    """Null devices for processes started with `variables` in their environment."""
 
     library: Path
     log: Path
     variables: dict[str, str] = field(repr=False)
 
     def logs(self) -> list[ProcessLog]:
-        """Of all processes so far, by rank; those of an earlier start come first."""
+        """The logs of all processes, sorted by rank and then by time of the last write."""
         found = []
         for file in sorted(self.log.iterdir(), key=lambda file: file.stat().st_mtime_ns):
             rank, _, process = file.name.removeprefix("rank_").partition(".")
@@ -82,7 +83,7 @@ class NullGpus:
         return sorted(found, key=lambda log: -1 if log.rank is None else log.rank)
 
     def ranks(self) -> list[ProcessLog]:
-        """Of the ranks' main processes, in their order. For one start of the ranks."""
+        """The logs of the ranks' main processes, sorted by rank, if the ranks started only once."""
         return [log for log in self.logs() if log.rank is not None and log.of_kind("mark")]
 
     def clear(self) -> None:
@@ -93,7 +94,10 @@ class NullGpus:
 def null_gpus(
     folder: Path, *, build_folder: Path, count: int = 8, gib: float = 79.6, capability: int = 80
 ) -> NullGpus:
-    """`count` devices of `gib` GiB and of this compute capability (80: A100, 90: H100)."""
+    """Creates `count` devices with `gib` GiB of memory each.
+
+    capability: 80 (A100) or 90 (H100).
+    """
     library = build(build_folder)
     log = folder / "nullgpu_log"
     log.mkdir(exist_ok=True)
@@ -112,7 +116,10 @@ def null_gpus(
 
 
 def preloaded() -> ctypes.CDLL:
-    """The library in this process, for its nullgpu_* functions. Raises OSError where it was not preloaded."""
+    """The preloaded library of this process, for its nullgpu_* functions.
+
+    Raises OSError if LD_PRELOAD names no library.
+    """
     library = ctypes.CDLL(os.environ["LD_PRELOAD"])
     library.nullgpu_mark.argtypes = [ctypes.c_char_p]
     library.nullgpu_fail_allocations.argtypes = [ctypes.c_long]
@@ -122,5 +129,5 @@ def preloaded() -> ctypes.CDLL:
 
 
 def cuda_build() -> bool:
-    """Whether this interpreter's PyTorch is a CUDA build."""
+    """Whether PyTorch is installed as a CUDA build."""
     return any(Path(sysconfig.get_path("purelib")).glob("torch/lib/libtorch_cuda.so"))

@@ -1,4 +1,4 @@
-// cuBLAS and cuDNN: handles, one algorithm, no work.
+// cuBLAS and cuDNN: handles and a single algorithm, without any computation.
 #include "nullgpu.h"
 
 #include <cublasLt.h>
@@ -41,7 +41,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
   return CUBLAS_STATUS_SUCCESS;
 }
 
-// The cuDNN frontend builds a graph, asks for engines, builds a plan and asks for its workspace.
+// The cuDNN frontend builds a graph, queries engines, builds a plan and queries its workspace.
 cudnnStatus_t cudnnCreate(cudnnHandle_t *handle) {
   *handle = new_handle();
   return CUDNN_STATUS_SUCCESS;
@@ -52,7 +52,7 @@ cudnnStatus_t cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t type, cu
   *descriptor = new_handle();
   return CUDNN_STATUS_SUCCESS;
 }
-// One engine without notes or knobs, and a plan without workspace (the real size is not known here).
+// One engine without notes or knobs, and a plan without workspace, since its real size is unknown.
 cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t const descriptor, cudnnBackendAttributeName_t name,
                                        cudnnBackendAttributeType_t type, int64_t requested, int64_t *found, void *values) {
   int is_number = type == CUDNN_TYPE_INT64 || type == CUDNN_TYPE_INT32;

@@ -1,9 +1,9 @@
-"""Trains many small recipes on null GPUs in one torchrun, and writes down what can be seen without values.
+"""Trains many small recipes on null GPUs in one torchrun and records placement, dtypes and memory.
 
     torchrun --nproc-per-node N matrix_worker.py FOLDER
 
-FOLDER has train.jsonl and cases.json, a list of `Case`s as dictionaries; results_RANK.json is written to it. Each case
-and each of its steps is marked in the devices' log.
+FOLDER contains train.jsonl and cases.json, a list of `Case`s as dictionaries. Each rank writes
+results_RANK.json to it, and marks each case and each step in the devices' log.
 """
 
 import functools
@@ -51,7 +51,7 @@ optimizer: {{learning_rate: 1.0e-4}}
 
 @dataclass(frozen=True)
 class Case:
-    """One recipe."""
+    """One combination of settings."""
 
     strategy: str
     checkpointing: str
@@ -83,14 +83,14 @@ class Case:
 
 
 def all_cases(*, ranks: int = 2) -> list[Case]:
-    """The whole product."""
+    """All combinations of the factors."""
     return [Case(*factors, ranks=ranks) for factors in itertools.product(*FACTORS)]
 
 
 def pairwise_cases(*, given: list[Case]) -> list[Case]:
-    """These and few others on two ranks, in which each two values of two factors meet.
+    """The given cases and a few more on two ranks, which cover every pair of values of two factors.
 
-    Greedy: the case with the most new pairs comes next.
+    Greedy: each added case is the one with the most uncovered pairs.
     """
 
     def pairs(case: Case) -> set[tuple[int, object, int, object]]:
@@ -107,7 +107,7 @@ def pairwise_cases(*, given: list[Case]) -> list[Case]:
 
 
 def run_case(case, folder, ranks):
-    """Trains it; returns what was seen."""
+    """Trains one case; returns placements, sizes, memory peaks and attention calls."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -119,8 +119,8 @@ def run_case(case, folder, ranks):
     def local(tensor):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def places(tensors):
-        """Devices and dtypes that tensors have, and whether they are pinned."""
+    def placements(tensors):
+        """The distinct devices and dtypes of the tensors, and whether they are pinned."""
         tensors = [local(tensor) for tensor in tensors]
         return sorted(
             {
@@ -135,14 +135,14 @@ def run_case(case, folder, ranks):
     ).recipe
     seen = {"computed": [], "gradients": [], "peaks": []}
 
-    def beat(phase):
+    def record_gradients(phase):
         if phase == "optimizer":
-            seen["gradients"] = places(
+            seen["gradients"] = placements(
                 p.grad for p in training.wrapped.module.parameters() if p.grad is not None
             )
 
     training = assemble(
-        recipe, ranks=ranks, build_data=ranks.rank == 0, hooks=Hooks(heartbeat=beat)
+        recipe, ranks=ranks, build_data=ranks.rank == 0, hooks=Hooks(heartbeat=record_gradients)
     )
     module = training.wrapped.module
     parameters = dict(module.named_parameters())
@@ -156,12 +156,12 @@ def run_case(case, folder, ranks):
         m for name, m in module.named_modules() if clean_name(name).endswith("q_proj")
     ).register_forward_hook(note_dtype)
     seen |= {
-        "trained": places(trained),
-        "frozen": places(frozen),
-        "buffers": places(b for b in module.buffers() if b.is_floating_point()),
+        "trained": placements(trained),
+        "frozen": placements(frozen),
+        "buffers": placements(b for b in module.buffers() if b.is_floating_point()),
         "trained_numbers": sum(p.numel() for p in trained),
         "frozen_numbers": sum(p.numel() for p in frozen),
-        # What fully_shard gathers once in forward and once more in backward
+        # fully_shard all-gathers these in the forward pass and again in the backward pass
         "block_numbers": sum(p.numel() for name, p in parameters.items() if "layers." in name),
         "trained_tensors": len(trained),
     }
@@ -179,20 +179,20 @@ def run_case(case, folder, ranks):
         v for values in training.optimizer.state.values() for k, v in values.items() if k != "step"
     ]
     seen |= {
-        "optimizer": places(state),
+        "optimizer": placements(state),
         "states": len(state),
-        "skipped": places([step.skipped]),
-        "loss": places([step.loss]),
+        "skipped": placements([step.skipped]),
+        "loss": placements([step.loss]),
     }
     return seen | {"attention": dict(ATTENTION)}
 
 
 ATTENTION = Counter()
-"""Attention that was called, by the name of its node in the autograd graph."""
+"""Number of attention calls, by the name of their autograd node."""
 
 
 def count_attention():
-    """Of this process, in ATTENTION."""
+    """Patches the attention functions of this process to count their calls in ATTENTION."""
     from torch.nn import functional
     from torch.nn.attention import varlen
 
@@ -222,7 +222,7 @@ def main(folder):
     from tests.nullgpu.devices import preloaded
 
     count_attention()
-    # It compares logits, and there are none.
+    # The check compares logits, which have no values on null GPUs
     setup.check_isolation = lambda model, **what: None
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
     (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
@@ -231,9 +231,9 @@ def main(folder):
     with process_group.process_group(environment, device="any", init_timeout=300) as (world, _):
         sizes = sorted({case.ranks for case in cases})
         groups = {size: dist.new_group(list(range(size))) for size in sizes}
-        waiting = dist.new_group(backend="gloo")
+        barrier_group = dist.new_group(backend="gloo")
         for case in cases:
-            dist.barrier(group=waiting)
+            dist.barrier(group=barrier_group)
             if world.rank >= case.ranks:
                 continue
             ranks = DataParallel(
@@ -243,23 +243,23 @@ def main(folder):
             try:
                 results[case.name] = run_case(case, folder, ranks)
             except Exception:
-                # The other ranks would wait for this one
+                # Exit at once, because the other ranks would wait for this one
                 print(f"{case.name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
                 os._exit(1)
             if world.rank == 0:
                 print(f"{time.monotonic() - started:5.2f} s  {case.name}", flush=True)
             gc.collect()
-            gc.freeze()  # what the imports left: the next collection is quick
+            gc.freeze()  # exclude imported modules, so that the next collection is fast
             torch.cuda.empty_cache()
-        dist.barrier(group=waiting)
+        dist.barrier(group=barrier_group)
         preloaded().nullgpu_mark(b"end")
         (folder / f"results_{world.rank}.json").write_text(json.dumps(results))
     sys.stdout.flush()
-    os._exit(0)  # as the launcher ends: threads of torch can abort the interpreter's own end
+    os._exit(0)  # like the launcher: torch's threads can abort a normal interpreter exit
 
 
 def write_cases(folder, cases):
-    """What `main` reads, with documents of unequal length."""
+    """Writes the input files of `main`, with documents of different lengths."""
     lengths = [TOKENS // 4, TOKENS // 2, TOKENS, TOKENS // 8] * 64
     rows = [{"input_ids": [i % 512 for i in range(length)]} for length in lengths]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,10 +1,10 @@
-// NCCL among the processes of one machine. Small messages (counts, flags, norms) are exchanged
-// through shared memory, with values. Large ones (parameters, gradients) are counted and not carried out.
+// A fake NCCL for the processes of one machine. Small messages (counts, flags, norms) are exchanged
+// through shared memory. Large ones (parameters, gradients) are logged but not exchanged.
 //
-// NCCL enqueues a collective and returns; here a small collective waits for its peers before it
-// returns. If a peer is dead, it returns at once and the device is stuck: every later wait for
-// the device blocks, events never complete, until the communicator is aborted. This is what NCCL
-// does, too: the host notices nothing until it waits.
+// Real NCCL enqueues a collective and returns. Here a small collective waits for the other ranks
+// before it returns. If another rank is dead, it returns immediately and the device is stuck: every
+// later wait for the device blocks and events never complete, until the communicator is aborted.
+// With real NCCL the host does not notice a dead rank until it waits, either.
 #define _GNU_SOURCE
 #include "nullgpu.h"
 
@@ -23,8 +23,8 @@
 
 #define MAX_RANKS 64
 
-// The start of a communicator's shared memory. Two slots a rank follow, used in turn: a rank that
-// has published message k+1 has read all of message k.
+// The start of a communicator's shared memory, followed by two slots per rank, used in turn. Two
+// are enough, because a rank that has published message k+1 has read message k of all ranks.
 typedef struct {
   volatile pid_t process[MAX_RANKS];
   volatile uint32_t published[MAX_RANKS];
@@ -42,7 +42,7 @@ static char *slot(ncclComm_t comm, int rank, uint32_t message) {
   return (char *)comm->header + sizeof(Header) + index * SMALL_COLLECTIVE;
 }
 
-// A process that has ended and was not yet waited for by its parent (state Z) is dead, too.
+// Zombies (state Z), for which the parent has not waited yet, are dead, too.
 static int is_dead(pid_t process) {
   if (!process) return 0;
   char path[32], text[512];
@@ -56,8 +56,8 @@ static int is_dead(pid_t process) {
   return !name_end || name_end[2] == 'Z' || name_end[2] == 'X';
 }
 
-// Waits until every rank has reached `message`; 0 if one of them died first. Sleeps, so that the processor time of a
-// training is that of its own work.
+// Waits until every rank has published `message`; returns 0 if a rank died first. It sleeps instead
+// of spinning, so that waits do not count as CPU time of the training.
 static int wait_for_all(ncclComm_t comm, uint32_t message) {
   for (int rank = 0; rank < comm->ranks; rank++) {
     volatile uint32_t *published = &comm->header->published[rank];
@@ -72,7 +72,7 @@ static int wait_for_all(ncclComm_t comm, uint32_t message) {
   return 1;
 }
 
-// Puts `size` bytes of every rank, one after the other, into `all`; 0 if the message is never answered.
+// Gathers `size` bytes of every rank in `all`, in rank order; returns 0 if a rank died.
 static int exchange(ncclComm_t comm, const void *mine, void *all, size_t size) {
   uint32_t message = ++comm->messages;
   memcpy(slot(comm, comm->rank, message), mine, size);
@@ -105,7 +105,7 @@ static ncclComm_t join(int ranks, int rank, uint64_t key) {
   if (comm->header == MAP_FAILED) abort();
   comm->header->process[rank] = getpid();
   char mine = 0, all[MAX_RANKS];
-  exchange(comm, &mine, all, 1);  // all ranks have mapped it: the name is no longer needed
+  exchange(comm, &mine, all, 1);  // now all ranks have mapped the file, so its name can be removed
   if (rank == 0) unlink(name);
   log_event("nccl init %lx ranks=%d rank=%d", (unsigned long)key, ranks, rank);
   return comm;
@@ -140,7 +140,7 @@ static double read_value(const char *data, ncclDataType_t type, size_t index) {
       memcpy(&value, &bits, 4);
       return value;
     }
-    case ncclFloat16: return 0;  // computed by kernels, so it has no value here
+    case ncclFloat16: return 0;  // only kernels write float16, and they do nothing here
     default: return ((uint8_t *)data)[index];
   }
 }
@@ -185,7 +185,7 @@ static void reduce(ncclComm_t comm, const char *all, char *to, size_t start, siz
   }
 }
 
-// Logs a collective. 0: it is not carried out, because it is large or never completes.
+// Logs a collective; returns 0 if it is not carried out, because it is large or never completes.
 static int has_values(const char *name, ncclComm_t comm, size_t bytes) {
   log_event("nccl %s %lx ranks=%d bytes=%zu", name, (unsigned long)comm->key, comm->ranks, bytes);
   if (block_next_collective) {
@@ -235,7 +235,7 @@ ncclResult_t ncclBroadcast(const void *send, void *receive, size_t count, ncclDa
   return ncclSuccess;
 }
 
-// Parts of an all-to-all: only counted.
+// Parts of an all-to-all: only logged.
 ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                       struct CUstream_st *stream) {
   has_values("send", comm, count * width(type));

@@ -1,16 +1,16 @@
-// CUDA devices without a GPU. This library is preloaded in place of the CUDA runtime and driver, so
-// that PyTorch's own CUDA code runs on any machine: the caching allocator, streams, pinned memory,
-// autograd threads, FSDP, ProcessGroupNCCL. Kernels do nothing. Device memory is address space that
-// is never touched, except by small copies. Streams and events complete at once.
+// Fake CUDA devices. This library is preloaded instead of the CUDA runtime and driver, so that
+// PyTorch's own CUDA code runs on any machine: the caching allocator, streams, pinned memory,
+// autograd threads, FSDP, ProcessGroupNCCL. Kernels do nothing. Device memory is reserved address
+// space that only small copies write to. Streams and events complete immediately.
 //
-// NULLGPU_COUNT       devices (8)
-// NULLGPU_GIB         memory of each (79.6)
+// NULLGPU_COUNT       number of devices (8)
+// NULLGPU_GIB         memory per device in GiB (79.6)
 // NULLGPU_CAPABILITY  compute capability, major * 10 + minor (80)
 // NULLGPU_NAME        name of the devices
 // NULLGPU_LOG         folder for the log of each process
-// NULLGPU_STACKS      file that the Python stack of each wait is appended to
+// NULLGPU_STACKS      file to which the Python stack of each wait is appended
 //
-// The exported functions nullgpu_* at the end are for the tests, through ctypes.
+// The tests call the exported functions nullgpu_* at the end through ctypes.
 #define _GNU_SOURCE
 #include "nullgpu.h"
 
@@ -163,7 +163,7 @@ static void *address_space(size_t size) {
   return start == MAP_FAILED ? NULL : start;
 }
 
-// 1 if `size` bytes of the device are now taken
+// Reserves `size` bytes of the device; returns 1 on success.
 static int take(int device, size_t size) {
   if (__sync_fetch_and_add(&failing_allocations, 0) > 0) {
     __sync_fetch_and_sub(&failing_allocations, 1);
@@ -246,8 +246,8 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
   return cudaSuccess;
 }
 
-// Expandable segments: reserve addresses, create physical memory, map it there. The driver's own
-// structure of a handle is opaque, so a handle is a pointer to this.
+// Expandable segments reserve addresses, create physical memory and map it to the addresses. The
+// driver's handles of physical memory are opaque; here a handle is a pointer to this struct.
 typedef struct {
   size_t size;
   int device;
@@ -285,7 +285,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CU
   return CUDA_SUCCESS;
 }
 
-// What is mapped there next is zeros, as it is in a process that has just started.
+// Memory mapped here later contains zeros, as in a new process.
 CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
   madvise((void *)pointer, size, MADV_DONTNEED);
   return CUDA_SUCCESS;
@@ -300,12 +300,11 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
 
 // ---------------------------------------------------------------- copies
 
-// This thread's last call was a copy that waited. PyTorch synchronises the stream after it, which
-// costs nothing more and is not counted.
+// Set if this thread's last call was a copy that waited. PyTorch synchronizes the stream after it,
+// which does not wait again and is not counted.
 static __thread int has_waited;
 
-// The values of small copies between host and device are real. Copies within device memory are
-// real up to the same size: they move counts and flags.
+// Carries out small copies, such as those of counts and flags, and all copies between host memory.
 static void move(void *to, const void *from, size_t size) {
   if (size <= SMALL_COPY || (block_of(to).device < 0 && block_of(from).device < 0)) memmove(to, from, size);
 }
@@ -319,12 +318,12 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyK
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
   if (lost) return cudaErrorDevicesUnavailable;
-  // Only into pinned memory does a copy from the device return before it is done.
+  // A copy from the device to pageable memory is synchronous.
   if (block_of(to).device == UNKNOWN && block_of(from).device >= 0) {
     waited("copy");
     has_waited = 1;
   }
-  // Of pageable memory the driver makes a copy first, and it may wait for earlier ones.
+  // The driver stages copies from pageable memory, and may wait for earlier ones.
   if (block_of(to).device >= 0 && block_of(from).device == UNKNOWN) log_event("pageable %zu", size);
   move(to, from, size);
   return cudaSuccess;
@@ -348,13 +347,13 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t strea
 // ---------------------------------------------------------------- streams, events and waits
 
 typedef struct {
-  int after_stuck;  // recorded behind a collective that never completes
+  int after_stuck;  // recorded after a collective that never completes
   struct timespec recorded;
 } Event;
 
 static long waits;
 
-// Appends this thread's Python stack to NULLGPU_STACKS; faulthandler's function, found in the interpreter.
+// Appends this thread's Python stack to NULLGPU_STACKS, with the interpreter's internal function.
 static void dump_stack(void) {
   const char *path = getenv("NULLGPU_STACKS");
   void *(*thread_state)(void) = path ? dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState") : NULL;
@@ -517,7 +516,7 @@ cudaError_t cudaGetDevice(int *device) {
   return cudaSuccess;
 }
 
-// Since CUDA 12 this makes the device's context.
+// Since CUDA 12 this call creates the device's context.
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= device_count()) return cudaErrorInvalidDevice;
   current = device;
@@ -622,7 +621,7 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
   return CUDA_SUCCESS;
 }
 
-// PyTorch asks for the driver's functions by name.
+// PyTorch looks up driver functions by name.
 static CUresult succeed(void) { return CUDA_SUCCESS; }
 
 static const struct {
@@ -656,7 +655,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function
   return cudaSuccess;
 }
 
-// PyTorch counts devices by NVML, and asks it whether their memory can be shared over a fabric: no.
+// PyTorch counts devices with NVML, and queries whether they can share memory over a fabric.
 typedef int nvmlReturn_t;
 
 nvmlReturn_t nvmlInit_v2(void) { return 0; }
@@ -676,7 +675,7 @@ nvmlReturn_t nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count,
 
 // ---------------------------------------------------------------- for the tests
 
-// Writes a line into the log, with the kernels launched and the bytes pinned so far.
+// Logs the text with the number of launched kernels and the pinned bytes.
 EXPORT void nullgpu_mark(const char *text) {
   log_event("mark %s launches=%ld pinned=%zu pinned_peak=%zu", text, launches, pinned, pinned_peak);
 }
@@ -684,9 +683,9 @@ EXPORT void nullgpu_mark(const char *text) {
 EXPORT void nullgpu_fail_allocations(long count) { __sync_fetch_and_add(&failing_allocations, count); }
 // The next collective of this process never completes, as if a peer had died.
 EXPORT void nullgpu_block_next_collective(void) { block_next_collective = 1; }
-// The device is gone: every later call fails.
+// All later calls fail.
 EXPORT void nullgpu_lose_device(void) { lost = 1; }
-// Calls so far that made a thread wait for the device.
+// Number of calls in which a thread waited for the device.
 EXPORT long nullgpu_waits(void) { return waits; }
 EXPORT long nullgpu_launches(void) { return launches; }
 EXPORT long nullgpu_pinned_peak(void) { return (long)pinned_peak; }

@@ -1,4 +1,4 @@
-"""The devices themselves: what PyTorch sees, and that the log tells the truth."""
+"""Tests of the null devices: their properties, faults, collectives and log."""
 
 import sys
 
@@ -87,7 +87,7 @@ os._exit(0)
 """
 
 
-def test_one_process(null_gpus, tmp_path):
+def test_memory_waits_and_faults_in_one_process(null_gpus, tmp_path):
     gpus = null_gpus(count=3, gib=40, capability=90)
     result = run([sys.executable, "-c", ONE_PROCESS], timeout=60, **gpus.variables).check()
     assert "lost" in result.output

@@ -1,4 +1,4 @@
-"""A rank that dies while its peers wait for a collective that never completes, as NCCL's peers do."""
+"""A rank is killed while other ranks wait for a collective that never completes, as with NCCL."""
 
 import json
 
@@ -27,7 +27,7 @@ def train(gpus, folder, *overrides, ranks=2, restarts=0, **variables):
     )
 
 
-def test_a_killed_rank_is_reported_and_the_run_restarts(null_gpus, tmp_path):
+def test_killed_rank_is_reported_and_run_restarts(null_gpus, tmp_path):
     gpus = null_gpus(count=2)
     result = train(gpus, tmp_path, restarts=1, FAULT="kill:1:5")
     result.check()

@@ -1,6 +1,6 @@
-"""The traced plan against PyTorch's caching allocator, at the shapes of real models.
+"""Compares the traced memory plan with PyTorch's caching allocator, for the shapes of real models.
 
-LAUNCHER_MEMORY_TABLE=FILE has the long test's table written, in Markdown, for benchmarks/README.md.
+With LAUNCHER_MEMORY_TABLE=FILE, the long test writes the Markdown table of benchmarks/README.md.
 """
 
 import os
@@ -15,7 +15,7 @@ from launcher.planner.work import micro_batches_of
 from launcher.recipe.load import load_recipe
 
 OVER, UNDER = 0.05, 0.02
-"""Of the measured peak, that the plan may be off by."""
+"""Fractions of the measured peak by which the plan may be above or below it."""
 
 LLAMA = "model_type: llama, tie_word_embeddings: false, bos_token_id: null, eos_token_id: 1, max_position_embeddings: 8192"
 WIDTHS_1B = (
@@ -23,7 +23,7 @@ WIDTHS_1B = (
 )
 SHAPES = {
     "4 blocks of 1B": f"{WIDTHS_1B}, vocab_size: 32000, num_hidden_layers: 4",
-    # Small where the optimizer runs on the host, which costs real time and memory
+    # Small, because an optimizer on the host takes real time and memory
     "2 narrow blocks": "hidden_size: 512, intermediate_size: 1536, num_attention_heads: 8, num_key_value_heads: 8,"
     " vocab_size: 32000, num_hidden_layers: 2",
     "1B": f"{WIDTHS_1B}, vocab_size: 128256, num_hidden_layers: 16",
@@ -47,7 +47,7 @@ FULL, SELECTIVE = "activation_checkpointing.mode=full", "activation_checkpointin
 BUDGET = "activation_checkpointing={mode: selective, budget: 0.5}"
 TO_HOST = "activation_checkpointing={mode: full, offload_to_cpu: true}"
 PADDED, LORA = "data.packing=false", "lora.rank=16"
-HELD_BACK, GATHERED = (
+REDUCE_ONCE, UNSHARDED = (
     "strategy.sync_every_micro_batch=false",
     "strategy.reshard_after_backward=false",
 )
@@ -55,10 +55,10 @@ HELD_BACK, GATHERED = (
 MUON = "optimizer.name=muon"
 
 SMALL, NARROW = "4 blocks of 1B", "2 narrow blocks"
-FEW = [
+SAMPLE = [
     (SMALL, 1, [DDP, BF16]),
     (SMALL, 1, [BF16, SELECTIVE]),
-    (SMALL, 2, [FP16, GATHERED, HELD_BACK]),
+    (SMALL, 2, [FP16, UNSHARDED, REDUCE_ONCE]),
     (NARROW, 2, [BF16, OFFLOAD, FULL]),
     (SMALL, 1, [BF16, LORA, PADDED, FULL]),
     (SMALL, 2, [BF16, TO_HOST]),
@@ -68,7 +68,7 @@ FEW = [
     (NARROW, 1, [BF16, FULL, STATE, IN_FILES]),
     (SMALL, 2, [BF16, MUON]),
 ]
-"""Model, micro-batches, overrides."""
+"""Model, micro-batches per step, overrides."""
 
 GRID = {
     # (ranks, compute capability): cases
@@ -87,12 +87,12 @@ GRID = {
         ("1B", 1, [FP16, FULL]),
         ("1B", 1, [FP32, FULL, PADDED]),
         ("1B", 1, [FP32, FULL, PADDED, "model.attention=eager"]),
-        ("1B", 2, [BF16, FULL, HELD_BACK]),
-        ("1B", 2, [BF16, FULL, GATHERED]),
-        ("1B", 2, [BF16, GATHERED, HELD_BACK]),
+        ("1B", 2, [BF16, FULL, REDUCE_ONCE]),
+        ("1B", 2, [BF16, FULL, UNSHARDED]),
+        ("1B", 2, [BF16, UNSHARDED, REDUCE_ONCE]),
         ("1B", 1, [BF16, FULL, LORA]),
     ],
-    # The plan counts 64 MiB of cuBLAS workspaces, as GPUs of capability 9.0 have; 8.0 has 16 MiB
+    # The plan includes 64 MiB of cuBLAS workspaces, as on GPUs of capability 9.0; 8.0 has 16 MiB
     (2, 90): [
         (NARROW, 1, [BF16, OFFLOAD, FULL]),
         (NARROW, 2, [BF16, OFFLOAD, FULL, PADDED]),
@@ -107,7 +107,7 @@ GRID = {
     (4, 90): [
         ("1B", 1, [HYBRID, BF16, FULL]),
         ("1B", 2, [HYBRID, BF16, SELECTIVE]),
-        ("1B", 2, [HYBRID, BF16, FULL, HELD_BACK]),
+        ("1B", 2, [HYBRID, BF16, FULL, REDUCE_ONCE]),
         (NARROW, 2, [HYBRID, BF16, OFFLOAD, FULL]),
     ],
     (8, 80): [("8B", 1, [BF16, FULL]), ("70B", 1, [BF16, LORA, FULL])],
@@ -116,7 +116,7 @@ GRID = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """With a recipe for each model."""
+    """A folder with a recipe for each model."""
     for name, config in SHAPES.items():
         (tmp_path / f"{name.replace(' ', '_')}.yaml").write_text(
             "run: {name: measured, max_steps: 3}\n"
@@ -128,7 +128,7 @@ def folder(tmp_path):
 
 
 def compared(folder, cases, *, ranks, timeout):
-    """(case, planned, measured) of each, all measured in one launch."""
+    """Yields (case, planned, measured) for each case; all are measured in one launch."""
     arguments = [
         [
             f"recipe={folder / name.replace(' ', '_')}.yaml",
@@ -153,22 +153,22 @@ def check(results):
         for case, planned, measured in results
         if not -UNDER <= planned / measured.peak - 1 <= OVER
     ]
-    assert not off, "planned is not what was measured:\n" + "\n".join(off)
+    assert not off, "planned and measured memory differ:\n" + "\n".join(off)
 
 
-def test_the_plan_is_what_the_caching_allocator_sees(null_gpus, folder, monkeypatch):
+def test_plan_matches_the_caching_allocator(null_gpus, folder, monkeypatch):
     for name, value in null_gpus(count=2, capability=90).variables.items():
         monkeypatch.setenv(name, value)
-    results = list(compared(folder, FEW, ranks=2, timeout=300))
+    results = list(compared(folder, SAMPLE, ranks=2, timeout=300))
     check(results)
     (_, _, ddp), *_ = results
-    # DDP's buckets before they were rebuilt are gone when those after it are allocated
+    # DDP frees its first buckets before it allocates the rebuilt ones
     assert ddp.step_peaks[1] == ddp.step_peaks[2]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "capability"), GRID)
-def test_the_plan_is_what_the_caching_allocator_sees_in_all_combinations(
+def test_plan_matches_the_allocator_in_all_combinations(
     null_gpus, folder, monkeypatch, ranks, capability
 ):
     for name, value in null_gpus(count=ranks, capability=capability).variables.items():

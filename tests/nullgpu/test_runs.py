@@ -1,4 +1,4 @@
-"""Whole runs through launcher/train.py on null GPUs: what a user starts, stops, resumes, exports and reads after a failure."""
+"""Complete runs of launcher/train.py on null GPUs: training, resume, export and failures."""
 
 import json
 import pickle
@@ -11,7 +11,7 @@ import yaml
 from tests.distributed.launching import REPOSITORY, run, torchrun
 
 TRAIN = REPOSITORY / "tests/nullgpu/train.py"
-# Values are zeros or garbage: a step may count as not finite
+# Device memory contains zeros or garbage, so gradients may be non-finite
 RECIPE = """
 run: {name: runs, max_steps: 4, seed: 3, max_skipped_steps: 1000}
 model: {config: {model_type: llama, vocab_size: 260, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4,
@@ -61,7 +61,7 @@ def steps(folder):
     return [record["step"] for record in records(folder) if "loss" in record]
 
 
-def test_evaluated_saved_resumed_on_other_ranks_and_exported(folder, null_gpus):
+def test_run_is_evaluated_saved_resumed_and_exported(folder, null_gpus):
     gpus = null_gpus(count=2)
     profile = "profile={start_step: 2, steps: 2, memory_snapshot: true}"
     train(folder, gpus, "data.workers=1", profile, ranks=2).check()
@@ -79,7 +79,7 @@ def test_evaluated_saved_resumed_on_other_ranks_and_exported(folder, null_gpus):
     train(folder, gpus, "run.max_steps=6", ranks=2).check()
     lines = {line["step"]: line for line in records(folder) if "loss" in line}
     timed = [step for step, line in lines.items() if line["communication_seconds"] is not None]
-    assert timed == [2], "of each ten steps, one"
+    assert timed == [2], "communication is timed in one of ten steps"
     output = train(folder, gpus, "run.max_steps=8", "checkpoint.export=at_end").check().output
     assert "step_00000006, step 6" in output
     assert steps(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -90,7 +90,9 @@ def test_evaluated_saved_resumed_on_other_ranks_and_exported(folder, null_gpus):
     assert [record["ranks_per_node"] for record in built] == [2, 2, 1]
     assert built[0]["device_memory"] == int(79.6 * 2**30)
     assert built[0]["versions"]["nccl"]
-    assert 1.9 < built[2]["held"]["parameters"] / built[0]["held"]["parameters"] < 2.1, "shards"
+    assert 1.9 < built[2]["held"]["parameters"] / built[0]["held"]["parameters"] < 2.1, (
+        "one rank holds twice the shard"
+    )
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "run/hf")
@@ -98,12 +100,12 @@ def test_evaluated_saved_resumed_on_other_ranks_and_exported(folder, null_gpus):
     for log in gpus.ranks():
         assert log.contexts == {log.rank}
     others = [log for log in gpus.logs() if not log.of_kind("mark")]
-    assert not any(log.contexts for log in others), "of torchrun, or of a loader process"
+    assert not any(log.contexts for log in others), "torchrun and loader processes have no context"
 
 
 @pytest.mark.long
-def test_a_gpu_that_is_too_small(folder, null_gpus):
-    """The caching allocator itself runs out of memory."""
+def test_model_too_large_for_gpu_is_reported(folder, null_gpus):
+    """The caching allocator runs out of memory, without an injected fault."""
     large = [
         "model.config.hidden_size=1024",
         "model.config.intermediate_size=4096",
@@ -115,7 +117,7 @@ def test_a_gpu_that_is_too_small(folder, null_gpus):
     assert (outcome["state"], outcome["reason"]) == ("failed", "out_of_memory")
     assert "ran out of GPU memory" in outcome["error"]
     assert "optimizer state" in outcome["error"]
-    # A plan that takes more than a minute, on a slow machine, is not waited for
+    # On a slow machine, planning may exceed its limit of a minute
     assert re.search(
         "what fits by plan, the fastest first, as overrides:|planning took more than",
         outcome["error"],
@@ -123,7 +125,7 @@ def test_a_gpu_that_is_too_small(folder, null_gpus):
     assert "Traceback" not in outcome["error"]
 
 
-def test_auto_takes_a_smaller_micro_batch_after_it_ran_out_of_memory(folder, null_gpus):
+def test_auto_reduces_micro_batch_after_out_of_memory(folder, null_gpus):
     auto = ["strategy.kind=auto", "batch.micro_batch_size=auto"]
     result = train(
         folder, null_gpus(count=2), *auto, ranks=2, restarts=1, FAULT="out_of_memory:1:2"
@@ -138,8 +140,8 @@ def test_auto_takes_a_smaller_micro_batch_after_it_ran_out_of_memory(folder, nul
     assert "The fastest that fits: by plan" in result.output
 
 
-def test_a_device_that_is_lost(folder, null_gpus):
-    """torch may end the process itself: page-locked memory that is freed then raises in a destructor."""
+def test_lost_device_is_reported(folder, null_gpus):
+    """torch may abort the process, because freeing page-locked memory raises in a destructor."""
     result = train(folder, null_gpus(count=2), ranks=2, FAULT="lose_device:1:2")
     assert result.status == 1
     outcome = status(folder)
@@ -148,7 +150,7 @@ def test_a_device_that_is_lost(folder, null_gpus):
     assert "rank 1" in outcome["error"]
 
 
-def test_fewer_gpus_than_ranks(folder, null_gpus):
+def test_fewer_gpus_than_ranks_is_refused(folder, null_gpus):
     result = train(folder, null_gpus(count=1), ranks=2)
     assert result.status == 1
     assert "1 GPU" in result.output
@@ -156,8 +158,8 @@ def test_fewer_gpus_than_ranks(folder, null_gpus):
 
 
 @pytest.mark.long
-def test_eight_ranks(folder, null_gpus):
-    """Two copies of a model on four devices each."""
+def test_hybrid_sharding_on_eight_ranks(folder, null_gpus):
+    """Two replicas of the model, each sharded over four devices."""
     gpus = null_gpus(count=8)
     train(
         folder,
@@ -186,12 +188,12 @@ def test_eight_ranks(folder, null_gpus):
 
 
 @pytest.mark.long
-def test_compiled_blocks(folder, null_gpus):
-    """Inductor and Triton compile for the device, and its driver loads and launches what they made."""
+def test_compiled_blocks_run(folder, null_gpus):
+    """Inductor and Triton compile kernels, which the fake driver loads and launches."""
     caches = {
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its processes end some seconds after the run
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compile workers would exit seconds after the run
     }
     train(
         folder,
@@ -206,7 +208,7 @@ def test_compiled_blocks(folder, null_gpus):
 
 
 @pytest.mark.long
-def test_doctor(null_gpus):
+def test_doctor_finds_the_devices(null_gpus):
     result = run(
         [sys.executable, "-m", "launcher.cli.main", "doctor"],
         timeout=200,

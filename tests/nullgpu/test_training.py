@@ -1,7 +1,7 @@
-"""Every combination of strategy, checkpointing, precision, packing and adapters on CUDA's code paths, in one launch.
+"""Combinations of strategy, checkpointing, precision, packing and LoRA on null GPUs.
 
-There are no values. What is checked is where tensors lie and in which dtype, which attention is called, how many bytes
-each collective moves, and how peaks of memory compare.
+Kernels compute no values. The tests check devices and dtypes of tensors, the attention kernels, the
+bytes of each collective and the order of memory peaks.
 """
 
 import json
@@ -41,7 +41,7 @@ HOPPER = [
 
 
 class Results:
-    """Of one launch: what each rank saw, and the collectives of each of its steps."""
+    """The results of one launch: the records of each rank, and the collectives of each step."""
 
     def __init__(self, folder, gpus):
         self.seen = {
@@ -52,7 +52,7 @@ class Results:
             if not log.of_kind("mark"):
                 continue
             rank = log.rank or 0
-            assert log.contexts == {rank}, "no process touches another one's device"
+            assert log.contexts == {rank}, "a process has a context on another rank's device"
             case, moved = None, {}
             for event in log.of_kind("mark", "nccl"):
                 if event.kind == "nccl":
@@ -69,7 +69,10 @@ class Results:
         return self.seen[f"results_{rank}"][case.name]
 
     def moved(self, case, rank, step):
-        """Bytes of each kind of collective in a step, but for counts, norms and the order of DDP's buckets."""
+        """Bytes of each kind of collective in a step.
+
+        Small messages are ignored: counts, norms and the order of DDP's buckets.
+        """
         found = self.collectives[rank, case.name, step]
         return {
             name: sum(size for size in sizes if size > 1024)
@@ -95,7 +98,7 @@ def results(tmp_path_factory):
     return launch(tmp_path_factory.mktemp("matrix"), CASES, ranks=2)
 
 
-def check_places(case, seen, rank):
+def check_placement(case, seen, rank):
     device = "cpu" if case.strategy == "offload" else f"cuda:{rank}"
     pinned = " pinned" if case.strategy == "offload" else ""
     assert seen["trained"] == [f"{device} float32{pinned}"]
@@ -109,10 +112,11 @@ def check_places(case, seen, rank):
 
 
 def check_attention(case, seen):
-    """Rows that are one document are attended without bounds; in float32 documents are kept apart by a mask.
+    """Packed rows use the variable-length kernel in half precision and a document mask in float32.
 
-    Whether transformers makes a mask where none is needed depends on values, which are garbage here: half precision then
-    gets the memory-efficient kernel, and float32 without a mask the math one, the only one for grouped heads.
+    Rows with a single document need neither. Whether transformers creates a mask nevertheless
+    depends on values, which are garbage here. With a mask, half precision uses the memory-efficient
+    kernel. Without a mask, float32 uses the math kernel, the only one for grouped-query attention.
     """
     nodes = set(seen["attention"])
     varlen = {node for node in nodes if "varlen" in node}
@@ -131,18 +135,18 @@ def check_attention(case, seen):
 
 
 def expected_traffic(case, seen):
-    """Bytes of a step's collectives."""
+    """The expected bytes of each kind of collective in a step."""
     if case.ranks == 1:
         return {}
     gradients = 4 * seen["trained_numbers"]
     if case.strategy == "ddp":
         return {"all_reduce": gradients}
-    if case.strategy == "hybrid":  # two ranks: each has a copy of the whole model
+    if case.strategy == "hybrid":  # with two ranks, each has a replica of the whole model
         return {"all_reduce": MICRO_BATCHES * gradients}
     blocks = seen["block_numbers"]
     gathered = (
         seen["trained_numbers"] + seen["frozen_numbers"] + blocks
-    )  # blocks again for the backward pass
+    )  # blocks are gathered again in the backward pass
     return {
         "all_gather": MICRO_BATCHES * WIDTH[case.precision] * gathered,
         "reduce_scatter": MICRO_BATCHES * gradients,
@@ -152,7 +156,7 @@ def expected_traffic(case, seen):
 def check(results, case):
     for rank in range(case.ranks):
         seen = results.of(case, rank)
-        check_places(case, seen, rank)
+        check_placement(case, seen, rank)
         check_attention(case, seen)
         for step in range(1, STEPS + 1):
             assert results.moved(case, rank, step) == expected_traffic(case, seen), (
@@ -166,25 +170,25 @@ def test_combination(results, case):
 
 
 def check_order(results, case):
-    """The peak of a step: less with more checkpointing, with sharding, and with offload."""
+    """More checkpointing, sharding and offload reduce the memory peak of a step."""
 
     def peak(**changes):
-        # The least after the first step: Python's garbage may live on in one of them
+        # The minimum after the first step, because uncollected garbage may raise a peak
         return min(results.of(replace(case, **changes))["peaks"][1:])
 
     full = peak(checkpointing="full")
     assert full < peak(checkpointing="selective") < peak(checkpointing="none")
-    # The inputs of blocks are a small part here; what waits for the garbage collector can be as large
+    # Block inputs are a small part of this peak; uncollected garbage can be as large
     assert peak(checkpointing="offloaded") < 1.1 * full
     assert peak(strategy="offload") < peak(strategy="fsdp") < peak(strategy="ddp")
 
 
-def test_peaks_are_ordered(results):
+def test_memory_options_reduce_the_peak(results):
     check_order(results, PLAIN)
 
 
-def test_attention_of_capability_90(tmp_path):
-    """cuDNN's, and the variable-length kernel for packed rows."""
+def test_capability_90_uses_cudnn_attention(tmp_path):
+    """Packed rows use the variable-length kernel."""
     results = launch(tmp_path, HOPPER, ranks=1, capability=90)
     packed, *padded = (set(results.of(case)["attention"]) for case in HOPPER)
     assert any("varlen" in node for node in packed)
@@ -192,7 +196,7 @@ def test_attention_of_capability_90(tmp_path):
 
 
 @pytest.mark.long
-def test_the_whole_product(tmp_path):
+def test_all_combinations(tmp_path):
     cases = [
         *all_cases(ranks=2),
         *(case for case in all_cases(ranks=1) if case.strategy != "hybrid"),

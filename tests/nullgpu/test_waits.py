@@ -1,4 +1,4 @@
-"""Between logged steps nothing waits for the device, takes or gives back memory, or touches another rank's device."""
+"""Steps without logging do not wait for the device, allocate memory or use other devices."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from tests.distributed.launching import torchrun
 
 LAYERS = 2
 PARAMETERS = 9 * LAYERS + 3
-"""Tensors of a Llama model."""
+"""Number of parameter tensors of the model."""
 RECIPE = {
     "run": {"name": "waits", "max_steps": 8, "max_skipped_steps": 100},
     "model": {
@@ -42,18 +42,19 @@ TO_HOST = [
     "activation_checkpointing={mode: full, offload_to_cpu: true}",
     "model.config.num_hidden_layers=4",
 ]
-HELD = ["strategy.sync_every_micro_batch=false"]
+REDUCE_ONCE = ["strategy.sync_every_micro_batch=false"]
 STEADY = 7
-"""From here on steps are like one another: the first ones allocate, reorder DDP's buckets, and pin memory for their records."""
+"""First steady step. Earlier steps allocate memory, reorder DDP's buckets and pin memory for
+records."""
 TIMED = 11
-"""Up to this step DDP waits for its own timers, eight times a step; torch has no switch for that."""
+"""Up to this step, DDP waits for its own timers eight times per step. torch cannot disable that."""
 
 
-def started(folder, gpus, trainings, *, ranks):
-    """Trains one after another, with two micro-batches a step; the log of each rank, by training."""
-    drawn = random.Random(0)
-    for name, lengths in (("packed", [127] * 400), ("padded", drawn.choices([300, 500], k=300))):
-        rows = ({"text": "".join(drawn.choices("abcdefgh ", k=length))} for length in lengths)
+def run_trainings(folder, gpus, trainings, *, ranks):
+    """Runs the trainings with two micro-batches per step; returns each rank's log, by training."""
+    rng = random.Random(0)
+    for name, lengths in (("packed", [127] * 400), ("padded", rng.choices([300, 500], k=300))):
+        rows = ({"text": "".join(rng.choices("abcdefgh ", k=length))} for length in lengths)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = json.loads(json.dumps(RECIPE))
     recipe["batch"]["global_batch_size"] = 4 * ranks
@@ -82,10 +83,10 @@ def started(folder, gpus, trainings, *, ranks):
 
 
 def unexpected(log, *, every_steps=5, first=STEADY, each_step=None, pageable=False):
-    """What a rank did in a training's steps from `first` on that it should not have done; empty where all is well.
+    """Lists the unexpected waits and allocations of a rank, from step `first` on.
 
-    Its log has the work between the ends of two steps. A logged step's numbers are read, by one wait, after the next step
-    was launched: behind that one's mark. each_step: waits that every step may have, by what for.
+    The numbers of a logged step are read with one wait after the next step was launched, so the
+    wait is logged one step later. each_step: waits expected in every step, by what is waited for.
     """
     steps, found = log.steps(), []
     last = max(steps)
@@ -106,27 +107,31 @@ def unexpected(log, *, every_steps=5, first=STEADY, each_step=None, pageable=Fal
 
 
 def check(found, checks):
-    trouble = [
+    failures = [
         f"rank {rank}, {name}: {what}"
         for rank, parts in enumerate(found)
         for name, options in checks.items()
         for what in unexpected(parts[name], **options)
     ]
-    assert not trouble, "\n".join(trouble)
+    assert not failures, "\n".join(failures)
 
 
-# FSDP2 waits for the copy of each gradient to host memory, after the last backward pass of a step: the optimizer runs there
-COPIED = {"event": PARAMETERS}
-# ... and, where it reduces once more, for the copy of each gradient before it adds it to the one on the host
-ADDED = COPIED | {"copy": PARAMETERS}
+# With CPU offload, FSDP2 waits after the last backward pass for the copy of each gradient
+COPY_WAITS = {"event": PARAMETERS}
+# With a second reduction, it also waits before it adds each gradient to the one on the host
+ADD_WAITS = COPY_WAITS | {"copy": PARAMETERS}
 
 
-def test_two_ranks(null_gpus, tmp_path):
-    """Also: checkpoints beside training, evaluation, loader processes, export and a resume leave each rank on its own device."""
+def test_two_ranks_have_no_unexpected_waits(null_gpus, tmp_path):
+    """No strategy has unexpected waits.
+
+    Each rank uses only its own device, also with checkpoints, evaluation, loader processes, export
+    and resume.
+    """
     gpus = null_gpus(count=2)
     everything = ["data.workers=1", "data.validation=[padded.jsonl]", "evaluation={every_steps: 3, max_batches: 2}",
                   "checkpoint={every_steps: 2, export: at_end}"]  # fmt: skip
-    found = started(
+    found = run_trainings(
         tmp_path,
         gpus,
         {
@@ -136,7 +141,7 @@ def test_two_ranks(null_gpus, tmp_path):
             "ddp_padded": [*DDP, *PADDED],
             "everything": [*everything, "run.max_steps=4"],
             "everything-resumed": [*everything, STATE, "run.max_steps=7"],
-            "offload_packed": [*OFFLOAD, *HELD, "logging.every_steps=1"],
+            "offload_packed": [*OFFLOAD, *REDUCE_ONCE, "logging.every_steps=1"],
             "activations_on_the_host": [*TO_HOST, "logging.every_steps=1"],
             "state_on_the_host": [STATE, "logging.every_steps=1"],
         },
@@ -150,51 +155,53 @@ def test_two_ranks(null_gpus, tmp_path):
             "fsdp_packed": {},
             "fsdp_padded": {"every_steps": 1},
             "ddp_padded": {"first": TIMED + 1},
-            "offload_packed": {"each_step": COPIED, "pageable": True, "every_steps": 1},
+            "offload_packed": {"each_step": COPY_WAITS, "pageable": True, "every_steps": 1},
             "activations_on_the_host": {"every_steps": 1},
             "state_on_the_host": {"every_steps": 1},
         },
     )
     for parts in found:
         timed = [sum(parts["ddp_padded"].waits(step).values()) for step in range(STEADY, TIMED + 1)]
-        assert max(timed) <= 9, f"DDP times itself by {timed} waits"
+        assert max(timed) <= 9, f"DDP waits {timed} times for its timers"
         assert list(parts["everything-resumed"].steps()) == [5, 6, 7]
         log = parts["everything"]
         assert any(event.thread != log.main_thread for event in log.of_kind("wait")), (
-            "no thread of its own copies what is saved"
+            "the checkpoint is not copied in a separate thread"
         )
 
 
 def check_contexts(gpus):
-    """Each rank has a context on its own device and no other; torchrun's agent and loader processes have none."""
+    """Each rank has a context on its own device only. torchrun and loader processes have none."""
     for log in gpus.logs():
         own = {log.rank} if log.of_kind("mark") else set()
         assert log.contexts == own, (log.rank, log.process, log.contexts)
 
 
 @pytest.mark.long
-def test_one_rank(null_gpus, tmp_path):
+def test_one_rank_has_no_unexpected_waits(null_gpus, tmp_path):
     trainings = {
         "fsdp": PADDED,
         "ddp": DDP,
         "offload": OFFLOAD,
-        "offload_padded": [*OFFLOAD, *HELD, *PADDED],
+        "offload_padded": [*OFFLOAD, *REDUCE_ONCE, *PADDED],
     }
-    found = started(tmp_path, null_gpus(count=1), trainings, ranks=1)
+    found = run_trainings(tmp_path, null_gpus(count=1), trainings, ranks=1)
     offload = {"pageable": True}
     check(
         found,
         {
             "fsdp": {},
             "ddp": {"first": TIMED + 1},
-            "offload": {"each_step": ADDED, **offload},
-            "offload_padded": {"each_step": COPIED, **offload},
+            "offload": {"each_step": ADD_WAITS, **offload},
+            "offload_padded": {"each_step": COPY_WAITS, **offload},
         },
     )
 
 
 @pytest.mark.long
-def test_hybrid_on_four_ranks(null_gpus, tmp_path):
+def test_hybrid_sharding_has_no_unexpected_waits(null_gpus, tmp_path):
     gpus = null_gpus(count=4)
-    check(started(tmp_path, gpus, {"packed": ["strategy.replicate=2"]}, ranks=4), {"packed": {}})
+    check(
+        run_trainings(tmp_path, gpus, {"packed": ["strategy.replicate=2"]}, ranks=4), {"packed": {}}
+    )
     check_contexts(gpus)

@@ -1,9 +1,10 @@
-"""launcher/train.py on null GPUs: marks each finished step in the devices' log, and injects a fault.
+"""Runs launcher/train.py on null GPUs, marks each finished step in the log, and injects a fault.
 
-FAULT=KIND:RANK:STEP, in the first start of the ranks only, when the rank has finished the step:
+FAULT=KIND:RANK:STEP injects a fault after the rank has finished the step, in the first start only.
+Kinds:
 kill          the process is killed
 block         the rank's next collective never completes
-lose_device   every later call to the device fails
+lose_device   all later device calls fail
 out_of_memory the next allocations fail
 """
 
@@ -38,7 +39,7 @@ def fault(kind: str) -> None:
         case "out_of_memory":
             import torch
 
-            torch.cuda.empty_cache()  # or the next steps may allocate nothing
+            torch.cuda.empty_cache()  # otherwise the next steps may not allocate
             LIBRARY.nullgpu_fail_allocations(1000)
         case _:
             raise ValueError(f"FAULT: unknown kind {kind}")

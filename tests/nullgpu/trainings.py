@@ -1,7 +1,8 @@
-"""Several trainings one after another in the same processes, each marked in the devices' log.
+"""Runs several trainings one after another in the same processes, each marked in the devices' log.
 
-The only argument is a JSON object: of each training its name and the arguments of launcher/train.py. Hybrid sharding must
-come first: splitting NCCL's communicator crashes on these devices once another process group was destroyed (torch 2.13).
+The only argument is a JSON object that maps the name of each training to its arguments of
+launcher/train.py. Hybrid sharding must come first: on null GPUs, splitting NCCL's communicator
+crashes after another process group was destroyed (torch 2.13).
 """
 
 import gc
@@ -25,11 +26,11 @@ from tests.nullgpu.train import LIBRARY, marked  # noqa: E402
 
 if __name__ == "__main__":
     Progress.step_done = marked  # type: ignore[method-assign]
-    gc.freeze()  # libraries are no garbage: looking through them would take most of the time
+    gc.freeze()  # exclude imported modules: scanning them would take most of the time
     for name, arguments in json.loads(sys.argv[1]).items():
         LIBRARY.nullgpu_mark(f"training {name}".encode())
         if status := main(arguments):
             end_process(status)
         gc.collect()
-        torch.cuda.empty_cache()  # the next training starts with zeros in place of what this one left
+        torch.cuda.empty_cache()  # the next training starts with zeroed memory
     end_process(0)
