@@ -61,8 +61,7 @@ def main() -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-benchmark-", dir=options.folder))
     try:
-        rest = [argument for argument in sys.argv[1:] if not argument.startswith("--folder")]
-        words = [__file__, *rest, "--folder", folder, "--worker"]
+        words = [__file__, *sys.argv[1:], "--folder", folder, "--worker"]  # the last folder counts
         subprocess.run(torchrun(options.ranks, *words), check=True, timeout=1800)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
