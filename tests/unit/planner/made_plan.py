@@ -1,4 +1,4 @@
-"""Plans and ladders made by hand, for tests of what is printed."""
+"""Hand-written plans and lists of configurations, for tests of the printed output."""
 
 import dataclasses
 
@@ -59,7 +59,7 @@ def machine(*, memory=80 * GIB, host_memory=None):
 
 
 def components(scale=1.0, **changes):
-    """GiB, as floats, into Components."""
+    """Return Components from sizes in GiB."""
     sizes = dict(
         zip(COMPONENTS, (3.74, 3.74, 7.48, 1.3, 18.0, 7.8, 0.4, 1.1), strict=True), **changes
     )
@@ -95,7 +95,7 @@ def made_plan(scale=1.0, *, memory=80 * GIB, host_memory=None, host=12, arithmet
 
 
 def measured_like(plan, scale=1.0, **changes):
-    """What would be measured if the plan were right but for the peak, which is `scale` of it."""
+    """Return measurements that equal the plan, but the peak is `scale` times the planned one."""
     step = plan.step
     found = {
         "peak": int(step.peak.total * scale),
@@ -123,7 +123,7 @@ SUGGESTIONS = ("16 GPUs instead of 8: gpus_per_node=8 nodes=2", "LoRA: lora={ran
 
 
 def made_ladder(*, memory=80 * GIB, fits=True):
-    """Four configurations; with fits=False none of them does, on a GPU of 8 GiB."""
+    """Return four configurations. With fits=False the GPU has 8 GiB and none of them fits."""
     memory = memory if fits else 8 * GIB
     asked = configuration((), made_plan(memory=memory), 74_000)
     one = configuration(

@@ -1,4 +1,4 @@
-"""Measured configurations: what is measured, kept for `auto` and printed. Nothing is trained."""
+"""Tests of measured configurations: selection, storage for `auto`, output. Nothing is trained."""
 
 import dataclasses
 import json
@@ -32,13 +32,13 @@ OTHERS = {
 
 @pytest.fixture
 def opened(tmp_path):
-    """A recipe with `auto`, and a new cache."""
+    """A recipe with `auto` keys and an empty cache."""
     return dataclasses.replace(OPEN, data=dataclasses.replace(OPEN.data, cache=str(tmp_path)))
 
 
 @pytest.fixture
 def trials(monkeypatch, opened):
-    """Measures three configurations: seconds of each, or an error."""
+    """Return a function that measures three configurations. An outcome is seconds or an error."""
 
     def measure_all(*outcomes):
         found = [
@@ -63,7 +63,7 @@ def trials(monkeypatch, opened):
     return measure_all
 
 
-def test_a_failed_configuration_does_not_end_the_others(trials):
+def test_failed_configuration_does_not_stop_the_others(trials):
     memory = "the 8 processes that measure ended with status 1: OutOfMemoryError: CUDA out of memory. Tried\nTraceback"
     late = "the 8 processes that measure timed out: ..."
     found, asked = trials(memory, 2.0, f"{late}\nmore")
@@ -72,20 +72,22 @@ def test_a_failed_configuration_does_not_end_the_others(trials):
     assert found["rows"][1]["measured"]["tokens_per_second"] == 64 * 4096 / 2
     assert [recipes for recipes, _ in asked] == [[["recipe=x.yaml", f"name={name}"]] for name in OTHERS]  # fmt: skip
     limits = [timeout for _, timeout in asked]
-    assert limits == pytest.approx([300, 450, 900], rel=0.01), "shares of what is left of 900 s"
+    assert limits == pytest.approx([300, 450, 900], rel=0.01), (
+        "equal shares of the remaining time, 900 s at first"
+    )
     text = "\n".join(measured_text(found))
     for said in ("out of memory", "131,072", "name=ddp", found["file"]):
         assert said in text
 
 
-def test_where_all_fail_nothing_is_kept(trials, opened):
+def test_nothing_is_stored_if_all_fail(trials, opened):
     found, _ = trials("a", "b", "c")
     assert (found["best"], found["file"]) == (None, None)
     assert measured.measured_choice(opened, machine()) is None
     assert list(measured_text(found))
 
 
-def test_auto_takes_the_fastest_measured(trials, opened):
+def test_auto_uses_the_fastest_measured_configuration(trials, opened):
     found, _ = trials(3.0, 2.0, 4.0)
     json.dumps(found)
     chosen, overrides, why = measured.measured_choice(opened, machine())
@@ -106,18 +108,18 @@ def test_auto_takes_the_fastest_measured(trials, opened):
         (True, None, {"batch": Batch(global_batch_size=64, micro_batch_size=8)}),
         (False, None, {"batch": Batch(global_batch_size=64, micro_batch_size=4)}),
         (True, 8, {}),
-        (False, 7, {}),  # 8 ran out of memory before
+        (False, 7, {}),  # a micro-batch of 8 ran out of memory before
     ],
 )
-def test_what_is_written_stays(trials, opened, allowed, limit, changes):
-    """The answer is ddp with micro-batches of 8: `auto` takes it only where it may stand for that."""
+def test_measured_choice_respects_explicit_keys(trials, opened, allowed, limit, changes):
+    """The measured choice, ddp with micro-batches of 8, must agree with the explicit keys."""
     trials(3.0, 2.0, 4.0)
     recipe = dataclasses.replace(opened, **changes)
     kept = measured.measured_choice(recipe, machine(), limit_micro_batch=limit)
     assert (kept is not None) == allowed
 
 
-def test_another_recipe_or_hardware_is_not_the_one_measured(trials, opened, monkeypatch):
+def test_measurement_requires_same_recipe_and_hardware(trials, opened, monkeypatch):
     trials(3.0, 2.0, 4.0)
     run = dataclasses.replace(opened.run, name="other", max_steps=7)
     optimizer = dataclasses.replace(opened.optimizer, learning_rate=1.0)
@@ -133,18 +135,20 @@ def test_another_recipe_or_hardware_is_not_the_one_measured(trials, opened, monk
     for change in ({"name": "A100"}, {"gpus_per_node": 4}, {"nodes": 2}):
         assert measured.measured_choice(opened, dataclasses.replace(machine(), **change)) is None
     monkeypatch.setattr(measured, "make_plan", lambda recipe, machine: made_plan(memory=GIB))
-    assert measured.measured_choice(opened, machine()) is None, "it does not fit what is left"
+    assert measured.measured_choice(opened, machine()) is None, (
+        "the choice does not fit the free memory"
+    )
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"settings": 1}'])
-def test_a_damaged_file_is_ignored(trials, opened, content):
+def test_damaged_file_is_ignored(trials, opened, content):
     found, _ = trials(3.0, 2.0, 4.0)
     Path(found["file"]).write_text(content)
     assert measured.measured_choice(opened, machine()) is None
 
 
-def test_seconds_of_a_step():
-    """Steps of three micro-batches take 1 + 2 + 3 s, and the optimizer 0.5 s."""
+def test_step_seconds_scales_with_micro_batches():
+    """A step has three micro-batches of 1, 2 and 3 s. The optimizer takes 0.5 s."""
 
     def step(start):
         moments = [("data", 0.0), ("forward", 0.1), ("backward", 0.5), ("forward", 1.0)]
@@ -159,7 +163,7 @@ def test_seconds_of_a_step():
     assert step_seconds([*times, ("data", 15.0)], 1) == 3.0
 
 
-def test_only_this_machine_can_be_measured(monkeypatch):
+def test_only_the_local_machine_can_be_measured(monkeypatch):
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H100", 80 * GIB, 8))
     with pytest.raises(RecipeError, match="measures the GPUs of this machine; remove gpu=h100"):
         command._this_machine(machine(), "measure", "h100")

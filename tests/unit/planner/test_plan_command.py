@@ -1,4 +1,4 @@
-"""`launcher plan`: options, output, exit status. The numbers are of `made_plan.py`."""
+"""Tests of the options, output and exit status of `launcher plan`, with hand-written plans."""
 
 import dataclasses
 import itertools
@@ -47,19 +47,19 @@ from tests.unit.planner.made_plan import (
         ("512 KiB", 512 * 1024),
     ],
 )
-def test_sizes(text, expected):
+def test_read_size(text, expected):
     assert read_size(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["80", "80G", "GiB", "-1GiB", "0GiB", "80GiBs", "1e3GiB", "", "80 GiB GiB"]
 )
-def test_wrong_sizes(text):
+def test_read_size_rejects_invalid_sizes(text):
     with pytest.raises(typer.BadParameter, match=f"{text} is no size with a unit, such as 80GiB"):
         read_size(text)
 
 
-def test_wrong_options_are_refused(folder, capsys):
+def test_invalid_options_are_refused(folder, capsys):
     plan = ["plan", "recipe=x.yaml", "gpu=h100"]
     for option, said in {
         "nodes=0": "Invalid value for '--nodes': ",
@@ -77,11 +77,11 @@ def printed(plan, ladder=None, measured=None):
 
 
 def squeezed(lines):
-    """Without repeated spaces."""
+    """Collapse repeated spaces."""
     return [" ".join(line.split()) for line in lines]
 
 
-def test_text_of_a_plan():
+def test_plan_text():
     text = printed(made_plan(host_memory=200 * GIB, notes=("the loss is counted by arithmetic",)))
     assert text[0] == "llama_3_1_8b on 1 node x 8 H100 of 80.0 GiB, 200.0 GiB host memory a node"
     assert text[1] == "fsdp (ZeRO-3), bf16"
@@ -111,7 +111,7 @@ def test_bars_are_stacked_up_to_the_needed_memory():
     assert filled[-1][1] == round(plan.needed / (80 * GIB / 36))
 
 
-def test_text_says_how_much_memory_is_missing_where_it_is_known():
+def test_text_gives_missing_memory_if_known():
     text = "\n".join(printed(made_plan(memory=40 * GIB)))
     assert "does not fit: 6.9 GiB too much for 40.0 GiB" in text
     host = "\n".join(printed(made_plan(host_memory=100 * GIB)))
@@ -124,7 +124,7 @@ def test_text_says_how_much_memory_is_missing_where_it_is_known():
 @pytest.mark.parametrize(
     ("scale", "said"), [(1.2, "17% less"), (0.8, "25% more"), (1.05, None), (0.95, None)]
 )
-def test_warning_where_trace_and_estimate_disagree(scale, said):
+def test_warning_if_trace_and_estimate_disagree(scale, said):
     plan = made_plan(arithmetic=scale)
     text = "\n".join(printed(plan))
     assert (said is not None) == ("warning" in text)
@@ -132,7 +132,7 @@ def test_warning_where_trace_and_estimate_disagree(scale, said):
     assert "warning" not in "\n".join(printed(dataclasses.replace(plan, arithmetic=None)))
 
 
-def test_the_fastest_that_fits_and_the_recipe_as_written_are_marked():
+def test_best_and_written_configurations_are_marked():
     ladder = made_ladder()
     text = printed(ladder.written.plan, ladder)
     rungs = [line for line in text if re.match(r"^[* ] +\d  fsdp", line)]
@@ -146,7 +146,7 @@ def test_the_fastest_that_fits_and_the_recipe_as_written_are_marked():
     assert "Nothing fits" not in "\n".join(text)
 
 
-def test_hours_of_the_run():
+def test_predicted_training_hours():
     ladder = made_ladder()
     text = printed(ladder.written.plan, ladder)
     at = text.index("Training time of 10 steps, predicted")
@@ -166,7 +166,7 @@ def test_hours_of_the_run():
     assert "Training time of a billion tokens, predicted" in printed(ladder.written.plan, ladder)
 
 
-def test_where_nothing_fits_there_are_suggestions():
+def test_text_lists_suggestions_if_nothing_fits():
     ladder = made_ladder(fits=False)
     text = printed(ladder.written.plan, ladder)
     at = text.index("Nothing fits. What would:")
@@ -177,7 +177,7 @@ def test_where_nothing_fits_there_are_suggestions():
     assert not any("To take one" in line for line in text)
 
 
-def test_descriptions_of_moment_batch_and_strategy():
+def test_moment_batch_and_strategy_text():
     step, offloads = made_plan().step, made_ladder().configurations[-1].recipe
     assert moment_text(step.phases["optimizer"], micro_batches=2) == "in the optimizer's step"
     assert moment_text(step.peak, micro_batches=1) == "in the backward pass of model.layers.31"
@@ -188,7 +188,7 @@ def test_descriptions_of_moment_batch_and_strategy():
 
 @pytest.fixture
 def faked(monkeypatch, folder):
-    """`launcher plan` with replaced modules; `calls` records how they were called."""
+    """Replace the functions that `launcher plan` calls, and return a record of the calls."""
     calls = types.SimpleNamespace(machine=None, ladder=0, plan=made_plan())
 
     def known_machine(gpu, **settings):
@@ -207,7 +207,7 @@ def faked(monkeypatch, folder):
     return calls
 
 
-def test_json_is_one_object_with_bytes_as_whole_numbers(faked, capsys):
+def test_json_is_one_object_with_integer_bytes(faked, capsys):
     assert main.main(["plan", "recipe=x.yaml", "gpus_per_node=8", "gpu=h100", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     document = (REPOSITORY / "docs/memory.md").read_text()
@@ -241,13 +241,13 @@ def test_exit_statuses(faked, capsys):
     assert Path("a.html").read_text().startswith("<!doctype html>")
 
 
-def test_without_a_gpu_the_error_lists_known_gpus(folder, monkeypatch, capsys):
+def test_error_without_gpu_lists_known_gpus(folder, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: None)
     assert main.main(["plan", "recipe=x.yaml", "ladder=false"]) == 2
     assert "no GPU given; give one of a100-40gb-pcie, " in capsys.readouterr().err
 
 
-def test_the_gpus_of_this_machine_are_the_default(faked, monkeypatch, capsys):
+def test_local_gpus_are_the_default(faked, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H200", 140 * GIB, 2))
     words = ["recipe=x.yaml", "ladder=false", "rates=r.json", "host_memory=1TiB"]
     assert main.main(["plan", *words]) == 0
@@ -260,7 +260,7 @@ def test_the_gpus_of_this_machine_are_the_default(faked, monkeypatch, capsys):
 
 @pytest.mark.parametrize("factor", [0.9, 1.1])
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_a_wrong_component_shows_in_the_comparison(name, factor):
+def test_comparison_shows_a_wrong_component(name, factor):
     def off(step):
         rows = compare(step, measured_like(made_plan()))
         assert rows[-1][0] == "peak"
@@ -276,10 +276,10 @@ def test_a_wrong_component_shows_in_the_comparison(name, factor):
     ]
     held, after = scaled(step.held), scaled(step.after_forward)
     wrong = dataclasses.replace(step, timeline=tuple(timeline), held=held, after_forward=after)
-    assert off(wrong) > 0.0005, "the text would call it the same"
+    assert off(wrong) > 0.0005, "the text would report no difference"
 
 
-def test_measured_memory_is_listed_beside_the_plan():
+def test_measured_memory_is_listed_with_the_plan():
     plan = made_plan()
     text = printed(plan, measured=measured_like(plan))
     assert sum(line.endswith("the same") for line in text) == 9
@@ -295,7 +295,7 @@ def test_measured_memory_is_listed_beside_the_plan():
     assert text[-1].startswith("The plan does not hold")
 
 
-def test_verify_trains_and_compares(faked, monkeypatch, capsys):
+def test_verify_measures_and_compares(faked, monkeypatch, capsys):
     asked = []
 
     def measured(recipes, *, ranks, gpus):
@@ -318,7 +318,7 @@ def test_verify_trains_and_compares(faked, monkeypatch, capsys):
     assert verified["compared"][-1]["what"] == "peak"
 
 
-def test_auto_is_planned_as_a_run_would_choose(monkeypatch):
+def test_plan_resolves_auto_like_a_run(monkeypatch):
     chosen = made_ladder().configurations[1]
     monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: chosen)
     recipe, overrides, note = command._choose(OPEN, machine())

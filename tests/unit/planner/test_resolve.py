@@ -1,4 +1,4 @@
-"""`auto`: what is chosen and why, what failed before. The search is replaced."""
+"""Tests of `auto`: the choice, its explanation, and earlier failures. The search is mocked."""
 
 import dataclasses
 
@@ -27,13 +27,13 @@ from tests.unit.planner.made_plan import (
 )
 
 
-def test_without_auto_the_recipe_is_unchanged():
+def test_recipe_without_auto_is_unchanged():
     assert detect.resolve_auto(RECIPE, machine(), ranks=None, run=None) is RECIPE
     assert open_keys(RECIPE) == []
     assert open_keys(OPEN) == ["strategy.kind", "batch.micro_batch_size"]
 
 
-def test_the_fastest_that_fits_is_chosen(monkeypatch):
+def test_choose_takes_the_fastest_that_fits(monkeypatch):
     asked, overrides = [], ("strategy.kind=fsdp", "batch.micro_batch_size=2")
 
     def fastest(recipe, machine, *, limit_micro_batch):
@@ -50,7 +50,7 @@ def test_the_fastest_that_fits_is_chosen(monkeypatch):
     )
 
 
-def test_where_nothing_fits_the_error_has_suggestions(monkeypatch):
+def test_error_has_suggestions_if_nothing_fits(monkeypatch):
     monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: None)
     monkeypatch.setattr(detect, "make_ladder", lambda *_, **__: made_ladder(fits=False))
     with pytest.raises(RecipeError) as caught:
@@ -78,10 +78,10 @@ def test_only_failures_with_the_same_settings_count():
     others += [{"event": "failed", "reason": "out_of_memory", "ranks": 8}, {"event": "started"}]
     assert failed_before(OPEN, *others) == []
     assert failed_before(OPEN, *others, FAILED, FAILED | {"micro_batch_size": 2}) == [4, 2]
-    assert failed_before(RECIPE, FAILED) == [], "its micro-batch is written"
+    assert failed_before(RECIPE, FAILED) == [], "the recipe sets its micro-batch size"
 
 
-def test_a_failure_before_a_suggestion_was_taken_does_not_count():
+def test_failures_before_a_recipe_change_are_ignored():
     batch = Batch(global_batch_size=64, micro_batch_size="auto")
     written = dataclasses.replace(RECIPE, batch=batch)
     assert failed_before(written, FAILED) == [4]
@@ -93,8 +93,8 @@ def test_a_failure_before_a_suggestion_was_taken_does_not_count():
         assert failed_before(dataclasses.replace(written, **change), FAILED) == []
 
 
-def test_recipes_and_machines_reach_the_separate_process():
-    """The plan of a model that does not exist: the process answers with a RecipeError."""
+def test_separate_process_receives_recipe_and_machine():
+    """The model path does not exist, so the process returns a RecipeError that names it."""
     missing = dataclasses.replace(RECIPE, model=Model(path="/no/such/folder"))
     with pytest.raises(RecipeError, match="/no/such/folder"):
         separate_process.run_in_process(300, predict_peak, missing, machine())
