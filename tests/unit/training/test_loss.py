@@ -1,4 +1,4 @@
-"""The auxiliary loss of a mixture of experts, against transformers' own forward."""
+"""Tests of the auxiliary loss of mixture-of-experts models, against the loss of transformers."""
 
 from types import SimpleNamespace
 
@@ -50,9 +50,9 @@ def assert_same(mine, expected):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_one_micro_batch_has_the_gradient_of_transformers_own_loss(kind):
+def test_gradients_match_the_loss_of_transformers(kind):
     model = tiny(kind)
-    for lengths in ((12, 12, 12), (12, 5, 8)):  # full, and padded
+    for lengths in ((12, 12, 12), (12, 5, 8)):  # without padding, with padding
         model.config.output_router_logits = True
         ids = torch.randint(1, 64, (3, 12), generator=torch.Generator().manual_seed(1))
         mask = torch.arange(12) < torch.tensor(lengths)[:, None]
@@ -70,11 +70,11 @@ def test_one_micro_batch_has_the_gradient_of_transformers_own_loss(kind):
         without = gradients(model, summed_loss(model, batch) / count)
         router = next(name for name in without if "router" in name or ".gate.weight" in name)
         assert not torch.allclose(without[router], expected[router], rtol=1e-2), (
-            "the auxiliary loss decides the router's gradient here"
+            "the auxiliary loss must change the router's gradient"
         )
 
 
-def test_micro_batches_weigh_by_their_targets_and_one_without_any_weighs_nothing():
+def test_micro_batches_are_weighted_by_target_count():
     model = tiny("mixtral")
     parts = []
     for seed, trained in ((1, 11), (2, 4), (3, 0)):
@@ -96,7 +96,7 @@ def test_micro_batches_weigh_by_their_targets_and_one_without_any_weighs_nothing
     assert_same(mine, gradients(model, expected))
 
 
-def test_an_auxiliary_loss_without_a_coefficient_is_an_error():
+def test_auxiliary_loss_without_coefficient_is_an_error():
     class NoCoefficient(torch.nn.Module):
         config = SimpleNamespace()
 

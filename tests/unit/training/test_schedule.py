@@ -1,4 +1,4 @@
-"""The learning rate over the run, the loss scale of float16, and what weight decay applies to."""
+"""Tests of learning rate schedules, the float16 loss scale, weight decay and optimizers."""
 
 import copy
 import dataclasses
@@ -15,7 +15,7 @@ from launcher.training.muon import newton_schulz
 from launcher.training.optimizer import LossScale, learning_rate, make_optimizer
 
 QUARTER = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2
-"""Cosine from 1 to 0.1 after a quarter of the way."""
+"""A cosine decay from 1 to 0.1, after a quarter of its steps."""
 
 # Ten steps, peak 1, min_ratio 0.1: {step: learning rate}
 RATES = [
@@ -23,17 +23,17 @@ RATES = [
     ("linear", 2, None, {1: 0.5, 2: 1.0, 4: 0.775, 6: 0.55, 8: 0.325, 10: 0.1}),
     ("constant", 2, None, {1: 0.5, 2: 1.0, 3: 1.0, 10: 1.0}),
     ("wsd", 2, 4, {1: 0.5, 2: 1.0, 6: 1.0, 7: 0.775, 8: 0.55, 9: 0.325, 10: 0.1}),
-    ("wsd", 2, None, {1: 0.5, 2: 1.0, 9: 1.0, 10: 0.1}),  # a tenth of the run
-    ("wsd", 2, 20, {1: 0.5, 2: 1.0, 6: 0.55, 10: 0.1}),  # longer than the run: as linear
+    ("wsd", 2, None, {1: 0.5, 2: 1.0, 9: 1.0, 10: 0.1}),  # decay over a tenth of the run
+    ("wsd", 2, 20, {1: 0.5, 2: 1.0, 6: 0.55, 10: 0.1}),  # decay longer than the run: same as linear
     ("cosine", 0, None, {1: 0.1 + 0.9 * (1 + math.cos(math.pi / 10)) / 2, 5: 0.55, 10: 0.1}),
     ("linear", 0, None, {1: 0.91, 5: 0.55, 10: 0.1}),
     ("constant", 0, None, {1: 1.0, 10: 1.0}),
     ("wsd", 0, 2, {1: 1.0, 8: 1.0, 9: 0.55, 10: 0.1}),
-    ("cosine", 10, None, {1: 0.1, 5: 0.5, 10: 1.0}),  # warm-up to the end
+    ("cosine", 10, None, {1: 0.1, 5: 0.5, 10: 1.0}),  # warm-up over the whole run
     *(
         (kind, 100, None, {1: 0.01, 5: 0.05, 10: 0.1})
         for kind in ("cosine", "linear", "constant", "wsd")
-    ),  # and beyond
+    ),  # warm-up longer than the run
 ]
 
 
@@ -49,7 +49,7 @@ def test_learning_rate(kind, warmup, decay, rates):
     assert once(1) == pytest.approx(2.0 if kind == "constant" else 0.2), "a run of one step"
 
 
-def test_the_loss_scale_halves_at_a_skipped_step_and_doubles_after_2000_good_ones():
+def test_loss_scale_after_skipped_and_good_steps():
     scale, off = (LossScale(torch.device("cpu"), enabled=enabled) for enabled in (True, False))
     assert scale.value.item() == 65536.0
     for skipped, times, expected in (
@@ -69,7 +69,7 @@ def test_the_loss_scale_halves_at_a_skipped_step_and_doubles_after_2000_good_one
     assert off.value.item() == 1.0
 
 
-def test_the_optimizer_takes_its_section_and_weight_decay_shrinks_matrices_only():
+def test_weight_decay_applies_only_to_matrices():
     model = nn.Sequential(
         nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3), nn.Linear(3, 3, bias=False)
     )
@@ -94,7 +94,7 @@ def test_the_optimizer_takes_its_section_and_weight_decay_shrinks_matrices_only(
 
 
 def steps_of_both(mine, others, ours, theirs, steps):
-    """Takes steps with the same random gradients; those of `mine` are scaled by 4."""
+    """Run steps with equal random gradients. The gradients of `mine` are scaled by 4."""
     mine.grad_scale, mine.found_inf = torch.tensor(4.0), torch.zeros(())
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -112,8 +112,8 @@ def steps_of_both(mine, others, ours, theirs, steps):
         ("sgd", functools.partial(torch.optim.SGD, momentum=0.9)),
     ],
 )
-def test_adafactor_and_sgd_are_those_of_torch(name, theirs):
-    """Also for a parameter of three dimensions."""
+def test_adafactor_and_sgd_match_torch(name, theirs):
+    """One parameter has three dimensions."""
     torch.manual_seed(0)
     model = nn.Linear(6, 7)
     model.experts = nn.Parameter(torch.randn(3, 4, 5))
@@ -130,8 +130,11 @@ def test_adafactor_and_sgd_are_those_of_torch(name, theirs):
     assert not plain.state[model.weight]
 
 
-def test_muon_is_that_of_torch():
-    """In the block; torch iterates in bfloat16. AdamW elsewhere, and for vectors."""
+def test_muon_matches_torch():
+    """Muon applies to matrices of blocks, AdamW to all other parameters.
+
+    The tolerance for Muon is larger because torch iterates in bfloat16.
+    """
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Embedding(5, 24), nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24)))
     theirs = copy.deepcopy(ours)
@@ -161,7 +164,7 @@ def test_muon_is_that_of_torch():
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6), (3, 6, 4)])
 def test_muon_makes_matrices_nearly_orthogonal(shape):
-    """Experts as one matrix each."""
+    """A tensor with three dimensions is a stack of experts, with one matrix each."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     singly = [newton_schulz(one.clone()) for one in matrices] if len(shape) == 3 else []
     found = newton_schulz(matrices)
@@ -172,8 +175,8 @@ def test_muon_makes_matrices_nearly_orthogonal(shape):
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
-def test_a_step_that_is_skipped_changes_nothing(name):
-    """Even the first one, which makes the state."""
+def test_skipped_step_changes_nothing(name):
+    """This includes the first step, which creates the optimizer state."""
     model = nn.Linear(3, 4)
     section = schema.Optimizer(name=name, learning_rate=0.1)
     optimizer = make_optimizer(model, section, blocks=[model])
