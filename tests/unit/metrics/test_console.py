@@ -1,4 +1,4 @@
-"""What is printed while a run trains, on terminals and elsewhere."""
+"""Tests of the progress output of a run, on terminals and in files."""
 
 import io
 import re
@@ -28,7 +28,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def printed(monkeypatch):
-    """Replaces standard output by a terminal of so many columns, or by a file."""
+    """Return a function that replaces stdout by a terminal of this width, or by a file if None."""
 
     def replace(columns):
         stream = io.StringIO() if columns is None else Terminal()
@@ -43,13 +43,13 @@ def printed(monkeypatch):
 
 
 def lines_on(stream):
-    """What was drawn, line by line, without escape sequences."""
+    """Return the printed lines without escape sequences."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-JL-Za-z]", "", stream.getvalue())
     return [line for line in re.split(r"\r\x1b\[2K|\n", text) if line]
 
 
 @pytest.mark.parametrize("columns", [45, 80, 120, 170])
-def test_the_live_line_fits(columns, printed, monkeypatch):
+def test_live_line_fits_the_terminal(columns, printed, monkeypatch):
     stream = printed(columns)
     line = ProgressLine(100_000)
     for step in (1, 2, 50_000):
@@ -68,7 +68,7 @@ def test_the_live_line_fits(columns, printed, monkeypatch):
     assert all(text in live[-1] for text in shown), live
 
 
-def test_elsewhere_there_are_plain_lines(printed, monkeypatch):
+def test_plain_lines_without_a_terminal(printed, monkeypatch):
     stream = printed(None)
     line = ProgressLine(1000)
     for step in range(1, 9):
@@ -84,7 +84,7 @@ def test_elsewhere_there_are_plain_lines(printed, monkeypatch):
 
 
 @pytest.mark.parametrize(("columns", "background"), [(80, False), (80, True), (None, False)])
-def test_a_long_task_shows_how_far_it_is(columns, background, printed, monkeypatch):
+def test_long_task_shows_its_progress(columns, background, printed, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
     stream = printed(columns)

@@ -1,4 +1,4 @@
-"""`launcher report` and `launcher plan --html`: what the pages show, in a real browser."""
+"""Tests of the pages of `launcher report` and `launcher plan --html`, in a real browser."""
 
 import json
 import math
@@ -28,9 +28,9 @@ CHARTS = {
     "FLOPs utilization (MFU)": "mfu",
     "Peak memory of a rank": "peak_memory_bytes",
 }
-"""Keys by title."""
+"""Chart titles and their keys in metrics.jsonl."""
 FITS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
-"""Nothing but tables is wider than the window."""
+"""JavaScript: the page does not scroll horizontally."""
 UNITS = {"": 1, "%": 0.01, " MiB": 2**20, " GiB": 2**30}
 TINY = [
     "model.config={model_type: llama, hidden_size: 32, intermediate_size: 64, vocab_size: 260, "
@@ -50,7 +50,7 @@ def browser():
 
 
 def make_run(path, steps, *, rate=1e-3, every=5, **built):
-    """Two attempts; the second resumes from step 10. Step 7 was skipped."""
+    """Write a run of two attempts. The second resumes from step 10. Step 7 is skipped."""
     run, lines = RunFolder(path), []
     overrides = [f"optimizer.learning_rate={rate}", f"run.dir={path}", *TINY]
     loaded = load_recipe(["recipe=quickstart", *overrides], ranks=2, files=False)
@@ -95,7 +95,7 @@ def embedded(file):
 
 
 def hover(browser, title, share):
-    """What the chart shows at this share of its width: a tuple of name, step, text for each run."""
+    """Hover over the chart at `share` of its width; return name, step and text for each run."""
     x, y = browser.evaluate(
         f"""(() => {{
             const heading = [...document.querySelectorAll("h3")].find(
@@ -112,13 +112,13 @@ def hover(browser, title, share):
 
 
 def value_of(text):
-    if text == "not":  # finite
+    if text == "not":  # from "not finite"
         return None
     number, unit = re.fullmatch(r"([\d.,]+)(.*)", text).groups()
     return float(number.replace(",", "")) * UNITS[unit]
 
 
-def test_a_run_in_a_browser(tmp_path, browser, capsys):
+def test_page_of_a_run(tmp_path, browser, capsys):
     run, out = make_run(tmp_path / "a<b> & c", 50), tmp_path / "report.html"
     assert main.main(["report", str(run.path), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
@@ -154,7 +154,7 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
         browser.evaluate('document.getElementById("axis").click()')
     assert {("step", 1), ("step", 50), ("step", 7), ("time", 50)} <= seen
 
-    # The curve itself: heights are values, times a factor
+    # The heights of the curve are a linear function of the values
     path = browser.evaluate('document.querySelector(".curve").getAttribute("d")')
     heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)h0", path)]
     losses = [r["loss"] for r in records if r.get("loss") is not None]
@@ -164,7 +164,7 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
     assert path.count("M") == 2  # a gap at the skipped step
     browser.evaluate('document.getElementById("axis").click()')
     curve = browser.evaluate('document.querySelector(".curve").getAttribute("d")')
-    assert curve.count("M") == 3  # over time also where no process ran
+    assert curve.count("M") == 3  # over time, there is also a gap between the attempts
     for kind in ("restart", "checkpoint", "skipped"):
         marks = f'document.querySelectorAll(".{kind}").length'
         assert browser.evaluate(marks) == len(CHARTS), kind
@@ -172,8 +172,8 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
     text = browser.evaluate("document.body.innerText")
     for shown in (
         *("Run a<b> & c", "Bound by <data>.", "lowest evaluation"),
-        *("data, 14.3%", "forward, 28.6%"),  # of 1.75 s
-        *("planned", "512.2 MiB", "driver and libraries"),  # 512.2 MiB: measured
+        *("data, 14.3%", "forward, 28.6%"),  # shares of 1.75 s
+        *("planned", "512.2 MiB", "driver and libraries"),  # 512.2 MiB is measured
         *("optimizer.learning_rate", "2.13.0"),
         *("answers in the evaluation after step 50", "50 + 1 =", "<b>5</b>"),
     ):
@@ -181,7 +181,7 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
     assert browser.problems == []
 
 
-def test_several_runs(tmp_path, browser):
+def test_page_of_several_runs(tmp_path, browser):
     long = make_run(tmp_path / "sweep/long", 5000, rate=1e-4, every=None)
     make_run(tmp_path / "sweep/short", 40, device="NVIDIA H100 80GB HBM3", device_memory=80 << 30)
     out = tmp_path / "report.html"
@@ -210,7 +210,7 @@ def test_several_runs(tmp_path, browser):
     assert browser.problems == []
 
 
-def test_the_page_of_a_plan(tmp_path, browser):
+def test_page_of_a_plan(tmp_path, browser):
     plan = as_json(RECIPE, made_plan(), made_ladder())
     out = tmp_path / "plan.html"
     report.write(plan_page(plan), out)
@@ -225,7 +225,7 @@ def test_the_page_of_a_plan(tmp_path, browser):
     assert browser.problems == []
 
 
-def test_thinned_curves_keep_their_extremes():
+def test_thinned_curves_keep_extremes():
     points = [(n, float(n), math.sin(n)) for n in range(1, 100_000)]
     points[500] = (501, 501.0, 99.0)
     points[70_000] = (70_001, 70_001.0, None)
@@ -236,7 +236,7 @@ def test_thinned_curves_keep_their_extremes():
     assert report.thin(points[:2000]) == points[:2000]
 
 
-def test_incomplete_runs(tmp_path, capsys):
+def test_page_of_incomplete_runs(tmp_path, capsys):
     fresh = RunFolder(tmp_path / "runs/fresh")
     fresh.path.mkdir(parents=True)
     fresh.write_status("running", step=0)
@@ -257,8 +257,8 @@ def test_incomplete_runs(tmp_path, capsys):
     assert "torn is not planned: its recipe or its device is not recorded." in text
 
 
-def test_a_page_that_cannot_be_written(tmp_path, capsys):
+def test_unwritable_page_is_an_error(tmp_path, capsys):
     run, file = make_run(tmp_path / "run", 3), tmp_path / "no/r.html"
-    run.events.unlink()  # nothing is planned
+    run.events.unlink()  # without events, nothing is planned
     assert main.main(["report", str(run.path), f"out={file}"]) == 2
     assert f"{file}: cannot be written: No such" in capsys.readouterr().err

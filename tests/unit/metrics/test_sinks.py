@@ -1,4 +1,4 @@
-"""Records in wandb, read back from its files."""
+"""Tests of the wandb sink. The records are read back from the files of wandb."""
 
 import json
 import socket
@@ -27,7 +27,7 @@ sink.close("finished")
 
 
 def test_wandb_keeps_repeated_steps(tmp_path):
-    """After a rewind in the same process, and after a resume in the next one, which is the same run."""
+    """Steps repeat after a rewind in one process, and after a resume in a second process."""
     for steps in ((1, 2, 3, 2, 3, 4), (3, 4, 5)):
         code = WRITE.replace("MODE", repr("offline"))
         run([sys.executable, "-c", code, tmp_path, *steps], timeout=60).check()
@@ -47,8 +47,8 @@ def test_wandb_keeps_repeated_steps(tmp_path):
     assert axes["training/*"] == axes["evaluation/*"] == "step"
 
 
-def test_without_wandbs_server_the_run_is_recorded_offline(tmp_path):
-    with socket.socket() as unused:  # bound, and nobody listens
+def test_unreachable_wandb_server_means_offline_records(tmp_path):
+    with socket.socket() as unused:  # bound, but not listening
         unused.bind(("127.0.0.1", 0))
         server = f"http://127.0.0.1:{unused.getsockname()[1]}"
         code = "from launcher.metrics.console import configure_logging; configure_logging()" + WRITE
