@@ -39,7 +39,7 @@ def test_knapsack_keeps_the_most_expensive_operators(capacity):
     assert sum(one.cost for one in chosen) == best
 
 
-def test_knapsack_rounds_large_sizes_up_by_1_percent():
+def test_knapsack_rounds_large_sizes_up():
     items = [operator(10**9 + 7 * n, 1.0 + n / 100, call=n) for n in range(40)]
     chosen = operators._knapsack(items, 20 * 10**9 + 10**9)
     assert len(chosen) == 20, "21 would fit without rounding, which costs up to 1% of the budget"
