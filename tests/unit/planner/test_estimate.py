@@ -34,7 +34,7 @@ SELECTIVE, OFFLOAD = (
     "activation_checkpointing.mode=selective",
     "strategy.cpu_offload.pin_memory=true",
 )
-TO_HOST = "activation_checkpointing={mode: full, offload_to_cpu: true}"
+ACTIVATION_OFFLOAD = "activation_checkpointing={mode: full, offload_to_cpu: true}"
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +119,8 @@ def test_unsharded_weights_and_communication_at_the_peak(step):
 
 
 def test_unsynced_gradients_are_kept_unsharded(step):
-    held_back = step("strategy.sync_every_micro_batch=false")
-    assert held_back.peak.components.gradients >= 4 * PARAMETERS
+    unsynced = step("strategy.sync_every_micro_batch=false")
+    assert unsynced.peak.components.gradients >= 4 * PARAMETERS
     # DDP keeps its buckets and the gradients that are not reduced yet
     assert step(DDP).peak.components.gradients == 8 * PARAMETERS
     synced = step(DDP, "strategy.sync_every_micro_batch=true")
@@ -138,15 +138,15 @@ def test_offload_moves_states_to_the_host(llama, step):
 
 
 def test_checkpointing_keeps_block_inputs(step):
-    none, selective, full, to_host = (
-        step(*mode) for mode in ((), (SELECTIVE,), (FULL,), (TO_HOST,))
+    none, selective, full, offloaded = (
+        step(*mode) for mode in ((), (SELECTIVE,), (FULL,), (ACTIVATION_OFFLOAD,))
     )
     kept = full.after_forward.activations
     assert kept < selective.after_forward.activations < none.after_forward.activations
     inputs = 32 * 2 * 4096 * 4096
     assert inputs <= kept < inputs + 0.2 * GIB
-    assert to_host.host == inputs
-    assert to_host.after_forward.activations == kept - inputs
+    assert offloaded.host == inputs
+    assert offloaded.after_forward.activations == kept - inputs
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_checkpointing_keeps_block_inputs(step):
         ([], ["strategy.sync_every_micro_batch=false"]),
         ([OFFLOAD], []),
         (["strategy.mixed_precision.reduce_dtype=bfloat16"], []),
-        ([TO_HOST], [FULL]),
+        ([ACTIVATION_OFFLOAD], [FULL]),
     ],
     ids=str,
 )
@@ -179,27 +179,27 @@ def test_more_ranks_never_raise_the_peak(llama, load):
 
 def test_lora_trains_only_the_adapters(load):
     recipe = load(*SMALL, "lora.rank=4", "model.config.num_hidden_layers=6")
-    known = profile_model(recipe, device="cuda")
+    profiled = profile_model(recipe, device="cuda")
     rank = 4 * (2 * 64 + 64 + 64 + 2 * (64 + 32) + 3 * (64 + 96))  # q, o; k, v; gate, up, down
-    assert known.trained == 6 * rank
-    held = step_memory(known, recipe, ranks=1).held
-    frozen = known.parameters - known.trained
-    assert held.parameters == 2 * frozen + 4 * known.trained + known.buffers
-    assert held.optimizer == 8 * known.trained
+    assert profiled.trained == 6 * rank
+    held = step_memory(profiled, recipe, ranks=1).held
+    frozen = profiled.parameters - profiled.trained
+    assert held.parameters == 2 * frozen + 4 * profiled.trained + profiled.buffers
+    assert held.optimizer == 8 * profiled.trained
 
 
 def test_tied_embeddings_are_counted_once(load):
     tied = ("model.config.tie_word_embeddings=true", "strategy.mixed_precision=null")
-    known = profile_model(load(*SMALL, *tied), device="cpu")
-    assert set(known.saved) == {torch.float32, torch.bfloat16}, "the search also tries bfloat16"
-    assert (known.embedding.count, known.root.count) == (0, 300 * 64 + 64)
+    profiled = profile_model(load(*SMALL, *tied), device="cpu")
+    assert set(profiled.saved) == {torch.float32, torch.bfloat16}, "the search also tries bfloat16"
+    assert (profiled.embedding.count, profiled.root.count) == (0, 300 * 64 + 64)
 
 
 def test_classifier_has_no_vocabulary_logits(load):
     recipe = load(*SMALL, "model.task=sequence_classification", "model.num_labels=3", "data.kind=classification",
                   "model.config.pad_token_id=0", "strategy.mixed_precision=null")  # fmt: skip
-    known = profile_model(recipe, device="cpu")
-    assert step_memory(known, recipe, ranks=2).phases["backward"].components.logits == 0
+    profiled = profile_model(recipe, device="cpu")
+    assert step_memory(profiled, recipe, ranks=2).phases["backward"].components.logits == 0
 
 
 def test_model_without_blocks_is_one_group(load, monkeypatch):
@@ -216,14 +216,14 @@ def test_model_without_blocks_is_one_group(load, monkeypatch):
 
 def test_untraceable_model_is_estimated_from_shapes(load, step, monkeypatch):
     def refuse(*args, **kwargs):
-        raise RuntimeError("it asks for a number")
+        raise RuntimeError("it reads the value of a tensor")
 
     monkeypatch.setattr(profile, "_PROFILES", {})
     monkeypatch.setattr(profile, "saved_of_blocks", refuse)
-    known = profile_model(load(), device="cuda")
-    assert known.saved == {}
+    profiled = profile_model(load(), device="cuda")
+    assert profiled.saved == {}
     for overrides in ([], [DDP], [FULL], [SELECTIVE]):
-        estimated = step_memory(known, load(*overrides), ranks=8).peak.total
+        estimated = step_memory(profiled, load(*overrides), ranks=8).peak.total
         assert estimated == pytest.approx(step(*overrides).peak.total, rel=0.1)
 
 
@@ -243,7 +243,7 @@ IN_FILES = "strategy.cpu_offload={what: optimizer, optimizer_path: a}"
         ["activation_checkpointing={mode: selective, budget: 0.5}", "optimizer.state_dtype=bfloat16"],
         [DDP, "activation_checkpointing={mode: selective, budget: 40MiB}", "optimizer.name=sgd"],
         [DDP, "strategy.shard_optimizer=true"],
-        [TO_HOST, "optimizer.name=muon", "optimizer.state_dtype=int8"],
+        [ACTIVATION_OFFLOAD, "optimizer.name=muon", "optimizer.state_dtype=int8"],
     ],
     ids=str,
 )  # fmt: skip

@@ -34,9 +34,9 @@ def test_compare_waits_for_the_plan_only_if_requested(monkeypatch):
         return PEAK, WHERE
 
     monkeypatch.setattr(comparison, "run_in_process", slow)
-    asked = Forecast(None, ON_GPU)
-    assert asked.compare(100 * MiB) is None
-    assert asked.compare(100 * MiB, seconds=5).endswith("the same")
+    forecast = Forecast(None, ON_GPU)
+    assert forecast.compare(100 * MiB) is None
+    assert forecast.compare(100 * MiB, seconds=5).endswith("the same")
 
 
 def test_failed_plan_is_reported(monkeypatch):

@@ -99,14 +99,14 @@ def test_saved_operators_of_a_block():
         "random operators are always recomputed"
     )
     assert "aten.mul.Tensor" in names
-    written = [one for one in found.operators if str(one.function) == "aten.mul.Tensor"]
-    assert all((one.function, one.call) != (written[0].function, 0) for one in written), (
+    products = [one for one in found.operators if str(one.function) == "aten.mul.Tensor"]
+    assert all((one.function, one.call) != (products[0].function, 0) for one in products), (
         "add_ modifies the result of the first mul in place"
     )
     assert all(one.size == ROWS * 4 * WIDTH * 4 for one in found.operators)
 
 
-class Products(TorchDispatchMode):
+class ProductCounter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.count = 0
@@ -126,7 +126,7 @@ def trained(budget, *, dropout=0.0):
         checkpoint_blocks(model, blocks, ActivationCheckpointing(mode="selective"), kept)
     torch.manual_seed(1)
     output = model(torch.randn(ROWS, WIDTH, requires_grad=True))
-    with Products() as products:
+    with ProductCounter() as products:
         output.square().sum().backward()
     return [parameter.grad for parameter in model.parameters()], products.count
 
@@ -186,10 +186,12 @@ def test_budget_below_block_inputs_is_an_error():
 
 
 def test_budget_with_untraceable_model_is_an_error(monkeypatch):
-    asking = dataclasses.replace(DATA, loss=lambda model, tensors: model(tensors["x"]).sum().item())
+    value_reading = dataclasses.replace(
+        DATA, loss=lambda model, tensors: model(tensors["x"]).sum().item()
+    )
     with torch.device("meta"):
         meta = blocks_of(1)
     with pytest.raises(RecipeError, match=r"does not run on fake tensors .* without a budget"):
         operators_to_keep(
-            meta, dict(meta.named_children()), asking, budget=0.5, strategy=FLOAT32, device="cpu", depth=1
+            meta, dict(meta.named_children()), value_reading, budget=0.5, strategy=FLOAT32, device="cpu", depth=1
         )  # fmt: skip

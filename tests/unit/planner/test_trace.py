@@ -98,15 +98,15 @@ def test_checkpointing_keeps_block_inputs():
         {"kind": "ddp", "mixed_precision": MixedPrecision()},
         {"reshard_after_backward": False, "mixed_precision": MixedPrecision(), "packing": True},
     ],
-    ids=["full, held back", "ddp bf16", "packed, kept gathered"],
+    ids=["full, unsynced", "ddp bf16", "packed, kept unsharded"],
 )
 def test_extrapolation_matches_a_full_trace(settings, monkeypatch):
     extrapolated = step(device="cuda", micro_batches=2, **settings)
     monkeypatch.setattr(trace, "DEPTHS", (100, 200))
     whole = step(device="cuda", micro_batches=2, **settings)
     near(extrapolated.peak.total, whole.peak.total, by=0.001)
-    places = [(step.peak.phase, step.peak.where) for step in (extrapolated, whole)]
-    assert places[0] == places[1]
+    peaks = [(step.peak.phase, step.peak.where) for step in (extrapolated, whole)]
+    assert peaks[0] == peaks[1]
     for phase, moment in whole.phases.items():
         near(extrapolated.phases[phase].total, moment.total, by=0.001)
     assert extrapolated.held == whole.held
@@ -117,13 +117,15 @@ def test_offload_moves_states_to_the_host():
     assert found.held.total < PARAMETERS * 4 * 0.05
     near(found.host, PARAMETERS * 16 / 2)
     to_host = ActivationCheckpointing(mode="full", offload_to_cpu=True)
-    away = dataclasses.replace(recipe(cpu_offload=CpuOffload()), activation_checkpointing=to_host)
-    further = step(away, device="cuda")
+    offloaded = dataclasses.replace(
+        recipe(cpu_offload=CpuOffload()), activation_checkpointing=to_host
+    )
+    further = step(offloaded, device="cuda")
     assert further.after_forward.activations < found.after_forward.activations
     assert further.host + further.after_forward.activations >= found.host
 
 
-class Asking(nn.Module):
+class ReadsValue(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(4, 4))
@@ -134,15 +136,17 @@ class Asking(nn.Module):
         return input_ids
 
 
-def asking_model():
-    return Asking()
+def value_reading_model():
+    return ReadsValue()
 
 
 def test_model_that_reads_values_is_untraceable():
     plain = recipe()
-    asks = dataclasses.replace(plain, model=Model(builder=f"{__name__}:asking_model"))
+    value_reading = dataclasses.replace(
+        plain, model=Model(builder=f"{__name__}:value_reading_model")
+    )
     with pytest.raises(UntraceableError, match="DataDependent"):
-        step(asks)
+        step(value_reading)
     assert not dist.is_initialized()
 
 
