@@ -89,8 +89,8 @@ def test_full_mode_saves_only_block_inputs():
     assert saved_bytes(full, x) < saved_bytes(plain, x) / 2
 
 
-@pytest.mark.parametrize(("mode", "again"), [(None, 0), ("selective", 2), ("full", 4)])
-def test_selective_mode_recomputes_every_other_product(mode, again):
+@pytest.mark.parametrize(("mode", "recomputed"), [(None, 0), ("selective", 2), ("full", 4)])
+def test_selective_mode_recomputes_every_other_product(mode, recomputed):
     counts = Counter()
 
     class Count(TorchDispatchMode):
@@ -105,8 +105,8 @@ def test_selective_mode_recomputes_every_other_product(mode, again):
     output = model(torch.randn(3, 4, requires_grad=True))
     with Count():
         output.sum().backward()
-    own = 8  # two products in the backward pass of each layer
-    assert counts[torch.ops.aten.mm.default] == own + again
+    backward_products = 8  # two products in the backward pass of each layer
+    assert counts[torch.ops.aten.mm.default] == backward_products + recomputed
 
 
 def environment(**changes):
@@ -148,7 +148,7 @@ def node(host="n1", gpus=8, ranks=8, build="CUDA 12.8"):
     return process_group.Node(host, gpus, ranks, "2.13.0", build)
 
 
-NOTHING = node(gpus=0, build=None)
+CPU_NODE = node(gpus=0, build=None)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ NOTHING = node(gpus=0, build=None)
     [
         ("auto", [node(), node("n2", ranks=4)], "cuda"),
         ("cuda", [node()], "cuda"),
-        ("auto", [NOTHING, node("n2", gpus=0, build=None)], "cpu"),
+        ("auto", [CPU_NODE, node("n2", gpus=0, build=None)], "cpu"),
         ("any", [node(gpus=0), node("n2")], "cpu"),
         ("any", [node(), node("n2")], "cuda"),
     ],
@@ -165,20 +165,24 @@ def test_all_ranks_use_one_device_type(wanted, nodes, kind):
     assert process_group.agree_on_device(wanted, nodes) == (kind, None)
 
 
-FINDS_NONE = "node n1: torch 2.13.0 is built for {} and finds no GPU; check the driver ({}, "
-ROCM = node(gpus=0, build="ROCm 6.4")
-BUILT_WITHOUT = "node n1: torch 2.13.0 is built without CUDA or ROCm; install"
-FEW = [node("n2", gpus=4)] * 8
+NO_GPU_FOUND = "node n1: torch 2.13.0 is built for {} and finds no GPU; check the driver ({}, "
+ROCM_NODE = node(gpus=0, build="ROCm 6.4")
+NO_GPU_BUILD = "node n1: torch 2.13.0 is built without CUDA or ROCm; install"
+FOUR_GPU_NODES = [node("n2", gpus=4)] * 8
 
 
 @pytest.mark.parametrize(
     ("wanted", "nodes", "lines"),
     [
-        ("auto", [node(gpus=0)], [FINDS_NONE.format("CUDA 12.8", "nvidia-smi")]),
-        ("auto", [ROCM], [FINDS_NONE.format("ROCm 6.4", "amd-smi")]),
-        ("auto", [node(), *FEW], ["node n2: 4 GPUs for 8 ranks; start --nproc-per-node 4"]),
-        ("auto", [node("n2"), NOTHING], [BUILT_WITHOUT]),
-        ("cuda", [NOTHING, node("n2", gpus=1)], [BUILT_WITHOUT, "node n2: 1 GPUs for 8 ranks"]),
+        ("auto", [node(gpus=0)], [NO_GPU_FOUND.format("CUDA 12.8", "nvidia-smi")]),
+        ("auto", [ROCM_NODE], [NO_GPU_FOUND.format("ROCm 6.4", "amd-smi")]),
+        (
+            "auto",
+            [node(), *FOUR_GPU_NODES],
+            ["node n2: 4 GPUs for 8 ranks; start --nproc-per-node 4"],
+        ),
+        ("auto", [node("n2"), CPU_NODE], [NO_GPU_BUILD]),
+        ("cuda", [CPU_NODE, node("n2", gpus=1)], [NO_GPU_BUILD, "node n2: 1 GPUs for 8 ranks"]),
     ],
 )
 def test_error_names_the_node_without_a_gpu(wanted, nodes, lines):
@@ -204,9 +208,9 @@ def test_ranks_agree_on_device_without_a_process_group(monkeypatch, second, want
     store, found = dist.HashStore(), {}
 
     def choose(rank):
-        place = environment(rank=rank, world_size=4, local_rank=rank % 2)
+        rank_environment = environment(rank=rank, world_size=4, local_rank=rank % 2)
         try:
-            found[rank] = process_group.choose_device(place, store, wanted)
+            found[rank] = process_group.choose_device(rank_environment, store, wanted)
         except TrainingError as error:
             found[rank] = (error.reason, str(error))
 
@@ -231,13 +235,13 @@ def test_run_without_gpu_fails_with_reason_no_gpu(monkeypatch, capsys, tmp_path)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(train, "prepare_cuda", lambda **settings: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    words = ["recipe=quickstart", f"run.dir={tmp_path}", "run.float32_matmul=highest"]
-    assert train.main(words) == 1
-    printed, here = (
+    arguments = ["recipe=quickstart", f"run.dir={tmp_path}", "run.float32_matmul=highest"]
+    assert train.main(arguments) == 1
+    printed, prefix = (
         capsys.readouterr().err,
         f"node {socket.gethostname()}: torch {torch.__version__}",
     )
-    assert printed.count(f"{here} is built for CUDA 12.8 and finds no GPU") == 1
+    assert printed.count(f"{prefix} is built for CUDA 12.8 and finds no GPU") == 1
     assert "Traceback" not in printed
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("failed", "no_gpu")
@@ -276,7 +280,7 @@ def test_failing_sink_is_logged_once_and_disabled(messages):
             raise ConnectionError("the network is gone\nand much more")
 
         def close(self, state):
-            raise AssertionError("not asked any more")
+            raise AssertionError("a disabled sink must not be closed")
 
     def refused():
         raise RuntimeError("no API key")
