@@ -14,20 +14,20 @@ def test_state_file_is_unnamed_and_backs_its_tensor(tmp_path, monkeypatch):
     assert list((tmp_path / "new").iterdir()) == [], "no file remains if the process is killed"
     assert not file.tensor.any()
     buffer = torch.arange(8192, dtype=torch.int64).to(torch.uint8)
-    preadv, partly = os.preadv, []
+    preadv, reads = os.preadv, []
 
-    def some(descriptor, buffers, at):
+    def read_half(descriptor, buffers, at):
         """Read half of the requested bytes, as may happen after a signal."""
-        partly.append(at)
+        reads.append(at)
         return preadv(descriptor, [buffers[0][: 1 + len(buffers[0]) // 2]], at)
 
     file.write(buffer, 4096)  # the buffer is not aligned for direct I/O
     assert torch.equal(file.tensor[4096:], buffer), "a checkpoint reads what a step wrote"
     file.tensor[:4096] = 7
-    monkeypatch.setattr(os, "preadv", some)
+    monkeypatch.setattr(os, "preadv", read_half)
     read = torch.zeros(8192, dtype=torch.uint8)
     file.read(read, 0)
-    assert len(partly) > 2
+    assert len(reads) > 2
     assert torch.equal(read, file.tensor[:8192]), "a step reads what a checkpoint loaded"
     assert read[0] == 7
 
