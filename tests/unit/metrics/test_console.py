@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def printed(monkeypatch):
+def replace_stdout(monkeypatch):
     """Return a function that replaces stdout by a terminal of this width, or by a file if None."""
 
     def replace(columns):
@@ -49,8 +49,8 @@ def lines_on(stream):
 
 
 @pytest.mark.parametrize("columns", [45, 80, 120, 170])
-def test_live_line_fits_the_terminal(columns, printed, monkeypatch):
-    stream = printed(columns)
+def test_live_line_fits_the_terminal(columns, replace_stdout, monkeypatch):
+    stream = replace_stdout(columns)
     line = ProgressLine(100_000)
     for step in (1, 2, 50_000):
         monkeypatch.setattr(line, "_last", 0.0)
@@ -68,8 +68,8 @@ def test_live_line_fits_the_terminal(columns, printed, monkeypatch):
     assert all(text in live[-1] for text in shown), live
 
 
-def test_plain_lines_without_a_terminal(printed, monkeypatch):
-    stream = printed(None)
+def test_plain_lines_without_a_terminal(replace_stdout, monkeypatch):
+    stream = replace_stdout(None)
     line = ProgressLine(1000)
     for step in range(1, 9):
         monkeypatch.setattr(line, "_last", 0.0 if step == 8 else time.monotonic())
@@ -84,10 +84,10 @@ def test_plain_lines_without_a_terminal(printed, monkeypatch):
 
 
 @pytest.mark.parametrize(("columns", "background"), [(80, False), (80, True), (None, False)])
-def test_long_task_shows_its_progress(columns, background, printed, monkeypatch):
+def test_long_task_shows_its_progress(columns, background, replace_stdout, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
-    stream = printed(columns)
+    stream = replace_stdout(columns)
     with task("loading weights", 100, background=background) as advance:
         for _ in range(50):
             clock[0] += 0.5

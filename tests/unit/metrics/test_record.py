@@ -21,12 +21,12 @@ from launcher.reliability.run_directory import RunFolder, read_jsonl
 from launcher.training.loop import Step
 from launcher.training.reporting import Reporter
 
-ALONE = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
+SINGLE_RANK = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
 
 
 def step(number, *, tokens=100, loss=1.0, skipped=0.0, waited=0.5):
     batch = GlobalBatch(
-        number, [], StepStatistics([tokens - 1, tokens, 0, 0], ALONE), 8 * number, waited
+        number, [], StepStatistics([tokens - 1, tokens, 0, 0], SINGLE_RANK), 8 * number, waited
     )
     return Step(number, torch.tensor(loss), torch.tensor(2.0), torch.tensor(skipped), 1e-3, batch)
 
@@ -40,7 +40,7 @@ def clock(monkeypatch):
 
 
 def test_rates_are_means_since_the_last_record(clock):
-    recorder = StepRecorder(ALONE, Flops(3.0, recomputed=1.0, peak=600.0))
+    recorder = StepRecorder(SINGLE_RANK, Flops(3.0, recomputed=1.0, peak=600.0))
 
     def train(numbers_and_tokens):
         for number, tokens in numbers_and_tokens:
@@ -65,7 +65,7 @@ def test_rates_are_means_since_the_last_record(clock):
 
 
 def test_step_time_by_phase(clock):
-    recorder = StepRecorder(ALONE, Flops(0.0))
+    recorder = StepRecorder(SINGLE_RANK, Flops(0.0))
     for number in (1, 2):
         for phase, seconds, waits in (
             ("data", 0.5, 0.0),
@@ -96,10 +96,13 @@ def test_step_time_by_phase(clock):
 
 def slow_rank_messages(slow_steps, *, ranks=4):
     """Run 60 steps. The second-to-last rank is slow in `slow_steps`; all ranks have delays."""
-    drawn, found = random.Random(0), []
+    generator, found = random.Random(0), []
     slow = SlowRanks([f"node{rank // 2}" for rank in range(ranks)])
     for number in range(1, 61):
-        own = [drawn.uniform(0.95, 1.05) * drawn.choice([1.0] * 9 + [3.0]) for _ in range(ranks)]
+        own = [
+            generator.uniform(0.95, 1.05) * generator.choice([1.0] * 9 + [3.0])
+            for _ in range(ranks)
+        ]
         own[-2] *= 2.0 if number in slow_steps else 1.0
         found += [(number, message) for message in slow.update(number, own)]
     return found, slow.note
@@ -160,7 +163,7 @@ def test_step_shares():
 def test_peak_memory_is_since_the_last_record(monkeypatch):
     peaks, allocated = iter([500, 300]), [700]
     monkeypatch.setattr(host_memory, "take_peak", lambda: next(peaks))
-    on_cpu = StepRecorder(ALONE, Flops(0.0))
+    on_cpu = StepRecorder(SINGLE_RANK, Flops(0.0))
     for number, expected in ((1, 500), (2, 300)):
         on_cpu.add(step(number))
         assert on_cpu.collect(on_cpu.launch(step(number)))["peak_memory_bytes"] == expected
@@ -178,7 +181,7 @@ def reporter(folder):
     run = RunFolder(folder / "run")
     run.create("")
     training = SimpleNamespace(
-        ranks=ALONE, recipe=recipe, data=SimpleNamespace(steps=10), flops=Flops(0.0)
+        ranks=SINGLE_RANK, recipe=recipe, data=SimpleNamespace(steps=10), flops=Flops(0.0)
     )
     return Reporter(training, run, first_step=0, forecast=None)
 

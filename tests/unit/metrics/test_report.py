@@ -29,10 +29,12 @@ CHARTS = {
     "Peak memory of a rank": "peak_memory_bytes",
 }
 """Chart titles and their keys in metrics.jsonl."""
-FITS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+NO_HORIZONTAL_SCROLL = (
+    "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+)
 """JavaScript: the page does not scroll horizontally."""
 UNITS = {"": 1, "%": 0.01, " MiB": 2**20, " GiB": 2**30}
-TINY = [
+SMALL_MODEL = [
     "model.config={model_type: llama, hidden_size: 32, intermediate_size: 64, vocab_size: 260, "
     "num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2}",
     "data.sequence_length=16",
@@ -41,8 +43,8 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def browser():
-    if (why := unavailable()) is not None:
-        message = f"no browser to test with: {why}"
+    if (reason := unavailable()) is not None:
+        message = f"no browser to test with: {reason}"
         assert os.environ.get("CI_REQUIRES_BROWSER") != "1", message
         pytest.skip(message)
     with Browser() as browser:
@@ -52,7 +54,7 @@ def browser():
 def make_run(path, steps, *, rate=1e-3, every=5, **built):
     """Write a run of two attempts. The second resumes from step 10. Step 7 is skipped."""
     run, lines = RunFolder(path), []
-    overrides = [f"optimizer.learning_rate={rate}", f"run.dir={path}", *TINY]
+    overrides = [f"optimizer.learning_rate={rate}", f"run.dir={path}", *SMALL_MODEL]
     loaded = load_recipe(["recipe=quickstart", *overrides], ranks=2, files=False)
     run.create(to_yaml(loaded.recipe))
     run.write_status("finished", step=steps, steps=steps, verdict="Bound by <data>.")
@@ -137,7 +139,7 @@ def test_page_of_a_run(tmp_path, browser, capsys):
         for scheme in ("light", "dark"):
             browser.open(out, width=width, scheme=scheme)
             assert browser.evaluate("document.querySelectorAll('svg').length") == len(CHARTS)
-            assert browser.evaluate(FITS)
+            assert browser.evaluate(NO_HORIZONTAL_SCROLL)
             colour = "getComputedStyle(document.body).backgroundColor"
             backgrounds.add(browser.evaluate(colour))
     assert len(backgrounds) == 2
@@ -221,7 +223,7 @@ def test_page_of_a_plan(tmp_path, browser):
     bars = browser.evaluate('[...document.querySelectorAll(".bar")].map(b => b.children.length)')
     assert bars == [10, 10, 7]
     assert [p["total"] for p in plan["timeline"]] == embedded(out)["charts"][0]["series"][0]["y"]
-    assert browser.evaluate(FITS)
+    assert browser.evaluate(NO_HORIZONTAL_SCROLL)
     assert browser.problems == []
 
 
