@@ -148,9 +148,8 @@ def test_slow_links_increase_communication_time(load):
         return step_time(load("batch.micro_batch_size=1", *overrides), intra_node_bandwidth=1e9)
 
     seconds = with_slow_links()
-    moved = (
-        parameters(load()) * 7 / 8 / 1e9 * 8
-    )  # one byte per parameter, in each of eight micro-batches
+    # One byte per parameter, in each of eight micro-batches
+    moved = parameters(load()) * 7 / 8 / 1e9 * 8
     total = 2 * 2 * moved + 4 * moved  # two all-gathers in bfloat16, one reduction in float32
     hidden = seconds.forward + seconds.backward
     assert seconds.communication == pytest.approx(total - hidden, rel=0.02)

@@ -85,11 +85,8 @@ def test_evaluate_returns_phases_and_components():
     marks = [Mark("start", 0, 100), *step(0.1), *step(2), *step(1), *end]
     sizes = {"parameters": 40, "gradients": 50, "optimizer": 60}
     found = measure.evaluate(marks, sizes, device="cpu")
-    smallest = {
-        "forward": 700,
-        "backward": 800,
-        "optimizer": 180,
-    }  # the minimum of the steps after the first
+    # The minimum of the steps after the first
+    smallest = {"forward": 700, "backward": 800, "optimizer": 180}
     assert found.phases == smallest
     assert (found.peak, found.step_peaks, found.residue) == (800, [800, 1580, 800], 3)
     assert (found.step_start, found.after_forward) == (100, 500)

@@ -151,7 +151,7 @@ def test_model_that_reads_values_is_untraceable():
 
 
 def test_hybrid_sharding_keeps_averages_between_micro_batches():
-    """In a third micro-batch, the averages of the second one exist next to the gradients."""
+    """In a third micro-batch, memory holds the averages of the second one and the gradients."""
     two, three = (
         step(device="cuda", ranks=4, micro_batches=count, replicate=2).phases["forward"].components
         for count in (2, 3)

@@ -30,10 +30,11 @@ RATES = [
     ("constant", 0, None, {1: 1.0, 10: 1.0}),
     ("wsd", 0, 2, {1: 1.0, 8: 1.0, 9: 0.55, 10: 0.1}),
     ("cosine", 10, None, {1: 0.1, 5: 0.5, 10: 1.0}),  # warm-up over the whole run
+    # Warm-up longer than the run
     *(
         (kind, 100, None, {1: 0.01, 5: 0.05, 10: 0.1})
         for kind in ("cosine", "linear", "constant", "wsd")
-    ),  # warm-up longer than the run
+    ),
 ]
 
 
