@@ -1,4 +1,4 @@
-"""What is printed while a run trains, on terminals and elsewhere."""
+"""Tests of the progress output of a run, on terminals and in files."""
 
 import io
 import re
@@ -27,8 +27,8 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def printed(monkeypatch):
-    """Replaces standard output by a terminal of so many columns, or by a file."""
+def replace_stdout(monkeypatch):
+    """Return a function that replaces stdout by a terminal of this width, or by a file if None."""
 
     def replace(columns):
         stream = io.StringIO() if columns is None else Terminal()
@@ -43,14 +43,14 @@ def printed(monkeypatch):
 
 
 def lines_on(stream):
-    """What was drawn, line by line, without escape sequences."""
+    """Return the printed lines without escape sequences."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-JL-Za-z]", "", stream.getvalue())
     return [line for line in re.split(r"\r\x1b\[2K|\n", text) if line]
 
 
 @pytest.mark.parametrize("columns", [45, 80, 120, 170])
-def test_the_live_line_fits(columns, printed, monkeypatch):
-    stream = printed(columns)
+def test_live_line_fits_the_terminal(columns, replace_stdout, monkeypatch):
+    stream = replace_stdout(columns)
     line = ProgressLine(100_000)
     for step in (1, 2, 50_000):
         monkeypatch.setattr(line, "_last", 0.0)
@@ -68,8 +68,8 @@ def test_the_live_line_fits(columns, printed, monkeypatch):
     assert all(text in live[-1] for text in shown), live
 
 
-def test_elsewhere_there_are_plain_lines(printed, monkeypatch):
-    stream = printed(None)
+def test_plain_lines_without_a_terminal(replace_stdout, monkeypatch):
+    stream = replace_stdout(None)
     line = ProgressLine(1000)
     for step in range(1, 9):
         monkeypatch.setattr(line, "_last", 0.0 if step == 8 else time.monotonic())
@@ -84,10 +84,10 @@ def test_elsewhere_there_are_plain_lines(printed, monkeypatch):
 
 
 @pytest.mark.parametrize(("columns", "background"), [(80, False), (80, True), (None, False)])
-def test_a_long_task_shows_how_far_it_is(columns, background, printed, monkeypatch):
+def test_long_task_shows_its_progress(columns, background, replace_stdout, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
-    stream = printed(columns)
+    stream = replace_stdout(columns)
     with task("loading weights", 100, background=background) as advance:
         for _ in range(50):
             clock[0] += 0.5

@@ -1,4 +1,4 @@
-"""Steps to lines of metrics.jsonl: rates, peaks, and when a line is written."""
+"""Tests of metrics.jsonl, of the messages about slow ranks, and of the bottleneck verdict."""
 
 import random
 import re
@@ -21,12 +21,12 @@ from launcher.reliability.run_directory import RunFolder, read_jsonl
 from launcher.training.loop import Step
 from launcher.training.reporting import Reporter
 
-ALONE = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
+SINGLE_RANK = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
 
 
 def step(number, *, tokens=100, loss=1.0, skipped=0.0, waited=0.5):
     batch = GlobalBatch(
-        number, [], StepStatistics([tokens - 1, tokens, 0, 0], ALONE), 8 * number, waited
+        number, [], StepStatistics([tokens - 1, tokens, 0, 0], SINGLE_RANK), 8 * number, waited
     )
     return Step(number, torch.tensor(loss), torch.tensor(2.0), torch.tensor(skipped), 1e-3, batch)
 
@@ -39,8 +39,8 @@ def clock(monkeypatch):
     return clock
 
 
-def test_rates_are_means_over_the_steps_since_the_last_record(clock):
-    recorder = StepRecorder(ALONE, Flops(3.0, recomputed=1.0, peak=600.0))
+def test_rates_are_means_since_the_last_record(clock):
+    recorder = StepRecorder(SINGLE_RANK, Flops(3.0, recomputed=1.0, peak=600.0))
 
     def train(numbers_and_tokens):
         for number, tokens in numbers_and_tokens:
@@ -53,17 +53,19 @@ def test_rates_are_means_over_the_steps_since_the_last_record(clock):
         clock.now += 50.0
     second = train([(4, 40)])  # launched before the first one is collected, as in a run
     line = recorder.collect(first)
-    assert (line["step"], line["tokens"], line["loss_tokens"]) == (3, 60, 59), "of the step itself"
+    assert (line["step"], line["tokens"], line["loss_tokens"]) == (3, 60, 59), (
+        "counts of the last step only"
+    )
     expected = {"step_seconds": 2.0, "tokens_per_second": (10 + 30 + 60) / 6, "data_seconds": 0.5}
     expected |= {"mfu": 100 / 6 * 3 / 600, "hfu": 100 / 6 * (3 + 1) / 600}
     assert {key: line[key] for key in expected} == pytest.approx(expected)
     line = recorder.collect(second)
-    assert line["step_seconds"] == pytest.approx(2.0), "without the pause"
+    assert line["step_seconds"] == pytest.approx(2.0), "the excluded pause is not counted"
     assert line["tokens_per_second"] == pytest.approx(20)
 
 
-def test_the_time_of_a_step_by_phase(clock):
-    recorder = StepRecorder(ALONE, Flops(0.0))
+def test_step_time_by_phase(clock):
+    recorder = StepRecorder(SINGLE_RANK, Flops(0.0))
     for number in (1, 2):
         for phase, seconds, waits in (
             ("data", 0.5, 0.0),
@@ -89,21 +91,24 @@ def test_the_time_of_a_step_by_phase(clock):
     recorder.add(step(3))
     clock.now += 1.0
     recorder.collect(recorder.launch(step(3)))
-    assert recorder.totals["step"] == pytest.approx(1.0), "the first record is not typical"
+    assert recorder.totals["step"] == pytest.approx(1.0), "the totals leave out the first record"
 
 
 def slow_rank_messages(slow_steps, *, ranks=4):
-    """Rank 2 takes twice as long in some of 60 steps; all ranks have hiccups."""
-    drawn, found = random.Random(0), []
+    """Run 60 steps. The second-to-last rank is slow in `slow_steps`; all ranks have delays."""
+    generator, found = random.Random(0), []
     slow = SlowRanks([f"node{rank // 2}" for rank in range(ranks)])
     for number in range(1, 61):
-        own = [drawn.uniform(0.95, 1.05) * drawn.choice([1.0] * 9 + [3.0]) for _ in range(ranks)]
+        own = [
+            generator.uniform(0.95, 1.05) * generator.choice([1.0] * 9 + [3.0])
+            for _ in range(ranks)
+        ]
         own[-2] *= 2.0 if number in slow_steps else 1.0
         found += [(number, message) for message in slow.update(number, own)]
     return found, slow.note
 
 
-def test_a_slow_rank_is_named_once_and_when_it_is_over():
+def test_slow_rank_is_reported_at_start_and_end():
     assert slow_rank_messages(range(0)) == ([], None)
     ((begin, first), (end, second)), note = slow_rank_messages(range(20, 40))
     assert re.match("slow: rank 2 on node1 takes [12].[90] times as long for a step as the", first)
@@ -136,9 +141,7 @@ VERDICTS = [
 
 
 @pytest.mark.parametrize(("override", "shares", "shape", "expected"), VERDICTS)
-def test_the_verdict_names_the_bottleneck_and_one_override(
-    override, shares, shape, expected, folder
-):
+def test_verdict_names_bottleneck_and_one_override(override, shares, shape, expected, folder):
     recipe = load_recipe(["recipe=x.yaml", "strategy.kind=fsdp", override], ranks=1).recipe
     whole = dict.fromkeys(TOLERATED, 0.0) | shares
     text = verdict(Measured(whole | {"compute": 1 - sum(shares.values())}, **shape), recipe)
@@ -147,18 +150,20 @@ def test_the_verdict_names_the_bottleneck_and_one_override(
     assert text.count("=") <= 1
 
 
-def test_shares_of_a_step():
+def test_step_shares():
     totals = defaultdict(float, step=10.0, data=1.0, optimizer=1.0, logging=0.5, communication=1.0)
     shares = step_shares(totals | {"timed": 5.0}, recomputed_share=0.2)
     assert sum(shares.values()) == pytest.approx(1.0)
-    assert shares["communication"] == pytest.approx(0.2), "measured in half of the steps"
+    assert shares["communication"] == pytest.approx(0.2), (
+        "communication was timed in half of the steps"
+    )
     assert shares["recomputation"] == pytest.approx(0.2 * (0.75 - 0.2))
 
 
-def test_the_peak_is_that_since_the_last_record(monkeypatch):
+def test_peak_memory_is_since_the_last_record(monkeypatch):
     peaks, allocated = iter([500, 300]), [700]
     monkeypatch.setattr(host_memory, "take_peak", lambda: next(peaks))
-    on_cpu = StepRecorder(ALONE, Flops(0.0))
+    on_cpu = StepRecorder(SINGLE_RANK, Flops(0.0))
     for number, expected in ((1, 500), (2, 300)):
         on_cpu.add(step(number))
         assert on_cpu.collect(on_cpu.launch(step(number)))["peak_memory_bytes"] == expected
@@ -176,7 +181,7 @@ def reporter(folder):
     run = RunFolder(folder / "run")
     run.create("")
     training = SimpleNamespace(
-        ranks=ALONE, recipe=recipe, data=SimpleNamespace(steps=10), flops=Flops(0.0)
+        ranks=SINGLE_RANK, recipe=recipe, data=SimpleNamespace(steps=10), flops=Flops(0.0)
     )
     return Reporter(training, run, first_step=0, forecast=None)
 
@@ -185,11 +190,11 @@ def lines(folder):
     return [line["step"] for line in read_jsonl(folder / "run/metrics.jsonl")]
 
 
-def test_a_line_is_written_after_the_next_step_or_before_a_pause(reporter, folder):
+def test_lines_are_written_one_step_late(reporter, folder):
     closed = []
     reporter._sinks.append(SimpleNamespace(write=lambda record: None, close=closed.append))
     reporter.step(step(1))
-    assert lines(folder) == [1], "the first one at once"
+    assert lines(folder) == [1], "the first line is written at once"
     reporter.step(step(2))
     assert lines(folder) == [1]
     reporter.step(step(3))
@@ -201,12 +206,12 @@ def test_a_line_is_written_after_the_next_step_or_before_a_pause(reporter, folde
     assert lines(folder) == [1, 2, 3, 4]
     reporter.step(step(5))
     reporter.abort()
-    assert lines(folder) == [1, 2, 3, 4, 5], "a run that fails keeps its last line"
+    assert lines(folder) == [1, 2, 3, 4, 5], "a failed run keeps its last line"
     reporter.abort()
-    assert closed == ["failed"], "once"
+    assert closed == ["failed"], "sinks are closed once"
 
 
-def test_steps_after_a_diverged_one_are_not_logged(reporter, folder):
+def test_steps_after_divergence_are_not_logged(reporter, folder):
     reporter.step(step(1))
     for number in (2, 3):
         reporter.step(step(number, skipped=1.0))

@@ -1,4 +1,4 @@
-"""`launcher report` and `launcher plan --html`: what the pages show, in a real browser."""
+"""Tests of the pages of `launcher report` and `launcher plan --html`, in a real browser."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from launcher.planner.page import plan_page
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.run_directory import RunFolder, append_line, read_jsonl
 from tests.browser import Browser, unavailable
-from tests.unit.planner.made_plan import RECIPE, made_ladder, made_plan
+from tests.unit.planner.example_plans import RECIPE, example_ladder, example_plan
 
 START = 1_800_000_000.0
 CHARTS = {
@@ -28,11 +28,13 @@ CHARTS = {
     "FLOPs utilization (MFU)": "mfu",
     "Peak memory of a rank": "peak_memory_bytes",
 }
-"""Keys by title."""
-FITS = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
-"""Nothing but tables is wider than the window."""
+"""Chart titles and their keys in metrics.jsonl."""
+NO_HORIZONTAL_SCROLL = (
+    "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+)
+"""JavaScript: the page does not scroll horizontally."""
 UNITS = {"": 1, "%": 0.01, " MiB": 2**20, " GiB": 2**30}
-TINY = [
+SMALL_MODEL = [
     "model.config={model_type: llama, hidden_size: 32, intermediate_size: 64, vocab_size: 260, "
     "num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2}",
     "data.sequence_length=16",
@@ -41,8 +43,8 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def browser():
-    if (why := unavailable()) is not None:
-        message = f"no browser to test with: {why}"
+    if (reason := unavailable()) is not None:
+        message = f"no browser to test with: {reason}"
         assert os.environ.get("CI_REQUIRES_BROWSER") != "1", message
         pytest.skip(message)
     with Browser() as browser:
@@ -50,9 +52,9 @@ def browser():
 
 
 def make_run(path, steps, *, rate=1e-3, every=5, **built):
-    """Two attempts; the second resumes from step 10. Step 7 was skipped."""
+    """Write a run of two attempts. The second resumes from step 10. Step 7 is skipped."""
     run, lines = RunFolder(path), []
-    overrides = [f"optimizer.learning_rate={rate}", f"run.dir={path}", *TINY]
+    overrides = [f"optimizer.learning_rate={rate}", f"run.dir={path}", *SMALL_MODEL]
     loaded = load_recipe(["recipe=quickstart", *overrides], ranks=2, files=False)
     run.create(to_yaml(loaded.recipe))
     run.write_status("finished", step=steps, steps=steps)
@@ -96,7 +98,7 @@ def embedded(file):
 
 
 def hover(browser, title, share):
-    """What the chart shows at this share of its width: a tuple of name, step, text for each run."""
+    """Hover over the chart at `share` of its width; return name, step and text for each run."""
     x, y = browser.evaluate(
         f"""(() => {{
             const heading = [...document.querySelectorAll("h3")].find(
@@ -113,13 +115,13 @@ def hover(browser, title, share):
 
 
 def value_of(text):
-    if text == "not":  # finite
+    if text == "not":  # from "not finite"
         return None
     number, unit = re.fullmatch(r"([\d.,]+)(.*)", text).groups()
     return float(number.replace(",", "")) * UNITS[unit]
 
 
-def test_a_run_in_a_browser(tmp_path, browser, capsys):
+def test_page_of_a_run(tmp_path, browser, capsys):
     run, out = make_run(tmp_path / "a<b> & c", 50), tmp_path / "report.html"
     assert main.main(["report", str(run.path), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
@@ -138,7 +140,7 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
         for scheme in ("light", "dark"):
             browser.open(out, width=width, scheme=scheme)
             assert browser.evaluate("document.querySelectorAll('svg').length") == len(CHARTS)
-            assert browser.evaluate(FITS)
+            assert browser.evaluate(NO_HORIZONTAL_SCROLL)
             colour = "getComputedStyle(document.body).backgroundColor"
             backgrounds.add(browser.evaluate(colour))
     assert len(backgrounds) == 2
@@ -155,7 +157,7 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
         browser.evaluate('document.getElementById("axis").click()')
     assert {("step", 1), ("step", 50), ("step", 7), ("time", 50)} <= seen
 
-    # The curve itself: heights are values, times a factor
+    # The heights of the curve are a linear function of the values
     path = browser.evaluate('document.querySelector(".curve").getAttribute("d")')
     heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)h0", path)]
     losses = [r["loss"] for r in records if r.get("loss") is not None]
@@ -165,7 +167,7 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
     assert path.count("M") == 2  # a gap at the skipped step
     browser.evaluate('document.getElementById("axis").click()')
     curve = browser.evaluate('document.querySelector(".curve").getAttribute("d")')
-    assert curve.count("M") == 3  # over time also where no process ran
+    assert curve.count("M") == 3  # over time, there is also a gap between the attempts
     for kind in ("restart", "checkpoint", "skipped"):
         marks = f'document.querySelectorAll(".{kind}").length'
         assert browser.evaluate(marks) == len(CHARTS), kind
@@ -173,8 +175,8 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
     text = browser.evaluate("document.body.innerText")
     for shown in (
         *("Run a<b> & c", "Bound by <data>.", "lowest evaluation"),
-        *("data, 14.3%", "forward, 28.6%"),  # of 1.75 s
-        *("planned", "512.2 MiB", "driver and libraries"),  # 512.2 MiB: measured
+        *("data, 14.3%", "forward, 28.6%"),  # shares of 1.75 s
+        *("planned", "512.2 MiB", "driver and libraries"),  # 512.2 MiB is measured
         *("optimizer.learning_rate", "2.13.0"),
         *("answers in the evaluation after step 50", "50 + 1 =", "<b>5</b>"),
     ):
@@ -182,7 +184,7 @@ def test_a_run_in_a_browser(tmp_path, browser, capsys):
     assert browser.problems == []
 
 
-def test_several_runs(tmp_path, browser):
+def test_page_of_several_runs(tmp_path, browser):
     long = make_run(tmp_path / "sweep/long", 5000, rate=1e-4, every=None)
     make_run(tmp_path / "sweep/short", 40, device="NVIDIA H100 80GB HBM3", device_memory=80 << 30)
     out = tmp_path / "report.html"
@@ -211,8 +213,8 @@ def test_several_runs(tmp_path, browser):
     assert browser.problems == []
 
 
-def test_the_page_of_a_plan(tmp_path, browser):
-    plan = as_json(RECIPE, made_plan(), made_ladder())
+def test_page_of_a_plan(tmp_path, browser):
+    plan = as_json(RECIPE, example_plan(), example_ladder())
     out = tmp_path / "plan.html"
     report.write(plan_page(plan), out)
     browser.open(out, width=400)
@@ -222,11 +224,11 @@ def test_the_page_of_a_plan(tmp_path, browser):
     bars = browser.evaluate('[...document.querySelectorAll(".bar")].map(b => b.children.length)')
     assert bars == [10, 10, 7]
     assert [p["total"] for p in plan["timeline"]] == embedded(out)["charts"][0]["series"][0]["y"]
-    assert browser.evaluate(FITS)
+    assert browser.evaluate(NO_HORIZONTAL_SCROLL)
     assert browser.problems == []
 
 
-def test_thinned_curves_keep_their_extremes():
+def test_thinned_curves_keep_extremes():
     points = [(n, float(n), math.sin(n)) for n in range(1, 100_000)]
     points[500] = (501, 501.0, 99.0)
     points[70_000] = (70_001, 70_001.0, None)
@@ -237,7 +239,7 @@ def test_thinned_curves_keep_their_extremes():
     assert report.thin(points[:2000]) == points[:2000]
 
 
-def test_incomplete_runs(tmp_path, capsys):
+def test_page_of_incomplete_runs(tmp_path, capsys):
     fresh = RunFolder(tmp_path / "runs/fresh")
     fresh.path.mkdir(parents=True)
     fresh.write_status("running", step=0)
@@ -258,8 +260,8 @@ def test_incomplete_runs(tmp_path, capsys):
     assert "torn is not planned: its recipe or its device is not recorded." in text
 
 
-def test_a_page_that_cannot_be_written(tmp_path, capsys):
+def test_unwritable_page_is_an_error(tmp_path, capsys):
     run, file = make_run(tmp_path / "run", 3), tmp_path / "no/r.html"
-    run.events.unlink()  # nothing is planned
+    run.events.unlink()  # without events, nothing is planned
     assert main.main(["report", str(run.path), f"out={file}"]) == 2
     assert f"{file}: cannot be written: No such" in capsys.readouterr().err

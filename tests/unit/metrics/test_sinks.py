@@ -1,4 +1,4 @@
-"""Records in wandb, read back from its files."""
+"""Tests of the wandb sink. The records are read back from the files of wandb."""
 
 import json
 import socket
@@ -7,7 +7,7 @@ import sys
 from tests.distributed.launching import run
 from tests.wandb_files import history, read_records
 
-WRITE = """
+SCRIPT = """
 import sys
 from pathlib import Path
 from launcher.metrics.sinks import Wandb
@@ -27,9 +27,9 @@ sink.close("finished")
 
 
 def test_wandb_keeps_repeated_steps(tmp_path):
-    """After a rewind in the same process, and after a resume in the next one, which is the same run."""
+    """Steps repeat after a rewind in one process, and after a resume in a second process."""
     for steps in ((1, 2, 3, 2, 3, 4), (3, 4, 5)):
-        code = WRITE.replace("MODE", repr("offline"))
+        code = SCRIPT.replace("MODE", repr("offline"))
         run([sys.executable, "-c", code, tmp_path, *steps], timeout=60).check()
     rows = list(history(tmp_path / "wandb"))
     assert [row["step"] for row in rows if "training/loss" in row] == [1, 2, 3, 2, 3, 4, 3, 4, 5]
@@ -47,11 +47,13 @@ def test_wandb_keeps_repeated_steps(tmp_path):
     assert axes["training/*"] == axes["evaluation/*"] == "step"
 
 
-def test_without_wandbs_server_the_run_is_recorded_offline(tmp_path):
-    with socket.socket() as unused:  # bound, and nobody listens
-        unused.bind(("127.0.0.1", 0))
-        server = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        code = "from launcher.metrics.console import configure_logging; configure_logging()" + WRITE
+def test_unreachable_wandb_server_means_offline_records(tmp_path):
+    with socket.socket() as unreachable:  # bound, but not listening
+        unreachable.bind(("127.0.0.1", 0))
+        server = f"http://127.0.0.1:{unreachable.getsockname()[1]}"
+        code = (
+            "from launcher.metrics.console import configure_logging; configure_logging()" + SCRIPT
+        )
         command = [sys.executable, "-c", code.replace("MODE", repr("online")), tmp_path, 1, 2]
         key = "0" * 40
         result = run(command, timeout=60, WANDB_BASE_URL=server, WANDB_API_KEY=key).check()

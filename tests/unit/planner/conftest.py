@@ -5,7 +5,7 @@ from launcher.recipe.load import load_recipe
 
 @pytest.fixture(scope="session")
 def loader(tmp_path_factory):
-    """Makes functions that load a recipe, given as text, with overrides."""
+    """Return a function that makes loaders. A loader loads one recipe text with overrides."""
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "train.txt").write_text("text")
 

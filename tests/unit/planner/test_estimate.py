@@ -1,4 +1,4 @@
-"""The analytic estimate: against numbers calculated by hand, and against the trace."""
+"""Tests of the analytic memory estimate, against hand-calculated values and the trace."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ PARAMETERS = (
     2 * 128256 * 4096 + 4096 + 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
 )
 EMBEDDING = 128256 * 4096
-HEAD = EMBEDDING + 4096  # with the last norm
+HEAD = EMBEDDING + 4096  # includes the final norm
 BLOCK = (PARAMETERS - EMBEDDING - HEAD) // 32
 GIB = 2**30
 SMALL = ("model.config.hidden_size=64", "model.config.intermediate_size=96", "model.config.num_attention_heads=4",
@@ -34,7 +34,7 @@ SELECTIVE, OFFLOAD = (
     "activation_checkpointing.mode=selective",
     "strategy.cpu_offload.pin_memory=true",
 )
-TO_HOST = "activation_checkpointing={mode: full, offload_to_cpu: true}"
+ACTIVATION_OFFLOAD = "activation_checkpointing={mode: full, offload_to_cpu: true}"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def llama(load):
 
 @pytest.fixture(scope="module")
 def step(llama, load):
-    """The estimate of the 8B model on 8 ranks."""
+    """Return a function that estimates a step of the 8B model on 8 ranks."""
     return lambda *overrides: step_memory(llama, load(*overrides), ranks=8)
 
 
@@ -59,7 +59,7 @@ def test_parameters_are_counted(llama):
     assert llama.block_classes == (0,) * 32
 
 
-def test_states_are_sixteen_bytes_a_parameter_over_the_ranks(llama, load, step):
+def test_states_take_16_bytes_per_parameter(llama, load, step):
     for ranks in (8, 64):
         found = step_memory(llama, load(ranks=ranks), ranks=ranks)
         end = found.phases["optimizer"].components
@@ -84,12 +84,12 @@ def test_states_are_sixteen_bytes_a_parameter_over_the_ranks(llama, load, step):
     ],
     ids=str,
 )
-def test_optimizer_state_by_optimizer_and_sharding(step, overrides, per_parameter):
+def test_optimizer_state_size_by_optimizer_and_sharding(step, overrides, per_parameter):
     expected = per_parameter * PARAMETERS
     assert step(*overrides).held.optimizer == pytest.approx(expected, rel=1e-3, abs=2e7)
 
 
-def test_logits_are_six_bytes_of_a_part_of_the_vocabulary(step):
+def test_chunked_logits_take_6_bytes_per_element(step):
     found = step("batch.micro_batch_size=2")
     elements = 2 * 4096 * chunk_width(2 * 4096, 128256)
     (loss,) = (m.components for m in found.timeline if m.phase == "forward" and not m.where)
@@ -97,7 +97,7 @@ def test_logits_are_six_bytes_of_a_part_of_the_vocabulary(step):
     assert found.after_forward.logits == 0
 
 
-def test_full_logits_are_ten_bytes_forward_and_twelve_backward(load):
+def test_full_logits_take_10_bytes_forward_12_backward(load):
     recipe = load("batch.micro_batch_size=2", "model.chunked_loss=false")
     step = step_memory(profile_model(recipe, device="cuda"), recipe, ranks=8)
     elements = 2 * 4096 * 128256
@@ -106,22 +106,22 @@ def test_full_logits_are_ten_bytes_forward_and_twelve_backward(load):
     assert step.after_forward.logits == 4 * elements
 
 
-def test_a_llama_block_keeps_49_hidden_sizes_a_token(llama):
+def test_llama_block_saves_49_hidden_sizes_per_token(llama):
     assert llama.saved[torch.bfloat16][0].kept / 4096 / 4096 == pytest.approx(49, abs=0.3)
 
 
-def test_gathered_weights_and_communication_at_the_peak(step):
+def test_unsharded_weights_and_communication_at_the_peak(step):
     peak = step().peak
     assert (peak.phase, peak.micro_batch) == ("backward", 1)
     assert peak.components.gathered == 2 * HEAD  # in bfloat16
-    # The embedding's gradients of the micro-batch before, on their way in float32
+    # The float32 embedding gradients of the previous micro-batch are still being reduced
     assert peak.components.communication == 4 * EMBEDDING
 
 
-def test_without_sync_whole_gradients_are_kept(step):
-    held_back = step("strategy.sync_every_micro_batch=false")
-    assert held_back.peak.components.gradients >= 4 * PARAMETERS
-    # DDP's buckets, and gradients that are not reduced yet
+def test_unsynced_gradients_are_kept_unsharded(step):
+    unsynced = step("strategy.sync_every_micro_batch=false")
+    assert unsynced.peak.components.gradients >= 4 * PARAMETERS
+    # DDP keeps its buckets and the gradients that are not reduced yet
     assert step(DDP).peak.components.gradients == 8 * PARAMETERS
     synced = step(DDP, "strategy.sync_every_micro_batch=true")
     assert synced.peak.components.gradients == 4 * PARAMETERS
@@ -130,23 +130,23 @@ def test_without_sync_whole_gradients_are_kept(step):
 def test_offload_moves_states_to_the_host(llama, step):
     found = step(OFFLOAD)
     assert found.phases["optimizer"].total == llama.buffers + CUBLAS_WORKSPACES
-    # Pinned masters and gradients are rounded up to a power of two: 250.5 MiB of each
-    # embedding, 28 of an MLP's matrix
+    # Pinned memory of master weights and gradients is rounded up to a power of two: from 250.5 to
+    # 256 MiB for each embedding, from 28 to 32 MiB for each MLP matrix
     rounded = 2 * (2 * (256 - 250.5) + 32 * 3 * (32 - 28)) * 2**20
     assert found.host == 16 * PARAMETERS // 8 + rounded
     assert step("strategy.cpu_offload.pin_memory=false").host == 16 * PARAMETERS // 8
 
 
-def test_checkpointing_keeps_inputs(step):
-    none, selective, full, to_host = (
-        step(*mode) for mode in ((), (SELECTIVE,), (FULL,), (TO_HOST,))
+def test_checkpointing_keeps_block_inputs(step):
+    none, selective, full, offloaded = (
+        step(*mode) for mode in ((), (SELECTIVE,), (FULL,), (ACTIVATION_OFFLOAD,))
     )
     kept = full.after_forward.activations
     assert kept < selective.after_forward.activations < none.after_forward.activations
     inputs = 32 * 2 * 4096 * 4096
     assert inputs <= kept < inputs + 0.2 * GIB
-    assert to_host.host == inputs
-    assert to_host.after_forward.activations == kept - inputs
+    assert offloaded.host == inputs
+    assert offloaded.after_forward.activations == kept - inputs
 
 
 @pytest.mark.parametrize(
@@ -162,15 +162,15 @@ def test_checkpointing_keeps_inputs(step):
         ([], ["strategy.sync_every_micro_batch=false"]),
         ([OFFLOAD], []),
         (["strategy.mixed_precision.reduce_dtype=bfloat16"], []),
-        ([TO_HOST], [FULL]),
+        ([ACTIVATION_OFFLOAD], [FULL]),
     ],
     ids=str,
 )
-def test_settings_that_save_memory_do(step, less, more):
+def test_memory_saving_settings_lower_the_peak(step, less, more):
     assert step(*less).peak.total < step(*more).peak.total
 
 
-def test_more_ranks_never_need_more(llama, load):
+def test_more_ranks_never_raise_the_peak(llama, load):
     recipe = load(FULL, "batch.global_batch_size=2048")
     steps = (step_memory(llama, recipe, ranks=ranks) for ranks in (2, 4, 8, 16, 64, 512))
     peaks = [step.peak.total for step in steps]
@@ -179,30 +179,30 @@ def test_more_ranks_never_need_more(llama, load):
 
 def test_lora_trains_only_the_adapters(load):
     recipe = load(*SMALL, "lora.rank=4", "model.config.num_hidden_layers=6")
-    known = profile_model(recipe, device="cuda")
+    profiled = profile_model(recipe, device="cuda")
     rank = 4 * (2 * 64 + 64 + 64 + 2 * (64 + 32) + 3 * (64 + 96))  # q, o; k, v; gate, up, down
-    assert known.trained == 6 * rank
-    held = step_memory(known, recipe, ranks=1).held
-    frozen = known.parameters - known.trained
-    assert held.parameters == 2 * frozen + 4 * known.trained + known.buffers
-    assert held.optimizer == 8 * known.trained
+    assert profiled.trained == 6 * rank
+    held = step_memory(profiled, recipe, ranks=1).held
+    frozen = profiled.parameters - profiled.trained
+    assert held.parameters == 2 * frozen + 4 * profiled.trained + profiled.buffers
+    assert held.optimizer == 8 * profiled.trained
 
 
-def test_tied_embeddings_count_once(load):
+def test_tied_embeddings_are_counted_once(load):
     tied = ("model.config.tie_word_embeddings=true", "strategy.mixed_precision=null")
-    known = profile_model(load(*SMALL, *tied), device="cpu")
-    assert set(known.saved) == {torch.float32, torch.bfloat16}, "the search offers bfloat16"
-    assert (known.embedding.count, known.root.count) == (0, 300 * 64 + 64)
+    profiled = profile_model(load(*SMALL, *tied), device="cpu")
+    assert set(profiled.saved) == {torch.float32, torch.bfloat16}, "the search also tries bfloat16"
+    assert (profiled.embedding.count, profiled.root.count) == (0, 300 * 64 + 64)
 
 
-def test_a_classifier_has_no_logits_over_a_vocabulary(load):
+def test_classifier_has_no_vocabulary_logits(load):
     recipe = load(*SMALL, "model.task=sequence_classification", "model.num_labels=3", "data.kind=classification",
                   "model.config.pad_token_id=0", "strategy.mixed_precision=null")  # fmt: skip
-    known = profile_model(recipe, device="cpu")
-    assert step_memory(known, recipe, ranks=2).phases["backward"].components.logits == 0
+    profiled = profile_model(recipe, device="cpu")
+    assert step_memory(profiled, recipe, ranks=2).phases["backward"].components.logits == 0
 
 
-def test_a_model_without_blocks_is_one_group(load, monkeypatch):
+def test_model_without_blocks_is_one_group(load, monkeypatch):
     recipe = load(*SMALL, "model.config.num_hidden_layers=2")
     split = profile_model(recipe, device="cpu")
     prepared = dataclasses.replace(profile.prepare_model(recipe, device=torch.device("cpu")), blocks={})  # fmt: skip
@@ -214,16 +214,16 @@ def test_a_model_without_blocks_is_one_group(load, monkeypatch):
     assert step_memory(whole, recipe, ranks=2).held == step_memory(split, recipe, ranks=2).held
 
 
-def test_a_model_that_does_not_run_on_fake_tensors_is_estimated_by_shapes(load, step, monkeypatch):
+def test_untraceable_model_is_estimated_from_shapes(load, step, monkeypatch):
     def refuse(*args, **kwargs):
-        raise RuntimeError("it asks for a number")
+        raise RuntimeError("it reads the value of a tensor")
 
     monkeypatch.setattr(profile, "_PROFILES", {})
     monkeypatch.setattr(profile, "saved_of_blocks", refuse)
-    known = profile_model(load(), device="cuda")
-    assert known.saved == {}
+    profiled = profile_model(load(), device="cuda")
+    assert profiled.saved == {}
     for overrides in ([], [DDP], [FULL], [SELECTIVE]):
-        estimated = step_memory(known, load(*overrides), ranks=8).peak.total
+        estimated = step_memory(profiled, load(*overrides), ranks=8).peak.total
         assert estimated == pytest.approx(step(*overrides).peak.total, rel=0.1)
 
 
@@ -243,7 +243,7 @@ IN_FILES = "strategy.cpu_offload={what: optimizer, optimizer_path: a}"
         ["activation_checkpointing={mode: selective, budget: 0.5}", "optimizer.state_dtype=bfloat16"],
         [DDP, "activation_checkpointing={mode: selective, budget: 40MiB}", "optimizer.name=sgd"],
         [DDP, "strategy.shard_optimizer=true"],
-        [TO_HOST, "optimizer.name=muon", "optimizer.state_dtype=int8"],
+        [ACTIVATION_OFFLOAD, "optimizer.name=muon", "optimizer.state_dtype=int8"],
     ],
     ids=str,
 )  # fmt: skip
@@ -255,7 +255,7 @@ def test_estimate_agrees_with_the_trace(load, overrides):
     traced = trace_step(recipe, ranks=4, device="cuda", micro_batches=2)
     estimated = step_memory(profile_model(recipe, device="cuda"), recipe, ranks=4)
     assert estimated.peak.total == pytest.approx(traced.peak.total, rel=0.1)
-    # Norms keep float32 moments, and each tensor has a step count; files have whole pages
+    # The tolerances cover float32 moments of norms, step counts, and whole pages of files
     assert estimated.held.optimizer == pytest.approx(traced.held.optimizer, abs=60_000)
     assert estimated.host == pytest.approx(traced.host, rel=0.001, abs=100_000)
     assert estimated.disk == pytest.approx(traced.disk, abs=40_000)

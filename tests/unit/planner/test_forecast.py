@@ -1,4 +1,4 @@
-"""The plan of a run, compared with the measured memory of its steps."""
+"""Tests of the comparison of planned and measured memory during a run."""
 
 import time
 from types import SimpleNamespace
@@ -23,23 +23,23 @@ ON_GPU = SimpleNamespace(device="cuda")
         (1600, 250 * MiB, "memory: {plan}; resident memory grew by 1.3 GiB, with libraries and allocator caches"),
     ],
 )  # fmt: skip
-def test_both_peaks_are_logged(measured, resident, expected):
+def test_comparison_text_gives_both_peaks(measured, resident, expected):
     text = comparison_text(PEAK, WHERE, measured * MiB, resident=resident)
     assert text == expected.format(plan=f"100.0 MiB at the peak by plan, {WHERE}")
 
 
-def test_compare_waits_for_a_late_plan_only_on_request(monkeypatch):
+def test_compare_waits_for_the_plan_only_if_requested(monkeypatch):
     def slow(seconds, task, recipe, machine):
         time.sleep(0.3)
         return PEAK, WHERE
 
     monkeypatch.setattr(comparison, "run_in_process", slow)
-    asked = Forecast(None, ON_GPU)
-    assert asked.compare(100 * MiB) is None
-    assert asked.compare(100 * MiB, seconds=5).endswith("the same")
+    forecast = Forecast(None, ON_GPU)
+    assert forecast.compare(100 * MiB) is None
+    assert forecast.compare(100 * MiB, seconds=5).endswith("the same")
 
 
-def test_a_failed_plan_is_reported(monkeypatch):
+def test_failed_plan_is_reported(monkeypatch):
     def fail(*_):
         raise TrainingError("planning ended with status 1:\nTraceback\nValueError: what")
 

@@ -1,4 +1,4 @@
-"""Rates, step time, and the search for the fastest configuration that fits."""
+"""Tests of GPU rates, step times, and the search for the fastest configuration that fits."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ data: {train: [train.txt], tokenizer: bytes, sequence_length: 1024}
 batch: {global_batch_size: 64, micro_batch_size: 4}
 """
 DDP, OFFLOAD = "strategy.kind=ddp", "strategy.cpu_offload.pin_memory=true"
-HELD_BACK = "strategy.sync_every_micro_batch=false"
+UNSYNCED = "strategy.sync_every_micro_batch=false"
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def by_estimate(recipe, on):
 
 
 @pytest.fixture
-def estimating(monkeypatch):
-    """Plans are estimated, not traced."""
+def estimated_plans(monkeypatch):
+    """Make the search use estimated plans instead of traced plans."""
     monkeypatch.setattr(search, "make_plan", by_estimate)
 
 
@@ -54,7 +54,7 @@ def machine(memory=80 * GIB, nodes=1, gpus=8, **settings):
 # Rates
 
 # fmt: off
-SPOKEN = {
+GPU_NAMES = {
     "h100": "H100", "NVIDIA H100 80GB HBM3": "H100", "H100-PCIe": "H100 PCIe", "NVIDIA H100 NVL": "H100 NVL",
     "a100-40gb": "A100 40GB", "NVIDIA A100-SXM4-40GB": "A100 40GB", "NVIDIA A100 80GB PCIe": "A100 80GB PCIe", "a100": "A100 80GB",
     "NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "NVIDIA GeForce RTX 4090": "RTX 4090", "rtx4090": "RTX 4090", "NVIDIA L40": "L40",
@@ -75,24 +75,24 @@ SPOKEN = {
 # fmt: on
 
 
-@pytest.mark.parametrize("spoken", SPOKEN)
-def test_a_gpu_is_found_by_the_names_of_users_and_cuda(spoken):
-    found = find_gpu(spoken)
-    assert (found.name if found else None) == SPOKEN[spoken]
+@pytest.mark.parametrize("name", GPU_NAMES)
+def test_find_gpu_accepts_user_and_cuda_names(name):
+    found = find_gpu(name)
+    assert (found.name if found else None) == GPU_NAMES[name]
 
 
-def test_each_gpu_is_found_by_its_name_and_memory_decides_between_variants():
+def test_memory_size_selects_the_gpu_variant():
     assert [find_gpu(gpu.name) for gpu in GPUS] == list(GPUS)
     assert find_gpu("a100", memory=40 * GIB).name.startswith("A100 40GB")
     found = known_machine(None, nodes=1, gpus_per_node=2, memory=45 * GIB)
     assert found.memory == 45 * GIB
-    assert found.rates.source.startswith("L40S data sheet"), "the nearest"
+    assert found.rates.source.startswith("L40S data sheet"), "the GPU with the nearest memory size"
     known = r"gpu=h1000: is not known; give one of .*h100-pcie.*rtx-3090.*mi355x, cpu"
     with pytest.raises(RecipeError, match=known):
         known_machine("h1000", nodes=1, gpus_per_node=8)
 
 
-def test_rates_are_read_from_what_doctor_writes(tmp_path):
+def test_rates_are_read_from_doctor_output(tmp_path):
     file = tmp_path / "rates.json"
     measured = {"half_flops": 5e14, "inter_node_bandwidth": None, "source": "measured"}
     file.write_text(json.dumps({"fit": True, "rates": measured}))
@@ -107,10 +107,10 @@ def test_rates_are_read_from_what_doctor_writes(tmp_path):
         read_rates(tmp_path / "none.json")
 
 
-# Seconds
+# Step times
 
 
-def unhindered(**rates):
+def unlimited_machine(**rates):
     plain = Rates(
         half_flops=1e15, float32_flops=5e14, memory_bandwidth=1e30, intra_node_bandwidth=1e30, inter_node_bandwidth=1e30,
         host_bandwidth=1e30, host_adamw=1e30, source="",
@@ -118,96 +118,97 @@ def unhindered(**rates):
     return dataclasses.replace(machine(), rates=dataclasses.replace(plain, **rates))
 
 
-def timed(recipe, **rates):
-    return step_seconds(profile_model(recipe, device="cuda"), recipe, unhindered(**rates))
+def step_time(recipe, **rates):
+    return step_seconds(profile_model(recipe, device="cuda"), recipe, unlimited_machine(**rates))
 
 
 def parameters(recipe):
     return profile_model(recipe, device="cuda").parameters
 
 
-def test_compute_time_is_operations_over_the_rate(load):
+def test_compute_time_is_flops_divided_by_rate(load):
     wide = ("model.config.hidden_size=4096", "model.config.intermediate_size=8192", "model.config.num_attention_heads=32",
             "batch.micro_batch_size=8", "data.sequence_length=2048")  # fmt: skip
-    seconds = timed(load(*wide))
+    seconds = step_time(load(*wide))
     matrices = 8 * (2 * 4096**2 + 2 * 4096 * 512 + 3 * 4096 * 8192) + 4096 * 8000
-    # Scores and values of 8 blocks, the causal half; at half the rate
+    # Attention scores and values of 8 blocks: the causal half, at half the rate
     attention = 8 * 2 * 2 * 2048 * 4096 / 2
     tokens = 64 * 2048 / 8
     operations = tokens * (2 * matrices + 2 * attention)
     assert seconds.forward == pytest.approx(operations / 1e15, rel=0.02)
     assert seconds.backward == pytest.approx(2 * seconds.forward, rel=0.05)
-    head = tokens * 2 * 4096 * 8000 / 1e15  # its products are computed again for the loss
+    head = tokens * 2 * 4096 * 8000 / 1e15  # the chunked loss recomputes the head
     assert seconds.recomputation == pytest.approx(head)
-    again = timed(load(*wide, "activation_checkpointing.mode=full"))
+    again = step_time(load(*wide, "activation_checkpointing.mode=full"))
     assert 0.9 * seconds.forward < again.recomputation - head < seconds.forward
 
 
-def test_slow_links_slow_down_what_uses_them(load):
-    def on_slow(*overrides):
-        return timed(load("batch.micro_batch_size=1", *overrides), intra_node_bandwidth=1e9)
+def test_slow_links_increase_communication_time(load):
+    def with_slow_links(*overrides):
+        return step_time(load("batch.micro_batch_size=1", *overrides), intra_node_bandwidth=1e9)
 
-    seconds = on_slow()
-    moved = parameters(load()) * 7 / 8 / 1e9 * 8  # bytes of one a parameter, eight micro-batches
-    total = 2 * 2 * moved + 4 * moved  # gathered twice, reduced in float32
+    seconds = with_slow_links()
+    # One byte per parameter, in each of eight micro-batches
+    moved = parameters(load()) * 7 / 8 / 1e9 * 8
+    total = 2 * 2 * moved + 4 * moved  # two all-gathers in bfloat16, one reduction in float32
     hidden = seconds.forward + seconds.backward
     assert seconds.communication == pytest.approx(total - hidden, rel=0.02)
-    kept = on_slow("strategy.reshard_after_backward=false").total
-    assert kept < on_slow("strategy.reshard_after_forward=false").total < seconds.total
-    assert on_slow("strategy.reshard_after_backward=false", HELD_BACK).total < kept
-    assert on_slow(DDP).total < seconds.total
+    kept = with_slow_links("strategy.reshard_after_backward=false").total
+    assert kept < with_slow_links("strategy.reshard_after_forward=false").total < seconds.total
+    assert with_slow_links("strategy.reshard_after_backward=false", UNSYNCED).total < kept
+    assert with_slow_links(DDP).total < seconds.total
 
 
-def test_offload_waits_for_copies_and_for_adamw_on_the_host(load):
+def test_offload_time_includes_copies_and_host_adamw(load):
     recipe = load(OFFLOAD)
     adamw = parameters(recipe) / 8 / 1e6
-    assert timed(recipe, host_adamw=1e6).optimizer == pytest.approx(adamw, rel=0.01)
-    assert timed(recipe, host_bandwidth=1e6).offload > 100
-    assert timed(recipe).offload == pytest.approx(0, abs=1e-12)
+    assert step_time(recipe, host_adamw=1e6).optimizer == pytest.approx(adamw, rel=0.01)
+    assert step_time(recipe, host_bandwidth=1e6).offload > 100
+    assert step_time(recipe).offload == pytest.approx(0, abs=1e-12)
 
 
-def test_offload_waits_from_the_second_reduction_of_a_step_on(load):
-    """From the second reduction of a step on the backward pass waits for copy and addition."""
-    every, once = (load("batch.micro_batch_size=2", OFFLOAD, *more) for more in ((), (HELD_BACK,)))
+def test_offload_waits_from_the_second_reduction_on(load):
+    """The backward pass waits for the copy and the addition of each reduction but the first."""
+    every, once = (load("batch.micro_batch_size=2", OFFLOAD, *more) for more in ((), (UNSYNCED,)))
     slow = {"host_bandwidth": 1e9}
-    assert timed(every, **slow).offload > timed(once, **slow).offload
+    assert step_time(every, **slow).offload > step_time(once, **slow).offload
     exposed = 3 * 12 / 28 * parameters(every) / 8 / 1e6
-    assert timed(every, host_adamw=1e6).offload == pytest.approx(exposed, rel=0.01)
-    assert timed(once, host_adamw=1e6).offload == 0
+    assert step_time(every, host_adamw=1e6).offload == pytest.approx(exposed, rel=0.01)
+    assert step_time(once, host_adamw=1e6).offload == 0
 
 
-def test_on_one_gpu_nothing_hides_the_uploads_of_offload(load):
+def test_offload_uploads_are_not_overlapped_on_one_gpu(load):
     batch = ("batch.global_batch_size=8", "batch.micro_batch_size=8")
     recipe = load(OFFLOAD, *batch, ranks=1)
     profile = profile_model(recipe, device="cuda")
-    one = dataclasses.replace(unhindered(host_bandwidth=1e12), gpus_per_node=1)
-    uploads = 2 * 4 * profile.parameters / 1e12  # float32 masters, for forward and for backward
+    one = dataclasses.replace(unlimited_machine(host_bandwidth=1e12), gpus_per_node=1)
+    uploads = 2 * 4 * profile.parameters / 1e12  # float32 master weights, forward and backward
     assert step_seconds(profile, recipe, one).offload == pytest.approx(uploads, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_activation_offload_waits_for_what_compute_does_not_hide(load, kind):
+def test_activation_offload_overlaps_copies_with_compute(load, kind):
     mode = "activation_checkpointing={mode: full, offload_to_cpu: true}"
     recipe = load(f"strategy.kind={kind}", mode)
-    assert timed(recipe).offload == 0
-    slow = timed(recipe, host_bandwidth=1e6)
-    copies = 2 * 8 * 2 * 512 * tokens_per_step(recipe) / 8 / 1e6  # inputs of 8 blocks, both ways
+    assert step_time(recipe).offload == 0
+    slow = step_time(recipe, host_bandwidth=1e6)
+    copies = 2 * 8 * 2 * 512 * tokens_per_step(recipe) / 8 / 1e6  # inputs of 8 blocks, copied twice
     hidden = slow.forward + slow.backward + slow.recomputation
     assert slow.offload == pytest.approx(copies - hidden, rel=1e-3)
 
 
-def test_a_larger_budget_recomputes_less(load):
+def test_larger_budget_recomputes_less(load):
     budgets = [f"{{mode: selective, budget: {share}}}" for share in (0.1, 0.4, 0.9)]
     modes = [load(f"activation_checkpointing={mode}") for mode in ("{mode: full}", *budgets)]
-    seconds = [timed(recipe).recomputation for recipe in modes]
+    seconds = [step_time(recipe).recomputation for recipe in modes]
     assert seconds == sorted(set(seconds), reverse=True)
 
 
-def test_products_of_muon_are_divided_by_the_ranks(load):
+def test_sharding_divides_muon_time_by_ranks(load):
     def extra(*overrides):
         muon, adamw = load("optimizer.name=muon", *overrides), load(*overrides)
         rates = {"float32_flops": 1e12}
-        return timed(muon, **rates).optimizer - timed(adamw, **rates).optimizer
+        return step_time(muon, **rates).optimizer - step_time(adamw, **rates).optimizer
 
     attention = 2 * (4 * 512**3 + 2 * 512**3) + 2 * (4 * 256**2 * 512 + 2 * 256**3)
     block = attention + 3 * (4 * 512**2 * 1536 + 2 * 512**3)
@@ -220,29 +221,29 @@ def test_products_of_muon_are_divided_by_the_ranks(load):
 # The search
 
 
-def test_configurations_are_sorted_and_the_best_is_the_fastest_that_fits(load, estimating):
-    asked = load()
-    ladder = make_ladder(asked, machine())
+def test_ladder_is_sorted_without_dominated_configurations(load, estimated_plans):
+    recipe = load()
+    ladder = make_ladder(recipe, machine())
     rows = ladder.configurations
     assert ladder.evaluated > 100
     assert ladder.best.plan.fits
-    assert (ladder.written.recipe, ladder.written.overrides) == (asked, ())
+    assert (ladder.written.recipe, ladder.written.overrides) == (recipe, ())
     assert 2 <= len(rows) <= 8
     assert ladder.best in rows
     assert ladder.suggestions == ()
-    assert any(one.recipe == asked for one in rows)
+    assert any(one.recipe == recipe for one in rows)
     for one in rows:
-        assert one.tokens_per_second == tokens_per_step(asked) / one.seconds.total
+        assert one.tokens_per_second == tokens_per_step(recipe) / one.seconds.total
         for other in rows:
             device = other.plan.needed < one.plan.needed
             host = other.plan.host.offload <= one.plan.host.offload
             beaten = device and host and other.seconds.total < one.seconds.total
-            assert not beaten or one.recipe == asked
+            assert not beaten or one.recipe == recipe
     speeds = [one.tokens_per_second for one in rows]
     assert speeds == sorted(speeds, reverse=True)
 
 
-def test_resharding_auto_keeps_weights_unsharded_where_they_fit(load, estimating):
+def test_auto_reshards_only_if_memory_requires_it(load, estimated_plans):
     written, key = load("strategy.reshard_after_forward=auto"), "strategy.reshard_after_forward"
     true, false = (by_estimate(load(f"{key}={x}"), machine()).needed for x in ("true", "false"))
     assert true < false
@@ -254,14 +255,14 @@ def test_resharding_auto_keeps_weights_unsharded_where_they_fit(load, estimating
     assert fastest_that_fits(written, machine(memory=true - 2**28)) is None
 
 
-def test_cpu_offload_is_the_last_resort(load, estimating):
-    asked = load(ranks=1)
-    tight = {"gpus": 1, "memory": 16 * parameters(asked) + 600 * 2**20}
-    assert make_ladder(asked, machine(gpus=1)).best.recipe.strategy.cpu_offload is None
-    best = make_ladder(asked, machine(**tight)).best
+def test_cpu_offload_is_chosen_only_if_needed(load, estimated_plans):
+    recipe = load(ranks=1)
+    tight = {"gpus": 1, "memory": 16 * parameters(recipe) + 600 * 2**20}
+    assert make_ladder(recipe, machine(gpus=1)).best.recipe.strategy.cpu_offload is None
+    best = make_ladder(recipe, machine(**tight)).best
     assert best.recipe.strategy.cpu_offload is not None
     assert best.plan.fits
-    assert make_ladder(asked, machine(**tight, host_memory=4 * GIB)).best is None
+    assert make_ladder(recipe, machine(**tight, host_memory=4 * GIB)).best is None
 
 
 @pytest.mark.parametrize(
@@ -276,35 +277,37 @@ def test_cpu_offload_is_the_last_resort(load, estimating):
     ],
     ids=str,
 )  # fmt: skip
-def test_overrides_of_shipped_recipes_load_as_the_configuration(name, overrides):
+def test_overrides_reproduce_the_configuration(name, overrides):
     base = [f"recipe={RECIPES / name}.yaml", *overrides]
     written = load_recipe(base, ranks=4).recipe
     found = variants(written, machine(nodes=2, gpus=2))
-    pasted = {overrides_between(written, recipe): recipe for recipe in found}
-    assert len(pasted) == len(found)
-    kinds = {(r.strategy.kind, r.strategy.cpu_offload is None) for r in pasted.values()}
+    by_overrides = {overrides_between(written, recipe): recipe for recipe in found}
+    assert len(by_overrides) == len(found)
+    kinds = {(r.strategy.kind, r.strategy.cpu_offload is None) for r in by_overrides.values()}
     assert kinds == {("ddp", True), ("fsdp", True), ("fsdp", False)}
-    assert {r.batch.global_batch_size for r in pasted.values()} == {written.batch.global_batch_size}
-    step = max(1, len(pasted) // 25)
-    for pairs, recipe in list(pasted.items())[::step]:
+    assert {r.batch.global_batch_size for r in by_overrides.values()} == {
+        written.batch.global_batch_size
+    }
+    step = max(1, len(by_overrides) // 25)
+    for pairs, recipe in list(by_overrides.items())[::step]:
         assert load_recipe([*base, *pairs], ranks=4).recipe == recipe, pairs
 
 
-def test_float32_is_offered_mixed_precision(load, estimating):
+def test_search_offers_mixed_precision_for_float32(load, estimated_plans):
     ladder = make_ladder(load("strategy.mixed_precision=null"), machine())
     changed = "strategy.mixed_precision.param_dtype=bfloat16"
     assert any(changed in one.overrides for one in ladder.configurations)
     assert ladder.written.recipe.strategy.mixed_precision is None
 
 
-def test_a_trace_overrides_the_estimate(load, monkeypatch):
-    refused = []
+def test_trace_overrides_the_estimate(load, monkeypatch):
+    traced = []
 
     def plan_of(recipe, on):
         plan = by_estimate(recipe, on)
         if recipe.activation_checkpointing is not None:
             return plan
-        refused.append(recipe)  # the trace finds more than the estimate
+        traced.append(recipe)  # the trace finds more memory than the estimate
         large = dataclasses.replace(plan.step.held, temporary=100 * GIB)
         peak = dataclasses.replace(plan.step.peak, components=large)
         step = dataclasses.replace(plan.step, timeline=(*plan.step.timeline, peak))
@@ -312,12 +315,12 @@ def test_a_trace_overrides_the_estimate(load, monkeypatch):
 
     monkeypatch.setattr(search, "make_plan", plan_of)
     best = make_ladder(load(), machine()).best
-    assert refused
+    assert traced
     assert best.plan.fits
     assert best.recipe.activation_checkpointing is not None
 
 
-def test_where_nothing_fits_there_are_suggestions(load, estimating):
+def test_search_gives_suggestions_if_nothing_fits(load, estimated_plans):
     wide = ("model.config.hidden_size=4096", "model.config.intermediate_size=14336", "model.config.num_attention_heads=32")  # fmt: skip
     few = machine(gpus=2, memory=4 * GIB, host_memory=20 * GIB)
     ladder = make_ladder(load(*wide, ranks=2), few)
@@ -335,7 +338,7 @@ def test_where_nothing_fits_there_are_suggestions(load, estimating):
     assert any("data.sequence_length=" in text for text in large.suggestions)
 
 
-def test_auto_varies_only_what_is_auto(load, estimating):
+def test_auto_varies_only_auto_keys(load, estimated_plans):
     written = load("activation_checkpointing.mode=full")
 
     def fastest(*, kind="auto", micro="auto", memory=80 * GIB, **settings):
@@ -358,10 +361,10 @@ def test_auto_varies_only_what_is_auto(load, estimating):
     assert fastest(memory=GIB // 2) is None
 
 
-def test_the_fastest_of_each_kind_is_measured(load, estimating):
+def test_fastest_of_each_kind_returns_distinct_configurations(load, estimated_plans):
     found = search.fastest_of_each_kind(load(), machine(), most=6)
     assert len(found) == 6
-    assert found[0].overrides == (), "as written"
+    assert found[0].overrides == (), "the first one is the recipe as written"
     assert {one.recipe.strategy.kind for one in found} == {"ddp", "fsdp"}
     recipes = [one.recipe for one in found[1:]]
     kinds = {(r.strategy.kind, r.strategy.reshard_after_forward, r.activation_checkpointing) for r in recipes}  # fmt: skip

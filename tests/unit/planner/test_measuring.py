@@ -1,4 +1,4 @@
-"""The meters against allocations of known size, to the byte."""
+"""Tests of the memory meters, against allocations of known size."""
 
 import threading
 
@@ -9,7 +9,7 @@ from launcher.planner.measure import CpuMeter, Mark, storage_bytes
 from tests.unit.test_house import FILES, imports, module_name
 
 
-def test_the_cpu_meter_counts_to_the_byte():
+def test_cpu_meter_is_exact_to_the_byte():
     held = [torch.empty(1000)]
     weight = torch.randn(500, 1000, requires_grad=True)
     meter = CpuMeter()
@@ -22,7 +22,7 @@ def test_the_cpu_meter_counts_to_the_byte():
     product = weight.exp()
     summed = product.sum()
     meter.mark("saved")
-    summed.backward()  # a scalar one, its expansion to the product's gradient
+    summed.backward()  # allocates the scalar gradient and expands it to the product
     del product, summed
     meter.mark("backward")
 
@@ -40,7 +40,7 @@ def test_the_cpu_meter_counts_to_the_byte():
     view = held[1].view(1000, 1000)[:10]
     meter.mark("resized")
     del view, storage
-    held.clear()  # the first one was there before
+    held.clear()  # the first tensor was allocated before the meter started
     weight.grad = None
     marks = {mark.name: mark for mark in meter.stop()}
     two = 500 * 1000 * 4
@@ -50,12 +50,12 @@ def test_the_cpu_meter_counts_to_the_byte():
     ]
     assert marks["start"].peak == 10_000_000
     assert marks["ten megabytes"].peak == 10_000_000
-    assert 0 <= marks["in place"].peak - (10_000_000 + two + 4) <= 16  # what the sum works with
+    assert 0 <= marks["in place"].peak - (10_000_000 + two + 4) <= 16  # temporary memory of the sum
     assert 0 < marks["saved"].peak - (10_000_000 + 2 * two) <= 16
     assert marks["another thread"].peak == 4_000_000 + two + 5000
 
 
-def test_two_meters_in_a_row_do_not_disturb_each_other():
+def test_consecutive_meters_are_independent():
     first = CpuMeter()
     first.start()
     kept = torch.empty(1_000_000)
@@ -68,14 +68,14 @@ def test_two_meters_in_a_row_do_not_disturb_each_other():
     assert second.stop()[1].live == other.nbytes - 4_000_000
 
 
-def test_storages_are_counted_once():
+def test_shared_storages_are_counted_once():
     bucket = torch.empty(1000)
     frozen = torch.empty(10)
     tensors = [bucket[:10], bucket[10:].view(99, 10), None, frozen, torch.empty(5, device="meta")]
     assert storage_bytes(tensors, device="cpu") == 4040
 
 
-def test_marks_become_phases_and_components():
+def test_evaluate_returns_phases_and_components():
     def step(scale):
         first = [Mark("data", 100, 110), Mark("forward", 110, 300), Mark("backward", 500, 800)]
         second = [Mark("forward", 160, 700 * scale), Mark("backward", 510, 790 * scale)]
@@ -85,7 +85,8 @@ def test_marks_become_phases_and_components():
     marks = [Mark("start", 0, 100), *step(0.1), *step(2), *step(1), *end]
     sizes = {"parameters": 40, "gradients": 50, "optimizer": 60}
     found = measure.evaluate(marks, sizes, device="cpu")
-    smallest = {"forward": 700, "backward": 800, "optimizer": 180}  # of the later steps
+    # The minimum of the steps after the first
+    smallest = {"forward": 700, "backward": 800, "optimizer": 180}
     assert found.phases == smallest
     assert (found.peak, found.step_peaks, found.residue) == (800, [800, 1580, 800], 3)
     assert (found.step_start, found.after_forward) == (100, 500)
@@ -93,7 +94,7 @@ def test_marks_become_phases_and_components():
     assert measure.evaluate(marks, sizes, device="cuda").peak == 1580
 
 
-def test_the_measurement_imports_nothing_that_predicts():
+def test_measure_imports_no_prediction_modules():
     graph = {module_name(file): set(imports(file)) for file in FILES}
     seen, waiting = set(), ["planner.measure"]
     while waiting:

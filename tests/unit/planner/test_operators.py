@@ -1,4 +1,4 @@
-"""Which operators of a block a budget keeps, and what selective checkpointing makes of it."""
+"""Tests of the operators that a budget keeps, and of selective checkpointing with a budget."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ def operator(size, cost, *, attention=False, call=0):
 
 
 @pytest.mark.parametrize("capacity", [0, 7, 40, 61, 1000])
-def test_the_most_expensive_operators_that_fit_are_kept(capacity):
+def test_knapsack_keeps_the_most_expensive_operators(capacity):
     sizes = [(7, 3.0), (11, 9.0), (13, 4.0), (17, 8.5), (19, 12.0), (23, 12.5)]
     items = [operator(size, cost, call=n) for n, (size, cost) in enumerate(sizes)]
     best = max(
@@ -39,25 +39,25 @@ def test_the_most_expensive_operators_that_fit_are_kept(capacity):
     assert sum(one.cost for one in chosen) == best
 
 
-def test_large_sizes_are_rounded_up_within_1_percent_of_the_budget():
+def test_knapsack_rounds_large_sizes_up():
     items = [operator(10**9 + 7 * n, 1.0 + n / 100, call=n) for n in range(40)]
     chosen = operators._knapsack(items, 20 * 10**9 + 10**9)
-    assert len(chosen) == 20, "of the 21 that fit; rounding costs 1 % of 21"
+    assert len(chosen) == 20, "21 would fit without rounding, which costs up to 1% of the budget"
     assert sum(one.size for one in chosen) <= 21 * 10**9
 
 
-def test_attention_comes_first_unless_the_budget_forbids_it():
+def test_attention_is_kept_first_if_it_fits():
     saved = Saved(kept=100, input=10)
     saved.operators = [operator(40, 1.0, attention=True), operator(45, 9.0, call=1)]
     assert [one.size for one in saved.keep(0.95)] == [40, 45]
     assert [one.size for one in saved.keep(0.60)] == [40]
-    assert [one.size for one in saved.keep(0.49)] == [], "neither fits beside the input"
+    assert [one.size for one in saved.keep(0.49)] == [], "no operator fits together with the input"
     saved.operators[1] = operator(30, 9.0, call=1)
-    assert [one.size for one in saved.keep(0.49)] == [30], "the budget forbids attention"
+    assert [one.size for one in saved.keep(0.49)] == [30], "attention does not fit"
 
 
 class Block(nn.Module):
-    """Two products, a result that is changed in place, random numbers, and a product at the end."""
+    """Two matrix products, an in-place operation, dropout, and a final matrix product."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -88,23 +88,25 @@ def keep(model, budget, **settings):
     return operators_to_keep(meta, dict(meta.named_children()), DATA, budget=budget, **settings)
 
 
-def test_operators_of_a_block():
+def test_saved_operators_of_a_block():
     with torch.device("meta"):
         meta = blocks_of(1, dropout=0.1)
     found = saved_of_blocks(meta, ["0"], DATA, device="cpu", dtype=torch.float32)["0"]
     assert found.input == ROWS * WIDTH * 4
     names = [str(one.function) for one in found.operators]
-    assert names.count("aten.mm.default") == 2, "the last one is never computed again"
-    assert not any("dropout" in name or "bernoulli" in name for name in names), "random"
+    assert names.count("aten.mm.default") == 2, "the last product is never recomputed"
+    assert not any("dropout" in name or "bernoulli" in name for name in names), (
+        "random operators are always recomputed"
+    )
     assert "aten.mul.Tensor" in names
-    written = [one for one in found.operators if str(one.function) == "aten.mul.Tensor"]
-    assert all((one.function, one.call) != (written[0].function, 0) for one in written), (
-        "the first product by a number is changed in place"
+    products = [one for one in found.operators if str(one.function) == "aten.mul.Tensor"]
+    assert all((one.function, one.call) != (products[0].function, 0) for one in products), (
+        "add_ modifies the result of the first mul in place"
     )
     assert all(one.size == ROWS * 4 * WIDTH * 4 for one in found.operators)
 
 
-class Products(TorchDispatchMode):
+class ProductCounter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.count = 0
@@ -115,7 +117,7 @@ class Products(TorchDispatchMode):
 
 
 def trained(budget, *, dropout=0.0):
-    """Gradients with a budget, and the number of matrix products of the backward pass."""
+    """Return the gradients, and the number of matrix products in the backward pass."""
     torch.manual_seed(0)
     model = blocks_of(dropout=dropout)
     if budget is not None:
@@ -124,23 +126,23 @@ def trained(budget, *, dropout=0.0):
         checkpoint_blocks(model, blocks, ActivationCheckpointing(mode="selective"), kept)
     torch.manual_seed(1)
     output = model(torch.randn(ROWS, WIDTH, requires_grad=True))
-    with Products() as products:
+    with ProductCounter() as products:
         output.square().sum().backward()
     return [parameter.grad for parameter in model.parameters()], products.count
 
 
-def test_more_memory_means_less_recomputation_and_the_same_bits():
+def test_larger_budget_recomputes_less_with_equal_gradients():
     expected, least = trained(None, dropout=0.2)
     counts = []
     for budget in (0.1, 0.2, 1.0):
         gradients, operations = trained(budget, dropout=0.2)
         assert all(map(torch.equal, gradients, expected))
         counts.append(operations)
-    assert counts == [least + 4, least + 2, least], "two products of each of two blocks"
+    assert counts == [least + 4, least + 2, least], "two blocks have two products each to recompute"
 
 
-def test_random_numbers_are_drawn_again(monkeypatch):
-    """Kept dropout would not advance the generator: what is drawn next would differ."""
+def test_dropout_is_always_recomputed(monkeypatch):
+    """A kept dropout would not advance the generator, so later random numbers would differ."""
     dropout = {torch.ops.aten.native_dropout.default, torch.ops.aten.bernoulli_.float}
     monkeypatch.setattr(activation_checkpointing, "ATTENTION", dropout)
     expected, _ = trained(None, dropout=0.5)
@@ -164,7 +166,7 @@ def test_attention_is_random_with_dropout(dropout, random):
     assert not activation_checkpointing.is_random(torch.ops.aten.mm.default, (), {})
 
 
-def test_a_size_is_shared_by_the_blocks_of_the_whole_model():
+def test_budget_in_bytes_is_divided_among_all_blocks():
     model = blocks_of(4)
     with torch.device("meta"):
         meta = blocks_of(1)
@@ -174,7 +176,7 @@ def test_a_size_is_shared_by_the_blocks_of_the_whole_model():
     assert set(keep(blocks_of(2), half, depth=4).values()) == set(keep(model, half).values())
 
 
-def test_a_budget_below_the_inputs_is_an_error():
+def test_budget_below_block_inputs_is_an_error():
     with pytest.raises(RecipeError) as error:
         keep(blocks_of(4), "1KiB")
     assert str(error.value) == (
@@ -183,11 +185,13 @@ def test_a_budget_below_the_inputs_is_an_error():
     )
 
 
-def test_a_model_that_reads_values_cannot_have_a_budget(monkeypatch):
-    asking = dataclasses.replace(DATA, loss=lambda model, tensors: model(tensors["x"]).sum().item())
+def test_budget_with_untraceable_model_is_an_error(monkeypatch):
+    value_reading = dataclasses.replace(
+        DATA, loss=lambda model, tensors: model(tensors["x"]).sum().item()
+    )
     with torch.device("meta"):
         meta = blocks_of(1)
     with pytest.raises(RecipeError, match=r"does not run on fake tensors .* without a budget"):
         operators_to_keep(
-            meta, dict(meta.named_children()), asking, budget=0.5, strategy=FLOAT32, device="cpu", depth=1
+            meta, dict(meta.named_children()), value_reading, budget=0.5, strategy=FLOAT32, device="cpu", depth=1
         )  # fmt: skip

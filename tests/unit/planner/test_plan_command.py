@@ -1,4 +1,4 @@
-"""`launcher plan`: options, output, exit status. The numbers are of `made_plan.py`."""
+"""Tests of the options, output and exit status of `launcher plan`, with hand-written plans."""
 
 import dataclasses
 import itertools
@@ -25,13 +25,13 @@ from launcher.planner.formatting import (
 )
 from launcher.planner.memory import COMPONENTS, compare
 from tests import REPOSITORY
-from tests.unit.planner.made_plan import (
+from tests.unit.planner.example_plans import (
+    AUTO_RECIPE,
     GIB,
-    OPEN,
     RECIPE,
+    example_ladder,
+    example_plan,
     machine,
-    made_ladder,
-    made_plan,
     measured_like,
 )
 
@@ -47,21 +47,21 @@ from tests.unit.planner.made_plan import (
         ("512 KiB", 512 * 1024),
     ],
 )
-def test_sizes(text, expected):
+def test_read_size(text, expected):
     assert read_size(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["80", "80G", "GiB", "-1GiB", "0GiB", "80GiBs", "1e3GiB", "", "80 GiB GiB"]
 )
-def test_wrong_sizes(text):
+def test_read_size_rejects_invalid_sizes(text):
     with pytest.raises(typer.BadParameter, match=f"{text} is no size with a unit, such as 80GiB"):
         read_size(text)
 
 
-def test_wrong_options_are_refused(folder, capsys):
+def test_invalid_options_are_refused(folder, capsys):
     plan = ["plan", "recipe=x.yaml", "gpu=h100"]
-    for option, said in {
+    for option, expected in {
         "nodes=0": "Invalid value for '--nodes': ",
         "gpus_per_node=x": "Invalid value for '--gpus-per-node': ",
         "--rates": "Option '--rates' requires an argument",
@@ -69,20 +69,22 @@ def test_wrong_options_are_refused(folder, capsys):
         "json=yes": "must be true or false",
     }.items():
         assert main.main([*plan, option]) == 2
-        assert said in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
 
 
 def printed(plan, ladder=None, measured=None):
     return list(as_text(as_json(RECIPE, plan, ladder, measured)))
 
 
-def squeezed(lines):
-    """Without repeated spaces."""
+def collapsed(lines):
+    """Collapse repeated spaces."""
     return [" ".join(line.split()) for line in lines]
 
 
-def test_text_of_a_plan():
-    text = printed(made_plan(host_memory=200 * GIB, notes=("the loss is counted by arithmetic",)))
+def test_plan_text():
+    text = printed(
+        example_plan(host_memory=200 * GIB, notes=("the loss is counted by arithmetic",))
+    )
     assert text[0] == "llama_3_1_8b on 1 node x 8 H100 of 80.0 GiB, 200.0 GiB host memory a node"
     assert text[1] == "fsdp (ZeRO-3), bf16"
     assert text[2] == "4 sequences of 4,096 tokens x 2 micro-batches x 8 ranks = 64 a step"
@@ -94,14 +96,14 @@ def test_text_of_a_plan():
         "a checkpoint on disk 90.0 GiB, 3 at once: 270.0 GiB",
         "note: the loss is counted by arithmetic",
     ):
-        assert line in squeezed(text)
+        assert line in collapsed(text)
     for name in NAMES.values():
         assert any(line.startswith(f"  {name} ") for line in text), name
     assert max(map(len, text)) <= 100
 
 
 def test_bars_are_stacked_up_to_the_needed_memory():
-    plan = made_plan()
+    plan = example_plan()
     rows = [line for line in printed(plan) if re.match(r"  [a-z ]+ +[\d.]+ [MG]iB  ", line)]
     bars = [line[37:] for line in rows if "needed" not in line]
     assert len(bars) == len(NAMES)
@@ -111,43 +113,43 @@ def test_bars_are_stacked_up_to_the_needed_memory():
     assert filled[-1][1] == round(plan.needed / (80 * GIB / 36))
 
 
-def test_text_says_how_much_memory_is_missing_where_it_is_known():
-    text = "\n".join(printed(made_plan(memory=40 * GIB)))
+def test_text_gives_missing_memory_if_known():
+    text = "\n".join(printed(example_plan(memory=40 * GIB)))
     assert "does not fit: 6.9 GiB too much for 40.0 GiB" in text
-    host = "\n".join(printed(made_plan(host_memory=100 * GIB)))
+    host = "\n".join(printed(example_plan(host_memory=100 * GIB)))
     assert "does not fit: 4.0 GiB too much" in host
-    unknown = "\n".join(printed(made_plan(memory=None)))
+    unknown = "\n".join(printed(example_plan(memory=None)))
     assert "fit" not in unknown
     assert "needed                   46.9 GiB" in unknown
 
 
 @pytest.mark.parametrize(
-    ("scale", "said"), [(1.2, "17% less"), (0.8, "25% more"), (1.05, None), (0.95, None)]
+    ("scale", "expected"), [(1.2, "17% less"), (0.8, "25% more"), (1.05, None), (0.95, None)]
 )
-def test_warning_where_trace_and_estimate_disagree(scale, said):
-    plan = made_plan(arithmetic=scale)
+def test_warning_if_trace_and_estimate_disagree(scale, expected):
+    plan = example_plan(arithmetic=scale)
     text = "\n".join(printed(plan))
-    assert (said is not None) == ("warning" in text)
-    assert said is None or said in text
+    assert (expected is not None) == ("warning" in text)
+    assert expected is None or expected in text
     assert "warning" not in "\n".join(printed(dataclasses.replace(plan, arithmetic=None)))
 
 
-def test_the_fastest_that_fits_and_the_recipe_as_written_are_marked():
-    ladder = made_ladder()
+def test_best_and_written_configurations_are_marked():
+    ladder = example_ladder()
     text = printed(ladder.written.plan, ladder)
-    rungs = [line for line in text if re.match(r"^[* ] +\d  fsdp", line)]
-    assert [line[:4].split()[-1] for line in rungs] == ["1", "2", "3", "4"]
-    assert rungs[0].endswith("107%  does not fit")
-    assert rungs[1].startswith("*")
-    assert rungs[1].endswith("100%  fastest that fits")
-    assert rungs[2].endswith("87%  as written")
-    pasted = "* 2 batch.micro_batch_size=8 'activation_checkpointing={mode: selective}'"
-    assert pasted in squeezed(text)
+    rows = [line for line in text if re.match(r"^[* ] +\d  fsdp", line)]
+    assert [line[:4].split()[-1] for line in rows] == ["1", "2", "3", "4"]
+    assert rows[0].endswith("107%  does not fit")
+    assert rows[1].startswith("*")
+    assert rows[1].endswith("100%  fastest that fits")
+    assert rows[2].endswith("87%  as written")
+    override_line = "* 2 batch.micro_batch_size=8 'activation_checkpointing={mode: selective}'"
+    assert override_line in collapsed(text)
     assert "Nothing fits" not in "\n".join(text)
 
 
-def test_hours_of_the_run():
-    ladder = made_ladder()
+def test_predicted_training_hours():
+    ladder = example_ladder()
     text = printed(ladder.written.plan, ladder)
     at = text.index("Training time of 10 steps, predicted")
     assert text[at + 1 : at + 4] == [
@@ -166,8 +168,8 @@ def test_hours_of_the_run():
     assert "Training time of a billion tokens, predicted" in printed(ladder.written.plan, ladder)
 
 
-def test_where_nothing_fits_there_are_suggestions():
-    ladder = made_ladder(fits=False)
+def test_text_lists_suggestions_if_nothing_fits():
+    ladder = example_ladder(fits=False)
     text = printed(ladder.written.plan, ladder)
     at = text.index("Nothing fits. What would:")
     assert text[at + 1 :] == [
@@ -177,8 +179,8 @@ def test_where_nothing_fits_there_are_suggestions():
     assert not any("To take one" in line for line in text)
 
 
-def test_descriptions_of_moment_batch_and_strategy():
-    step, offloads = made_plan().step, made_ladder().configurations[-1].recipe
+def test_moment_batch_and_strategy_text():
+    step, offloads = example_plan().step, example_ladder().configurations[-1].recipe
     assert moment_text(step.phases["optimizer"], micro_batches=2) == "in the optimizer's step"
     assert moment_text(step.peak, micro_batches=1) == "in the backward pass of model.layers.31"
     one = "4 sequences of 4,096 tokens x 1 micro-batch x 16 ranks = 64 a step"
@@ -187,9 +189,9 @@ def test_descriptions_of_moment_batch_and_strategy():
 
 
 @pytest.fixture
-def faked(monkeypatch, folder):
-    """`launcher plan` with replaced modules; `calls` records how they were called."""
-    calls = types.SimpleNamespace(machine=None, ladder=0, plan=made_plan())
+def fake_planner(monkeypatch, folder):
+    """Replace the functions that `launcher plan` calls, and return a record of the calls."""
+    calls = types.SimpleNamespace(machine=None, ladder=0, plan=example_plan())
 
     def known_machine(gpu, **settings):
         calls.machine = (gpu, settings)
@@ -197,7 +199,7 @@ def faked(monkeypatch, folder):
 
     def make_ladder(recipe, machine):
         calls.ladder += 1
-        return made_ladder()
+        return example_ladder()
 
     monkeypatch.setattr(machines, "known_machine", known_machine)
     monkeypatch.setattr(machines, "read_rates", lambda file: f"rates of {file}")
@@ -207,52 +209,52 @@ def faked(monkeypatch, folder):
     return calls
 
 
-def test_json_is_one_object_with_bytes_as_whole_numbers(faked, capsys):
+def test_json_is_one_object_with_integer_bytes(fake_planner, capsys):
     assert main.main(["plan", "recipe=x.yaml", "gpus_per_node=8", "gpu=h100", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     document = (REPOSITORY / "docs/memory.md").read_text()
     lines = document.partition("## The JSON object of a plan")[2].splitlines()
     documented = set(re.findall(r"[a-z_]+", " ".join(line[:26] for line in lines)))
     assert set(shown) <= documented
-    assert shown["needed"] == faked.plan.needed
-    assert shown["spare"] == faked.plan.spare
+    assert shown["needed"] == fake_planner.plan.needed
+    assert shown["spare"] == fake_planner.plan.spare
     assert set(shown["peak"]["components"]) == set(COMPONENTS)
     assert all(type(amount) is int for amount in shown["peak"]["components"].values())
-    assert len(shown["timeline"]) == len(faked.plan.step.timeline)
+    assert len(shown["timeline"]) == len(fake_planner.plan.step.timeline)
     assert shown["ladder"]["best"] == 1
     assert shown["ladder"]["rungs"][2]["as_written"]
-    assert shown["ladder"]["rungs"][1]["overrides"] == list(made_ladder().best.overrides)
+    assert shown["ladder"]["rungs"][1]["overrides"] == list(example_ladder().best.overrides)
 
 
-def test_exit_statuses(faked, capsys):
-    words = ["plan", "recipe=x.yaml", "gpu=h100", "ladder=false"]
-    for faked.plan, status in (
-        (made_plan(memory=40 * GIB), 3),
-        (made_plan(memory=None), 0),
-        (made_plan(), 0),
+def test_exit_statuses(fake_planner, capsys):
+    arguments = ["plan", "recipe=x.yaml", "gpu=h100", "ladder=false"]
+    for fake_planner.plan, status in (
+        (example_plan(memory=40 * GIB), 3),
+        (example_plan(memory=None), 0),
+        (example_plan(), 0),
     ):
-        assert main.main(words) == status
-    assert faked.ladder == 0
-    assert main.main([*words, "gpu_memory=80"]) == 2
+        assert main.main(arguments) == status
+    assert fake_planner.ladder == 0
+    assert main.main([*arguments, "gpu_memory=80"]) == 2
     assert "'--gpu-memory': 80 is no size with a unit" in capsys.readouterr().err
-    assert main.main([*words, "html=no/a.html"]) == 2
+    assert main.main([*arguments, "html=no/a.html"]) == 2
     assert "no/a.html: cannot be written: No such" in capsys.readouterr().err
-    assert main.main([*words, "--html", "a.html"]) == 0
+    assert main.main([*arguments, "--html", "a.html"]) == 0
     assert Path("a.html").read_text().startswith("<!doctype html>")
 
 
-def test_without_a_gpu_the_error_lists_known_gpus(folder, monkeypatch, capsys):
+def test_error_without_gpu_lists_known_gpus(folder, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: None)
     assert main.main(["plan", "recipe=x.yaml", "ladder=false"]) == 2
     assert "no GPU given; give one of a100-40gb-pcie, " in capsys.readouterr().err
 
 
-def test_the_gpus_of_this_machine_are_the_default(faked, monkeypatch, capsys):
+def test_local_gpus_are_the_default(fake_planner, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H200", 140 * GIB, 2))
-    words = ["recipe=x.yaml", "ladder=false", "rates=r.json", "host_memory=1TiB"]
-    assert main.main(["plan", *words]) == 0
+    arguments = ["recipe=x.yaml", "ladder=false", "rates=r.json", "host_memory=1TiB"]
+    assert main.main(["plan", *arguments]) == 0
     assert "Planned for the GPUs of this machine" in capsys.readouterr().out
-    gpu, settings = faked.machine
+    gpu, settings = fake_planner.machine
     assert (gpu, settings["gpus_per_node"], settings["memory"]) == ("NVIDIA H200", 2, 140 * GIB)
     assert settings["host_memory"] == 1024**4
     assert settings["overrides"] == "rates of r.json"
@@ -260,33 +262,33 @@ def test_the_gpus_of_this_machine_are_the_default(faked, monkeypatch, capsys):
 
 @pytest.mark.parametrize("factor", [0.9, 1.1])
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_a_wrong_component_shows_in_the_comparison(name, factor):
-    def off(step):
-        rows = compare(step, measured_like(made_plan()))
+def test_comparison_shows_a_wrong_component(name, factor):
+    def largest_deviation(step):
+        rows = compare(step, measured_like(example_plan()))
         assert rows[-1][0] == "peak"
         return max(abs(planned / measured - 1) for _, planned, measured in rows)
 
     def scaled(held):
         return dataclasses.replace(held, **{name: int(getattr(held, name) * factor)})
 
-    step = made_plan().step
-    assert off(step) == 0
+    step = example_plan().step
+    assert largest_deviation(step) == 0
     timeline = [
         dataclasses.replace(one, components=scaled(one.components)) for one in step.timeline
     ]
     held, after = scaled(step.held), scaled(step.after_forward)
     wrong = dataclasses.replace(step, timeline=tuple(timeline), held=held, after_forward=after)
-    assert off(wrong) > 0.0005, "the text would call it the same"
+    assert largest_deviation(wrong) > 0.0005, "the text would report no difference"
 
 
-def test_measured_memory_is_listed_beside_the_plan():
-    plan = made_plan()
+def test_measured_memory_is_listed_with_the_plan():
+    plan = example_plan()
     text = printed(plan, measured=measured_like(plan))
     assert sum(line.endswith("the same") for line in text) == 9
     assert text[-1].startswith("The plan holds")
     changes = {"optimizer": 10 * GIB, "reserved": 50 * GIB, "context": GIB}
     text = printed(plan, measured=measured_like(plan, scale=1.2, **changes))
-    assert set(squeezed(text)) >= {
+    assert set(collapsed(text)) >= {
         "optimizer state 7.5 GiB 10.0 GiB 25.2% under",
         "peak 43.6 GiB 52.3 GiB 16.7% under",
         "with margin 45.7 GiB 50.0 GiB 8.7% under",
@@ -295,38 +297,38 @@ def test_measured_memory_is_listed_beside_the_plan():
     assert text[-1].startswith("The plan does not hold")
 
 
-def test_verify_trains_and_compares(faked, monkeypatch, capsys):
-    asked = []
+def test_verify_measures_and_compares(fake_planner, monkeypatch, capsys):
+    calls = []
 
     def measured(recipes, *, ranks, gpus):
-        asked.append((recipes, ranks, gpus))
-        return [measured_like(faked.plan, scale=faked.scale)]
+        calls.append((recipes, ranks, gpus))
+        return [measured_like(fake_planner.plan, scale=fake_planner.scale)]
 
     monkeypatch.setattr(measure, "measure", measured)
-    words = ["recipe=x.yaml", "gpu=h100", "gpus_per_node=8", "--verify"]
-    assert main.main(["plan", *words]) == 2
+    arguments = ["recipe=x.yaml", "gpu=h100", "gpus_per_node=8", "--verify"]
+    assert main.main(["plan", *arguments]) == 2
     assert "verify: this machine has no GPUs for 8 ranks" in capsys.readouterr().err
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H100", 80 * GIB, 8))
-    for faked.scale, status in ((0.96, 0), (1.015, 0), (0.94, 3), (1.03, 3)):
-        assert main.main(["plan", *words]) == status
-    assert asked[0] == ([["recipe=x.yaml"]], 8, True)
-    assert faked.ladder == 0
+    for fake_planner.scale, status in ((0.96, 0), (1.015, 0), (0.94, 3), (1.03, 3)):
+        assert main.main(["plan", *arguments]) == status
+    assert calls[0] == ([["recipe=x.yaml"]], 8, True)
+    assert fake_planner.ladder == 0
     capsys.readouterr()
-    assert main.main(["plan", *words, "--json"]) == 3
+    assert main.main(["plan", *arguments, "--json"]) == 3
     verified = json.loads(capsys.readouterr().out)["verified"]
     assert verified["true"] is False
     assert verified["compared"][-1]["what"] == "peak"
 
 
-def test_auto_is_planned_as_a_run_would_choose(monkeypatch):
-    chosen = made_ladder().configurations[1]
+def test_plan_resolves_auto_like_a_run(monkeypatch):
+    chosen = example_ladder().configurations[1]
     monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: chosen)
-    recipe, overrides, note = command._choose(OPEN, machine())
+    recipe, overrides, note = command._choose(AUTO_RECIPE, machine())
     assert (recipe, overrides) == (chosen.recipe, chosen.overrides)
     changes = "batch.micro_batch_size=8 activation_checkpointing={mode: selective}"
     assert note.startswith(f"auto stands for {changes}: fsdp (ZeRO-3), bf16, selective ")
     assert "The fastest that fits: by plan " in note
     monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: None)
-    recipe, overrides, note = command._choose(OPEN, machine())
+    recipe, overrides, note = command._choose(AUTO_RECIPE, machine())
     assert (recipe.strategy.kind, recipe.batch.micro_batch_size) == ("fsdp", 1)
     assert note == "auto is shown as batch.micro_batch_size=1 strategy.kind=fsdp: nothing fits"

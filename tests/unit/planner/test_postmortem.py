@@ -1,4 +1,4 @@
-"""The out-of-memory report: its counts and its text."""
+"""Tests of the out-of-memory report: its memory inventory and its text."""
 
 import dataclasses
 import io
@@ -23,13 +23,13 @@ from launcher.reliability.causes import ran_out_of_memory
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, read_jsonl
-from tests.unit.planner.made_plan import (
+from tests.unit.planner.example_plans import (
     GIB,
     RECIPE,
     configuration,
+    example_ladder,
+    example_plan,
     machine,
-    made_ladder,
-    made_plan,
 )
 
 CUDA_TEXT = (
@@ -53,12 +53,12 @@ CPU_TEXT = (
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), None),
     ],
 )
-def test_out_of_memory_errors(error, size):
+def test_out_of_memory_errors_are_recognized(error, size):
     assert ran_out_of_memory(error)
     assert requested_bytes(error) == size
 
 
-def test_other_errors():
+def test_other_errors_are_not_out_of_memory():
     for error in (ValueError, TrainingError):
         assert not ran_out_of_memory(error("out of memory"))
     assert not ran_out_of_memory(RuntimeError("shape mismatch"))
@@ -66,7 +66,7 @@ def test_other_errors():
 
 
 @pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability(), reason="no CPU allocator")
-def test_the_error_of_the_cpu_allocator():
+def test_cpu_allocator_error_is_recognized():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**61, dtype=torch.uint8)
     assert ran_out_of_memory(caught.value)
@@ -97,7 +97,7 @@ def test_each_storage_is_counted_once():
     found = take_inventory(training, None, buckets=False, requested=2**40)
     assert found["parameters"] == 4 * (8 * 8 + 8 * 32)
     assert found["gradients"] == 4 * 8 * 8
-    assert 0 <= found["optimizer"] - 2 * found["gradients"] <= 64, "the two moments, and a count"
+    assert 0 <= found["optimizer"] - 2 * found["gradients"] <= 64, "two moments and a step count"
     assert 2**24 < found["process"] - 2**40 < 2**40
     found = take_inventory(training, None, buckets=True, requested=0)
     assert found["gradients"] == found["parameters"]
@@ -114,10 +114,10 @@ def environment(**changes):
     return Environment(**known | changes)
 
 
-def examined(
+def examine_failure(
     tmp_path, *, restarts_smaller=False, restarts_left=0, phase="forward", on=None, recipe=RECIPE
 ):
-    died = PostMortem(
+    post_mortem = PostMortem(
         recipe,
         on or machine(),
         environment=environment(rank=1, restarts_left=restarts_left),
@@ -125,22 +125,26 @@ def examined(
         restarts_smaller=restarts_smaller,
     )
     model, optimizer = trained()
-    died.training = SimpleNamespace(wrapped=SimpleNamespace(module=model), optimizer=optimizer)
+    post_mortem.training = SimpleNamespace(
+        wrapped=SimpleNamespace(module=model), optimizer=optimizer
+    )
     micro_batch = {"input_ids": torch.ones(4, 8)}
     with pytest.raises(torch.OutOfMemoryError) as caught:
         model(micro_batch["input_ids"])
-    return died.examine(caught.value, step=2, phase=phase, micro_batch=2)
+    return post_mortem.examine(caught.value, step=2, phase=phase, micro_batch=2)
 
 
-def test_the_report_names_step_phase_and_module(tmp_path):
-    account = examined(tmp_path)
+def test_report_names_step_phase_and_module(tmp_path):
+    account = examine_failure(tmp_path)
     assert account.message.splitlines()[:2] == [
         "rank 1 of 8 ran out of GPU memory in step 3: in the forward pass of micro-batch 2 of 2 (input_ids 4 x 8), in 1",
         "it asked for 2.5 GiB; of 80.0 GiB, 80.0 GiB were free, and 0 bytes reserved by the allocator in pieces too small",
     ]
     expected = {"micro_batch_size": 4, "device": "H100", "sequence_length": 4096}
     assert account.noted.items() >= expected.items()
-    assert examined(tmp_path, phase="checkpoint").noted == {}, "a smaller one would not help there"
+    assert examine_failure(tmp_path, phase="checkpoint").noted == {}, (
+        "a smaller micro-batch would not help in a checkpoint"
+    )
 
 
 def suggestion(overrides, needed, speed):
@@ -148,8 +152,8 @@ def suggestion(overrides, needed, speed):
     return SimpleNamespace(overrides=overrides, plan=plan, tokens_per_second=speed)
 
 
-def concluded(monkeypatch, account, plan=None, *suggestions):
-    """The conclusion of an account, and the limits of memory that suggestions were asked for."""
+def conclude(monkeypatch, account, plan=None, *suggestions):
+    """Return the conclusion of the report, and the memory limit of each search."""
     limits = []
 
     def make_ladder(recipe, machine, *, traced):
@@ -171,35 +175,35 @@ def concluded(monkeypatch, account, plan=None, *suggestions):
 
 @pytest.fixture
 def on_gpu(monkeypatch, tmp_path):
-    """Examines a rank that holds so many GiB on a GPU of 80 GiB."""
+    """Return a function that examines a rank with the given memory use in GiB, of 80 GiB."""
 
     def examine(*, allocated, reserved, used, **settings):
         sizes = [round(size * GIB) for size in (allocated, reserved, used, 80)]
-        states = {name: round(size * GIB) for name, size in HELD.items()}
+        states = {name: round(size * GIB) for name, size in STATE_SIZES.items()}
         monkeypatch.setattr(out_of_memory, "gpu_memory", lambda: DeviceMemory(*sizes))
         monkeypatch.setattr(out_of_memory, "_states", lambda *_: (states, 0))
-        return examined(tmp_path, **settings)
+        return examine_failure(tmp_path, **settings)
 
     return examine
 
 
-HELD = {"parameters": 3.74, "gradients": 3.74, "optimizer": 7.48}
+STATE_SIZES = {"parameters": 3.74, "gradients": 3.74, "optimizer": 7.48}
 
 
-def test_what_is_held_is_listed_beside_the_plan_with_suggestions(on_gpu, monkeypatch):
+def test_report_compares_memory_with_plan_and_suggests(on_gpu, monkeypatch):
     account = on_gpu(allocated=62, reserved=70, used=71)
     assert account.message.splitlines()[1] == (
         "it asked for 2.5 GiB; of 80.0 GiB, 9.0 GiB were free, and 8.0 GiB reserved by the "
         "allocator in pieces too small"
     )
-    text, limits = concluded(
+    text, limits = conclude(
         monkeypatch,
         account,
-        made_plan(),
+        example_plan(),
         suggestion(["batch.micro_batch_size=2"], 40 * GIB, 1000.0),
         suggestion(["activation_checkpointing={mode: full}"], 30 * GIB, 750.0),
     )
-    plan = made_plan()
+    plan = example_plan()
     assert limits == [pytest.approx(plan.needed - 0.03 * plan.tensors)]
     assert [" ".join(line.split()) for line in text.splitlines()] == [
         "now by plan",
@@ -215,57 +219,59 @@ def test_what_is_held_is_listed_beside_the_plan_with_suggestions(on_gpu, monkeyp
     ]
 
 
-def test_other_processes_and_plans_that_do_not_fit_are_named(on_gpu, monkeypatch):
+def test_report_names_other_processes_and_oversized_plans(on_gpu, monkeypatch):
     account = on_gpu(allocated=40, reserved=42, used=75)
-    text, _ = concluded(monkeypatch, account, made_plan())
+    text, _ = conclude(monkeypatch, account, example_plan())
     rows = [" ".join(line.split()) for line in text.splitlines()]
     beyond = "driver, communicators, other processes 33.0 GiB 1.2 GiB <- 31.8 GiB beyond the plan"
     assert beyond in rows
     assert "no known configuration needs less on these devices" in text
     small = on_gpu(allocated=39, reserved=39, used=40, on=machine(memory=40 * GIB))
-    text, _ = concluded(monkeypatch, small, made_plan())
+    text, _ = conclude(monkeypatch, small, example_plan())
     assert "the plan is 46.9 GiB a rank, and there are 40.0 GiB: the recipe does not fit" in text
 
 
-def test_without_a_plan_the_inventory_is_reported(tmp_path, monkeypatch):
-    text, _ = concluded(monkeypatch, examined(tmp_path))
+def test_inventory_is_reported_without_a_plan(tmp_path, monkeypatch):
+    text, _ = conclude(monkeypatch, examine_failure(tmp_path))
     assert "parameters" in text
     assert "by plan" not in text
     assert "what would fit is not known: planning took more than 60 s" in text
 
 
-def test_an_immediate_restart_with_a_smaller_micro_batch_asks_no_plan(tmp_path, monkeypatch):
-    account = examined(tmp_path, restarts_smaller=True, restarts_left=1)
-    text, asked = concluded(monkeypatch, account, made_plan())
-    assert not asked
+def test_restart_with_smaller_micro_batch_skips_the_plan(tmp_path, monkeypatch):
+    account = examine_failure(tmp_path, restarts_smaller=True, restarts_left=1)
+    text, limits = conclude(monkeypatch, account, example_plan())
+    assert not limits
     assert text.endswith(
         "batch.micro_batch_size is auto: the next start takes a smaller one, and resumes from the last checkpoint"
     )
-    _, asked = concluded(monkeypatch, examined(tmp_path, restarts_smaller=True), made_plan())
-    assert asked, "the last start: a person will read it"
-    _, asked = concluded(monkeypatch, examined(tmp_path, restarts_left=1), made_plan())
-    assert asked, "a restart runs out again: here nothing changes by itself"
+    _, limits = conclude(
+        monkeypatch, examine_failure(tmp_path, restarts_smaller=True), example_plan()
+    )
+    assert limits, "no restart is left, so the user needs the plan"
+    _, limits = conclude(monkeypatch, examine_failure(tmp_path, restarts_left=1), example_plan())
+    assert limits, "the restart keeps the micro-batch size and runs out of memory again"
     smallest = dataclasses.replace(RECIPE, batch=Batch(global_batch_size=64, micro_batch_size=1))
-    account = examined(tmp_path, restarts_smaller=True, restarts_left=1, recipe=smallest)
-    text, asked = concluded(monkeypatch, account, made_plan())
-    assert asked, "there is no smaller one"
+    account = examine_failure(tmp_path, restarts_smaller=True, restarts_left=1, recipe=smallest)
+    text, limits = conclude(monkeypatch, account, example_plan())
+    assert limits, "there is no smaller micro-batch"
     assert "is auto" not in text
     assert account.noted["micro_batch_size"] == 1
 
 
-def test_a_process_killed_by_the_kernel(tmp_path, monkeypatch):
-    died = PostMortem(
+def test_process_killed_by_the_kernel(tmp_path, monkeypatch):
+    post_mortem = PostMortem(
         RECIPE,
         machine(host_memory=512 * GIB),
         environment=environment(),
         run=RunFolder(tmp_path),
         restarts_smaller=True,
     )
-    account = died.killed("rank 3 of 8", 6)
+    account = post_mortem.killed("rank 3 of 8", 6)
     killed = "rank 3 of 8 was ended in step 7 by the kernel: host memory ran out"
     assert account.message.startswith(killed)
-    assert account.noted == {}, "the GPUs' micro-batch is not what host memory runs out of"
-    text, _ = concluded(monkeypatch, account, made_plan())
+    assert account.noted == {}, "a smaller micro-batch does not free host memory"
+    text, _ = conclude(monkeypatch, account, example_plan())
     free = "and 512.0 GiB were free at the start"
     assert f"the plan of a node is 104.0 GiB of host memory, {free}" in text
 
@@ -284,9 +290,9 @@ def test_suggestions_need_less_than_the_failed_recipe(monkeypatch):
         return limits[-1]
 
     monkeypatch.setattr(out_of_memory, "make_ladder", ladder)
-    plan, large = made_plan(), made_plan(3.0)
+    plan, large = example_plan(), example_plan(3.0)
     less = plan.needed - 0.03 * plan.tensors
-    assert limit(plan) == pytest.approx(less, abs=2), "it failed, whatever the plan says"
+    assert limit(plan) == pytest.approx(less, abs=2), "the recipe failed although its plan fits"
     assert limit(large, measured=large.tensors) == 80 * GIB
     half = large.context + (80 * GIB - large.context) / 2
     assert limit(large, measured=2 * large.tensors) == pytest.approx(half, abs=2)
@@ -294,25 +300,25 @@ def test_suggestions_need_less_than_the_failed_recipe(monkeypatch):
     assert limit(large, outside=other_process) == 50 * GIB
 
 
-def test_suggestions_fit_and_change_something(monkeypatch):
-    ladder = made_ladder()
-    not_fitting = configuration(("batch.micro_batch_size=32",), made_plan(5.0), 99_000)
+def test_suggestions_fit_and_change_the_recipe(monkeypatch):
+    ladder = example_ladder()
+    not_fitting = configuration(("batch.micro_batch_size=32",), example_plan(5.0), 99_000)
     found = SimpleNamespace(configurations=(not_fitting, *ladder.configurations))
     monkeypatch.setattr(out_of_memory, "make_ladder", lambda *_, **__: found)
-    monkeypatch.setattr(out_of_memory, "make_plan", lambda recipe, machine: made_plan())
+    monkeypatch.setattr(out_of_memory, "make_plan", lambda recipe, machine: example_plan())
     text = out_of_memory.explain(RECIPE, machine(), "", {}, None)
     fitting = [one for one in ladder.configurations if one.plan.fits and one.overrides]
     shown = [line.partition("#")[0].split() for line in text if line.startswith("  ")]
     assert shown == [" ".join(one.overrides).split() for one in fitting]
 
 
-class Told:
-    """Stands in for a post-mortem."""
+class StubPostMortem:
+    """A stub of PostMortem."""
 
     message, noted, restarts_now = "what was found", {"micro_batch_size": 4}, False
 
-    def killed(self, who, step):
-        self.message = f"{who} was ended"
+    def killed(self, process, step):
+        self.message = f"{process} was ended"
         return self
 
     def conclude(self, seconds):
@@ -320,15 +326,13 @@ class Told:
 
 
 @pytest.mark.parametrize(
-    ("error", "who"),
+    ("error", "process"),
     [
         ("DataLoader worker (pid 7) is killed by signal: Killed.", "a loader process of rank 0 of 2"),
         ("[gloo] Connection closed by peer [127.0.0.1]:4", "rank 1 of 2"),
     ],
 )  # fmt: skip
-def test_the_out_of_memory_killer_is_named_where_its_counter_rose(
-    tmp_path, monkeypatch, error, who
-):
+def test_oom_killer_is_reported_if_its_counter_rose(tmp_path, monkeypatch, error, process):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     two = environment(world_size=2, local_world_size=2)
     run = RunFolder(tmp_path)
@@ -336,12 +340,12 @@ def test_the_out_of_memory_killer_is_named_where_its_counter_rose(
     console = io.StringIO()
     monkeypatch.setattr(host_memory, "killed", lambda: {"memory.events": 3})
     watch = FailureWatch(store, environment=two, run=run, console=console, progress=Progress())
-    watch.post_mortem = Told()
+    watch.post_mortem = StubPostMortem()
     monkeypatch.setattr(host_memory, "killed_since", lambda before: before == {"memory.events": 3})
     assert watch.report_exception(RuntimeError(error)) == 1
     status = run.read_status()
     assert status["reason"] == "out_of_memory"
-    assert status["error"].startswith(f"{who} was ended")
+    assert status["error"].startswith(f"{process} was ended")
     assert status["error"].endswith("\nand what would fit")
     assert console.getvalue().count("was ended") == 1
     (event,) = read_jsonl(run.events)

@@ -1,4 +1,4 @@
-"""The trace: against numbers calculated by hand, and that extrapolation gives the same as a whole trace."""
+"""Tests of the memory trace, against hand-calculated values, and of its extrapolation."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ CONFIG = {
 BLOCK = HIDDEN * HIDDEN * 2 + HIDDEN * HIDDEN // 2 * 2 + 3 * HIDDEN * 128 + 2 * HIDDEN
 PARAMETERS = LAYERS * BLOCK + 2 * VOCABULARY * HIDDEN + HIDDEN
 LOGITS = LENGTH * VOCABULARY * 4
-"""Bytes of one row's logits in float32."""
+"""Bytes of the float32 logits of one sequence."""
 
 
 def recipe(*, checkpointing=None, micro_batch_size=2, packing=False, **strategy):
@@ -57,12 +57,13 @@ def near(value, expected, *, by=0.005):
     assert value == pytest.approx(expected, rel=by)
 
 
-def test_states_are_sharded_and_the_logits_are_counted():
+def test_sharded_states_and_logits():
     found = step()
-    near(found.held.parameters, PARAMETERS * 4 / 2)  # and the rotary frequencies
+    near(found.held.parameters, PARAMETERS * 4 / 2)  # plus the rotary frequencies
     near(found.held.optimizer, PARAMETERS * 8 / 2)
     assert found.held.gradients == 0
-    # In float32 the loss keeps logarithms alone; their gradient and that of the logits come on top
+    # In float32 the loss saves only log-probabilities. The backward pass adds their gradient and
+    # the gradient of the logits.
     near(found.after_forward.logits, 2 * LOGITS)
     near(found.peak.components.logits, 3 * 2 * LOGITS)
     near(found.phases["optimizer"].components.gradients, PARAMETERS * 4 / 2)
@@ -71,7 +72,7 @@ def test_states_are_sharded_and_the_logits_are_counted():
     assert not dist.is_initialized()
 
 
-def test_ddp_holds_unreduced_gradients_beside_its_buckets():
+def test_ddp_keeps_unreduced_gradients_and_buckets():
     found = step(kind="ddp", micro_batches=2)
     near(found.held.parameters, PARAMETERS * 4)
     near(found.held.gradients, PARAMETERS * 4)
@@ -80,13 +81,13 @@ def test_ddp_holds_unreduced_gradients_beside_its_buckets():
     near(synced.peak.components.gradients, PARAMETERS * 4)
 
 
-def test_checkpointing_keeps_the_inputs_of_blocks():
+def test_checkpointing_keeps_block_inputs():
     none, selective, full = (
         step(checkpointing=mode).after_forward.activations for mode in (None, "selective", "full")
     )
     assert full < selective < none
-    # A block's input, the last block's output and norm, each (2, tokens, hidden) in float32, and
-    # the rotary embedding
+    # The inputs of the blocks, the output of the last block and the final norm, each
+    # (2, tokens, hidden) in float32, and the rotary embedding
     near(full, (LAYERS + 4) * 2 * LENGTH * HIDDEN * 4, by=0.15)
 
 
@@ -97,15 +98,15 @@ def test_checkpointing_keeps_the_inputs_of_blocks():
         {"kind": "ddp", "mixed_precision": MixedPrecision()},
         {"reshard_after_backward": False, "mixed_precision": MixedPrecision(), "packing": True},
     ],
-    ids=["full, held back", "ddp bf16", "packed, kept gathered"],
+    ids=["full, unsynced", "ddp bf16", "packed, kept unsharded"],
 )
-def test_a_deep_model_is_extrapolated_from_two_shallow_ones(settings, monkeypatch):
+def test_extrapolation_matches_a_full_trace(settings, monkeypatch):
     extrapolated = step(device="cuda", micro_batches=2, **settings)
     monkeypatch.setattr(trace, "DEPTHS", (100, 200))
     whole = step(device="cuda", micro_batches=2, **settings)
     near(extrapolated.peak.total, whole.peak.total, by=0.001)
-    places = [(step.peak.phase, step.peak.where) for step in (extrapolated, whole)]
-    assert places[0] == places[1]
+    peaks = [(step.peak.phase, step.peak.where) for step in (extrapolated, whole)]
+    assert peaks[0] == peaks[1]
     for phase, moment in whole.phases.items():
         near(extrapolated.phases[phase].total, moment.total, by=0.001)
     assert extrapolated.held == whole.held
@@ -116,13 +117,15 @@ def test_offload_moves_states_to_the_host():
     assert found.held.total < PARAMETERS * 4 * 0.05
     near(found.host, PARAMETERS * 16 / 2)
     to_host = ActivationCheckpointing(mode="full", offload_to_cpu=True)
-    away = dataclasses.replace(recipe(cpu_offload=CpuOffload()), activation_checkpointing=to_host)
-    further = step(away, device="cuda")
+    offloaded = dataclasses.replace(
+        recipe(cpu_offload=CpuOffload()), activation_checkpointing=to_host
+    )
+    further = step(offloaded, device="cuda")
     assert further.after_forward.activations < found.after_forward.activations
     assert further.host + further.after_forward.activations >= found.host
 
 
-class Asking(nn.Module):
+class ReadsValue(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(4, 4))
@@ -133,20 +136,22 @@ class Asking(nn.Module):
         return input_ids
 
 
-def asking_model():
-    return Asking()
+def value_reading_model():
+    return ReadsValue()
 
 
-def test_a_model_that_reads_a_value_cannot_be_traced():
+def test_model_that_reads_values_is_untraceable():
     plain = recipe()
-    asks = dataclasses.replace(plain, model=Model(builder=f"{__name__}:asking_model"))
+    value_reading = dataclasses.replace(
+        plain, model=Model(builder=f"{__name__}:value_reading_model")
+    )
     with pytest.raises(UntraceableError, match="DataDependent"):
-        step(asks)
+        step(value_reading)
     assert not dist.is_initialized()
 
 
-def test_hybrid_sharding_keeps_averages_until_the_next_micro_batch():
-    """With a third micro-batch the second one's averages are there beside the gradients."""
+def test_hybrid_sharding_keeps_averages_between_micro_batches():
+    """In a third micro-batch, memory holds the averages of the second one and the gradients."""
     two, three = (
         step(device="cuda", ranks=4, micro_batches=count, replicate=2).phases["forward"].components
         for count in (2, 3)

@@ -1,4 +1,4 @@
-"""Parts of the strategies that need no second process."""
+"""Single-process tests of strategies, checkpointing, devices, stop requests and sinks."""
 
 import json
 import os
@@ -48,8 +48,8 @@ def checkpointed(model, **options):
     return checkpoint_blocks(model, dict(model.named_children()), settings)
 
 
-def test_a_block_with_batch_norm_is_left_alone():
-    """Its statistics would be updated twice; a control without the rule shows that they are."""
+def test_blocks_with_batch_norm_are_not_checkpointed():
+    """Checkpointing would update the statistics twice, as the control shows."""
     x, model = torch.randn(8, 4), nn.Sequential(Block(nn.BatchNorm1d(4)), Block(nn.LayerNorm(4)))
     assert [is_checkpointed(block) for block in checkpointed(model).values()] == [False, True]
     control = checkpoint_wrapper(Block(nn.BatchNorm1d(4)))
@@ -59,15 +59,15 @@ def test_a_block_with_batch_norm_is_left_alone():
         assert int(norm.num_batches_tracked) == updates
 
 
-def test_every_nth_block():
+def test_every_nth_block_is_checkpointed():
     model = layers(5)
     blocks = checkpointed(model, every_n_blocks=2)
     assert [is_checkpointed(block) for block in blocks.values()] == [True, False] * 2 + [True]
-    assert list(blocks.values()) == list(model), "they stand in the model"
+    assert list(blocks.values()) == list(model), "the model contains the wrapped blocks"
 
 
 def saved_bytes(model, x):
-    """Bytes that the forward pass keeps for the backward pass, without parameters."""
+    """Return the bytes saved for the backward pass, without parameters."""
     kept = {}
 
     def pack(tensor):
@@ -83,14 +83,14 @@ def saved_bytes(model, x):
     return sum(kept.values())
 
 
-def test_full_keeps_only_inputs_of_blocks():
+def test_full_mode_saves_only_block_inputs():
     x, plain, full = torch.randn(64, 4), layers(4), layers(4)
     checkpointed(full)
     assert saved_bytes(full, x) < saved_bytes(plain, x) / 2
 
 
-@pytest.mark.parametrize(("mode", "again"), [(None, 0), ("selective", 2), ("full", 4)])
-def test_selective_computes_every_other_product_again(mode, again):
+@pytest.mark.parametrize(("mode", "recomputed"), [(None, 0), ("selective", 2), ("full", 4)])
+def test_selective_mode_recomputes_every_other_product(mode, recomputed):
     counts = Counter()
 
     class Count(TorchDispatchMode):
@@ -105,8 +105,8 @@ def test_selective_computes_every_other_product_again(mode, again):
     output = model(torch.randn(3, 4, requires_grad=True))
     with Count():
         output.sum().backward()
-    own = 8  # two products of each layer's backward pass
-    assert counts[torch.ops.aten.mm.default] == own + again
+    backward_products = 8  # two products in the backward pass of each layer
+    assert counts[torch.ops.aten.mm.default] == backward_products + recomputed
 
 
 def environment(**changes):
@@ -114,11 +114,11 @@ def environment(**changes):
     return Environment(torchrun=True, restart_count=0, **values | changes)
 
 
-def test_threads_are_the_ranks_share_of_the_cores(monkeypatch):
+def test_local_ranks_share_the_cpu_threads(monkeypatch):
     threads = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's own doing
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # set by torchrun
     cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
     process_group.set_threads(environment(), device=cuda, cpu_offload=True)
     process_group.set_threads(environment(local_world_size=1), device=cpu, cpu_offload=False)
@@ -127,10 +127,12 @@ def test_threads_are_the_ranks_share_of_the_cores(monkeypatch):
     process_group.set_threads(environment(), device=cuda, cpu_offload=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     process_group.set_threads(environment(), device=cuda, cpu_offload=True)
-    assert threads == [2, 4, 1], "nothing to compute on the CPU, or the user's own choice"
+    assert threads == [2, 4, 1], (
+        "unchanged without work on the CPU, or if the user sets OMP_NUM_THREADS"
+    )
 
 
-def test_bfloat16_on_a_gpu_without_it_names_float16(monkeypatch):
+def test_unsupported_bfloat16_error_suggests_float16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ValueError, match="Tesla T4 does not compute in bfloat16; use float16"):
@@ -146,7 +148,7 @@ def node(host="n1", gpus=8, ranks=8, build="CUDA 12.8"):
     return process_group.Node(host, gpus, ranks, "2.13.0", build)
 
 
-NOTHING = node(gpus=0, build=None)
+CPU_NODE = node(gpus=0, build=None)
 
 
 @pytest.mark.parametrize(
@@ -154,32 +156,36 @@ NOTHING = node(gpus=0, build=None)
     [
         ("auto", [node(), node("n2", ranks=4)], "cuda"),
         ("cuda", [node()], "cuda"),
-        ("auto", [NOTHING, node("n2", gpus=0, build=None)], "cpu"),
+        ("auto", [CPU_NODE, node("n2", gpus=0, build=None)], "cpu"),
         ("any", [node(gpus=0), node("n2")], "cpu"),
         ("any", [node(), node("n2")], "cuda"),
     ],
 )
-def test_all_ranks_compute_on_one_kind_of_device(wanted, nodes, kind):
+def test_all_ranks_use_one_device_type(wanted, nodes, kind):
     assert process_group.agree_on_device(wanted, nodes) == (kind, None)
 
 
-FINDS_NONE = "node n1: torch 2.13.0 is built for {} and finds no GPU; check the driver ({}, "
-ROCM = node(gpus=0, build="ROCm 6.4")
-BUILT_WITHOUT = "node n1: torch 2.13.0 is built without CUDA or ROCm; install"
-FEW = [node("n2", gpus=4)] * 8
+NO_GPU_FOUND = "node n1: torch 2.13.0 is built for {} and finds no GPU; check the driver ({}, "
+ROCM_NODE = node(gpus=0, build="ROCm 6.4")
+NO_GPU_BUILD = "node n1: torch 2.13.0 is built without CUDA or ROCm; install"
+FOUR_GPU_NODES = [node("n2", gpus=4)] * 8
 
 
 @pytest.mark.parametrize(
     ("wanted", "nodes", "lines"),
     [
-        ("auto", [node(gpus=0)], [FINDS_NONE.format("CUDA 12.8", "nvidia-smi")]),
-        ("auto", [ROCM], [FINDS_NONE.format("ROCm 6.4", "amd-smi")]),
-        ("auto", [node(), *FEW], ["node n2: 4 GPUs for 8 ranks; start --nproc-per-node 4"]),
-        ("auto", [node("n2"), NOTHING], [BUILT_WITHOUT]),
-        ("cuda", [NOTHING, node("n2", gpus=1)], [BUILT_WITHOUT, "node n2: 1 GPUs for 8 ranks"]),
+        ("auto", [node(gpus=0)], [NO_GPU_FOUND.format("CUDA 12.8", "nvidia-smi")]),
+        ("auto", [ROCM_NODE], [NO_GPU_FOUND.format("ROCm 6.4", "amd-smi")]),
+        (
+            "auto",
+            [node(), *FOUR_GPU_NODES],
+            ["node n2: 4 GPUs for 8 ranks; start --nproc-per-node 4"],
+        ),
+        ("auto", [node("n2"), CPU_NODE], [NO_GPU_BUILD]),
+        ("cuda", [CPU_NODE, node("n2", gpus=1)], [NO_GPU_BUILD, "node n2: 1 GPUs for 8 ranks"]),
     ],
 )
-def test_a_rank_without_a_gpu_is_an_error_that_names_the_node(wanted, nodes, lines):
+def test_error_names_the_node_without_a_gpu(wanted, nodes, lines):
     kind, problem = process_group.agree_on_device(wanted, nodes)
     assert kind is None
     first, *shown, last = problem.splitlines()
@@ -190,8 +196,8 @@ def test_a_rank_without_a_gpu_is_an_error_that_names_the_node(wanted, nodes, lin
 
 @pytest.mark.parametrize("wanted", ["auto", "cpu"])
 @pytest.mark.parametrize("second", [2, 1, 0])
-def test_ranks_agree_on_the_device_before_there_is_a_process_group(monkeypatch, second, wanted):
-    """Two nodes of two ranks; the second may lack GPUs. A rank of each node used to choose by itself."""
+def test_ranks_agree_on_device_without_a_process_group(monkeypatch, second, wanted):
+    """Two nodes of two ranks. The second may lack GPUs, and must not choose a device on its own."""
     gpus = {"n1": 2, "n2": second}
     host = lambda: threading.current_thread().name.split("-")[0]  # noqa: E731 (HOST-RANK)
     monkeypatch.setattr(socket, "gethostname", host)
@@ -202,9 +208,9 @@ def test_ranks_agree_on_the_device_before_there_is_a_process_group(monkeypatch, 
     store, found = dist.HashStore(), {}
 
     def choose(rank):
-        place = environment(rank=rank, world_size=4, local_rank=rank % 2)
+        rank_environment = environment(rank=rank, world_size=4, local_rank=rank % 2)
         try:
-            found[rank] = process_group.choose_device(place, store, wanted)
+            found[rank] = process_group.choose_device(rank_environment, store, wanted)
         except TrainingError as error:
             found[rank] = (error.reason, str(error))
 
@@ -225,17 +231,17 @@ def test_ranks_agree_on_the_device_before_there_is_a_process_group(monkeypatch, 
         assert "  node n2: " in problem
 
 
-def test_a_run_without_its_gpu_fails_with_the_reason(monkeypatch, capsys, tmp_path):
+def test_run_without_gpu_fails_with_reason_no_gpu(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(train, "prepare_cuda", lambda **settings: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    words = ["recipe=quickstart", f"run.dir={tmp_path}", "run.float32_matmul=highest"]
-    assert train.main(words) == 1
-    printed, here = (
+    arguments = ["recipe=quickstart", f"run.dir={tmp_path}", "run.float32_matmul=highest"]
+    assert train.main(arguments) == 1
+    printed, prefix = (
         capsys.readouterr().err,
         f"node {socket.gethostname()}: torch {torch.__version__}",
     )
-    assert printed.count(f"{here} is built for CUDA 12.8 and finds no GPU") == 1
+    assert printed.count(f"{prefix} is built for CUDA 12.8 and finds no GPU") == 1
     assert "Traceback" not in printed
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("failed", "no_gpu")
@@ -258,14 +264,14 @@ def test_stop_requests(monkeypatch):
         assert stop.signal == "SIGTERM"
         clock[0] += 4
         send(signal.SIGUSR1)
-        assert not ended, "the same request, through the agent"
+        assert not ended, "a repeated signal within 5 s is the same request"
         clock[0] += 2
         send(signal.SIGTERM)
         assert ended == [1]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_sink_that_fails_is_logged_once_and_not_used_again(messages):
+def test_failing_sink_is_logged_once_and_disabled(messages):
     class Outage:
         writes = 0
 
@@ -274,7 +280,7 @@ def test_a_sink_that_fails_is_logged_once_and_not_used_again(messages):
             raise ConnectionError("the network is gone\nand much more")
 
         def close(self, state):
-            raise AssertionError("not asked any more")
+            raise AssertionError("a disabled sink must not be closed")
 
     def refused():
         raise RuntimeError("no API key")
@@ -297,8 +303,8 @@ def test_peak_flops_by_name():
     assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU") is None
 
 
-def test_ddp_does_not_time_itself_after_ten_steps():
-    """Its timers wait for the device. By default they do in every 100th step too."""
+def test_ddp_timers_stop_after_ten_steps():
+    """The timers wait for the device. By default DDP also uses them in every 100th step."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ranks = process_group.DataParallel(
@@ -313,7 +319,7 @@ def test_ddp_does_not_time_itself_after_ten_steps():
         dist.destroy_process_group()
 
 
-# Activation offload, with copies within host memory that are written down
+# Activation offload. The copies stay in host memory and are recorded.
 
 
 class RecordedOffload(ActivationOffload):
@@ -347,16 +353,16 @@ def gradients_of(model, x):
     return torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
 
 
-def test_offloaded_inputs_come_back_one_block_ahead(offload):
-    """All copies are on one stream: a wait for the n-th event covers those before it."""
+def test_offloaded_inputs_return_one_block_ahead(offload):
+    """All copies use one stream, so a wait for event n covers all earlier events."""
     model, x = layers(3), torch.randn(64, 4)
     expected = gradients_of(model, x)
     checkpointed(model, offload_to_cpu=True)
     assert all(map(torch.equal, gradients_of(model, x), expected))
     assert offload.events == [
-        *("copy", "wait 1"),  # the first block's input; the second block waits and frees it
+        *("copy", "wait 1"),  # input of the first block; the second block waits and frees it
         *("copy", "wait 3", "copy"),  # event 5: the last input, which stays on the device
-        *("wait 5", "copy"),  # the last block's backward pass; the second input comes back
+        *("wait 5", "copy"),  # backward pass of the last block; the second input is copied back
         *("wait 7", "copy", "wait 9"),
     ]
     assert offload.buffers == 3
@@ -367,16 +373,16 @@ def test_offloaded_inputs_come_back_one_block_ahead(offload):
     gradients_of(model, x)
     assert offload.buffers == 6
     for _ in range(2):
-        model(x)  # without a backward pass, it leaves nothing behind
+        model(x)  # a forward pass without a backward pass must leave no inputs
     assert all(map(torch.equal, gradients_of(model, x), expected))
     assert offload._inputs == []
     events = len(offload.events)
     with torch.no_grad():
         model(x)
-    assert len(offload.events) == events, "nothing is saved"
+    assert len(offload.events) == events, "nothing is offloaded without gradients"
 
 
-def test_arguments_of_all_blocks_stay_on_the_device(offload):
+def test_shared_block_arguments_stay_on_the_device(offload):
     class Scaled(Block):
         def forward(self, x, scale, *, shift):
             return super().forward(x) * scale + shift
@@ -387,4 +393,4 @@ def test_arguments_of_all_blocks_stay_on_the_device(offload):
     for block in model:
         x = block(x, scale, shift=scale)
     x.sum().backward()
-    assert offload.buffers == 2, "one for the input of each block"
+    assert offload.buffers == 2, "one buffer for the input of each block"

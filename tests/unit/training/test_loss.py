@@ -1,4 +1,4 @@
-"""The auxiliary loss of a mixture of experts, against transformers' own forward."""
+"""Tests of the auxiliary loss of mixture-of-experts models, against the loss of transformers."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ MODELS = {
 }
 
 
-def tiny(kind, **more):
+def small_model(kind, **more):
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **(SIZES | MODELS[kind] | more))
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
@@ -45,58 +45,60 @@ def gradients(model, loss):
     return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
-def assert_same(mine, expected):
-    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_one_micro_batch_has_the_gradient_of_transformers_own_loss(kind):
-    model = tiny(kind)
-    for lengths in ((12, 12, 12), (12, 5, 8)):  # full, and padded
+def test_gradients_match_the_loss_of_transformers(kind):
+    model = small_model(kind)
+    for lengths in ((12, 12, 12), (12, 5, 8)):  # without padding, with padding
         model.config.output_router_logits = True
         ids = torch.randint(1, 64, (3, 12), generator=torch.Generator().manual_seed(1))
         mask = torch.arange(12) < torch.tensor(lengths)[:, None]
         ids = ids * mask
         labels = ids.masked_fill(~mask, IGNORED)
         targets = torch.cat([labels[:, 1:], torch.full((3, 1), IGNORED)], dim=1)
-        own = model(input_ids=ids, attention_mask=mask.long(), labels=labels, use_cache=False)
-        expected = gradients(model, own.loss)
+        reference = model(input_ids=ids, attention_mask=mask.long(), labels=labels, use_cache=False)
+        expected = gradients(model, reference.loss)
         batch, count = {"input_ids": ids, "targets": targets}, int((targets != IGNORED).sum())
         summed = summed_loss(model, batch)
-        cross_entropy = (own.loss - 0.3 * own.aux_loss).item()
+        cross_entropy = (reference.loss - 0.3 * reference.aux_loss).item()
         assert summed.item() / count == pytest.approx(cross_entropy, rel=1e-5)
         assert_same(gradients(model, summed / count), expected)
         model.config.output_router_logits = False
-        without = gradients(model, summed_loss(model, batch) / count)
-        router = next(name for name in without if "router" in name or ".gate.weight" in name)
-        assert not torch.allclose(without[router], expected[router], rtol=1e-2), (
-            "the auxiliary loss decides the router's gradient here"
+        without_auxiliary = gradients(model, summed_loss(model, batch) / count)
+        router = next(
+            name for name in without_auxiliary if "router" in name or ".gate.weight" in name
+        )
+        assert not torch.allclose(without_auxiliary[router], expected[router], rtol=1e-2), (
+            "the auxiliary loss must change the router's gradient"
         )
 
 
-def test_micro_batches_weigh_by_their_targets_and_one_without_any_weighs_nothing():
-    model = tiny("mixtral")
-    parts = []
+def test_micro_batches_are_weighted_by_target_count():
+    model = small_model("mixtral")
+    micro_batches = []
     for seed, trained in ((1, 11), (2, 4), (3, 0)):
         ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(seed))
         targets = torch.full((2, 12), IGNORED)
         targets[:, :trained] = ids[:, 1 : trained + 1]
-        parts.append({"input_ids": ids[:, : max(trained, 11) + 1], "targets": targets})
-    total = sum(int((part["targets"] != IGNORED).sum()) for part in parts)
-    mine = gradients(model, sum(summed_loss(model, part) for part in parts) / total)
+        micro_batches.append({"input_ids": ids[:, : max(trained, 11) + 1], "targets": targets})
+    total = sum(int((part["targets"] != IGNORED).sum()) for part in micro_batches)
+    actual = gradients(model, sum(summed_loss(model, part) for part in micro_batches) / total)
     expected = 0
-    for part in parts[:2]:
+    for part in micro_batches[:2]:
         count = int((part["targets"] != IGNORED).sum())
         real = torch.arange(12) <= part["targets"].ne(IGNORED).sum(1, keepdim=True)
         labels = torch.cat([torch.full((2, 1), IGNORED), part["targets"][:, :-1]], dim=1)
-        own = model(
+        reference = model(
             input_ids=part["input_ids"], attention_mask=real.long(), labels=labels, use_cache=False
         )
-        expected = expected + own.loss * count / total
-    assert_same(mine, gradients(model, expected))
+        expected = expected + reference.loss * count / total
+    assert_same(actual, gradients(model, expected))
 
 
-def test_an_auxiliary_loss_without_a_coefficient_is_an_error():
+def test_auxiliary_loss_without_coefficient_is_an_error():
     class NoCoefficient(torch.nn.Module):
         config = SimpleNamespace()
 

@@ -1,4 +1,4 @@
-"""AdamW with moments in bfloat16 or int8: rounding, skipping, and how near it is to float32."""
+"""Tests of AdamW with bfloat16 or int8 moments: rounding, skipped steps, accuracy."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DTYPES = ("bfloat16", "int8")
 
 
 def trained(state_dtype, *, steps=60, width=300):
-    """A regression; width: 300 is not a multiple of a block."""
+    """Train a regression model. The default width is not a multiple of the block size."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, 40), nn.Tanh(), nn.Linear(40, 7))
     section = schema.Optimizer(learning_rate=3e-3, state_dtype=state_dtype)
@@ -34,7 +34,7 @@ def equal(one, other):
     return all(torch.equal(a[k], b[k]) for a, b in zip(one, other, strict=True) for k in a)
 
 
-def test_it_trains_as_well_as_float32():
+def test_loss_is_close_to_float32():
     first, reference = (trained("float32", steps=steps)[2] for steps in (1, 60))
     assert reference < 0.3 * first
     for state_dtype in DTYPES:
@@ -42,7 +42,7 @@ def test_it_trains_as_well_as_float32():
 
 
 @pytest.mark.parametrize("state_dtype", DTYPES)
-def test_a_skipped_step_changes_no_bit_and_matrices_take_fewer_bytes(state_dtype):
+def test_state_size_and_skipped_step(state_dtype):
     model, optimizer, _ = trained(state_dtype, steps=3)
     matrix, vector = optimizer.state[model[0].weight], optimizer.state[model[0].bias]
     size = sum(value.nbytes for key, value in matrix.items() if key != "step")
@@ -62,8 +62,8 @@ def test_a_skipped_step_changes_no_bit_and_matrices_take_fewer_bytes(state_dtype
 
 
 @pytest.mark.parametrize("state_dtype", DTYPES)
-def test_the_parts_of_a_step_do_not_matter(state_dtype, monkeypatch):
-    """Rows, and blocks of one row: positions in the whole tensor decide the noise."""
+def test_result_does_not_depend_on_chunk_size(state_dtype, monkeypatch):
+    """Chunks are rows, or blocks of one row. The noise depends on the position in the tensor."""
     whole = copies(trained(state_dtype, steps=3, width=600)[1])
     for at_once in (2048, 256):
         monkeypatch.setitem(low_precision.AT_ONCE, "cpu", at_once)
@@ -72,8 +72,8 @@ def test_the_parts_of_a_step_do_not_matter(state_dtype, monkeypatch):
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("state_dtype", DTYPES)
-def test_rounding_is_right_on_average(state_dtype, key):
-    """A value between two neighbours, rounded with each noise; the block's largest number is 1."""
+def test_stochastic_rounding_is_unbiased(state_dtype, key):
+    """Round a value between two neighbors with each noise value. The maximum of a block is 1."""
     dtype = {"bfloat16": torch.bfloat16, "int8": low_precision._INT8[key]}[state_dtype]
     state = {key: torch.zeros(256, 256, dtype=dtype), f"{key}_scale": torch.zeros(256, 1)}
     moment = torch.full((256, 256), 0.1234)
@@ -83,11 +83,11 @@ def test_rounding_is_right_on_average(state_dtype, key):
     low_precision._store(state, key, part, moment.clone(), noise)
     found = low_precision._load(state, key, part)
     assert torch.equal(found[:, 0], torch.ones(256))
-    assert len(found[:, 1:].unique()) == 2, "both neighbours"
+    assert len(found[:, 1:].unique()) == 2, "both neighbors occur"
     assert found[:, 1:].mean().item() == pytest.approx(0.1234, rel=2e-3)
 
 
-def test_a_small_second_moment_is_not_rounded_to_zero():
+def test_small_second_moment_is_not_rounded_to_zero():
     state = {"v": torch.zeros(1, 2, dtype=torch.uint8), "v_scale": torch.zeros(1, 1)}
     part, noise = (slice(0, 1), slice(0, 2)), torch.zeros(1, 2, dtype=torch.uint8)
     low_precision._store(state, "v", part, torch.tensor([[1.0, 1e-20]]), noise)

@@ -1,4 +1,4 @@
-"""Optimizer state in a file."""
+"""Tests of optimizer state in a file."""
 
 import os
 
@@ -9,30 +9,30 @@ from launcher.errors import TrainingError
 from launcher.training.optimizer_offload import StateFile
 
 
-def test_the_file_has_no_name_and_its_bytes_are_those_of_its_tensor(tmp_path, monkeypatch):
+def test_state_file_is_unnamed_and_backs_its_tensor(tmp_path, monkeypatch):
     file = StateFile(tmp_path / "new", 3 * 4096)
-    assert list((tmp_path / "new").iterdir()) == [], "nothing is left if the process is killed"
+    assert list((tmp_path / "new").iterdir()) == [], "no file remains if the process is killed"
     assert not file.tensor.any()
     buffer = torch.arange(8192, dtype=torch.int64).to(torch.uint8)
-    preadv, partly = os.preadv, []
+    preadv, reads = os.preadv, []
 
-    def some(descriptor, buffers, at):
-        """Half of what is asked for, as a signal may cause."""
-        partly.append(at)
+    def read_half(descriptor, buffers, at):
+        """Read half of the requested bytes, as may happen after a signal."""
+        reads.append(at)
         return preadv(descriptor, [buffers[0][: 1 + len(buffers[0]) // 2]], at)
 
-    file.write(buffer, 4096)  # its memory is not aligned for direct I/O
-    assert torch.equal(file.tensor[4096:], buffer), "a checkpoint has what a step wrote"
+    file.write(buffer, 4096)  # the buffer is not aligned for direct I/O
+    assert torch.equal(file.tensor[4096:], buffer), "a checkpoint reads what a step wrote"
     file.tensor[:4096] = 7
-    monkeypatch.setattr(os, "preadv", some)
+    monkeypatch.setattr(os, "preadv", read_half)
     read = torch.zeros(8192, dtype=torch.uint8)
     file.read(read, 0)
-    assert len(partly) > 2
-    assert torch.equal(read, file.tensor[:8192]), "a step has what a checkpoint loaded"
+    assert len(reads) > 2
+    assert torch.equal(read, file.tensor[:8192]), "a step reads what a checkpoint loaded"
     assert read[0] == 7
 
 
-def test_a_full_disk_is_an_error_that_names_the_folder_and_the_bytes(tmp_path):
+def test_full_disk_error_names_folder_and_size(tmp_path):
     with pytest.raises(TrainingError) as caught:
         StateFile(tmp_path, 2**60)
     for part in (str(tmp_path), "optimizer_path", "GiB are free", "needs 1073741824.0 GiB"):
@@ -40,7 +40,7 @@ def test_a_full_disk_is_an_error_that_names_the_folder_and_the_bytes(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
+def test_folder_creation_failure_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainingError, match=r"optimizer_path.*file/state.*Not a directory"):
         StateFile(tmp_path / "file" / "state", 4096)

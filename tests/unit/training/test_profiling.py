@@ -1,4 +1,4 @@
-"""The steps that are profiled."""
+"""Tests of the profiler: the steps and ranks that it records."""
 
 import dataclasses
 import json
@@ -16,17 +16,17 @@ from launcher.training.loop import Update, train_steps
 from launcher.training.optimizer import LossScale, make_optimizer
 from launcher.training.profiling import make_profiler
 
-ALONE = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
+SINGLE_RANK = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
     ("first_step", "expected"),
     [(0, {5, 6}), (3, {5, 6}), (4, {5, 6}), (5, {6}), (6, None)],
-    ids=["from the start", "resumed before", "resumed at", "resumed among them", "resumed after"],
+    ids=["from the start", "resumed before", "resumed at", "resumed within", "resumed after"],
 )
-def test_start_step_is_a_step_of_the_run(first_step, expected, tmp_path):
+def test_start_step_counts_from_the_start_of_the_run(first_step, expected, tmp_path):
     profile = schema.Profile(start_step=5, steps=2, warmup=2)
-    profiler = make_profiler(profile, tmp_path, ranks=ALONE, done=first_step)
+    profiler = make_profiler(profile, tmp_path, ranks=SINGLE_RANK, done=first_step)
     with profiler or nullcontext():
         for step in range(first_step + 1, 9):
             if profiler is not None:
@@ -35,7 +35,7 @@ def test_start_step_is_a_step_of_the_run(first_step, expected, tmp_path):
                 torch.ones(2000).cumsum(0)
             if profiler is not None:
                 profiler.step_done(step)
-    file = tmp_path / "profile/rank_0.pt.trace.json"  # a name that TensorBoard's plugin finds
+    file = tmp_path / "profile/rank_0.pt.trace.json"  # TensorBoard's plugin searches for this name
     assert (profiler is None) == (expected is None)
     if expected is None:
         assert not file.exists()
@@ -50,22 +50,23 @@ def test_start_step_is_a_step_of_the_run(first_step, expected, tmp_path):
     assert re.search(r"Self CPU Mem.*aten::cumsum.* [1-9][\d.]+ KB", memory, re.S), memory
 
 
-def test_only_some_ranks_are_profiled(tmp_path):
+def test_only_the_given_ranks_are_profiled(tmp_path):
     profile = schema.Profile(start_step=2, steps=1, ranks=(1, 3))
-    ranks = [dataclasses.replace(ALONE, rank=rank) for rank in range(3)]
-    made = [make_profiler(profile, tmp_path, ranks=one, done=0) is not None for one in ranks]
-    assert made == [False, True, False]
+    ranks = [dataclasses.replace(SINGLE_RANK, rank=rank) for rank in range(3)]
+    profiled = [make_profiler(profile, tmp_path, ranks=one, done=0) is not None for one in ranks]
+    assert profiled == [False, True, False]
 
 
-def test_a_step_ends_before_the_next_batch_is_fetched():
-    """The profiler stops there. Fetching a batch starts a collective of gloo, whose thread would
-    write to memory that the stopped profiler has freed (a crash with torch 2.13)."""
+def test_step_ends_before_the_next_batch_is_fetched():
+    """The profiler stops at the end of a step. Fetching a batch starts a gloo collective. If the
+    profiler stopped during it, the gloo thread would write to freed memory and crash (torch 2.13).
+    """
     events, model = [], torch.nn.Linear(2, 1)
 
     def batches():
         for step in (1, 2):
             events.append("batch")
-            yield GlobalBatch(step, [{}], StepStatistics([1, 1, 0, 0], ALONE), step, 0.0)
+            yield GlobalBatch(step, [{}], StepStatistics([1, 1, 0, 0], SINGLE_RANK), step, 0.0)
 
     wrapped = SimpleNamespace(
         model=model,

@@ -1,4 +1,4 @@
-"""The learning rate over the run, the loss scale of float16, and what weight decay applies to."""
+"""Tests of learning rate schedules, the float16 loss scale, weight decay and optimizers."""
 
 import copy
 import dataclasses
@@ -15,7 +15,7 @@ from launcher.training.muon import newton_schulz
 from launcher.training.optimizer import LossScale, learning_rate, make_optimizer
 
 QUARTER = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2
-"""Cosine from 1 to 0.1 after a quarter of the way."""
+"""A cosine decay from 1 to 0.1, after a quarter of its steps."""
 
 # Ten steps, peak 1, min_ratio 0.1: {step: learning rate}
 RATES = [
@@ -23,17 +23,18 @@ RATES = [
     ("linear", 2, None, {1: 0.5, 2: 1.0, 4: 0.775, 6: 0.55, 8: 0.325, 10: 0.1}),
     ("constant", 2, None, {1: 0.5, 2: 1.0, 3: 1.0, 10: 1.0}),
     ("wsd", 2, 4, {1: 0.5, 2: 1.0, 6: 1.0, 7: 0.775, 8: 0.55, 9: 0.325, 10: 0.1}),
-    ("wsd", 2, None, {1: 0.5, 2: 1.0, 9: 1.0, 10: 0.1}),  # a tenth of the run
-    ("wsd", 2, 20, {1: 0.5, 2: 1.0, 6: 0.55, 10: 0.1}),  # longer than the run: as linear
+    ("wsd", 2, None, {1: 0.5, 2: 1.0, 9: 1.0, 10: 0.1}),  # decay over a tenth of the run
+    ("wsd", 2, 20, {1: 0.5, 2: 1.0, 6: 0.55, 10: 0.1}),  # decay longer than the run: same as linear
     ("cosine", 0, None, {1: 0.1 + 0.9 * (1 + math.cos(math.pi / 10)) / 2, 5: 0.55, 10: 0.1}),
     ("linear", 0, None, {1: 0.91, 5: 0.55, 10: 0.1}),
     ("constant", 0, None, {1: 1.0, 10: 1.0}),
     ("wsd", 0, 2, {1: 1.0, 8: 1.0, 9: 0.55, 10: 0.1}),
-    ("cosine", 10, None, {1: 0.1, 5: 0.5, 10: 1.0}),  # warm-up to the end
+    ("cosine", 10, None, {1: 0.1, 5: 0.5, 10: 1.0}),  # warm-up over the whole run
+    # Warm-up longer than the run
     *(
         (kind, 100, None, {1: 0.01, 5: 0.05, 10: 0.1})
         for kind in ("cosine", "linear", "constant", "wsd")
-    ),  # and beyond
+    ),
 ]
 
 
@@ -41,15 +42,15 @@ RATES = [
 def test_learning_rate(kind, warmup, decay, rates):
     schedule = schema.Schedule(kind=kind, warmup_steps=warmup, min_ratio=0.1, decay_steps=decay)
     for peak in (1.0, 3e-4):
-        at = learning_rate(schedule, peak=peak, steps=10)
-        assert {step: at(step) for step in rates} == pytest.approx(
+        rate_at = learning_rate(schedule, peak=peak, steps=10)
+        assert {step: rate_at(step) for step in rates} == pytest.approx(
             {step: peak * rate for step, rate in rates.items()}
         )
     once = learning_rate(dataclasses.replace(schedule, warmup_steps=0), peak=2.0, steps=1)
     assert once(1) == pytest.approx(2.0 if kind == "constant" else 0.2), "a run of one step"
 
 
-def test_the_loss_scale_halves_at_a_skipped_step_and_doubles_after_2000_good_ones():
+def test_loss_scale_after_skipped_and_good_steps():
     scale, off = (LossScale(torch.device("cpu"), enabled=enabled) for enabled in (True, False))
     assert scale.value.item() == 65536.0
     for skipped, times, expected in (
@@ -69,7 +70,7 @@ def test_the_loss_scale_halves_at_a_skipped_step_and_doubles_after_2000_good_one
     assert off.value.item() == 1.0
 
 
-def test_the_optimizer_takes_its_section_and_weight_decay_shrinks_matrices_only():
+def test_weight_decay_applies_only_to_matrices():
     model = nn.Sequential(
         nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3), nn.Linear(3, 3, bias=False)
     )
@@ -89,91 +90,98 @@ def test_the_optimizer_takes_its_section_and_weight_decay_shrinks_matrices_only(
     for name, parameter in model.named_parameters():
         factor = 0.95 if name in matrices["param_names"] else 1
         torch.testing.assert_close(parameter, before[name] * factor)
-    for one_sort in (nn.Linear(2, 2, bias=False), nn.LayerNorm(2)):
-        assert len(make_optimizer(one_sort, section).param_groups) == 1
+    for module in (nn.Linear(2, 2, bias=False), nn.LayerNorm(2)):
+        assert len(make_optimizer(module, section).param_groups) == 1
 
 
-def steps_of_both(mine, others, ours, theirs, steps):
-    """Takes steps with the same random gradients; those of `mine` are scaled by 4."""
-    mine.grad_scale, mine.found_inf = torch.tensor(4.0), torch.zeros(())
+def run_equal_steps(optimizer, reference_optimizers, model, reference_model, steps):
+    """Run steps with equal random gradients. The gradients of `optimizer` are scaled by 4."""
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.zeros(())
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        for a, b in zip(model.parameters(), reference_model.parameters(), strict=True):
             b.grad = torch.randn(a.shape, generator=generator) * 0.1
             a.grad = b.grad * 4
-        for optimizer in (mine, *others):
-            optimizer.step()
+        for one in (optimizer, *reference_optimizers):
+            one.step()
 
 
 @pytest.mark.parametrize(
-    ("name", "theirs"),
+    ("name", "reference_class"),
     [
         ("adafactor", torch.optim.Adafactor),
         ("sgd", functools.partial(torch.optim.SGD, momentum=0.9)),
     ],
 )
-def test_adafactor_and_sgd_are_those_of_torch(name, theirs):
-    """Also for a parameter of three dimensions."""
+def test_adafactor_and_sgd_match_torch(name, reference_class):
+    """One parameter has three dimensions."""
     torch.manual_seed(0)
     model = nn.Linear(6, 7)
     model.experts = nn.Parameter(torch.randn(3, 4, 5))
-    other = copy.deepcopy(model)
-    mine = make_optimizer(model, schema.Optimizer(name=name, learning_rate=0.05))
+    reference_model = copy.deepcopy(model)
+    optimizer = make_optimizer(model, schema.Optimizer(name=name, learning_rate=0.05))
     groups = [
-        {"params": [other.experts, other.weight], "weight_decay": 0.1},
-        {"params": [other.bias], "weight_decay": 0.0},
+        {"params": [reference_model.experts, reference_model.weight], "weight_decay": 0.1},
+        {"params": [reference_model.bias], "weight_decay": 0.0},
     ]
-    steps_of_both(mine, [theirs(groups, lr=0.05)], model, other, 8)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+    run_equal_steps(optimizer, [reference_class(groups, lr=0.05)], model, reference_model, 8)
+    for a, b in zip(model.parameters(), reference_model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     plain = make_optimizer(model, schema.Optimizer(name="sgd", momentum=0.0))
     assert not plain.state[model.weight]
 
 
-def test_muon_is_that_of_torch():
-    """In the block; torch iterates in bfloat16. AdamW elsewhere, and for vectors."""
+def test_muon_matches_torch():
+    """Muon applies to matrices of blocks, AdamW to all other parameters.
+
+    The tolerance for Muon is larger because torch iterates in bfloat16.
+    """
     torch.manual_seed(0)
-    ours = nn.Sequential(nn.Embedding(5, 24), nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24)))
-    theirs = copy.deepcopy(ours)
-    mine = make_optimizer(
-        ours,
+    model = nn.Sequential(nn.Embedding(5, 24), nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24)))
+    reference_model = copy.deepcopy(model)
+    optimizer = make_optimizer(
+        model,
         schema.Optimizer(name="muon", momentum=0.95, learning_rate=0.01),
-        blocks=[ours[1]],
+        blocks=[model[1]],
     )
-    matrices = [p for p in theirs[1].parameters() if p.ndim == 2]
-    vectors = [p for p in theirs[1].parameters() if p.ndim == 1]
-    other = [
+    matrices = [p for p in reference_model[1].parameters() if p.ndim == 2]
+    vectors = [p for p in reference_model[1].parameters() if p.ndim == 1]
+    reference_optimizers = [
         torch.optim.Muon(matrices, lr=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(theirs[0].parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1),
+        torch.optim.AdamW(
+            reference_model[0].parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1
+        ),
         torch.optim.AdamW(vectors, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    before = copy.deepcopy(ours)
-    steps_of_both(mine, other, ours, theirs, 4)
-    parameters = zip(ours.parameters(), theirs.parameters(), before.parameters(), strict=True)
+    before = copy.deepcopy(model)
+    run_equal_steps(optimizer, reference_optimizers, model, reference_model, 4)
+    parameters = zip(
+        model.parameters(), reference_model.parameters(), before.parameters(), strict=True
+    )
     for a, b, start in parameters:
         moved = (a - start).norm()
         assert (a - b).norm() < (0.02 if a.ndim == 2 and a.shape[0] > 5 else 1e-5) * moved
-    assert set(mine.state[ours[1][0].weight]) == {"momentum_buffer"}
-    assert set(mine.state[ours[0].weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert set(optimizer.state[model[1][0].weight]) == {"momentum_buffer"}
+    assert set(optimizer.state[model[0].weight]) == {"step", "exp_avg", "exp_avg_sq"}
     with pytest.raises(RecipeError, match=r"optimizer.name: muon: the model has no matrix in a"):
-        make_optimizer(ours, schema.Optimizer(name="muon"))
+        make_optimizer(model, schema.Optimizer(name="muon"))
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6), (3, 6, 4)])
 def test_muon_makes_matrices_nearly_orthogonal(shape):
-    """Experts as one matrix each."""
+    """A tensor with three dimensions is a stack of experts, with one matrix each."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    singly = [newton_schulz(one.clone()) for one in matrices] if len(shape) == 3 else []
+    separate = [newton_schulz(one.clone()) for one in matrices] if len(shape) == 3 else []
     found = newton_schulz(matrices)
     values = torch.linalg.svdvals(found)
     assert 0.6 < values.min() < values.max() < 1.3
-    for one, other in zip(singly, found, strict=False):
+    for one, other in zip(separate, found, strict=False):
         torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
-def test_a_step_that_is_skipped_changes_nothing(name):
-    """Even the first one, which makes the state."""
+def test_skipped_step_changes_nothing(name):
+    """This includes the first step, which creates the optimizer state."""
     model = nn.Linear(3, 4)
     section = schema.Optimizer(name=name, learning_rate=0.1)
     optimizer = make_optimizer(model, section, blocks=[model])

@@ -1,4 +1,4 @@
-"""Metrics of evaluations, the best of them, and when a run ends early."""
+"""Tests of evaluation scores, prompts for generation, and early stopping."""
 
 import math
 
@@ -20,7 +20,7 @@ from launcher.training.generation import find_prompts
 from launcher.training.scores import exact_match, f1, rouge_l
 
 
-def test_scores_of_an_answer():
+def test_answer_scores():
     assert exact_match(" 12\n", "12") == 1
     assert exact_match("12.", "12") == 0
     assert f1("the cat sat", "the dog sat down") == pytest.approx(2 * 2 / 7)
@@ -30,8 +30,11 @@ def test_scores_of_an_answer():
     assert (f1("", ""), rouge_l("", ""), f1("", "a"), rouge_l("a", "")) == (1, 1, 0, 0)
 
 
-def test_accuracy_and_macro_f1_of_classes():
-    """Class 0: 1 of 2 found, no false; class 1: 1 of 1 found, 1 false; class 2 is neither; a row without a target."""
+def test_classification_accuracy_and_macro_f1():
+    """Class 0 has a true positive and a false negative, class 1 a true and a false positive.
+
+    Class 2 has no targets. The last row is ignored.
+    """
     logits = torch.tensor([[9.0, 0, 0], [0, 9, 0], [0, 9, 0], [0, 0, 9]])
     counts = _class_counts(logits, torch.tensor([0, 0, 1, IGNORED]))
     found = _classification_scores(counts)
@@ -40,7 +43,7 @@ def test_accuracy_and_macro_f1_of_classes():
     assert found["scores"]["f1"] == pytest.approx((2 / 3 + 2 / 3) / 2)
 
 
-def test_scores_over_several_sets_are_weighted_by_their_samples():
+def test_scores_over_sets_are_weighted_by_samples():
     sets = {"a": Evaluated(1.0, 10, {"f1": 1.0}, 1), "b": Evaluated(2.0, 30, {"f1": 0.0}, 3)}
     assert over_all(sets) == Evaluated(1.75, 40, {"f1": 0.25}, 4)
 
@@ -68,7 +71,7 @@ def test_early_stopping():
     resumed.add({"eval_loss": 1.4})
     assert resumed.over
     other.restore(stopping.state())
-    assert not other.over, "of another metric"
+    assert not other.over, "the restored state is of another metric"
     never = EarlyStopping("eval_loss", None)
     never.restore({})
     never.add({"eval_loss": math.inf})

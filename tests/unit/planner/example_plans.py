@@ -1,4 +1,4 @@
-"""Plans and ladders made by hand, for tests of what is printed."""
+"""Hand-written plans and lists of configurations, for tests of the printed output."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ RECIPE = Recipe(
     batch=Batch(global_batch_size=64, micro_batch_size=4),
     strategy=Strategy(kind="fsdp"),
 )  # fmt: skip
-OPEN = dataclasses.replace(
+AUTO_RECIPE = dataclasses.replace(
     RECIPE,
     strategy=Strategy(kind="auto"),
     batch=Batch(global_batch_size=64, micro_batch_size="auto"),
@@ -59,7 +59,7 @@ def machine(*, memory=80 * GIB, host_memory=None):
 
 
 def components(scale=1.0, **changes):
-    """GiB, as floats, into Components."""
+    """Return Components from sizes in GiB."""
     sizes = dict(
         zip(COMPONENTS, (3.74, 3.74, 7.48, 1.3, 18.0, 7.8, 0.4, 1.1), strict=True), **changes
     )
@@ -70,7 +70,9 @@ def moment(phase, where, held):
     return Moment(phase=phase, micro_batch=1, where=where, components=held)
 
 
-def made_plan(scale=1.0, *, memory=80 * GIB, host_memory=None, host=12, arithmetic=1.02, notes=()):
+def example_plan(
+    scale=1.0, *, memory=80 * GIB, host_memory=None, host=12, arithmetic=1.02, notes=()
+):
     held = components(scale, gathered=0, activations=0, logits=0, communication=0, temporary=0)
     moments = (
         moment("forward", "lm_head", components(scale, logits=5.0)),
@@ -95,7 +97,7 @@ def made_plan(scale=1.0, *, memory=80 * GIB, host_memory=None, host=12, arithmet
 
 
 def measured_like(plan, scale=1.0, **changes):
-    """What would be measured if the plan were right but for the peak, which is `scale` of it."""
+    """Return measurements that equal the plan, but the peak is `scale` times the planned one."""
     step = plan.step
     found = {
         "peak": int(step.peak.total * scale),
@@ -122,34 +124,34 @@ def configuration(overrides, plan, tokens_per_second, *, micro=4, **changes):
 SUGGESTIONS = ("16 GPUs instead of 8: gpus_per_node=8 nodes=2", "LoRA: lora={rank: 16}")
 
 
-def made_ladder(*, memory=80 * GIB, fits=True):
-    """Four configurations; with fits=False none of them does, on a GPU of 8 GiB."""
+def example_ladder(*, memory=80 * GIB, fits=True):
+    """Return four configurations. With fits=False the GPU has 8 GiB and none of them fits."""
     memory = memory if fits else 8 * GIB
-    asked = configuration((), made_plan(memory=memory), 74_000)
+    written = configuration((), example_plan(memory=memory), 74_000)
     one = configuration(
         ("strategy.reshard_after_forward=false", "batch.micro_batch_size=8"),
-        made_plan(1.9, memory=memory),
+        example_plan(1.9, memory=memory),
         91_000,
         micro=8,
         strategy=Strategy(kind="fsdp", reshard_after_forward=False),
     )
     two = configuration(
         ("batch.micro_batch_size=8", "activation_checkpointing={mode: selective}"),
-        made_plan(1.3, memory=memory),
+        example_plan(1.3, memory=memory),
         85_000,
         micro=8,
         activation_checkpointing=ActivationCheckpointing(mode="selective"),
     )
     last = configuration(
         ("strategy.cpu_offload={pin_memory: true}", "activation_checkpointing={mode: full}"),
-        made_plan(0.4, memory=memory),
+        example_plan(0.4, memory=memory),
         31_000,
         strategy=Strategy(kind="fsdp", cpu_offload=CpuOffload()),
         activation_checkpointing=ActivationCheckpointing(),
     )
     return Ladder(
-        written=asked,
-        configurations=(one, two, asked, last),
+        written=written,
+        configurations=(one, two, written, last),
         best=two if fits else None,
         evaluated=96,
         suggestions=() if fits else SUGGESTIONS,
