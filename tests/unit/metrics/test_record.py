@@ -3,6 +3,7 @@
 import random
 import re
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from launcher.data.loader import GlobalBatch, StepStatistics
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
-from launcher.metrics import recorder
+from launcher.metrics import recorder, slow_ranks
 from launcher.metrics.recorder import Flops, StepRecorder
 from launcher.metrics.slow_ranks import SlowRanks
 from launcher.metrics.verdict import TOLERATED, Measured, step_shares, verdict
@@ -94,11 +95,19 @@ def test_step_time_by_phase(clock):
     assert recorder.totals["step"] == pytest.approx(1.0), "the totals leave out the first record"
 
 
-def slow_rank_messages(slow_steps, *, ranks=4):
-    """Run 60 steps. The second-to-last rank is slow in `slow_steps`; all ranks have delays."""
+@pytest.fixture
+def slow_rank_messages(monkeypatch, clock):
+    """Run 60 steps of some seconds. The second-to-last rank is slow in `slow_steps`; all ranks have
+    delays."""
+    monkeypatch.setattr(slow_ranks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return partial(_slow_rank_messages, clock)
+
+
+def _slow_rank_messages(clock, slow_steps, *, ranks=4, seconds=1.0):
     generator, found = random.Random(0), []
     slow = SlowRanks([f"node{rank // 2}" for rank in range(ranks)])
     for number in range(1, 61):
+        clock.now += seconds
         own = [
             generator.uniform(0.95, 1.05) * generator.choice([1.0] * 9 + [3.0])
             for _ in range(ranks)
@@ -108,7 +117,7 @@ def slow_rank_messages(slow_steps, *, ranks=4):
     return found, slow.note
 
 
-def test_slow_rank_is_reported_at_start_and_end():
+def test_slow_rank_is_reported_at_start_and_end(slow_rank_messages):
     assert slow_rank_messages(range(0)) == ([], None)
     ((begin, first), (end, second)), note = slow_rank_messages(range(20, 40))
     assert re.match("slow: rank 2 on node1 takes [12].[90] times as long for a step as the", first)
@@ -119,6 +128,14 @@ def test_slow_rank_is_reported_at_start_and_end():
     ((_, first),), note = slow_rank_messages(range(20, 61), ranks=2)
     assert "slow: rank 0 on node0 takes " in first
     assert re.fullmatch("rank 0 slow x[12].[90]", note)
+
+
+def test_rank_is_slow_only_after_three_seconds(slow_rank_messages):
+    assert slow_rank_messages(range(20, 40), seconds=0.1) == ([], None)
+    ((number, text),), note = slow_rank_messages(range(5, 61), seconds=0.1)
+    assert 34 <= number <= 36
+    assert text.endswith("since step 5 (3 s)")
+    assert note.startswith("rank 2 slow")
 
 
 VERDICTS = [

@@ -213,6 +213,22 @@ def test_page_of_several_runs(tmp_path, browser):
     assert browser.problems == []
 
 
+def test_runs_of_different_recipes_are_compared_by_state(tmp_path):
+    make_run(tmp_path / "one", 10)
+    other = make_run(tmp_path / "two", 10)
+    recipe = other.path / "recipe.yaml"
+    text = recipe.read_text()
+    for key, value in (("seed", 5), ("workers", 3), ("warmup_steps", 1), ("weight_decay", 0.5),
+                       ("shuffle_buffer", 99), ("sequence_length", 8), ("max_grad_norm", 2.0)):  # fmt: skip
+        text = re.sub(rf"\b{key}: .*", f"{key}: {value}", text)
+    recipe.write_text(text)
+    out = tmp_path / "report.html"
+    assert main.main(["report", str(tmp_path), f"out={out}"]) == 0
+    first, *others = re.findall(r"<table>.*?</table>", out.read_text(), re.DOTALL)
+    assert "data.workers" not in first
+    assert any("data.workers" in table for table in others)
+
+
 def test_page_of_a_plan(tmp_path, browser):
     plan = as_json(RECIPE, example_plan(), example_ladder())
     out = tmp_path / "plan.html"
