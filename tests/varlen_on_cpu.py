@@ -1,6 +1,6 @@
-"""torch's variable-length attention on a CPU: kernels in plain torch for the operator that a GPU has, to see its values.
+"""CPU kernels for torch's variable-length attention, to check its values without a GPU.
 
-They refuse what the kernels of a GPU refuse, which the operator's fake kernel does not check.
+They reject the inputs that the GPU kernels reject. The operator's fake kernel does not check them.
 """
 
 from itertools import pairwise
@@ -9,13 +9,13 @@ import torch
 from torch.nn.attention import varlen
 
 CALLS = {"forward": 0, "backward": 0}
-"""How often each kernel ran in this process."""
+"""Number of calls of each kernel in this process."""
 
 
 def check_heads(query, key, value):
-    """What the kernel of a GPU asks for."""
+    """Asserts the requirements of the GPU kernels."""
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
-    assert len(sizes) == 1, f"one head size, not {sizes}"
+    assert len(sizes) == 1, f"head sizes differ: {sizes}"
     size = sizes.pop()
     assert size % 8 == 0, f"a head size of {size} is not a multiple of 8"
     assert size <= 256, f"a head size of {size} is more than 256"
@@ -23,7 +23,10 @@ def check_heads(query, key, value):
 
 
 def _documents(query, key, value, bounds, scale, window, causal):
-    """For each document: where it is, q, k, v (heads, tokens, size), with k and v repeated for grouped heads, and scores."""
+    """Yields for each document: its slice; q, k and v (heads, tokens, size); and the scores.
+
+    For grouped heads, k and v are repeated.
+    """
     bounds = bounds.tolist()
     left, right = window or (-1, -1)
     for start, end in pairwise(bounds):
@@ -103,6 +106,6 @@ def _backward(
 
 
 def register():
-    """For the rest of the process."""
+    """Registers the kernels for the rest of the process."""
     varlen._varlen_attn.register_kernel("cpu")(_forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
