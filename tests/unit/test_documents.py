@@ -55,7 +55,7 @@ def code_blocks(document):
 
 
 def commands(text):
-    """Returns the commands in a text. Joins continuation lines, removes prompts and comment signs."""
+    """Returns the commands in a text, without prompts and comment signs, with joined lines."""
     lines = [re.sub(r"^\s*(#|\$)?\s*", "", line) for line in text.splitlines()]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [line for line in joined.splitlines() if re.match(PROGRAMS, line)]

@@ -47,7 +47,7 @@ def module_name(file):
 
 
 def imports(file):
-    """Yields imports below `launcher`: `recipe.load`, or `recipe` if the package defines the name."""
+    """Yields imports below `launcher`: `recipe.load`, or `recipe` if the package has the name."""
     for node in ast.walk(ast.parse(file.read_text())):
         if (
             isinstance(node, ast.ImportFrom)

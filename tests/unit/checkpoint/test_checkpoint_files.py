@@ -1,4 +1,4 @@
-"""Files of checkpoints: damage of every kind, the newest valid one, pruning."""
+"""Checkpoint files: detection of damage, the newest valid checkpoint, pruning."""
 
 import errno
 import fcntl
@@ -87,7 +87,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_reported_and_skipped(tmp_path, damage, messages):
+def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, damage, messages):
     older, newest = write(tmp_path, 10), write(tmp_path, 20)
     assert verify(newest) is None
     do, words = DAMAGE[damage]
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_reported_and_skipped(tmp_path, damage, messages
     assert words in message
 
 
-def test_only_damaged_checkpoints_are_an_error(tmp_path):
+def test_no_valid_checkpoint_raises(tmp_path):
     assert newest_valid(list_checkpoints(tmp_path)) is None
     assert newest_valid(list_checkpoints(tmp_path / "absent")) is None
     for step in (1, 2):
@@ -119,7 +119,10 @@ def test_each_file_is_checked_by_one_rank(tmp_path):
 
 
 def killed_while_saving(folder, moment):
-    """The exit status of a process that saves step 5 and dies before this change of the folder."""
+    """Saves step 5 in a child process that exits before the given file operation.
+
+    Returns its exit status.
+    """
     left = [moment]
 
     def hook(event, args):
@@ -140,7 +143,7 @@ def killed_while_saving(folder, moment):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_save_killed_at_any_moment_leaves_no_damaged_checkpoint(tmp_path):
+def test_killed_save_leaves_no_damaged_checkpoint(tmp_path):
     older, newer, statuses = write(tmp_path, 4), tmp_path / "step_00000005", []
     while 0 not in statuses:
         statuses.append(killed_while_saving(tmp_path, len(statuses)))
@@ -150,7 +153,7 @@ def test_a_save_killed_at_any_moment_leaves_no_damaged_checkpoint(tmp_path):
     assert statuses == [9] * (len(statuses) - 1) + [0]
     assert len(statuses) >= 7
     prune(tmp_path, keep_last=5)
-    assert os.listdir(tmp_path) == ["step_00000004"], "scratch folders are left"
+    assert os.listdir(tmp_path) == ["step_00000004"], "scratch folders must be removed"
 
 
 def test_prune_keeps_last_milestones_and_best(tmp_path):
@@ -159,27 +162,27 @@ def test_prune_keeps_last_milestones_and_best(tmp_path):
     prune(tmp_path, keep_last=2, keep_every=40, best_step=30)
     assert steps(tmp_path) == [30, 40, 80, 90, 100]
     files.discard_newer(tmp_path, 80)
-    assert steps(tmp_path) == [30, 40, 80], "after going back"
+    assert steps(tmp_path) == [30, 40, 80], "newer checkpoints must be removed"
     prune(tmp_path, keep_last=1)
     assert steps(tmp_path) == [80]
 
 
-def test_prune_never_touches_the_newest_valid_one(tmp_path):
+def test_prune_keeps_the_newest_valid_checkpoint(tmp_path):
     for step in range(1, 6):
         write(tmp_path, step)
     for step in (3, 4, 5):
         (tmp_path / files.checkpoint_name(step) / "commit.json").unlink()
     prune(tmp_path, keep_last=1)
-    assert steps(tmp_path) == [2, 3, 4, 5], "damaged ones go when they are older than what is kept"
+    assert steps(tmp_path) == [2, 3, 4, 5], "newer damaged checkpoints must be kept"
     write(tmp_path, 6)
     prune(tmp_path, keep_last=1)
     assert steps(tmp_path) == [6]
     (tmp_path / files.checkpoint_name(6) / "commit.json").unlink()
     prune(tmp_path, keep_last=1)
-    assert steps(tmp_path) == [6], "nothing is deleted where nothing is valid"
+    assert steps(tmp_path) == [6], "the only checkpoint must be kept, even if damaged"
 
 
-def test_space_is_checked(tmp_path):
+def test_insufficient_disk_space_is_refused(tmp_path):
     files.check_space(tmp_path / "checkpoints", 1000)
     text = r"one checkpoint takes 1,048,576.00 GiB, and .* has [\d,.]+ GiB free"
     with pytest.raises(RecipeError, match=text):
@@ -190,8 +193,11 @@ def test_space_is_checked(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
-def test_a_file_system_without_direct_writing(tmp_path, monkeypatch, number):
-    """Direct I/O fails at once or at the first write, or writes are short: the file is the same."""
+def test_file_is_written_without_direct_io(tmp_path, monkeypatch, number):
+    """Direct I/O fails when it is enabled or at the first write, and writes are short.
+
+    The file is the same.
+    """
     data = bytes(range(256)) * 100  # not a multiple of 4,096
     padded = torch.zeros(28672 + 4096, dtype=torch.uint8)
     padded = padded[-padded.data_ptr() % 4096 :][:28672]
@@ -248,7 +254,7 @@ def saved(tmp_path, group):
         device=torch.device("cpu"),
         optimizer=optimizer,
     )
-    random.gauss(0, 1)  # keeps the second of a pair
+    random.gauss(0, 1)  # the generator stores the second value of a pair
     checkpointer.save(
         1,
         state.model_and_optimizer(module, optimizer),
@@ -286,7 +292,7 @@ def test_one_process_saves_and_loads(saved, group):
     assert tensors["optimizer.0.bias.step"] == 1
 
 
-def test_a_checkpoint_of_another_model_is_refused(saved, group):
+def test_checkpoint_of_another_model_is_refused(saved, group):
     tensors = state.model_and_optimizer(*made(second=2))
     del tensors["buffer.1.running_mean"]
     text = "is of another model or optimizer: .*holds buffer.1.running_mean, which the .*more"
@@ -302,7 +308,7 @@ class Bomb:
         return os.mkdir, (str(self.file),)
 
 
-def test_a_pickle_instead_of_a_file_is_not_executed(tmp_path, saved, group):
+def test_pickle_in_a_checkpoint_is_not_executed(tmp_path, saved, group):
     path, *_ = saved
     bomb, tensors = pickle.dumps(Bomb(tmp_path / "executed")), state.model_and_optimizer(*made())
     readers = [
@@ -322,4 +328,4 @@ def test_a_pickle_instead_of_a_file_is_not_executed(tmp_path, saved, group):
         read()
     assert not (tmp_path / "executed").exists()
     pickle.loads(bomb)
-    assert (tmp_path / "executed").exists(), "the bomb is one"
+    assert (tmp_path / "executed").exists(), "loading the pickle must create the folder"

@@ -1,4 +1,4 @@
-"""`launcher status`, on folders built file by file."""
+"""`launcher status` on run folders that the tests construct."""
 
 import os
 import time
@@ -40,7 +40,11 @@ def event(run, name, at, attempt, **more):
 
 @pytest.fixture
 def run(tmp_path):
-    """Three attempts: killed after step 60, failed after step 80, now at step 100. They resumed from the checkpoints of steps 50 and 75."""
+    """A run with three attempts.
+
+    The first was killed after step 60, the second failed after step 80, and the third is at step
+    100. The second resumed from the checkpoint of step 50 and the third from that of step 75.
+    """
     run = RunFolder(tmp_path / "runs/one")
     run.create("")
     metrics(run, 100, start=NOW - 300)
@@ -59,7 +63,7 @@ def run(tmp_path):
     return run
 
 
-def test_where_the_time_was_spent(run):
+def test_time_spent_counts_repeated_steps_and_gaps(run):
     summary = status.summarize(run.path, NOW)
     summary.until = NOW
     expected = {"wall": 500, "counted": 200, "repeated_steps": 10 + 5, "repeated": 15 * 2.0}
@@ -72,7 +76,7 @@ def test_where_the_time_was_spent(run):
     ]
 
 
-def test_one_run(run, capsys, monkeypatch):
+def test_status_of_one_run(run, capsys, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: NOW)
     owner = Ownership.take(run.path, ALONE)
     try:
@@ -93,12 +97,12 @@ def test_one_run(run, capsys, monkeypatch):
     assert all(line == line.rstrip() for line in said.splitlines())
 
 
-def test_a_run_that_died_and_one_that_ended(run, capsys, monkeypatch):
+def test_status_of_a_dead_and_a_failed_run(run, capsys, monkeypatch):
     assert main.main(["status", str(run.path)]) == 0
     assert "died: its process ended without a message" in capsys.readouterr().out
     run.write_status("failed", step=98, reason="hang", error="rank [1] of 2 is behind\nsecond line")
     monkeypatch.chdir(run.path.parent)
-    run.path.rename("lr=0.1")  # of a sweep
+    run.path.rename("lr=0.1")  # the name of a run of a sweep
     assert main.main(["status", "lr=0.1"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("lr=0.1\n")
@@ -107,7 +111,7 @@ def test_a_run_that_died_and_one_that_ended(run, capsys, monkeypatch):
     assert ["owner", "none"] in [line.split() for line in said.splitlines()]
 
 
-def test_a_folder_of_runs(run, capsys):
+def test_status_of_a_folder_of_runs(run, capsys):
     fresh = RunFolder(run.path.parent / "two")
     owner = Ownership.take(fresh.path, ALONE)
     done = RunFolder(run.path.parent / "three")
@@ -135,7 +139,7 @@ def test_a_folder_of_runs(run, capsys):
         ([], "Missing argument 'RUN_DIR'"),
     ],
 )
-def test_a_folder_without_runs_is_refused(command, arguments, shown, tmp_path, capsys, monkeypatch):
+def test_folder_without_runs_is_refused(command, arguments, shown, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main.main([command, *arguments]) == 2
     assert shown in capsys.readouterr().err
