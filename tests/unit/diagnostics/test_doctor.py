@@ -1,4 +1,4 @@
-"""`launcher doctor` on simulated machines. `tests/distributed/test_doctor.py` measures a real one."""
+"""`launcher doctor` on simulated machines. tests/distributed/test_doctor.py uses a real machine."""
 
 import functools
 import json
@@ -26,14 +26,14 @@ MIB = 1024**2
 
 
 def gpu(index):
-    """A healthy H100, as NVML describes it."""
+    """Returns the NVML data of a healthy H100."""
     healthy = {"memory": [81559 * MIB, 4 * MIB], "ecc": 0, "rows": [0, 0, 0, 0], "clocks": 0}
     name = {"uuid": f"GPU-{index}abc", "name": "NVIDIA H100 80GB HBM3"}
     return name | healthy | {"processes": []}
 
 
 class Nvml:
-    """A simulated node with GPUs, which a test may change."""
+    """A simulated node with GPUs. Tests may change its data."""
 
     def __init__(self, monkeypatch):
         self.monkeypatch = monkeypatch
@@ -83,13 +83,13 @@ def test_healthy_gpus(nvml):
         (2, {"lost": 15}, "NVML does not answer for it: GPU is lost"),
     ],
 )
-def test_an_unfit_gpu_is_reported(nvml, index, changes, text):
+def test_unfit_gpu_is_reported(nvml, index, changes, text):
     nvml.gpus[index] |= changes
     (found,) = bad(nvml.findings())
     assert found.startswith(f"GPU {index}: {text}")
 
 
-def test_warnings_of_gpus(nvml):
+def test_gpu_warnings(nvml):
     nvml.gpus[1]["clocks"] = 0x80
     nvml.gpus[2]["memory"] = [40 * GIB, 0]
     found = {one.name: one.text for one in nvml.findings() if one.state == "warning"}
@@ -97,13 +97,13 @@ def test_warnings_of_gpus(nvml):
     assert found["GPUs"].endswith("of 40.0 GiB, driver 570.86.15; not all alike")
 
 
-def test_unsupported_nvml_queries_are_no_problem(nvml):
+def test_unsupported_nvml_queries_are_ignored(nvml):
     kept = ("uuid", "name", "memory")
     nvml.gpus = [{key: gpu[key] for key in kept} | {"old": True} for gpu in nvml.gpus]
     assert bad(nvml.findings()) == []
 
 
-def test_only_the_gpus_of_this_job_count(nvml):
+def test_only_visible_gpus_are_checked(nvml):
     nvml.gpus[0]["processes"] = [1]
     assert [gpu["index"] for gpu in visible_gpus(nvml.query(), "2,GPU-5abc")] == [2, 5]
     assert bad(nvml.findings(visible="2,5", expected=2)) == []
@@ -113,7 +113,7 @@ def test_only_the_gpus_of_this_job_count(nvml):
     assert bad(nvml.findings()) == ["GPUs: 7 of 8 are there"]
 
 
-def test_without_nvml_the_gpus_of_torch_count(nvml):
+def test_without_nvml_torch_counts_the_gpus(nvml):
     nvml.node["error"] = 12
     found = nvml.findings(expected=None, gpus=[])
     assert [finding.state for finding in found] == ["note", "good"]
@@ -125,8 +125,8 @@ def test_without_nvml_the_gpus_of_torch_count(nvml):
     assert bad(nvml.findings()) == ["GPUs: RM has detected an NVML/RM version mismatch."]
 
 
-def test_a_driver_that_hangs_does_not_hang_the_doctor(monkeypatch, tmp_path):
-    """In a separate process, with the installed torch."""
+def test_hanging_driver_is_reported(monkeypatch, tmp_path):
+    """Uses a separate process and the installed torch."""
     path = os.pathsep.join([str(STAND_INS), str(REPOSITORY)])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("FAKE_NVML", json.dumps({"driver": "570", "gpus": [gpu(0)]}))
@@ -157,7 +157,7 @@ def test_a_driver_that_hangs_does_not_hang_the_doctor(monkeypatch, tmp_path):
         ({"error": "torch cannot be imported: x"}, "torch cannot be imported: x"),
     ],
 )
-def test_torch_computes_on_all_gpus(nvml, torch, said):
+def test_gpus_unusable_by_torch_are_reported(nvml, torch, said):
     (found,) = bad(nvml.findings(**torch))
     assert found.startswith(f"torch: {said}")
 
@@ -175,7 +175,7 @@ def test_torch_computes_on_all_gpus(nvml, torch, said):
         (resource.RLIMIT_MEMLOCK, 8 * MIB, "bad", "ulimit -l unlimited"),
     ],
 )
-def test_host_memory_cores_and_limits(monkeypatch, probe, answer, state, said):
+def test_host_memory_cores_and_limits_are_checked(monkeypatch, probe, answer, state, said):
     answers = {"available": 90 * GIB, "cores": 64, "free": 50 * GIB, probe: answer}
     limits = {resource.RLIMIT_NOFILE: 65536, resource.RLIMIT_MEMLOCK: resource.RLIM_INFINITY}
     limits |= answers
@@ -192,7 +192,7 @@ def test_host_memory_cores_and_limits(monkeypatch, probe, answer, state, said):
     assert len(odd) == (len(findings) if state == "good" else 1)
 
 
-def test_disks_and_ports(monkeypatch, tmp_path):
+def test_disks_and_ports_are_checked(monkeypatch, tmp_path):
     assert bad(place_findings(runs=tmp_path / "not/there/yet", shared=tmp_path, port=0)) == []
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(node_checks, "free_bytes", lambda folder: 1000)
@@ -206,7 +206,7 @@ def test_disks_and_ports(monkeypatch, tmp_path):
     assert found[2] == f"network: port {port} cannot be listened on: Address already in use"
 
 
-def test_nodes_with_other_versions_are_reported():
+def test_nodes_with_different_versions_are_reported():
     hosts = {f"n{i}": {"torch": "2.13.0", "driver": "550" if i == 3 else "570"} for i in range(4)}
     (finding,) = group_checks.compare_versions(hosts)
     assert (finding.host, finding.text) == ("n3", "driver 550, but 570 on 3 of 4 nodes")
@@ -223,7 +223,7 @@ def a_report(*findings, nodes=1):
     return Report(findings=list(findings), device="CPU", nodes=nodes, ranks_per_node=2, versions={})
 
 
-def test_nodes_have_their_slurm_names(monkeypatch):
+def test_bad_nodes_use_slurm_node_names(monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "gpu-7")
     states = {"gpu-8": "warning", "gpu-3": "bad", report.ALL_NODES: "bad"}
     findings = [finding(state, host=host) for host, state in states.items()]
@@ -233,7 +233,10 @@ def test_nodes_have_their_slurm_names(monkeypatch):
 
 
 def shared(node, seen):
-    """What the first rank of a node found in the shared folder; seen: nodes."""
+    """Returns the result of the shared-folder check by the first rank of a node.
+
+    seen: the nodes whose files it sees.
+    """
     return {"wrote": f"f{node}", "problem": None, "seen": [f"f{other}" for other in seen]}
 
 
@@ -250,7 +253,10 @@ RATES = {
 
 
 def results(changes=None, *, nodes=4):
-    """What two ranks of each node found. changes: by rank; `rates` are added to those of RATES."""
+    """Returns the results of two ranks per node.
+
+    changes: by rank; the entries of `rates` replace those of RATES.
+    """
     found = []
     for rank in range(2 * nodes):
         mine = {"host": f"n{rank // 2}", "gpu": rank % 2, "offset": 0.0, "sum": True}
@@ -269,7 +275,7 @@ def slow(rank, name, rate):
 
 
 def sees(seen):
-    """seen: by node, the nodes whose files it sees."""
+    """Changes results so that each node in `seen` sees only the files of the given nodes."""
     return {2 * node: {"shared": shared(node, others)} for node, others in seen.items()}
 
 
@@ -285,7 +291,7 @@ OFTEN = "this node and the others do not see within 10 s"
         (slow(6, "link", 1e10), "n3", "GPU 0 (rank 6) exchanges data with other nodes at 25% of"),
         (slow(1, "intra_node_bandwidth", 1e10), "n0", "GPU 1 (rank 1) runs collectives within"),
         ({4: {"offset": -9.0}, 5: {"offset": -9.0}}, "n2", "9 s behind the other nodes'"),
-        # By its own clock it is the others
+        # The clock of n0 is behind, so n0 measures an offset of all other nodes
         ({rank: {"offset": 9.0} for rank in EVERY[2:]}, "n0", "9 s behind the other nodes'"),
         ({rank: {"offset": rank // 4 * 9.0} for rank in EVERY}, "all nodes", "n3's is 9 s ahead"),
         ({4: {"shared": {"wrote": None, "problem": "/x is full", "seen": []}}}, "n2", "/x is full"),
@@ -297,13 +303,13 @@ OFTEN = "this node and the others do not see within 10 s"
         ({rank: {"sum": False} for rank in EVERY}, "all nodes", "gives a wrong sum"),
     ],
 )
-def test_an_unusual_node_is_reported(changes, host, said):
+def test_deviating_node_is_reported(changes, host, said):
     (found,) = [finding for finding in judged(changes) if finding.state == "bad"]
     assert found.host == host
     assert found.text.startswith(said)
 
 
-def test_of_two_nodes_neither_is_blamed():
+def test_two_differing_nodes_are_not_blamed():
     changes = sees({0: [0], 1: [1]}) | {3: {"offset": 9.0}}
     changes[2]["offset"] = 9.0
     found = [finding for finding in judged(changes, nodes=2) if finding.state != "good"]
@@ -312,8 +318,8 @@ def test_of_two_nodes_neither_is_blamed():
 
 
 @pytest.mark.parametrize("nodes", range(1, 10))
-def test_a_slow_link_is_distinguished_from_its_neighbours(nodes):
-    """What each node measures if one is slow: the better of its two links."""
+def test_slow_link_is_attributed_to_one_node(nodes):
+    """Each node measures two links and reports the faster one."""
     links = measurements.node_links(nodes)
     assert len({frozenset(link) for link in links}) == len(links)
     for node in range(nodes):
@@ -327,7 +333,7 @@ def test_a_slow_link_is_distinguished_from_its_neighbours(nodes):
         assert {one.host for one in found if one.state == "bad"} == {f"n{slowest}"}
 
 
-def test_equal_ranks_are_fit():
+def test_similar_ranks_are_fit():
     assert [finding.state for finding in judged({})] == ["good"]
     changes = {4: {"offset": 1.0}, 5: {"offset": 1.0}}
     assert [finding.state for finding in judged(changes)] == ["warning"]
@@ -335,8 +341,8 @@ def test_equal_ranks_are_fit():
     assert {f.state for f in group_checks.judge(slow_core, cpu=True)} == {"warning", "good"}
 
 
-def test_a_folder_that_is_not_shared_is_reported(monkeypatch, tmp_path):
-    """Node 0 of three; node 1 writes elsewhere, node 2 cannot write."""
+def test_unshared_folder_is_reported(monkeypatch, tmp_path):
+    """Node 0 of three nodes. Node 1 writes to another folder, node 2 cannot write."""
     others = ["other", None]
     monkeypatch.setattr(group_checks.dist, "barrier", lambda group: None)
     monkeypatch.setattr(group_checks, "gather", lambda name, ranks: [name, *others])
@@ -344,7 +350,7 @@ def test_a_folder_that_is_not_shared_is_reported(monkeypatch, tmp_path):
     check = functools.partial(group_checks.check_shared, ranks=ranks, first=True, seconds=0.1)
     found = check(tmp_path)
     assert found["seen"] == [found["wrote"]]
-    assert list(tmp_path.iterdir()) == [], "its own is taken away"
+    assert list(tmp_path.iterdir()) == [], "its own file must be removed"
     (tmp_path / "other").touch()
     assert len(check(tmp_path)["seen"]) == 2
     assert check(tmp_path, first=False) is None
@@ -353,7 +359,7 @@ def test_a_folder_that_is_not_shared_is_reported(monkeypatch, tmp_path):
     assert found["seen"] == []
 
 
-def test_rates_are_those_of_the_slowest_rank():
+def test_report_contains_the_rates_of_the_slowest_rank():
     found = results(slow(5, "half_flops", 500e12))
     for one in found:
         del one["rates"]["inter_node_bandwidth"]
@@ -364,7 +370,7 @@ def test_rates_are_those_of_the_slowest_rank():
 
 @pytest.fixture
 def faked(monkeypatch, tmp_path):
-    """`launcher doctor` on a machine whose findings are in the list."""
+    """Replaces the checks of `launcher doctor`. Returns the list of findings that it reports."""
     findings, versions = [finding("good", name="torch")], {"torch": "2.13.0", "gpus": 0}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(node_checks, "examine", lambda **node: (findings, versions))
@@ -377,7 +383,7 @@ def faked(monkeypatch, tmp_path):
     return findings
 
 
-def test_node_prints_one_line(faked, capsys):
+def test_doctor_node_option_prints_one_line(faked, capsys):
     assert main.main(["doctor", "--node"]) == 0
     assert capsys.readouterr().out.count("\n") == 1
     faked += [finding("warning"), finding("bad", "not free: 40.0 GiB in use", host="n1")]
@@ -411,7 +417,7 @@ sys.exit(1)
 """
 
 
-def test_ranks_that_fail_or_hang_are_a_finding(monkeypatch):
+def test_failed_and_hanging_ranks_are_reported(monkeypatch):
     def measured(program):
         monkeypatch.setattr(spawn, "TORCHRUN", [sys.executable, "-c", program])
         return bad(command.measured(2, a_report()).findings)
@@ -423,7 +429,7 @@ def test_ranks_that_fail_or_hang_are_a_finding(monkeypatch):
     assert "one of them hangs" in measured("import time; time.sleep(60)")[0]
 
 
-def test_equal_findings_are_merged(capsys):
+def test_equal_findings_of_nodes_are_merged(capsys):
     nodes = [f"n{i}" for i in range(4)]
     findings = [finding("good", "2.13", name="torch", host=node) for node in nodes]
     findings += [finding("good", f"{node} GiB", name="disk", host=node) for node in nodes]

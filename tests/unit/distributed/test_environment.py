@@ -1,4 +1,7 @@
-"""Where a process stands among the others, read from variables that are handed in: the test's own are not touched."""
+"""Rank and world size from environment variables, the process group, and CUDA settings.
+
+The tests pass the variables as an argument and do not change the environment.
+"""
 
 import dataclasses
 import os
@@ -56,7 +59,7 @@ RANK_1 = dataclasses.replace(
             {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"},
             Environment(job="7", job_restart_count=3),
         ),
-        (  # a successor has the id of the first job
+        (  # a successor job uses the id of the first job
             {"SLURM_JOB_ID": "9", "LAUNCHER_JOB": "7", "LAUNCHER_START": "2"},
             Environment(job="7", job_restart_count=2),
         ),
@@ -65,15 +68,15 @@ RANK_1 = dataclasses.replace(
         ({"SLURM_STEP_NUM_TASKS": "1"}, Environment()),
     ],
 )
-def test_read_environment(variables, environment):
+def test_read_environment_of_each_launcher(variables, environment):
     read = read_environment(variables)
     assert read == dataclasses.replace(environment, parent=os.getppid())
     assert read.main == (environment.rank == 0)
     assert read.restarted == (environment.restart_count + environment.job_restart_count > 0)
 
 
-def test_objects_on_a_gpu_travel_over_the_cpu(monkeypatch):
-    """Without a GPU an object that went to the device would fail."""
+def test_python_objects_are_exchanged_over_gloo(monkeypatch):
+    """Without a GPU, sending an object to the device would raise."""
     assert process_group.BACKENDS["cuda"] == "cpu:gloo,cuda:nccl"
     alone = Environment()
 
@@ -123,12 +126,12 @@ INTEGER = "must be an integer; start through torchrun, or unset it"
         ),
     ],
 )
-def test_refused(variables, message):
+def test_incomplete_and_invalid_variables_are_refused(variables, message):
     with pytest.raises(RecipeError, match=f"^{message}"):
         read_environment(variables)
 
 
-def test_the_agent_gets_the_reason(tmp_path):
+def test_tell_agent_writes_the_error_file(tmp_path):
     file = tmp_path / "error.json"
     environment = read_environment(TORCHRUN | {"TORCHELASTIC_ERROR_FILE": str(file)})
     environment.tell_agent("the recipe is wrong")
@@ -154,7 +157,7 @@ WORKSPACE, USERS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, {"CUBLAS_WORKSPACE_CO
         (USERS, True, EXPANDABLE | USERS),
     ],
 )
-def test_cuda_settings_of_the_user_are_kept(before, deterministic, after):
+def test_user_cuda_settings_are_kept(before, deterministic, after):
     variables = dict(before)
     prepare_cuda(variables, deterministic=deterministic)
     assert variables == after | RECORDER
