@@ -41,14 +41,14 @@ def record(run_dir):
 
 
 def rewrite(run_dir, **changes):
-    """Changes the owner in the record."""
+    """Changes fields of the owner in the newest record."""
     file = record(run_dir)
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @pytest.fixture
 def take(tmp_path):
-    """Takes tmp_path/run; all are released at the end."""
+    """A function that locks tmp_path/run. All locks are released at the end of the test."""
     taken = []
 
     def one(environment=ALONE):
@@ -70,7 +70,7 @@ def everything(folder):
     return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_one_of_several_racing_processes_takes_the_lock_and_the_others_change_nothing(tmp_path):
+def test_only_one_of_several_processes_gets_the_lock(tmp_path):
     command = [sys.executable, "-c", RACE, str(tmp_path / "run"), str(time.time() + 1.0)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     racers = [subprocess.Popen(command, cwd=REPOSITORY, **pipes) for _ in range(4)]
@@ -86,7 +86,7 @@ def test_one_of_several_racing_processes_takes_the_lock_and_the_others_change_no
         with pytest.raises(RecipeError, match=text):
             Ownership.take(tmp_path / "run", ALONE)
         assert everything(tmp_path) == before
-        winner.kill()  # it releases nothing
+        winner.kill()  # a killed process does not release the lock
         winner.wait(10)
         after = Ownership.take(tmp_path / "run", ALONE)
         assert after.name == "00000002.json"
@@ -97,7 +97,7 @@ def test_one_of_several_racing_processes_takes_the_lock_and_the_others_change_no
             racer.communicate(timeout=10)
 
 
-def test_a_released_folder_and_one_with_a_reused_process_id_are_free(take, tmp_path):
+def test_released_and_stale_locks_can_be_taken(take, tmp_path):
     first = take()
     assert current_owner(tmp_path / "run")[1] is True
     first.release()
@@ -111,22 +111,18 @@ def test_a_released_folder_and_one_with_a_reused_process_id_are_free(take, tmp_p
     assert take().name == "00000003.json"
 
 
-def test_the_heartbeat_of_an_owner_on_another_machine_is_watched_without_comparing_clocks(
-    take, tmp_path, quick, caplog
-):
+def test_remote_heartbeat_is_checked_without_comparing_clocks(take, tmp_path, quick, caplog):
     mine = take()
     rewrite(tmp_path / "run", machine="another", host="node7", pid=1)
     with pytest.raises(RecipeError, match="process 1 on node7"):
-        take()  # it touches its record
+        take()  # the owner updates the time of its record
     mine._released.set()
-    os.utime(record(tmp_path / "run"), (4e9, 4e9))  # a file server whose clock is far ahead
+    os.utime(record(tmp_path / "run"), (4e9, 4e9))  # the clock of the file server is far ahead
     assert take().name == "00000002.json"
     assert re.search(r"process 1 on node7.*waiting up to 1 s for a heartbeat", caplog.text)
 
 
-def test_the_same_job_with_a_higher_restart_count_takes_over_and_the_old_owner_writes_nothing(
-    take, tmp_path, caplog
-):
+def test_restarted_job_takes_over_and_fences_off_the_owner(take, tmp_path, caplog):
     job = dataclasses.replace(ALONE, job="17")
     folder = RunFolder(tmp_path / "run")
     folder.ownership = take(job)
@@ -137,7 +133,7 @@ def test_the_same_job_with_a_higher_restart_count_takes_over_and_the_old_owner_w
     follower.check()
     with pytest.raises(RecipeError, match="Slurm job 17"):
         take(job)
-    rewrite(tmp_path / "run", machine="another", host="node7")  # a node that Slurm has lost
+    rewrite(tmp_path / "run", machine="another", host="node7")  # Slurm lost the node
     take(dataclasses.replace(job, job_restart_count=1))
     assert "heartbeat" not in caplog.text
     before = everything(tmp_path)
@@ -180,16 +176,20 @@ NODE, LOCAL = owner(run_id="x", meeting_point="node1:1"), owner(run_id="x", meet
         (owner("2", 1), owner("1"), False),
         (owner(), owner(), False),
         (NODE, NODE, True),
-        (NODE, owner(run_id="x", meeting_point="node2:1"), False),  # another torchrun of this id
-        (LOCAL, LOCAL, False),  # every machine has a localhost
+        (
+            NODE,
+            owner(run_id="x", meeting_point="node2:1"),
+            False,
+        ),  # another torchrun with the same id
+        (LOCAL, LOCAL, False),  # localhost does not identify a machine
     ],
 )
-def test_later_starts_of_the_same_job(new, old, later):
+def test_succeeds_only_for_later_starts_of_a_job(new, old, later):
     assert succeeds(new, old) is later
 
 
-def test_a_slow_process_does_not_take_a_folder_back(take, tmp_path, monkeypatch):
-    """It found owner 1 dead, and creates number 2 after others created 2 and 3."""
+def test_slow_process_does_not_overwrite_a_newer_lock(take, tmp_path, monkeypatch):
+    """The process finds owner 1 dead. It creates record 2 after others created records 2 and 3."""
     take()
     rewrite(tmp_path / "run", started=0)
     create = lock._create
@@ -208,7 +208,7 @@ def test_a_slow_process_does_not_take_a_folder_back(take, tmp_path, monkeypatch)
     assert names == records
 
 
-def test_events_count_attempts_and_an_incomplete_line_is_skipped(tmp_path):
+def test_events_count_attempts_and_skip_incomplete_lines(tmp_path):
     folder = RunFolder(tmp_path)
     folder.log.mkdir()
     folder.note("started", ranks=2)
@@ -228,7 +228,7 @@ def test_events_count_attempts_and_an_incomplete_line_is_skipped(tmp_path):
     assert (lines[1]["found"], lines[1]["found_step"]) == ("running", 9)
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_file_instead_of_run_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(RecipeError, match="cannot be written to: Not a directory"):
         Ownership.take(tmp_path / "run", ALONE)
