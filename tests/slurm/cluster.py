@@ -1,8 +1,11 @@
-"""A real Slurm of a few virtual nodes on this machine: munge, slurmctld, and a slurmd in namespaces of its own for each node.
+"""A real Slurm cluster of virtual nodes on this machine.
 
-Needs root, namespaces, and Debian's munge, slurmctld, slurmd and slurm-client. Everything lies in one folder, and nothing
-is left when the context ends. Where the machine has a freezer cgroup, jobs are tracked by cgroups, as in production: then
-only the first process of each task gets a signal.
+It runs munge, slurmctld, and one slurmd per node. Each slurmd has its own namespaces. The cluster
+needs root, namespaces, and the Debian packages munge, slurmctld, slurmd and slurm-client. All its
+files are in one folder. At exit, all processes and cgroups are removed.
+
+If the machine has a freezer cgroup, Slurm tracks jobs by cgroups, as in production. In this case
+only the first process of each task receives a signal.
 """
 
 import contextlib
@@ -31,8 +34,10 @@ slurmd -D -N "$NODE" &
 trap 'exit 0' TERM
 while :; do sleep 1000 & wait $!; done
 """
-"""Of a node's first process, which stays, and with which the kernel ends all others of the node. No name server is asked:
-torch looks up names for as long as one may take to answer."""
+"""Script of the first process of a node. When it ends, the kernel ends all processes of the node.
+
+Name servers are disabled, because torch waits for their replies.
+"""
 
 _CONFIGURATION = """
 ClusterName=bed
@@ -81,7 +86,7 @@ PartitionName=high Nodes=n[1-{nodes}] PriorityTier=10 PreemptMode=OFF DefaultTim
 
 
 def unavailable():
-    """Why there can be no cluster here; None where there can."""
+    """Returns why no cluster can be started here, or None."""
     missing = [program for program in PROGRAMS if shutil.which(program, path=_PATH) is None]
     if missing:
         return f"{', '.join(missing)} not found (Debian: apt-get install --no-install-recommends munge slurmctld slurmd slurm-client)"
@@ -124,7 +129,7 @@ class Cluster:
             process.wait(timeout=20)
         left = [self._cgroup(node) for node in self.nodes if self.proctrack == "cgroup"]
         deadline = time.monotonic() + 10
-        # A killed process is in its group until it has been reaped
+        # A killed process stays in its cgroup until it is reaped
         while left and time.monotonic() < deadline:
             for cgroup in left:
                 for folder, _, _ in os.walk(cgroup, topdown=False):
@@ -160,7 +165,7 @@ class Cluster:
             lines += f"NodeName={node} NodeAddr=127.0.1.{number} Port={port + number} CPUs=2 "
             lines += f"RealMemory=4000 Gres=gpu:{self._gpus} State=UNKNOWN\n"
         devices = [str(self.bed / f"gpu{number}") for number in range(self._gpus)]
-        for device in devices:  # Slurm takes a GPU for one only if it has a device
+        for device in devices:  # Slurm accepts a GPU only if it has a device file
             os.mknod(device, 0o020666, os.makedev(1, 3))
         cgroup = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
         gres = f"AutoDetect=off\nNodeName=n[1-{count}] Name=gpu File={','.join(devices)}\n"
@@ -176,7 +181,7 @@ class Cluster:
         (self.bed / "key").write_bytes(os.urandom(256))
 
     def boot(self, node):
-        """Starts a node, or starts it again."""
+        """Starts or restarts a node."""
         cgroup = str(self._cgroup(node)) if self.proctrack == "cgroup" else ""
         self._start(node, [*UNSHARE, _NODE], NODE=node, BED=str(self.bed), CGROUP=cgroup)
 
@@ -186,7 +191,7 @@ class Cluster:
         self._processes[node].wait(timeout=20)
 
     def kill_daemon(self, node):
-        """Ends a node's slurmd alone: Slurm gives the node up, and what runs there goes on."""
+        """Kills only the slurmd of a node. Slurm loses the node, but its processes keep running."""
         pid = self._processes[node].pid
         first = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
         space = os.readlink(f"/proc/{first}/ns/pid")
@@ -197,7 +202,7 @@ class Cluster:
                     os.kill(int(folder.name), signal.SIGKILL)
 
     def run(self, *command, check=True):
-        """A command that knows the cluster."""
+        """Runs a command in the environment of the cluster."""
         done = subprocess.run(
             [str(word) for word in command],
             env=self.environment,
@@ -211,12 +216,12 @@ class Cluster:
         return done
 
     def idle(self):
-        """Number of nodes that have nothing to do."""
+        """Returns the number of idle nodes."""
         said = self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%T", check=False).stdout
         return said.split().count("idle")
 
     def job(self, job):
-        """What Slurm says of a job, key by key; empty where it does not know it."""
+        """Returns the fields of a job from scontrol, or an empty dict for an unknown job."""
         said = self.run("scontrol", "show", "job", "--oneliner", job, check=False).stdout
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
@@ -233,7 +238,7 @@ class Cluster:
         return result
 
     def diagnosis(self):
-        """For who looks into a failed test."""
+        """Returns the queue, the nodes and the ends of the logs, for messages of failed tests."""
         queries = ["squeue"], ["sinfo", "-N", "-l"]
         told = [self.run(*query, check=False).stdout for query in queries]
         for log in (*self.bed.glob("*.out"), *self.bed.glob("slurmctld.log")):

@@ -1,4 +1,4 @@
-"""The cluster, once for all tests; a clear word where there can be none."""
+"""The Slurm cluster for all tests. Without Slurm, the tests are skipped with the reason."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ def cluster():
         pytest.skip(message)
     bed = tempfile.mkdtemp(
         prefix="slurm-"
-    )  # munge wants a folder that all may enter, which those of pytest are not
+    )  # munge needs a folder that every user may enter; pytest's are private
     try:
         with Cluster(bed, nodes=4, gpus=2) as cluster:
             assert (

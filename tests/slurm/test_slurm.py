@@ -1,7 +1,7 @@
-"""Jobs on a real Slurm: submitted, warned, preempted, requeued, cancelled, failing, swept, and what they leave behind.
+"""Jobs on a real Slurm: submission, warning, preemption, requeue, cancellation, failures, sweeps.
 
-The cluster has four nodes of two CPUs. All jobs of the first part are submitted at once and looked at in turn: the one that is
-disturbed has n1 and n2 for itself.
+The cluster has four nodes with two CPUs each. The fixture `jobs` submits all jobs of the first part
+at once. Only the job `disturbed` uses n1 and n2.
 """
 
 import functools
@@ -30,22 +30,22 @@ slurm: {max_restarts: 0, lead: 60, time: "30"}
 WARN = ("scancel", "--batch", "--signal=USR1")
 OTHERS = "sbatch_extra=--exclude=n1,n2"
 CANCELLED = "we ird'\"; $(touch HACKED) `touch HACKED` # %j &"
-"""The name of a job, and of its folder."""
+"""Name of a job and of its folder."""
 
 
 class Jobs:
-    """`launcher submit` in a folder, as a user types it there."""
+    """Runs launcher commands in a folder and reads the files of its runs."""
 
     def __init__(self, cluster, folder, *, every_steps=30):
         self.cluster, self.folder = cluster, folder
         recipe = RECIPE.replace("FOLDER", str(folder)).replace("EVERY", str(every_steps))
         (folder / "job.yaml").write_text(recipe)
         self.fails = f"data.arguments.fail={folder}/fail"
-        """Makes a run fail while there is such a file."""
+        """With this override a run fails while the file exists."""
         (folder / "fail").touch()
 
     def begin(self, *words):
-        """Starts a command that goes on; `communicate` ends it."""
+        """Starts a command in the background. `communicate` waits for its end."""
         variables = {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
         return subprocess.Popen(
             [sys.executable, "-m", "launcher.cli.main", *words],
@@ -64,7 +64,7 @@ class Jobs:
         return said
 
     def submit(self, name, *words, status=0):
-        """Returns the job's id; if it is refused, what is printed."""
+        """Returns the id of the job, or the output if the submission is refused."""
         recipe = ["recipe=job.yaml", f"run.name={json.dumps(name)}"]
         said = self.launcher("submit", *recipe, *words, status=status)
         return said if status else said.partition("submitted job ")[2].partition(":")[0]
@@ -73,7 +73,7 @@ class Jobs:
         return self.folder / "runs" / name
 
     def lines(self, name, file):
-        """Of a .jsonl file; the last may not be complete yet."""
+        """Reads a .jsonl file, without an incomplete last line."""
         file = self.run_dir(name) / file
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
@@ -92,7 +92,7 @@ class Jobs:
         return [line[key] for line in events if line["event"] == event]
 
     def successors(self, name):
-        """Ids of the jobs that go on where another one was ended, by Slurm's state of each."""
+        """Returns the Slurm state of each successor job, by id."""
         lines = self.lines(name, "slurm/submissions.jsonl")
         return {line["job"]: self.cluster.state(line["job"]) for line in lines if "after" in line}
 
@@ -104,7 +104,7 @@ class Jobs:
         return "".join(log.read_text() for log in logs)
 
     def trains(self, name, *, start, steps=3):
-        """Waits until the run has trained so many steps in its n-th start."""
+        """Waits until start number `start` of the run has trained `steps` steps."""
 
         def condition():
             began = self.events(name, "started", "time")[start - 1 : start]
@@ -114,7 +114,7 @@ class Jobs:
         self._wait(condition, name, 90, f"{steps} steps of {name} in start {start}")
 
     def ends(self, name, job, expected="COMPLETED", seconds=120):
-        """Waits until the job has left the queue, in this state."""
+        """Waits until the job has ended, and asserts its final state."""
         over, what = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}, f"job {job}"
         self._wait(lambda: self.cluster.state(job) in over, name, seconds, f"the end of {what}")
         assert self.cluster.state(job) == expected, self.log(name)
@@ -139,7 +139,7 @@ def final_state(run_dir):
 
 
 def same_as(jobs, name, other):
-    """Each step once, the same losses, and the same bits in the end."""
+    """Asserts that two runs have equal steps and losses and a bit-identical final state."""
     mine, whole = jobs.records(name), jobs.records(other)
     assert jobs.steps(name) == jobs.steps(other) == list(range(1, len(whole) + 1))
     for key in ("loss", "grad_norm"):
@@ -153,7 +153,7 @@ def same_as(jobs, name, other):
 
 @pytest.fixture(scope="module")
 def jobs(cluster, tmp_path_factory):
-    """All jobs of the first part, submitted."""
+    """Submits all jobs of the first part."""
     jobs = Jobs(cluster, tmp_path_factory.mktemp("jobs"))
     two = ["nodes=2", "cpus=2", "sbatch_extra=--nodelist=n1,n2"]
     jobs.disturbed = jobs.submit("disturbed", *two)
@@ -176,7 +176,7 @@ def jobs(cluster, tmp_path_factory):
     cluster.run("scancel", "--user=root")
 
 
-def test_a_second_submission_of_a_run_folder_is_refused(jobs):
+def test_second_submission_of_a_run_folder_is_refused(jobs):
     said = jobs.submit("disturbed", status=2)
     assert f"runs/disturbed has job {jobs.disturbed} already" in said
     assert f"scancel {jobs.disturbed}" in said
@@ -184,13 +184,15 @@ def test_a_second_submission_of_a_run_folder_is_refused(jobs):
     assert not (jobs.run_dir("sweep") / "learning_rate=5e-3/slurm/submissions.jsonl").exists()
 
 
-def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
-    """A warning before a time limit, `scontrol requeue`, and a partition of higher priority, in one run."""
+def test_interrupted_run_is_bit_identical(jobs):
+    """One run gets a warning, `scontrol requeue`, and preemption by a higher-priority partition."""
     cluster, name, job = jobs.cluster, "disturbed", jobs.disturbed
-    (jobs.folder / "job.yaml").rename(jobs.folder / "other.yaml")  # the job has what it needs
+    (jobs.folder / "job.yaml").rename(
+        jobs.folder / "other.yaml"
+    )  # the job must not need the original file
     try:
         jobs.trains(name, start=1)
-        # On a loaded machine Slurm says for a while that there is no such job
+        # On a loaded machine, scancel does not find the job for a while
         warn = functools.partial(cluster.run, *WARN, job, check=False)
         cluster.wait_for(lambda: warn().returncode == 0, 30, "the job is warned")
         jobs.trains(name, start=2)
@@ -211,7 +213,9 @@ def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
     assert log.count("warned by Slurm, saved: requeued") == 1, log
     assert log.count("preempted, saved: requeued") == 1, log
     assert log.count("Slurm has requeued the job itself") == 1, log
-    assert jobs.events(name, "stopped") == jobs.events(name, "resumed"), "nothing is trained twice"
+    assert jobs.events(name, "stopped") == jobs.events(name, "resumed"), (
+        "no step may be trained twice"
+    )
     assert jobs.starts(name) == 4
     logs = jobs.run_dir(name) / f"slurm/job_{job}"
     assert {str(file.relative_to(logs)) for file in logs.rglob("node_*")} == {
@@ -221,8 +225,8 @@ def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
     assert same_as(jobs, name, "whole")
 
 
-def test_a_job_that_is_killed_without_a_warning_is_resumed(jobs):
-    """Its script cannot requeue it: its successor resumes the run, and is the last job of it."""
+def test_killed_job_is_resumed_by_its_successor(jobs):
+    """The killed script cannot requeue the job. Its successor resumes and finishes the run."""
     name = "killed"
     assert jobs.ends(name, jobs.killed, "FAILED")
     assert jobs.ends(name, next(iter(jobs.successors(name))))
@@ -230,10 +234,12 @@ def test_a_job_that_is_killed_without_a_warning_is_resumed(jobs):
     assert jobs.starts(name) == 2
     assert jobs.steps(name) == list(range(1, 61))
     for run in (name, "whole"):
-        assert "PENDING" not in jobs.successors(run).values(), "removed when the run is finished"
+        assert "PENDING" not in jobs.successors(run).values(), (
+            "the successor must be removed at the end of the run"
+        )
 
 
-def test_a_cancelled_job_has_saved_and_is_not_requeued(jobs):
+def test_cancelled_job_saves_and_is_not_requeued(jobs):
     jobs.trains(CANCELLED, start=1)
     jobs.cluster.run("scancel", jobs.cancelled)
     assert jobs.ends(CANCELLED, jobs.cancelled, "CANCELLED")
@@ -249,7 +255,7 @@ def test_a_cancelled_job_has_saved_and_is_not_requeued(jobs):
     assert not (REPOSITORY / "HACKED").exists()
 
 
-def test_follow_prints_the_run_and_how_it_ends(jobs):
+def test_follow_prints_progress_and_result(jobs):
     said, _ = jobs.whole.communicate(timeout=270)
     assert jobs.whole.returncode == 0, said
     job = jobs.lines("whole", "slurm/submissions.jsonl")[0]["job"]
@@ -266,19 +272,19 @@ def test_follow_prints_the_run_and_how_it_ends(jobs):
     assert jobs.starts("whole") == 1
     for rank in range(2):
         log = (jobs.run_dir("whole") / f"log/rank_{rank}.log").read_text()
-        assert "devices: 0; threads: 1" in log, "what the job asked for"
+        assert "devices: 0; threads: 1" in log, "the rank must get the requested GPU and CPU"
     expected = {"NumNodes": "2", "TresPerNode": "gres:gpu:1", "Requeue": "1"}
     assert jobs.cluster.job(job).items() >= expected.items()
 
 
-def test_a_recipe_that_is_at_fault_is_not_tried_again(jobs):
+def test_job_with_an_invalid_recipe_is_not_requeued(jobs):
     assert jobs.ends("refused", jobs.refused, "FAILED")
     expected = {"ExitCode": "2:0", "Restarts": "0"}
     assert jobs.cluster.job(jobs.refused).items() >= expected.items()
     assert "run.sed: unknown key; did you mean seed?" in jobs.log("refused")
 
 
-def test_a_run_that_fails_repeatedly_without_a_checkpoint_is_given_up(jobs):
+def test_run_ends_after_repeated_failures_without_checkpoint(jobs):
     name = "failing"
     assert jobs.ends(name, jobs.failing, "FAILED", 180)
     status = jobs.status(name)
@@ -289,7 +295,7 @@ def test_a_run_that_fails_repeatedly_without_a_checkpoint_is_given_up(jobs):
     assert set(jobs.successors(name).values()) == {"CANCELLED"}
 
 
-def test_a_sweep_is_an_array_with_a_run_folder_each(jobs):
+def test_sweep_is_an_array_with_separate_folders(jobs):
     names = [f"learning_rate={rate}" for rate in ("1e-3", "2e-3")]
     for task, name in enumerate(names):
         assert jobs.ends(f"sweep/{name}", f"{jobs.sweep}_{task}")
@@ -301,7 +307,7 @@ def test_a_sweep_is_an_array_with_a_run_folder_each(jobs):
     assert shown == [[name, "finished"] for name in names]
 
 
-# What takes minutes
+# Tests that take minutes
 
 
 TWO = ("nodes=2", "cpus=2")
@@ -309,7 +315,7 @@ TWO = ("nodes=2", "cpus=2")
 
 @pytest.fixture(scope="module")
 def alone(cluster, tmp_path_factory):
-    """A folder of its own, with an undisturbed run."""
+    """A separate folder with an undisturbed run named `whole`."""
     jobs = Jobs(cluster, tmp_path_factory.mktemp("alone"), every_steps=5)
     jobs.submit("whole", *TWO, "data.arguments.seconds=0", "--wait")
     yield jobs
@@ -328,7 +334,7 @@ def whole_cluster(alone):
 
 @pytest.mark.long
 @pytest.mark.parametrize("node", ["n1", "n2"])
-def test_a_node_is_lost(alone, whole_cluster, node):
+def test_run_continues_after_the_loss_of_a_node(alone, whole_cluster, node):
     """n1 runs the script and rank 0."""
     name = f"lost-{node}"
     job = alone.submit(name, *TWO)
@@ -344,8 +350,11 @@ def test_a_node_is_lost(alone, whole_cluster, node):
 
 
 @pytest.mark.long
-def test_slurm_gives_up_a_node_where_the_run_continues(alone, whole_cluster):
-    """Two copies of one run: the old one ends without writing. (Of several nodes the others would end it: Slurm reaches them.)"""
+def test_old_copy_on_a_lost_node_is_fenced_off(alone, whole_cluster):
+    """Two copies of one run exist at the same time. The old one ends without writing.
+
+    The job has one node, because Slurm would end a job of several nodes on the reachable ones.
+    """
     cluster, name = alone.cluster, "twice"
     alone.submit("whole-1", "cpus=2", "data.arguments.seconds=0", "--wait")
     exclude = "sbatch_extra=--exclude=n3,n4"
@@ -366,8 +375,8 @@ def test_slurm_gives_up_a_node_where_the_run_continues(alone, whole_cluster):
 
 
 @pytest.mark.long
-def test_the_time_limit_itself(alone, whole_cluster):
-    """Warned by Slurm; and, once the run is known to need longer than the lead that Slurm has, by the script."""
+def test_run_saves_before_each_time_limit(alone, whole_cluster):
+    """Slurm warns the job first. Once the measured lead is longer, the script warns itself."""
     name = "limit"
     job = alone.submit(name, *TWO, "time=2", "lead=45", "data.arguments.seconds=0.9")
     assert alone.ends(name, job, seconds=500)
@@ -383,7 +392,10 @@ def test_the_time_limit_itself(alone, whole_cluster):
 
 
 def python_with(folder, name, module, lines):
-    """A Python that runs these lines of shell first, for which MODULE is a sitecustomize.py."""
+    """Writes a script that runs shell lines and then Python. Returns the argument python=SCRIPT.
+
+    PATH in the lines is replaced by a command that makes `module` the sitecustomize.py.
+    """
     (folder / name).mkdir()
     (folder / name / "sitecustomize.py").write_text(module)
     python = folder / f"python_{name}"
@@ -406,8 +418,8 @@ if os.environ.get('LAUNCHER_START') == '0' and 'RANK' in os.environ:
 
 
 @pytest.mark.long
-def test_a_save_that_does_not_end_before_the_time_limit(alone, whole_cluster):
-    """Slurm ends the first start of the job in its save; the successor resumes from the checkpoint before."""
+def test_unfinished_save_at_the_time_limit_is_ignored(alone, whole_cluster):
+    """Slurm ends the first start during a save. The successor uses the previous checkpoint."""
     name, python = "slow", python_with(alone.folder, "slow", SLOW_SAVE, "PATH")
     job = alone.submit(name, *TWO, "time=2", "lead=20", python, "data.arguments.seconds=0.9")
     assert alone.ends(name, job, "TIMEOUT", 300)
@@ -420,7 +432,7 @@ def test_a_save_that_does_not_end_before_the_time_limit(alone, whole_cluster):
 
 
 @pytest.mark.long
-def test_a_requeue_resumes_from_the_run_and_not_from_its_starting_point(alone, whole_cluster):
+def test_requeued_run_resumes_from_its_own_checkpoint(alone, whole_cluster):
     """`checkpoint.resume=PATH` applies to the first start only."""
     name, start = "from-path", alone.run_dir("whole") / "checkpoints/step_00000005"
     resume = [f"checkpoint.resume={start}", "checkpoint.allow_changes=true"]
@@ -437,8 +449,8 @@ def test_a_requeue_resumes_from_the_run_and_not_from_its_starting_point(alone, w
 
 
 @pytest.mark.long
-def test_on_other_numbers_of_nodes(alone, whole_cluster):
-    """Two nodes, then three, then two again."""
+def test_run_resumes_on_other_node_counts(alone, whole_cluster):
+    """The run uses two nodes, then three, then two again."""
     cluster, name = alone.cluster, "elastic"
 
     def set_state(nodes, *state):
@@ -460,7 +472,7 @@ def test_on_other_numbers_of_nodes(alone, whole_cluster):
 
 
 @pytest.mark.long
-def test_preempted_where_only_a_term_comes(alone, whole_cluster):
+def test_preemption_with_only_sigterm_saves_and_requeues(alone, whole_cluster):
     cluster, name, configuration = alone.cluster, "terminated", alone.cluster.bed / "slurm.conf"
     text = configuration.read_text()
     configuration.write_text(text.replace("SlurmctldParameters=preempt_send_user_signal\n", ""))
@@ -481,7 +493,7 @@ def test_preempted_where_only_a_term_comes(alone, whole_cluster):
 
 
 @pytest.mark.long
-def test_a_node_that_is_not_fit_is_excluded(alone, whole_cluster):
+def test_unfit_node_is_excluded(alone, whole_cluster):
     unfit = '[ "$(hostname)" = n2 ] && echo "n2 unfit: GPU 3 is gone" && exit 3'
     python = python_with(alone.folder, "unfit", "", f'case "$*" in *doctor*) {unfit};; esac')
     name, words = "unfit", ("preflight=true", python, "exclude=n4", "run.max_steps=6")
@@ -505,8 +517,8 @@ if 'RANK' in os.environ:
 
 
 @pytest.mark.long
-def test_a_node_that_differs_from_the_others_is_excluded(alone, whole_cluster):
-    """Alone n2 finds nothing wrong with itself: its clock, as the ranks there read it, is ahead."""
+def test_deviating_node_is_excluded(alone, whole_cluster):
+    """The ranks on n2 read a clock that is ahead. The check of the single node cannot detect it."""
     lines = 'case "$*" in *quick=true*) [ "$(hostname)" = n2 ] && PATH;; esac'
     python = python_with(alone.folder, "clock", SHIFTED_CLOCK, lines)
     name = "beside"
@@ -527,8 +539,8 @@ def test_a_node_that_differs_from_the_others_is_excluded(alone, whole_cluster):
 
 
 @pytest.mark.long
-def test_a_run_of_a_sweep_is_requeued_alone(alone, whole_cluster):
-    """The last task's job has the array's own id: by that, all would be requeued."""
+def test_one_run_of_a_sweep_is_requeued(alone, whole_cluster):
+    """The job of the last task has the id of the array. A requeue of this id affects all tasks."""
     sweep = ("sweep.optimizer.learning_rate=1e-3,2e-3", "data.arguments.seconds=0.1")
     array = alone.submit("array", *sweep, "cpus=2")
     names = [f"array/learning_rate={rate}" for rate in ("1e-3", "2e-3")]
