@@ -77,10 +77,10 @@ class Browser:
         message = json.loads(message)
         if "method" in message:
             self.events.append(message["method"])
-            self._judge(message["method"], message["params"])
+            self._record_problem(message["method"], message["params"])
         return message
 
-    def _judge(self, method, params):
+    def _record_problem(self, method, params):
         if method == "Runtime.exceptionThrown":
             self.problems.append(params["exceptionDetails"])
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):

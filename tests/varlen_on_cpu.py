@@ -30,8 +30,8 @@ def _documents(query, key, value, bounds, scale, window, causal):
     bounds = bounds.tolist()
     left, right = window or (-1, -1)
     for start, end in pairwise(bounds):
-        place = slice(start, end)
-        q, k, v = (tensor[place].transpose(0, 1).float() for tensor in (query, key, value))
+        span = slice(start, end)
+        q, k, v = (tensor[span].transpose(0, 1).float() for tensor in (query, key, value))
         k, v = (tensor.repeat_interleave(q.shape[0] // tensor.shape[0], dim=0) for tensor in (k, v))
         distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
         seen = (
@@ -39,7 +39,7 @@ def _documents(query, key, value, bounds, scale, window, causal):
         )
         if left >= 0:
             seen &= distance <= left
-        yield place, q, k, v, (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
+        yield span, q, k, v, (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
 
 
 def _forward(
@@ -61,11 +61,11 @@ def _forward(
         torch.empty_like(query),
         query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32),
     )
-    for place, _, _, v, scores in _documents(
+    for span, _, _, v, scores in _documents(
         query, key, value, cu_seq_q, scale, window_size, is_causal
     ):
-        out[place] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
-        lse[:, place] = scores.logsumexp(-1)
+        out[span] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
+        lse[:, span] = scores.logsumexp(-1)
     return out, lse, torch.zeros(2, dtype=torch.uint64)
 
 
@@ -87,21 +87,21 @@ def _backward(
 ):
     CALLS["backward"] += 1
     gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-    for place, q, k, v, scores in _documents(
+    for span, q, k, v, scores in _documents(
         query, key, value, cu_seq_q, scale, window_size, is_causal
     ):
-        weights = (scores - lse[:, place, None]).exp()
-        grad, result = (tensor[place].transpose(0, 1).float() for tensor in (grad_out, out))
-        of_scores = (
+        weights = (scores - lse[:, span, None]).exp()
+        grad, result = (tensor[span].transpose(0, 1).float() for tensor in (grad_out, out))
+        grad_scores = (
             weights * (grad @ v.transpose(1, 2) - (grad * result).sum(-1, keepdim=True)) * scale
         )
-        for target, found in zip(
+        for target, gradient in zip(
             gradients,
-            (of_scores @ k, of_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad),
+            (grad_scores @ k, grad_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad),
             strict=True,
         ):
-            groups = found.unflatten(0, (target.shape[1], -1)).sum(1)
-            target[place] = groups.transpose(0, 1).to(target.dtype)
+            groups = gradient.unflatten(0, (target.shape[1], -1)).sum(1)
+            target[span] = groups.transpose(0, 1).to(target.dtype)
     return tuple(gradients)
 
 

@@ -13,7 +13,7 @@ from tests.slurm.cluster import Cluster, unavailable
 def cluster():
     why = unavailable()
     if why is not None:
-        message = f"no Slurm to test with: {why}"
+        message = f"the Slurm tests cannot run: {why}"
         assert os.environ.get("CI_REQUIRES_SLURM") != "1", message
         pytest.skip(message)
     bed = tempfile.mkdtemp(

@@ -31,16 +31,16 @@ def test_train_and_test_sets_are_disjoint_and_correct(arithmetic, tmp_path):
         assert text == (tmp_path / "b" / f"{name}.jsonl").read_text()
         sums[name] = []
         for line in text.splitlines():
-            asked, said = json.loads(line)["messages"]
-            assert (asked["role"], said["role"]) == ("user", "assistant")
+            asked, answered = json.loads(line)["messages"]
+            assert (asked["role"], answered["role"]) == ("user", "assistant")
             first, second = map(int, re.fullmatch(r"(\d+) \+ (\d+)", asked["content"]).groups())
-            assert said["content"] == str(first + second)
+            assert answered["content"] == str(first + second)
             sums[name].append((first, second))
     assert len(set(sums["train"] + sums["test"])) == len(sums["train"]) + len(sums["test"]) == 810
     assert len(sums["test"]) == arithmetic.TEST
 
 
-class KnowsEven:
+class EvenAdder:
     """A model that adds correctly if the first number is even, and otherwise answers 0.
 
     It fills each answer with end tokens.
@@ -65,7 +65,7 @@ def test_accuracy_counts_exact_answers(arithmetic, tmp_path, monkeypatch, capsys
     arithmetic.generate(tmp_path / "data")
     hugging_face_byte_tokenizer().save_pretrained(tmp_path / "hf")
     monkeypatch.setattr(
-        transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: KnowsEven()
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: EvenAdder()
     )
     rows = [
         json.loads(line)["messages"][0]["content"]

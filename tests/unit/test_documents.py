@@ -26,7 +26,7 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe, Slurm
 from tests import REPOSITORY
 from tests.distributed.launching import torchrun
-from tests.unit.recipe.test_recipe import MADE
+from tests.unit.recipe.test_recipe import FINETUNE_DATA
 
 COMMANDS = typer.main.get_command(app).commands
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
@@ -35,16 +35,16 @@ PROGRAMS = r"(torchrun|launcher|python|make|docker|enroot|srun) "
 RUN_HERE = r"launcher (schema|show|inspect recipe=quickstart|submit .*--dry-run|.*--help)\b"
 """Commands that `test_commands_in_documents_are_valid` runs unchanged."""
 NOT_RUN_HERE = {
-    r"make ": "what CI and test_finetune.py call, or needs a GPU. The target exists",
-    r"torchrun |python launcher/train.py|launcher train": "needs GPUs, the user's data or minutes: "
-    "the recipe is checked for its ranks. test_tutorials.py trains those that need none of these",
+    r"make ": "CI and test_finetune.py run it, or it needs a GPU. The target must exist",
+    r"torchrun |python launcher/train.py|launcher train": "needs GPUs, user data or minutes. "
+    "The recipe is checked for its number of ranks. test_tutorials.py trains the others",
     r"launcher plan": "needs the hub, or takes long: test_tutorials.py, test_plan_command.py",
-    r"launcher (prepare|inspect)": "needs the hub or data of the user's: test_prepare.py, test_inspect.py",
+    r"launcher (prepare|inspect)": "needs the hub or user data: test_prepare.py, test_inspect.py",
     r"launcher (selftest|doctor)": "takes long: test_doctor.py, test_tutorials.py",
     r"launcher submit": "needs Slurm: tests/slurm. The recipe is checked",
     r"launcher (status|export|report|rows)": "needs a run: test_status.py, test_export.py, test_tutorials.py",
     r"python (recipes/arithmetic|docs/memory_chart).py": "test_tutorials.py",
-    r"docker |enroot |srun ": "needs a registry or pyxis. What runs inside is checked as above",
+    r"docker |enroot |srun ": "needs a registry or pyxis. The command for the container is checked",
 }
 """All other commands, by pattern: why that test does not run them, and what is checked instead."""
 
@@ -80,7 +80,7 @@ def test_commands_in_recipe_headers_are_valid(recipe):
     for command in found:
         words, ranks = arguments(command)
         assert words[0] == f"recipe={recipe}"
-        load_recipe(words + (MADE if recipe == "finetune" else []), ranks=ranks)
+        load_recipe(words + (FINETUNE_DATA if recipe == "finetune" else []), ranks=ranks)
 
 
 def small_commands():
@@ -94,20 +94,25 @@ def small_commands():
 @pytest.mark.parametrize(("path", "command"), list(small_commands()))
 def test_small_versions_in_recipe_headers_match_the_recipe(path, command):
     """The small version differs only in model and data. The disk space in the header is correct."""
-    whole = load_recipe([f"recipe={path}", f"data.train={REPOSITORY}/README.md"], ranks=None).recipe
+    complete = load_recipe(
+        [f"recipe={path}", f"data.train={REPOSITORY}/README.md"], ranks=None
+    ).recipe
     words, ranks = arguments(command)
     small = load_recipe(words, ranks=ranks).recipe
     assert small.model.config["hidden_size"] <= 64
-    assert dataclasses.replace(small, model=whole.model, data=whole.data, run=whole.run) == whole
+    assert (
+        dataclasses.replace(small, model=complete.model, data=complete.data, run=complete.run)
+        == complete
+    )
     header = path.read_text().partition("\nrun:")[0]
     assert "not measured on" in header
-    said = re.search(r"12 bytes per trained parameter \([^)]*\), ([\d.]+) GB", header)
-    unit, billions = ("million of rank", 1e-3) if whole.lora else ("billion parameters", 1)
+    stated = re.search(r"12 bytes per trained parameter \([^)]*\), ([\d.]+) GB", header)
+    unit, billions = ("million of rank", 1e-3) if complete.lora else ("billion parameters", 1)
     trained = re.search(rf"([\d.]+) {unit}", header)
-    assert float(said[1]) == pytest.approx(12 * float(trained[1]) * billions, abs=0.05)
-    assert whole.checkpoint.every_steps is not None
+    assert float(stated[1]) == pytest.approx(12 * float(trained[1]) * billions, abs=0.05)
+    assert complete.checkpoint.every_steps is not None
     # With CPU offload the host has no memory for the copy that an asynchronous save needs
-    assert whole.checkpoint.asynchronous == (whole.strategy.cpu_offload is None)
+    assert complete.checkpoint.asynchronous == (complete.strategy.cpu_offload is None)
 
 
 CONFIGS = {
@@ -137,8 +142,8 @@ def test_memory_in_recipe_headers_matches_the_plan(name, tmp_path):
     machine = known_machine(options["gpu"], **ranks, memory=None, host_memory=None, overrides=None)
     arguments = [words[0], f"model.path={tmp_path}"]
     plan = make_plan(load_recipe(arguments, ranks=machine.ranks, files=False).recipe, machine)
-    said = re.search(r"with driver and margin ([\d.]+) GiB", header)
-    assert float(said[1]) == pytest.approx(plan.needed / 2**30, rel=0.02)
+    stated = re.search(r"with driver and margin ([\d.]+) GiB", header)
+    assert float(stated[1]) == pytest.approx(plan.needed / 2**30, rel=0.02)
     traced = plan.step.peak.components.total
     assert plan.arithmetic.peak.components.total == pytest.approx(traced, rel=0.1)
 
@@ -199,9 +204,9 @@ def check_arguments(words):
     if overrides and "optimizer.learning_rate=fast" not in overrides:
         own = (*Slurm.__dataclass_fields__, "sweep.")
         recipe = [word for word in overrides if not word.startswith(own)]
-        made = MADE if recipe[0] == "recipe=finetune" else []
+        data_overrides = FINETUNE_DATA if recipe[0] == "recipe=finetune" else []
         if recipe[0] != "recipe=waves.yaml":  # test_tutorials.py trains it
-            load_recipe(recipe + made, ranks=None, files=False)
+            load_recipe(recipe + data_overrides, ranks=None, files=False)
 
 
 def document_recipes():
@@ -215,10 +220,10 @@ def document_recipes():
 def test_recipes_in_documents_are_valid(text, tmp_path):
     (tmp_path / "recipe.yaml").write_text(text)
     trained_here = "runs/" in text or "waves" in text  # by a tutorial, on two ranks
-    made = MADE if "path: runs/" in text else []
+    data_overrides = FINETUNE_DATA if "path: runs/" in text else []
     ranks = 2 if trained_here else 8
-    load_recipe([f"recipe={tmp_path}/recipe.yaml", *made], ranks=ranks, files=False)
-    if made:  # the tutorial says that it shows this file
+    load_recipe([f"recipe={tmp_path}/recipe.yaml", *data_overrides], ranks=ranks, files=False)
+    if data_overrides:  # the tutorial says that it shows this file
         shipped = (REPOSITORY / "recipes/finetune.yaml").read_text()
         assert yaml.safe_load(text) == yaml.safe_load(shipped)
 

@@ -75,5 +75,5 @@ def test_take_peak_returns_peak_since_last_call():
     try:
         open("/proc/self/clear_refs", "w").close()
     except OSError:
-        pytest.skip("the kernel lets nobody reset the peak here")
+        pytest.skip("the kernel does not allow resetting the peak here")
     assert host_memory.take_peak() < begin + size // 2

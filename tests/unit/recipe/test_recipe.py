@@ -35,10 +35,10 @@ from tests.unit.small_recipe import SMALL
 SHIPPED = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 COMPLETE = [REPOSITORY / "recipes" / f"{name}.yaml" for name in ("ddp", "fsdp", "fsdp_offload")]
 """Recipes that show every key."""
-YOURS = [f"data.train={REPOSITORY}/README.md"]
+USER_DATA = [f"data.train={REPOSITORY}/README.md"]
 """Overrides that replace the user's data in the recipes for real models."""
-MADE = [
-    *YOURS,
+FINETUNE_DATA = [
+    *USER_DATA,
     "data.validation=null",
     "data.tokenizer=bytes",
     "model={path: null, config: {model_type: llama}}",
@@ -46,8 +46,14 @@ MADE = [
 """Overrides that replace the files that `make finetune` creates."""
 
 
-def yours(file):
-    return YOURS if "my/data" in file.read_text() else MADE if file.stem == "finetune" else []
+def data_overrides(file):
+    return (
+        USER_DATA
+        if "my/data" in file.read_text()
+        else FINETUNE_DATA
+        if file.stem == "finetune"
+        else []
+    )
 
 
 def load(*overrides, recipe="x.yaml", ranks=None):
@@ -70,8 +76,8 @@ def value_at(recipe, path):
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_shipped_recipes_are_written_with_every_key(file, tmp_path):
-    recipe = load(*yours(file), recipe=file.stem, ranks=8 if file in COMPLETE else 2)
-    assert recipe == load(*yours(file), recipe=file)
+    recipe = load(*data_overrides(file), recipe=file.stem, ranks=8 if file in COMPLETE else 2)
+    assert recipe == load(*data_overrides(file), recipe=file)
     assert (recipe.run.name, recipe.run.dir) == (file.stem, f"runs/{file.stem}")
     assert not recipe.logging.memory_plan, "a plan takes seconds at every start"
     written = tmp_path / "recipe.yaml"
