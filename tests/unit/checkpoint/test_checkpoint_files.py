@@ -40,7 +40,7 @@ def steps(folder):
     return [files.step_of(path) for path in list_checkpoints(folder)]
 
 
-def flip(path):
+def flip_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -64,7 +64,10 @@ def resize(name, size):
 
 
 DAMAGE = {
-    "flipped bit": (lambda path: flip(path / RANK_0), f"{RANK_0} has changed since it was written"),
+    "flipped bit": (
+        lambda path: flip_bit(path / RANK_0),
+        f"{RANK_0} has changed since it was written",
+    ),
     "truncated": (resize("index.json", 10), "index.json has 10 bytes instead of 1,000"),
     "longer": (resize("index.json", 2000), "index.json has 2,000 bytes instead of 1,000"),
     "missing file": (remove("state.json"), "state.json cannot be read: No such file"),
@@ -90,13 +93,13 @@ DAMAGE = {
 def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, damage, messages):
     older, newest = write(tmp_path, 10), write(tmp_path, 20)
     assert verify(newest) is None
-    do, words = DAMAGE[damage]
-    do(newest)
-    assert words in verify(newest)
+    damage_checkpoint, expected = DAMAGE[damage]
+    damage_checkpoint(newest)
+    assert expected in verify(newest)
     assert newest_valid(list_checkpoints(tmp_path)) == older
     (message,) = messages()
     assert str(newest) in message
-    assert words in message
+    assert expected in message
 
 
 def test_no_valid_checkpoint_raises(tmp_path):
@@ -111,7 +114,7 @@ def test_no_valid_checkpoint_raises(tmp_path):
 
 def test_each_file_is_checked_by_one_rank(tmp_path):
     path = write(tmp_path, 1)
-    flip(path / "index.json")
+    flip_bit(path / "index.json")
     found = [verify(path, rank=rank, ranks=3) for rank in range(3)]
     assert sorted(problem is None for problem in found) == [False, True, True]
     assert verify(path, deep=False) is None
@@ -205,28 +208,28 @@ def test_file_is_written_without_direct_io(tmp_path, monkeypatch, number):
     expected = files.write_file(tmp_path / "plain", data)
     pwrite, control = os.pwrite, fcntl.fcntl
 
-    def refused(descriptor, chunk, at):
+    def pwrite_without_direct(descriptor, chunk, at):
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(number, "no")
         return pwrite(descriptor, chunk[:1000], at)
 
-    def refused_at_once(descriptor, command, flags=0):
+    def fcntl_without_direct(descriptor, command, flags=0):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no")
         return control(descriptor, command, flags)
 
-    def written(name):
+    def check_write(name):
         chunks, sizes = (chunk.numpy().data for chunk in padded.split(8192)), []
         stored = files.write_chunks(tmp_path / name, chunks, size=len(data), advance=sizes.append)
         assert stored == expected
         assert sum(sizes) == len(padded)
         assert (tmp_path / name).read_bytes() == data
 
-    written("direct")
-    monkeypatch.setattr(os, "pwrite", refused)
-    written("refused")
-    monkeypatch.setattr(fcntl, "fcntl", refused_at_once)
-    written("refused at once")
+    check_write("direct")
+    monkeypatch.setattr(os, "pwrite", pwrite_without_direct)
+    check_write("refused")
+    monkeypatch.setattr(fcntl, "fcntl", fcntl_without_direct)
+    check_write("refused at once")
 
 
 @pytest.fixture
@@ -236,7 +239,7 @@ def group():
     dist.destroy_process_group()
 
 
-def made(second=3):
+def module_and_optimizer(second=3):
     module = torch.nn.Sequential(torch.nn.Linear(4, second), torch.nn.BatchNorm1d(second))
     return module, make_optimizer(module, schema.Optimizer())
 
@@ -244,7 +247,7 @@ def made(second=3):
 @pytest.fixture
 def saved(tmp_path, group):
     """A checkpoint of step 1 in tmp_path/checkpoints, its module and its optimizer."""
-    module, optimizer = made()
+    module, optimizer = module_and_optimizer()
     module(torch.randn(5, 4)).square().sum().backward()
     optimizer.step()
     checkpointer = writer.Checkpointer(
@@ -283,7 +286,7 @@ def test_one_process_saves_and_loads(saved, group):
     assert reader.find_checkpoint(path.parent, group=group) == path
     assert reader.find_checkpoint(path.parent, group=group, at_most=0) is None
     assert reader.read_state(path) == {"step": 1, "recipe": "run: {}\n"}
-    tensors = state.model_and_optimizer(*made())
+    tensors = state.model_and_optimizer(*module_and_optimizer())
     reader.load(path, tensors, group=group)
     expected = state.model_and_optimizer(module, optimizer)
     names = {"model.0.weight", "optimizer.0.weight.exp_avg_sq", "buffer.1.running_mean"}
@@ -293,14 +296,14 @@ def test_one_process_saves_and_loads(saved, group):
 
 
 def test_checkpoint_of_another_model_is_refused(saved, group):
-    tensors = state.model_and_optimizer(*made(second=2))
+    tensors = state.model_and_optimizer(*module_and_optimizer(second=2))
     del tensors["buffer.1.running_mean"]
     text = "is of another model or optimizer: .*holds buffer.1.running_mean, which the .*more"
     with pytest.raises(RecipeError, match=text):
         reader.load(saved[0], tensors, group=group)
 
 
-class Bomb:
+class FolderCreator:
     def __init__(self, file):
         self.file = file
 
@@ -310,7 +313,10 @@ class Bomb:
 
 def test_pickle_in_a_checkpoint_is_not_executed(tmp_path, saved, group):
     path, *_ = saved
-    bomb, tensors = pickle.dumps(Bomb(tmp_path / "executed")), state.model_and_optimizer(*made())
+    payload, tensors = (
+        pickle.dumps(FolderCreator(tmp_path / "executed")),
+        state.model_and_optimizer(*module_and_optimizer()),
+    )
     readers = [
         (RANK_0, lambda: reader.read_local(path, 0)),
         (RANK_0, lambda: reader.load(path, tensors, group=group)),
@@ -318,14 +324,14 @@ def test_pickle_in_a_checkpoint_is_not_executed(tmp_path, saved, group):
         ("state.json", lambda: reader.read_state(path)),
         ("commit.json", lambda: reader.find_checkpoint(path.parent, group=group)),
     ]
-    (path / ".metadata").write_bytes(bomb)
+    (path / ".metadata").write_bytes(payload)
     for name, read in readers:
         content = (path / name).read_bytes()
-        (path / name).write_bytes(bomb.ljust(len(content), b"\0"))
+        (path / name).write_bytes(payload.ljust(len(content), b"\0"))
         with pytest.raises((DamagedCheckpointError, NoneLeftError), match=f"{path}.*{name}"):
             read()
         (path / name).write_bytes(content)
         read()
     assert not (tmp_path / "executed").exists()
-    pickle.loads(bomb)
+    pickle.loads(payload)
     assert (tmp_path / "executed").exists(), "loading the pickle must create the folder"

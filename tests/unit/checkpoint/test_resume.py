@@ -25,7 +25,7 @@ from launcher.recipe import schema
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.run_directory import RunFolder
 
-HERE = Path("run/checkpoints/step_00000005")
+CHECKPOINT_PATH = Path("run/checkpoints/step_00000005")
 
 
 def recipe(*overrides):
@@ -33,7 +33,7 @@ def recipe(*overrides):
 
 
 def changes(*overrides, allow=False):
-    return check_changes(recipe(), recipe(*overrides), allow=allow, checkpoint=HERE)
+    return check_changes(recipe(), recipe(*overrides), allow=allow, checkpoint=CHECKPOINT_PATH)
 
 
 def test_allowed_changes_are_listed():
@@ -61,10 +61,10 @@ def test_allowed_changes_are_listed():
     ],
 )
 def test_changes_that_alter_the_training_are_refused(change, line):
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(RecipeError) as raised:
         changes(change, "run.max_steps=7")
-    first, *middle, last = refused.value.problems
-    assert first.startswith(f"{HERE} is of another recipe")
+    first, *middle, last = raised.value.problems
+    assert first.startswith(f"{CHECKPOINT_PATH} is of another recipe")
     assert len(middle) == 1
     assert middle[0].startswith(f"  {line}"), "the number of steps may change and is not listed"
     assert "checkpoint.allow_changes=true" in last
@@ -115,17 +115,17 @@ def fingerprint(tmp_path):
 def test_appended_rows_are_detected_and_the_file_is_named(fingerprint, streaming):
     before = fingerprint(streaming=streaming)
     same = fingerprint(streaming=streaming)
-    assert check_data(before, same, allow=False, checkpoint=HERE) == []
+    assert check_data(before, same, allow=False, checkpoint=CHECKPOINT_PATH) == []
     fingerprint.b.write_text(fingerprint.b.read_text() + ROW)
     now = fingerprint(streaming=streaming)
-    with pytest.raises(RecipeError) as refused:
-        check_data(before, now, allow=False, checkpoint=HERE)
-    first, *lines, last = refused.value.problems
-    assert first.startswith(f"{HERE} is of other data")
+    with pytest.raises(RecipeError) as raised:
+        check_data(before, now, allow=False, checkpoint=CHECKPOINT_PATH)
+    first, *lines, last = raised.value.problems
+    assert first.startswith(f"{CHECKPOINT_PATH} is of other data")
     counts = [] if streaming else ["  documents: 8 -> 9", "  tokens: 24 -> 26"]
     assert lines == [f"  {fingerprint.b}: 60 -> 74", *counts]
     assert "checkpoint.allow_changes=true" in last
-    assert len(check_data(before, now, allow=True, checkpoint=HERE)) == len(lines)
+    assert len(check_data(before, now, allow=True, checkpoint=CHECKPOINT_PATH)) == len(lines)
 
 
 def test_added_removed_and_edited_files_are_named(fingerprint):
@@ -158,12 +158,12 @@ def test_changes_of_streamed_data_are_detected():
     assert lines == ['tokenizer: "x" -> "y"', 'chat_template: null -> "z"']
     assert list(data_changes({"samples": 1000}, {"samples": 1100})) == ["samples: 1000 -> 1100"]
     saved = {"version": 2, "order": "a", "samples": 8, "places": [[0, 0, 0, 0]]}
-    check_stream(saved, "a", allow=False, checkpoint=HERE)
-    check_stream(None, None, allow=False, checkpoint=HERE)
-    text = rf"^{HERE} cannot be resumed with data\.streaming: the files, or .*allow_changes=true"
+    check_stream(saved, "a", allow=False, checkpoint=CHECKPOINT_PATH)
+    check_stream(None, None, allow=False, checkpoint=CHECKPOINT_PATH)
+    text = rf"^{CHECKPOINT_PATH} cannot be resumed with data\.streaming: the files, or .*allow_changes=true"
     with pytest.raises(RecipeError, match=text):
-        check_stream(saved, "b", allow=False, checkpoint=HERE)
-    check_stream(None, "b", allow=True, checkpoint=HERE)
+        check_stream(saved, "b", allow=False, checkpoint=CHECKPOINT_PATH)
+    check_stream(None, "b", allow=True, checkpoint=CHECKPOINT_PATH)
 
 
 def test_metrics_after_the_checkpoint_are_removed(tmp_path):

@@ -50,8 +50,10 @@ def test_help_version_and_unknown_command(capsys):
 
 
 def test_options_in_both_styles_are_parsed(monkeypatch):
-    got = {}
-    monkeypatch.setattr(COMMANDS["plan"], "callback", lambda **options: got.update(options) or 0)
+    received = {}
+    monkeypatch.setattr(
+        COMMANDS["plan"], "callback", lambda **options: received.update(options) or 0
+    )
     for word, option, value in [
         ("nodes=2", "nodes", 2),
         ("--nodes=2", "nodes", 2),
@@ -69,7 +71,7 @@ def test_options_in_both_styles_are_parsed(monkeypatch):
         ("oops", "overrides", ["oops"]),
     ]:
         GROUP.main(["plan", word], standalone_mode=False)
-        assert (word, got[option]) == (word, value)
+        assert (word, received[option]) == (word, value)
 
 
 def test_wrong_options_are_refused():
@@ -80,9 +82,9 @@ def test_wrong_options_are_refused():
         "json=yes": "json=yes: must be true or false",
         "nodes=0": "Invalid value for '--nodes': ",
     }.items():
-        with pytest.raises(RecipeError) as refused:
+        with pytest.raises(RecipeError) as raised:
             run(["plan", "recipe=fsdp", word])
-        assert str(refused.value).startswith(f"command line: {problem}")
+        assert str(raised.value).startswith(f"command line: {problem}")
 
 
 def test_shell_completes_commands_options_and_keys():

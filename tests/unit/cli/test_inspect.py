@@ -25,8 +25,8 @@ def chat_rows(turns):
     Each turn is a pair (user message, assistant message).
     """
     tokenizer = hugging_face_byte_tokenizer()
-    for asked, said in turns:
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    for question, answer in turns:
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         rendered = tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -45,7 +45,7 @@ def chat(folder):
     return ["recipe=x.yaml", *(f"data.{setting}" for setting in data)]
 
 
-def printed(capsys, *arguments):
+def inspect(capsys, *arguments):
     assert run(["inspect", *arguments]) == 0
     return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
@@ -66,7 +66,7 @@ def test_text_with_loss_is_in_brackets(chat, capsys):
 
     Best-fit packing puts the last 26 tokens of the third document after the first document.
     """
-    lines = printed(capsys, *chat, "samples=2")
+    lines = inspect(capsys, *chat, "samples=2")
     heading, text = sample(lines, 1)
     assert heading == "sample 1 · 57 tokens · 38 with loss (67%) · 2 documents · 7 padding"
     assert [line.rstrip(" ┈") for line in text[:5]] == [
@@ -81,19 +81,19 @@ def test_text_with_loss_is_in_brackets(chat, capsys):
     assert text[0] == "<|user|>A→   B␛[31m<|end|><|assistant|>⟦C<|end|>⟧"
     assert not any(line.startswith("sample 3") for line in lines)
     # A sequence from the middle of a document; its last target is the next sequence's first token
-    heading, text = sample(printed(capsys, *chat, "samples=4"), 4)
+    heading, text = sample(inspect(capsys, *chat, "samples=4"), 4)
     assert heading == "sample 4 · 64 tokens · 26 with loss (41%)"
     assert text[:3] == [
         "… 64 tokens of it are in another sequence",
         f"{'x' * 37}<|end|><|assistant|>⟦{'y' * 25}⟧",
         "… 26 tokens of it are in another sequence",
     ]
-    _, text = sample(printed(capsys, *chat, "samples=4", "tokens=10"), 3)
+    _, text = sample(inspect(capsys, *chat, "samples=4", "tokens=10"), 3)
     assert text[:3] == [f"<|user|>{'x' * 9}", "… 54 more tokens (tokens=64 shows them)", ""]
 
 
 def test_totals_and_histogram(chat, capsys):
-    lines = printed(capsys, *chat, "samples=1")
+    lines = inspect(capsys, *chat, "samples=1")
     assert {
         "documents": "3",
         "tokens of a document, median": "31",
@@ -122,7 +122,7 @@ def test_totals_and_histogram(chat, capsys):
 def test_data_sets_are_selected_by_name(chat, capsys, folder):
     mixture = "data.train={web: {files: rows.jsonl}, talk: {files: rows.jsonl, weight: 3}}"
     sets = "data.validation={near: rows.jsonl, far: rows.jsonl}"
-    lines = printed(capsys, *chat, "data.train=null", mixture, sets, "samples=4")
+    lines = inspect(capsys, *chat, "data.train=null", mixture, sets, "samples=4")
     shown = [
         line.partition(" tokens")[0].rpartition(" · ")[0].partition(" · ")[2]
         for line in lines
@@ -132,9 +132,9 @@ def test_data_sets_are_selected_by_name(chat, capsys, folder):
     assert any(re.fullmatch(r" *share of the sequences +25.0% +75.0%", line) for line in lines)
     histograms = [line.rstrip(" ━") for line in lines if "by tokens" in line]
     assert histograms == ["web: documents by tokens", "talk: documents by tokens"]
-    assert any("small · near" in line for line in printed(capsys, *chat, sets, "set=near"))
+    assert any("small · near" in line for line in inspect(capsys, *chat, sets, "set=near"))
     both = "data.validation={web: rows.jsonl}"
-    lines = printed(capsys, *chat, "data.train=null", mixture, both, "set=web", "samples=1")
+    lines = inspect(capsys, *chat, "data.train=null", mixture, both, "set=web", "samples=1")
     assert any("in the order of the run" in line for line in lines)  # the training set of that name
     known = "there are train, validation, web, talk, near, far"
     with pytest.raises(RecipeError, match=rf"set=nera: no .*; did you mean near\?; {known}"):
@@ -181,24 +181,24 @@ def test_histogram_bins_cover_every_length(lengths, mark):
 
 
 def test_padding_without_packing_and_with_streaming(chat, capsys):
-    lines = printed(capsys, *chat, "data.packing=false", "samples=1")
+    lines = inspect(capsys, *chat, "data.packing=false", "samples=1")
     assert table(lines)["padding"] in (
         "38.1%",
         "38.2%",
     )  # rows of 31, 13, 64, 64 and 26 tokens, padded to 64
-    lines = printed(capsys, *chat, "data.streaming=true", "samples=1")
+    lines = inspect(capsys, *chat, "data.streaming=true", "samples=1")
     assert "small · train   the first 1,000 rows" in lines
     assert table(lines)["tokens with loss"] == "66  (33.3%)"
 
 
 def test_truncated_chats_and_skipped_rows_are_reported(folder, capsys):
-    asked, hello = {"role": "user", "content": "Hi"}, "hello " * 20
-    answers = [[{"role": "assistant", "content": text}] for text in (hello, "yes")]
-    rows = [[asked, *answers[0]], [asked], [asked, *answers[1]]]
+    question, long_text = {"role": "user", "content": "Hi"}, "hello " * 20
+    answers = [[{"role": "assistant", "content": text}] for text in (long_text, "yes")]
+    rows = [[question, *answers[0]], [question], [question, *answers[1]]]
     write(folder / "data.jsonl", [{"messages": row} for row in rows])
     data = ("kind=chat", "train=data.jsonl", "sequence_length=32", "on_error=skip", "shuffle=false")
-    lines = printed(capsys, "recipe=x.yaml", *(f"data.{setting}" for setting in data))
-    assert f"<|user|>Hi<|end|><|assistant|>⟦{hello[:27]}⟧" in lines
+    lines = inspect(capsys, "recipe=x.yaml", *(f"data.{setting}" for setting in data))
+    assert f"<|user|>Hi<|end|><|assistant|>⟦{long_text[:27]}⟧" in lines
     assert "… 94 tokens are cut off" in lines
     assert "<|user|>Hi<|end|><|assistant|>⟦yes<|end|>⟧" in lines
     assert table(lines)["documents that lose their end"] == "1  (94 tokens)"
@@ -210,7 +210,7 @@ def test_class_names_are_shown(folder, capsys):
     write(folder / "data.jsonl", rows)
     classes = ["kind=classification", "labels=[poor,fine]", "shuffle=false", "train=data.jsonl"]
     task = "model.task=sequence_classification"
-    lines = printed(capsys, "recipe=x.yaml", task, *(f"data.{setting}" for setting in classes))
+    lines = inspect(capsys, "recipe=x.yaml", task, *(f"data.{setting}" for setting in classes))
     heading, text = sample(lines, 1)
     assert re.fullmatch(r"sample 1 · \d tokens · class 1, fine", heading)
     assert text[0].startswith("good")
@@ -272,18 +272,20 @@ def test_rows_of_an_epoch_match_the_files(folder, capsys):
 
 
 def test_rows_refuses_missing_runs_and_steps(folder):
-    def refusal(*arguments):
+    def error_message(*arguments):
         with pytest.raises(RecipeError) as error:
             run(["rows", *arguments])
         return str(error.value)
 
-    assert "it has no recipe.yaml" in refusal("run", "step=1")
+    assert "it has no recipe.yaml" in error_message("run", "step=1")
     (folder / "run").mkdir()
     (folder / "run/recipe.yaml").write_text(SMALL)
-    assert "step=11: the run has 10 steps (run.max_steps)" in refusal("run", "step=11")
-    assert "--loss: run has neither a checkpoint nor hf/" in refusal("run", "step=1", "loss=true")
+    assert "step=11: the run has 10 steps (run.max_steps)" in error_message("run", "step=11")
+    assert "--loss: run has neither a checkpoint nor hf/" in error_message(
+        "run", "step=1", "loss=true"
+    )
     (folder / "run/recipe.yaml").write_text(SMALL.replace("bytes", "bytes\n  streaming: true"))
-    assert "run/recipe.yaml: data.streaming: the rows of a step are known only" in refusal(
+    assert "run/recipe.yaml: data.streaming: the rows of a step are known only" in error_message(
         "run", "step=1"
     )
 

@@ -11,7 +11,7 @@ from launcher.distributed.environment import Environment
 from launcher.reliability.lock import Ownership
 from launcher.reliability.run_directory import RunFolder, append_line
 
-ALONE = Environment(
+SINGLE_PROCESS = Environment(
     rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0
 )
 NOW = 1_800_000_000.0
@@ -78,12 +78,12 @@ def test_time_spent_counts_repeated_steps_and_gaps(run):
 
 def test_status_of_one_run(run, capsys, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: NOW)
-    owner = Ownership.take(run.path, ALONE)
+    owner = Ownership.take(run.path, SINGLE_PROCESS)
     try:
         assert main.main(["status", str(run.path)]) == 0
     finally:
         owner.release()
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for text in (
         *("state running", "100 of 200 (50.0%), about 3 min 20 s left"),
         *("loss 2.7500 after step 99", "2.0000, grad norm 1.000"),
@@ -92,9 +92,9 @@ def test_status_of_one_run(run, capsys, monkeypatch):
         *(f"process {os.getpid()} on ", ": alive", "about 30 s in 15 steps trained again"),
         *("50 s without a running process", "restarts 2", "failed (hang)", "killed"),
     ):
-        assert text in " ".join(said.split()), said
-    assert "\x1b" not in said
-    assert all(line == line.rstrip() for line in said.splitlines())
+        assert text in " ".join(printed.split()), printed
+    assert "\x1b" not in printed
+    assert all(line == line.rstrip() for line in printed.splitlines())
 
 
 def test_status_of_a_dead_and_a_failed_run(run, capsys, monkeypatch):
@@ -104,16 +104,16 @@ def test_status_of_a_dead_and_a_failed_run(run, capsys, monkeypatch):
     monkeypatch.chdir(run.path.parent)
     run.path.rename("lr=0.1")  # the name of a run of a sweep
     assert main.main(["status", "lr=0.1"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("lr=0.1\n")
-    assert "failed: hang" in said
-    assert "rank [1] of 2 is behind\nsecond line" in said
-    assert ["owner", "none"] in [line.split() for line in said.splitlines()]
+    printed = capsys.readouterr().out
+    assert printed.startswith("lr=0.1\n")
+    assert "failed: hang" in printed
+    assert "rank [1] of 2 is behind\nsecond line" in printed
+    assert ["owner", "none"] in [line.split() for line in printed.splitlines()]
 
 
 def test_status_of_a_folder_of_runs(run, capsys):
     fresh = RunFolder(run.path.parent / "two")
-    owner = Ownership.take(fresh.path, ALONE)
+    owner = Ownership.take(fresh.path, SINGLE_PROCESS)
     done = RunFolder(run.path.parent / "three")
     done.create("")
     done.write_status("finished", step=7, steps=7)
