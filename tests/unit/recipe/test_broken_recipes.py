@@ -185,11 +185,11 @@ RECIPES = {
 }
 
 
-def rows(table):
+def parse_rows(table):
     return [line.split(" -> ") for line in table.strip("\n").splitlines()]
 
 
-def answer(arguments, ranks=None):
+def problems_of(arguments, ranks=None):
     with pytest.raises(RecipeError) as refused:
         load_recipe(arguments, ranks=ranks)
     return refused.value.problems
@@ -202,26 +202,26 @@ def check(expected, problems):
         assert says(one, line), f"\nexpected: {one}\nanswer:   {line}"
 
 
-@pytest.mark.parametrize("row", rows(FILES), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", parse_rows(FILES), ids=lambda row: row[0])
 def test_mistakes_in_a_file_are_reported(folder, row):
     number, _, text = row[0].partition("|")
     lines = SMALL.splitlines()
     lines[int(number) - 1 : int(number)] = text.replace("\\n", "\n").splitlines() or [""]
     (folder / "x.yaml").write_text("\n".join(lines) + "\n")
-    check(row[1:], answer(["recipe=x.yaml"]))
+    check(row[1:], problems_of(["recipe=x.yaml"]))
 
 
-@pytest.mark.parametrize("row", rows(ARGUMENTS), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", parse_rows(ARGUMENTS), ids=lambda row: row[0])
 def test_mistakes_in_an_argument_are_reported(folder, row):
     arguments = row[0].replace("CLASSIFY", CLASSIFY).split(" & ")
     ranks = int(arguments.pop(0)) if arguments[0].isdigit() else None
     expected = [f"command line: {line.replace('@', arguments[-1], 1)}" for line in row[1:]]
-    check(expected, answer(["recipe=x.yaml", *arguments], ranks))
+    check(expected, problems_of(["recipe=x.yaml", *arguments], ranks))
 
 
 def test_missing_or_unknown_recipe_is_refused(folder):
     for arguments, expected in RECIPES.items():
-        check([f"command line: {expected}"], answer(arguments.split()))
+        check([f"command line: {expected}"], problems_of(arguments.split()))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_missing_or_unknown_recipe_is_refused(folder):
 )
 def test_files_without_sections_are_refused(folder, text, expected):
     (folder / "x.yaml").write_bytes(text)
-    check([f"x.yaml: {expected}"], answer(["recipe=x.yaml"]))
+    check([f"x.yaml: {expected}"], problems_of(["recipe=x.yaml"]))
 
 
 def test_global_batch_size_must_be_divisible_in_new_runs(folder):
@@ -243,13 +243,13 @@ def test_global_batch_size_must_be_divisible_in_new_runs(folder):
     (folder / "runs/small/checkpoints").mkdir(parents=True)
     refused = "x.yaml:12: batch.global_batch_size: 64 is not a multiple of 8 (micro-batch) x 3 "
     refused += "(ranks) = 24; try 48 or 72"
-    assert answer(["recipe=x.yaml"], 3) == [refused]
+    assert problems_of(["recipe=x.yaml"], 3) == [refused]
     (folder / "runs/small/checkpoints/step_00000005").mkdir()
     load_recipe(["recipe=x.yaml"], ranks=3)
     load_recipe(["recipe=x.yaml", "run.dir=a", "checkpoint.resume=runs/small"], ranks=3)
-    assert "60 is not" in answer(["recipe=x.yaml", "batch.global_batch_size=60"], 3)[0]
+    assert "60 is not" in problems_of(["recipe=x.yaml", "batch.global_batch_size=60"], 3)[0]
     for override in ("checkpoint.resume=never", "run.dir=runs/other"):
-        assert answer(["recipe=x.yaml", override], 3) == [refused]
+        assert problems_of(["recipe=x.yaml", override], 3) == [refused]
 
 
 def test_all_problems_are_reported_in_order(folder):
@@ -258,7 +258,7 @@ def test_all_problems_are_reported_in_order(folder):
     text += "strategy: {kind: dp, replicate: 0}\noptimiser: {}\nschedule: {warmup_steps: -3}\n"
     (folder / "x.yaml").write_text(text)
     wrong = ["foo.bar=3", "run.seed", "run.name=3", "data.train=3", "data.workers=-1"]
-    problems = answer([wrong[0], "recipe=x.yaml", *wrong[1:]], 2)
+    problems = problems_of([wrong[0], "recipe=x.yaml", *wrong[1:]], 2)
     assert [" ".join(problem.split(": ")[:2]) for problem in problems] == [
         "x.yaml:3 run.max_stepz",
         "x.yaml:7 model.config.vocab_sise",
@@ -275,10 +275,13 @@ def test_all_problems_are_reported_in_order(folder):
 def test_messages_name_the_file_relative_to_the_current_folder(folder, monkeypatch):
     (folder / "deep").mkdir()
     (folder / "deep" / "x.yaml").write_text(SMALL.replace("64", "63"))
-    check(["deep/x.yaml:12: batch.global_batch_size: 63 is not..."], answer(["recipe=deep/x.yaml"]))
+    check(
+        ["deep/x.yaml:12: batch.global_batch_size: 63 is not..."],
+        problems_of(["recipe=deep/x.yaml"]),
+    )
     monkeypatch.chdir(folder / "deep")
     expected = ["x.yaml:12: batch.global_batch_size: ..."]
-    check(expected, answer(["recipe=../deep/x.yaml", "data.train=../data.txt"]))
+    check(expected, problems_of(["recipe=../deep/x.yaml", "data.train=../data.txt"]))
 
 
 # fmt: off
@@ -294,14 +297,14 @@ def test_random_edits_cause_no_traceback(folder):
 
     The recipe is still valid or is refused with a message that names the file.
     """
-    chance = random.Random(7)
+    generator = random.Random(7)
     refused = []
     for _ in range(80):
         text = SMALL
-        for _ in range(chance.choice([1, 2])):
-            at = chance.randrange(len(text))
-            cut = text[at + chance.randrange(1, 9) :]
-            text = text[:at] + chance.choice([cut, chance.choice(SCRAPS) + text[at:]])
+        for _ in range(generator.choice([1, 2])):
+            at = generator.randrange(len(text))
+            cut = text[at + generator.randrange(1, 9) :]
+            text = text[:at] + generator.choice([cut, generator.choice(SCRAPS) + text[at:]])
         (folder / "x.yaml").write_text(text)
         try:
             load_recipe(["recipe=x.yaml"], ranks=2)
