@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
 )  # the replaced `end` raises SystemExit in the watch thread
 
 
-class Flaky:
+class FlakyStore:
     """A store. The calls whose numbers are in `failing` raise after `delay` seconds."""
 
     def __init__(self, store, failing=()):
@@ -62,7 +62,7 @@ class Rank0:
         monkeypatch.setattr(watchdog, "_ROUND_SECONDS", 0.02)
         monkeypatch.setattr(watchdog, "_GRACE_SECONDS", 0.1)
         monkeypatch.setattr(
-            FailureWatch, "_connect", lambda failures, store: Flaky(store.clone(), failing)
+            FailureWatch, "_connect", lambda failures, store: FlakyStore(store.clone(), failing)
         )
         monkeypatch.setattr(FailureWatch, "end", lambda watch, status: self._end(status))
         self.run, progress = RunFolder(folder), Progress()
@@ -84,13 +84,13 @@ class Rank0:
         self.end.set()
         sys.exit()
 
-    def meet(self, process):
+    def register_neighbour(self, process):
         """Announces the process as rank 1. Waits until the watch has registered it."""
         self.store.set("process/1", f"{this_machine()} {process.pid} {process_start(process.pid)}")
         while not self.failures.neighbours.known:
             assert not self.end.wait(0.02)
 
-    def status(self):
+    def wait_for_status(self):
         """Waits until the watch ends the process. Returns the status of the run."""
         assert self.end.wait(30)
         return self.run.read_status()
@@ -111,9 +111,9 @@ def start(tmp_path, monkeypatch):
 
 def test_killed_neighbour_is_reported_despite_store_errors(start, neighbour):
     rank = start(failing=(1, 3, 4, 12, 13))
-    rank.meet(neighbour)
+    rank.register_neighbour(neighbour)
     neighbour.kill()
-    status = rank.status()
+    status = rank.wait_for_status()
     assert rank.ended == [1]
     assert (status["state"], status["reason"], status["step"]) == ("failed", "rank_lost", 4)
     assert status["error"].startswith("rank 1 of 2 ended without an error message in step 5")
@@ -122,10 +122,10 @@ def test_killed_neighbour_is_reported_despite_store_errors(start, neighbour):
 def test_killed_neighbour_is_reported_without_the_store(start, neighbour, monkeypatch):
     monkeypatch.setattr(watchdog, "_NEIGHBOUR_LOST_SECONDS", 0.3)
     rank = start()
-    rank.meet(neighbour)
+    rank.register_neighbour(neighbour)
     rank.failures.store.failing = range(10**6)
     neighbour.kill()
-    assert rank.status()["reason"] == "rank_lost"
+    assert rank.wait_for_status()["reason"] == "rank_lost"
 
 
 def test_single_slow_store_error_is_ignored(start, monkeypatch):
@@ -136,13 +136,13 @@ def test_single_slow_store_error_is_ignored(start, monkeypatch):
     assert not rank.end.wait(0.7)
     assert store.calls > max(store.failing)
     store.delay, store.failing = 0.0, range(10**6)
-    assert rank.status()["reason"] == "agent_lost"
+    assert rank.wait_for_status()["reason"] == "agent_lost"
 
 
 def test_neighbour_that_reported_its_end_is_not_lost(start, neighbour):
     """A rank sets this key when it has finished or has reported a failure itself."""
     rank = start()
-    rank.meet(neighbour)
+    rank.register_neighbour(neighbour)
     rank.store.set("failed/rank_1", "")
     neighbour.kill()
     neighbour.wait()
@@ -154,7 +154,7 @@ def test_neighbour_stopped_before_training_stops_this_rank(start):
     rank = start()
     rank.store.set("failed/reported", "75")
     rank.store.add("failed/claims", 1)
-    assert rank.status()["state"] == "running", "only the neighbour writes the status"
+    assert rank.wait_for_status()["state"] == "running", "only the neighbour writes the status"
     assert rank.ended == [75]
 
 
@@ -166,13 +166,13 @@ def test_slow_phase_of_another_rank_suspends_hang_detection(start):
     assert not rank.end.wait(1.0)
     rank.store.add("watch/slow", -1)
     rank.store.set("failed/rank_1", "")
-    assert rank.status()["reason"] == "hang"
+    assert rank.wait_for_status()["reason"] == "hang"
 
 
 def test_stop_request_after_a_lost_rank_reports_rank_lost(start, neighbour, monkeypatch):
     """torchrun sends SIGTERM to the other ranks as soon as a rank has died."""
     rank = start()
-    rank.meet(neighbour)
+    rank.register_neighbour(neighbour)
     monkeypatch.setattr(watchdog, "_ROUND_SECONDS", 60)
     rank.watch.__exit__()
     neighbour.kill()
@@ -182,7 +182,7 @@ def test_stop_request_after_a_lost_rank_reports_rank_lost(start, neighbour, monk
     assert rank.run.read_status()["reason"] == "rank_lost"
 
 
-def chained(first, then, *, cause_hidden=False):
+def chained_exception(first, then, *, cause_hidden=False):
     try:
         try:
             raise first
@@ -194,15 +194,15 @@ def chained(first, then, *, cause_hidden=False):
         return error
 
 
-LOST = "[gloo] Connection closed by peer [127.0.0.1]:4"
-WORKER = "DataLoader worker (pid 7) is killed by signal: Terminated."
+CONNECTION_LOST = "[gloo] Connection closed by peer [127.0.0.1]:4"
+WORKER_KILLED = "DataLoader worker (pid 7) is killed by signal: Terminated."
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_terminated_loader_process_is_reported_as_rank_lost(start, interrupted):
     """The exception is raised while a lost connection is handled, or interrupts a training step."""
-    rank, error = start(), RuntimeError(WORKER)
-    error = error if interrupted else chained(RuntimeError(LOST), error)
+    rank, error = start(), RuntimeError(WORKER_KILLED)
+    error = error if interrupted else chained_exception(RuntimeError(CONNECTION_LOST), error)
     assert rank.failures.report_exception(error) == 1
     status = rank.run.read_status()
     assert status["reason"] == "rank_lost"
@@ -211,16 +211,16 @@ def test_terminated_loader_process_is_reported_as_rank_lost(start, interrupted):
 
 
 def test_other_exceptions_are_their_own_first_cause():
-    error = chained(KeyError("a"), RuntimeError(WORKER))
+    error = chained_exception(KeyError("a"), RuntimeError(WORKER_KILLED))
     assert first_cause(error) is error
-    error = chained(RuntimeError(LOST), ValueError("b"), cause_hidden=True)
+    error = chained_exception(RuntimeError(CONNECTION_LOST), ValueError("b"), cause_hidden=True)
     assert first_cause(error) is error
 
 
 # Hang reports
 
 
-def recorded(*entries, state="started"):
+def flight_record(*entries, state="started"):
     """Returns flight-recorder data with collectives of group `shard`.
 
     Each entry is (sequence number, name, finished).
@@ -239,14 +239,14 @@ def test_oldest_unfinished_collective_is_compared_across_ranks():
 
     Rank 1 has started a different collective. Rank 3 has not started it, rank 4 has finished it.
     """
-    before, hangs = (6, "nccl:all_gather", True), (7, "nccl:all_reduce", False)
+    before, unfinished = (6, "nccl:all_gather", True), (7, "nccl:all_reduce", False)
     after = (8, "nccl:reduce_scatter", False)
     ranks = [
-        recorded(before, hangs, after),
-        recorded(before, (7, "nccl:broadcast", False)),
-        recorded(hangs, after, state="scheduled"),
-        recorded(before),
-        recorded((7, "nccl:all_reduce", True)),
+        flight_record(before, unfinished, after),
+        flight_record(before, (7, "nccl:broadcast", False)),
+        flight_record(unfinished, after, state="scheduled"),
+        flight_record(before),
+        flight_record((7, "nccl:all_reduce", True)),
         None,
     ]
     (line,) = compare_collectives({rank: collectives(r) for rank, r in enumerate(ranks)})

@@ -18,7 +18,7 @@ from launcher.reliability.lock import Ownership, current_owner, succeeds
 from launcher.reliability.run_directory import RunFolder, read_jsonl
 from tests import REPOSITORY
 
-ALONE = Environment()
+SINGLE_PROCESS = Environment()
 RACE = """
 import sys, time
 from pathlib import Path
@@ -51,22 +51,22 @@ def take(tmp_path):
     """A function that locks tmp_path/run. All locks are released at the end of the test."""
     taken = []
 
-    def one(environment=ALONE):
+    def take(environment=SINGLE_PROCESS):
         taken.append(Ownership.take(tmp_path / "run", environment))
         return taken[-1]
 
-    yield one
+    yield take
     for each in taken:
         each.release()
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def short_lease(monkeypatch):
     monkeypatch.setattr(lock, "TOUCH_SECONDS", 0.1)
     monkeypatch.setattr(lock, "LEASE_SECONDS", 1.0)
 
 
-def everything(folder):
+def file_contents(folder):
     return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
@@ -80,15 +80,15 @@ def test_only_one_of_several_processes_gets_the_lock(tmp_path):
         winner = racers[lines.index("mine")]
         for line in lines:
             assert line == "mine" or f"is in use: process {winner.pid} on " in line
-        before = everything(tmp_path)
+        before = file_contents(tmp_path)
         assert [Path(name).name for name in before] == ["00000001.json"]
         text = f"process {winner.pid} on .*nothing was changed there"
         with pytest.raises(RecipeError, match=text):
-            Ownership.take(tmp_path / "run", ALONE)
-        assert everything(tmp_path) == before
+            Ownership.take(tmp_path / "run", SINGLE_PROCESS)
+        assert file_contents(tmp_path) == before
         winner.kill()  # a killed process does not release the lock
         winner.wait(10)
-        after = Ownership.take(tmp_path / "run", ALONE)
+        after = Ownership.take(tmp_path / "run", SINGLE_PROCESS)
         assert after.name == "00000002.json"
         after.release()
     finally:
@@ -111,19 +111,19 @@ def test_released_and_stale_locks_can_be_taken(take, tmp_path):
     assert take().name == "00000003.json"
 
 
-def test_remote_heartbeat_is_checked_without_comparing_clocks(take, tmp_path, quick, caplog):
-    mine = take()
+def test_remote_heartbeat_is_checked_without_comparing_clocks(take, tmp_path, short_lease, caplog):
+    own_lock = take()
     rewrite(tmp_path / "run", machine="another", host="node7", pid=1)
     with pytest.raises(RecipeError, match="process 1 on node7"):
         take()  # the owner updates the time of its record
-    mine._released.set()
+    own_lock._released.set()
     os.utime(record(tmp_path / "run"), (4e9, 4e9))  # the clock of the file server is far ahead
     assert take().name == "00000002.json"
     assert re.search(r"process 1 on node7.*waiting up to 1 s for a heartbeat", caplog.text)
 
 
 def test_restarted_job_takes_over_and_fences_off_the_owner(take, tmp_path, caplog):
-    job = dataclasses.replace(ALONE, job="17")
+    job = dataclasses.replace(SINGLE_PROCESS, job="17")
     folder = RunFolder(tmp_path / "run")
     folder.ownership = take(job)
     folder.create("a: 1\n")
@@ -136,7 +136,7 @@ def test_restarted_job_takes_over_and_fences_off_the_owner(take, tmp_path, caplo
     rewrite(tmp_path / "run", machine="another", host="node7")  # Slurm lost the node
     take(dataclasses.replace(job, job_restart_count=1))
     assert "heartbeat" not in caplog.text
-    before = everything(tmp_path)
+    before = file_contents(tmp_path)
     writes = (
         lambda: folder.write_status("running", step=4),
         lambda: folder.note("saved", step=4),
@@ -148,7 +148,7 @@ def test_restarted_job_takes_over_and_fences_off_the_owner(take, tmp_path, caplo
             write()
         assert raised.value.reason == "superseded"
     folder.release()
-    assert everything(tmp_path) == before
+    assert file_contents(tmp_path) == before
 
 
 def owner(job=None, job_restart_count=0, run_id=None, meeting_point=None):
@@ -165,7 +165,10 @@ def owner(job=None, job_restart_count=0, run_id=None, meeting_point=None):
     )
 
 
-NODE, LOCAL = owner(run_id="x", meeting_point="node1:1"), owner(run_id="x", meeting_point="::1:1")
+ON_NODE, ON_LOCALHOST = (
+    owner(run_id="x", meeting_point="node1:1"),
+    owner(run_id="x", meeting_point="::1:1"),
+)
 
 
 @pytest.mark.parametrize(
@@ -175,13 +178,13 @@ NODE, LOCAL = owner(run_id="x", meeting_point="node1:1"), owner(run_id="x", meet
         (owner("1"), owner("1", 1), False),
         (owner("2", 1), owner("1"), False),
         (owner(), owner(), False),
-        (NODE, NODE, True),
+        (ON_NODE, ON_NODE, True),
         (
-            NODE,
+            ON_NODE,
             owner(run_id="x", meeting_point="node2:1"),
             False,
         ),  # another torchrun with the same id
-        (LOCAL, LOCAL, False),  # localhost does not identify a machine
+        (ON_LOCALHOST, ON_LOCALHOST, False),  # localhost does not identify a machine
     ],
 )
 def test_succeeds_only_for_later_starts_of_a_job(new, old, later):
@@ -231,4 +234,4 @@ def test_events_count_attempts_and_skip_incomplete_lines(tmp_path):
 def test_file_instead_of_run_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(RecipeError, match="cannot be written to: Not a directory"):
-        Ownership.take(tmp_path / "run", ALONE)
+        Ownership.take(tmp_path / "run", SINGLE_PROCESS)

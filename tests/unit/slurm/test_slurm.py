@@ -89,17 +89,17 @@ def test_script_contains_all_options():
     order = ["trap 'warned=1", "module load cuda", "NCCL_DEBUG=", "NCCL_SOCKET_IFNAME=ib0"]
     order += ["export NCCL_IB_HCA=mlx5", "exec /py"]
     assert sorted(order, key=text.index) == order
-    shown = job_options(text, "7", "9")
+    shown = options_of_job_program(text, "7", "9")
     assert [run for run, _ in shown.run] == ["/runs/a/0", "/runs/a/1", "/runs/a/2"]
     assert (shown.lead, shown.script, shown.chain) == (300, "/spool/script", ["7", "9"])
     plain = render(job(nodes=2, ranks_per_node=3))
     assert plain.splitlines()[1] == "# a: 2 nodes, 3 ranks on each"
-    assert job_options(plain).chain == []
+    assert options_of_job_program(plain).chain == []
     assert "--gpus-per-node" not in plain, "a CPU node has no GPU option"
     assert len(plain.splitlines()) < 40, "the script must be short"
 
 
-def job_options(text, *arguments):
+def options_of_job_program(text, *arguments):
     """Returns the options of the job program if the script is started with these arguments."""
     values = {"\\\n": " ", "$warned": "0", "$terminated": "0", "$0": "/spool/script"}
     line = text[text.index("exec ") :]
@@ -137,9 +137,9 @@ def test_names_are_quoted_in_the_script(tmp_path):
             python=tmp_path / "python",
         )
     )
-    asked = options(text)
-    assert len(asked) == len(options(render(job(partition="p"))))
-    assert {f"--job-name={HOSTILE}", f"--partition={HOSTILE}"} <= set(asked)
+    requested = options(text)
+    assert len(requested) == len(options(render(job(partition="p"))))
+    assert {f"--job-name={HOSTILE}", f"--partition={HOSTILE}"} <= set(requested)
     (tmp_path / "python").write_text(
         '#!/bin/bash\nprintf "%s\\0" "$@" > arguments; printf %s "$VALUE" > value\n'
     )
@@ -159,14 +159,14 @@ def test_line_breaks_are_refused(text):
 
 def test_node_counts_and_ranks_per_node():
     assert [list(node_counts(Slurm(nodes=nodes))) for nodes in ("2-4", 2)] == [[2, 3, 4], [2]]
-    asked = Slurm(), Slurm(gpus_per_node=8), Slurm(gpus_per_node=8, ranks_per_node=2)
-    assert [ranks_per_node(slurm) for slurm in asked] == [1, 8, 2]
+    requested = Slurm(), Slurm(gpus_per_node=8), Slurm(gpus_per_node=8, ranks_per_node=2)
+    assert [ranks_per_node(slurm) for slurm in requested] == [1, 8, 2]
 
 
 # The arguments
 
 
-def submit_dry(*words, capsys):
+def dry_run(*words, capsys):
     assert launcher(["submit", "recipe=x.yaml", "--dry-run", *words]) == 0
     return capsys.readouterr().out
 
@@ -175,10 +175,10 @@ def test_arguments_override_the_recipe(folder, capsys):
     with (folder / "x.yaml").open("a") as recipe:
         recipe.write('slurm: {time: "9:00:00", partition: slow, account: "0123", nodes: 2}\n')
     words = ["time=1:30:00", "partition=0x10", "gpus_per_node=4", "sbatch_extra=--nice=5"]
-    asked = options(submit_dry(*words, "sbatch_extra=-H", capsys=capsys))
+    requested = options(dry_run(*words, "sbatch_extra=-H", capsys=capsys))
     expected = {"--time=1:30:00", "--partition=0x10", "--account=0123", "--nodes=2", "--nice=5"}
-    assert expected | {"--gpus-per-node=4", "-H", f"--chdir={folder}"} <= set(asked)
-    assert f"--output={folder}/runs/small/slurm/job_%j.log" in asked
+    assert expected | {"--gpus-per-node=4", "-H", f"--chdir={folder}"} <= set(requested)
+    assert f"--output={folder}/runs/small/slurm/job_%j.log" in requested
     assert not (folder / "runs").exists(), "a dry run writes nothing"
 
 
@@ -219,7 +219,7 @@ def test_mistakes_are_reported_before_submission(folder, word, problem):
 
 def test_sweep_has_one_folder_per_combination(folder, capsys):
     sweeps = ["optimizer.learning_rate=1e-3,2e-3", "optimizer.betas=[0.9,0.95],[0.8,0.9]"]
-    text = submit_dry(*(f"sweep.{sweep}" for sweep in sweeps), "throttle=3", capsys=capsys)
+    text = dry_run(*(f"sweep.{sweep}" for sweep in sweeps), "throttle=3", capsys=capsys)
     assert {"--array=0-3%3", "--job-name=small"} <= set(options(text))
     found = re.findall(r"runs/small/(\S+?)/slurm/recipe_", text)
     assert found == [
@@ -232,9 +232,9 @@ def test_sweep_has_one_folder_per_combination(folder, capsys):
 def test_lead_is_at_most_half_of_the_time_limit(folder, capsys):
     leads = {"1:00:00": 300, "4": 120, "4:00": 120, "1-0": 300, "0:2:30": 75, "UNLIMITED": 300}
     leads |= {"0-0:4": 120, "0-0:4:30": 135}
-    assert "--signal=B:USR1@300" in options(submit_dry(capsys=capsys))
+    assert "--signal=B:USR1@300" in options(dry_run(capsys=capsys))
     for limit, lead in leads.items():
-        assert f"--signal=B:USR1@{lead}" in options(submit_dry(f"time={limit}", capsys=capsys))
+        assert f"--signal=B:USR1@{lead}" in options(dry_run(f"time={limit}", capsys=capsys))
 
 
 _PAGES = ("README.md", "docs/slurm.md", "docs/tutorials/slurm.md", "docs/containers.md")
@@ -269,20 +269,20 @@ def test_plan_is_computed_in_another_process(folder, monkeypatch, capsys):
 
 
 def test_oversized_job_is_not_submitted_unless_forced(folder, monkeypatch, capsys):
-    asked = []
-    monkeypatch.setattr(command, "print_plan", lambda arguments: asked.append(arguments) or 3)
+    requested = []
+    monkeypatch.setattr(command, "print_plan", lambda arguments: requested.append(arguments) or 3)
     monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
     words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500G"]
     assert launcher(["submit", *words]) == 3
     overrides = ["slurm.nodes=2", "slurm.gpus_per_node=4", 'slurm.host_memory="500G"']
     size = ["nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500GiB"]
-    assert asked == [["recipe=x.yaml", *overrides, *size]]
+    assert requested == [["recipe=x.yaml", *overrides, *size]]
     assert "not submitted: it does not fit" in capsys.readouterr().err
     assert not (folder / "runs").exists()
     assert launcher(["submit", "recipe=x.yaml", "gpus_per_node=4", "run.name=unplanned"]) == 0
     note = "note: whether it fits was not checked: name the GPU, such as gpu=h100"
     assert note in capsys.readouterr().out
-    assert len(asked) == 1
+    assert len(requested) == 1
     assert launcher(["submit", *words, "--force"]) == 0
     assert "submitted job 7: small, 2 nodes x 4 GPUs" in capsys.readouterr().out
     (snapshot,) = (folder / "runs/small/slurm").glob("recipe_*.yaml")
@@ -339,8 +339,8 @@ def test_wait_reports_how_the_run_ended(folder, monkeypatch, capsys, left, statu
     monkeypatch.setattr(scheduler, "active_jobs", lambda: states.pop(0))
     monkeypatch.setattr(command, "_SQUEUE_SECONDS", 0.0)
     assert launcher(["submit", "recipe=x.yaml", "--wait"]) == status
-    said = capsys.readouterr().out
-    assert says(f"...runs/small: {shown}", said), said
+    printed = capsys.readouterr().out
+    assert says(f"...runs/small: {shown}", printed), printed
     assert not states
 
 
@@ -389,17 +389,17 @@ def checkpoint(run, step):
     (run.path / f"checkpoints/step_{step:08}").mkdir(parents=True)
 
 
-def attempts_of(run, job="7"):
+def read_attempts(run, job="7"):
     return Attempts.read(run.path, job, max_failures=3)
 
 
 def begin(run, job="7"):
     """Begins an attempt like a new process."""
-    return attempts_of(run, job).begin()
+    return read_attempts(run, job).begin()
 
 
 def end(run, known=JobInfo(), *, terminated=False, **status):  # noqa: B008
-    attempts = attempts_of(run)
+    attempts = read_attempts(run)
     decision = attempts.decide(status, known, warned=False, terminated=terminated)
     attempts.end(decision, killed=status.get("state") == "running")
     return decision
@@ -416,8 +416,8 @@ def test_decide_after_an_attempt(run, line):
     known = JobInfo(preempted="preempted" in words, timed_out="timed_out" in words)
     attempts = Attempts(run.path, 3, "7", failures=int(values.get("failures", 0)), checkpoint=5)
     checkpoint(run, 9 if "new_checkpoint" in words else 5)
-    asked = {name: name in words for name in ("warned", "terminated")}
-    found = attempts.decide({} if state == "none" else status, known, **asked)
+    requested = {name: name in words for name in ("warned", "terminated")}
+    found = attempts.decide({} if state == "none" else status, known, **requested)
     action = "requeue" if found.requeue else "end"
     assert f"{action} {found.status} {found.failures}" == expected, found.why
 
@@ -427,7 +427,7 @@ def test_attempt_lost_with_its_node_counts_as_failure(run):
     checkpoint(run, 10)
     run.write_status("running", step=12)
     assert begin(run) is None, "a new checkpoint resets the count"
-    assert attempts_of(run).failures == 1
+    assert read_attempts(run).failures == 1
     assert begin(run) is None
     why = begin(run)
     assert "failed 3 times in a row without a new checkpoint (slurm.max_failures=3)" in why
@@ -439,9 +439,9 @@ def test_stopped_attempt_is_not_a_failure(run):
     begin(run)
     run.write_status("stopped", step=3, reason="SIGTERM")
     begin(run)  # scontrol requeue: the script was killed before it could report the end
-    assert attempts_of(run).failures == 0
+    assert read_attempts(run).failures == 0
     begin(run)  # that attempt wrote no status; the file still has the previous one
-    assert attempts_of(run).failures == 1
+    assert read_attempts(run).failures == 1
 
 
 def test_new_checkpoint_resets_the_failure_count(run):
@@ -470,7 +470,7 @@ _STARTED = "JobId=7 JobState=RUNNING Restarts=2 StartTime=2026-11-21T10:00:00"
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("output", "expected"),
     [
         (
             f"{_STARTED} EndTime=2026-11-21T11:00:00 PreemptTime=None ExcNodeList=(null)",
@@ -486,8 +486,8 @@ _STARTED = "JobId=7 JobState=RUNNING Restarts=2 StartTime=2026-11-21T10:00:00"
         (None, None),
     ],
 )
-def test_job_info_from_scontrol(monkeypatch, said, expected):
-    monkeypatch.setattr(scheduler, "scontrol", lambda *words: said)
+def test_job_info_from_scontrol(monkeypatch, output, expected):
+    monkeypatch.setattr(scheduler, "scontrol", lambda *words: output)
     known = JobInfo() if expected is None else JobInfo("RUNNING", 2, **expected)
     assert JobInfo.read("7") == known
 
@@ -500,7 +500,7 @@ def test_only_scancel_counts_as_cancelled():
 
 
 def test_scontrol_is_retried_while_the_controller_restarts(monkeypatch, capsys):
-    answers = ["Slurm refused: no connection", "said"]
+    answers = ["Slurm refused: no connection", "answer"]
 
     def slurm(*words):
         answer = answers.pop(0)
@@ -510,7 +510,7 @@ def test_scontrol_is_retried_while_the_controller_restarts(monkeypatch, capsys):
 
     monkeypatch.setattr(scheduler, "slurm_command", slurm)
     monkeypatch.setattr(scheduler.time, "sleep", lambda seconds: None)
-    assert scheduler.scontrol("show", "job", "7") == "said"
+    assert scheduler.scontrol("show", "job", "7") == "answer"
     answers += ["Slurm refused: Invalid job id", "not asked again"]
     assert scheduler.scontrol("show", "job", "7") is None
     assert answers == ["not asked again"]
@@ -530,8 +530,8 @@ def test_lead_is_twice_a_measured_step_plus_save(run):
     ("nodes", "bad", "excluded"),
     [(3, ("n2",), "n9,n2"), (3, ("n1", "n2", "n3"), None), (1, ("n1",), "n9,n1"), (2, (), None)],
 )
-def test_bad_node_is_excluded(started, nodes, bad, excluded):
-    job, commands = started({"SLURM_JOB_NUM_NODES": str(nodes)}, "")
+def test_bad_node_is_excluded(start_job, nodes, bad, excluded):
+    job, commands = start_job({"SLURM_JOB_NUM_NODES": str(nodes)}, "")
     assert job.requeue(JobInfo("RUNNING", 0, excluded="n9"), bad)
     updates = [words for words in commands if words[0] == "update"]
     expected = [("update", "JobId=7", f"ExcNodeList={excluded}")]
@@ -539,10 +539,10 @@ def test_bad_node_is_excluded(started, nodes, bad, excluded):
 
 
 @pytest.mark.parametrize(
-    "said", ["JobState=CANCELLED Restarts=0", "JobState=RUNNING Restarts=1", ""]
+    "output", ["JobState=CANCELLED Restarts=0", "JobState=RUNNING Restarts=1", ""]
 )
-def test_job_ended_by_slurm_is_not_requeued(started, said):
-    job, commands = started({}, said)
+def test_job_ended_by_slurm_is_not_requeued(start_job, output):
+    job, commands = start_job({}, output)
     job.attempts.begin()
     known = JobInfo.read("7")
     assert not job.requeue(known, [])
@@ -552,8 +552,8 @@ def test_job_ended_by_slurm_is_not_requeued(started, said):
         assert Attempts.read(job.run_dir, "7", max_failures=3).open
 
 
-def test_exit_status_of_a_job(started, capsys):
-    job, _ = started({}, "JobState=RUNNING Restarts=0")
+def test_exit_status_of_a_job(start_job, capsys):
+    job, _ = start_job({}, "JobState=RUNNING Restarts=0")
     run = RunFolder(job.run_dir)
     job.attempts.begin()
     job.refused.write_text("x: wrong\n")
@@ -582,8 +582,8 @@ def test_exit_status_of_a_job(started, capsys):
         (JobInfo("RUNNING", end_time=1.0), True, False),
     ],
 )
-def test_signal_before_handlers_are_installed_is_detected(started, known, warned, terminated):
-    job, _ = started({}, "")
+def test_signal_before_handlers_are_installed_is_detected(start_job, known, warned, terminated):
+    job, _ = start_job({}, "")
     job._read_limits(known)
     assert (job.warned, job.terminated, job.lead) == (warned, terminated, 300)
     assert signal.alarm(0) == 0
@@ -598,8 +598,8 @@ def test_signal_before_handlers_are_installed_is_detected(started, known, warned
         (500, 50.0, None),
     ],
 )
-def test_job_warns_itself_if_the_lead_is_too_short(started, left, save, lead):
-    job, _ = started({}, "")
+def test_job_warns_itself_if_the_lead_is_too_short(start_job, left, save, lead):
+    job, _ = start_job({}, "")
     (job.run_dir / "metrics.jsonl").write_text('{"step_seconds": 200.0}\n' if save > 10 else "")
     saved = {"event": "saved", "seconds": save}
     (job.run_dir / "events.jsonl").write_text(json.dumps(saved) + "\n")
@@ -610,25 +610,25 @@ def test_job_warns_itself_if_the_lead_is_too_short(started, left, save, lead):
 
 
 def test_successor_is_queued_once_and_removed(run, monkeypatch):
-    said, jobs = [], {}
-    slurm = lambda *words: said.append(words) or "8\n"  # noqa: E731
+    commands, jobs = [], {}
+    slurm = lambda *words: commands.append(words) or "8\n"  # noqa: E731
     monkeypatch.setattr(scheduler, "slurm_command", slurm)
     monkeypatch.setattr(attempts, "slurm_command", slurm)
     monkeypatch.setattr(JobInfo, "read", lambda job: jobs.get(job, JobInfo()))
     begin(run)
-    attempts_of(run).submit_successor("7", "/spool/script", "n9")
+    read_attempts(run).submit_successor("7", "/spool/script", "n9")
     jobs["8"] = JobInfo("PENDING")
     begin(run)  # requeued: the successor still exists
-    attempts_of(run).submit_successor("7", "/spool/script", "")
+    read_attempts(run).submit_successor("7", "/spool/script", "")
     options = ("--dependency=afternotok:7", "--kill-on-invalid-dep=yes", "--exclude=n9")
-    assert said == [("sbatch", "--parsable", *options, "/spool/script", "7", "7")]
+    assert commands == [("sbatch", "--parsable", *options, "/spool/script", "7", "7")]
     assert attempts.submitted_jobs(run.path) == ["8"], "the successor blocks other submissions"
-    attempts_of(run).remove_successor()
-    assert said[1:] == [("scancel", "8")]
+    read_attempts(run).remove_successor()
+    assert commands[1:] == [("scancel", "8")]
     begin(run, job="7_2")
-    attempts_of(run, "7_2").submit_successor("9_2", "/spool/script", "")
+    read_attempts(run, "7_2").submit_successor("9_2", "/spool/script", "")
     options = ("--dependency=afternotok:9_2", "--kill-on-invalid-dep=yes", "--array=2")
-    assert said[2][2:] == (*options, "/spool/script", "7_2", "9_2")
+    assert commands[2][2:] == (*options, "/spool/script", "7_2", "9_2")
     assert attempts.submitted_jobs(run.path) == ["8", "8_2"]
 
 
@@ -639,9 +639,9 @@ def test_successor_is_queued_once_and_removed(run, monkeypatch):
 def test_successor_resumes_unless_the_job_ended_normally(run, monkeypatch, state, why):
     monkeypatch.setattr(JobInfo, "read", lambda job: JobInfo(state))
     begin(run)
-    assert attempts_of(run).nothing_left("7") == why, "killed"
+    assert read_attempts(run).nothing_left("7") == why, "killed"
     end(run, state="failed", reason="error")
-    assert attempts_of(run).nothing_left("7") == (why or "job 7 has ended by itself")
+    assert read_attempts(run).nothing_left("7") == (why or "job 7 has ended by itself")
 
 
 # The program of the job, with an srun that runs the command on this machine
@@ -655,7 +655,7 @@ exec "$@"
 """
 
 
-def program(file, text):
+def write_program(file, text):
     file.parent.mkdir(exist_ok=True)
     file.write_text(text)
     file.chmod(0o755)
@@ -663,12 +663,12 @@ def program(file, text):
 
 
 @pytest.fixture
-def started(tmp_path, folder, monkeypatch):
+def start_job(tmp_path, folder, monkeypatch):
     """A function that starts job 7.
 
     (variables, output of scontrol, options) -> (job, recorded commands of scontrol)
     """
-    program(tmp_path / "bin/srun", SRUN)
+    write_program(tmp_path / "bin/srun", SRUN)
     numbers = signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM
     before, environment = signal.pthread_sigmask(signal.SIG_BLOCK, []), dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in numbers}
@@ -701,9 +701,9 @@ def started(tmp_path, folder, monkeypatch):
     os.environ.update(environment)
 
 
-def test_each_start_has_its_own_logs_and_port(started):
-    job, _ = started({"SLURM_JOB_ID": "9", "SLURM_CPUS_PER_TASK": "8"}, "", "--", "7", "8")
-    again, _ = started({"SLURM_JOB_ID": "9"}, "", "--", "7", "8")
+def test_each_start_has_its_own_logs_and_port(start_job):
+    job, _ = start_job({"SLURM_JOB_ID": "9", "SLURM_CPUS_PER_TASK": "8"}, "", "--", "7", "8")
+    again, _ = start_job({"SLURM_JOB_ID": "9"}, "", "--", "7", "8")
     assert (job.job, job.this, job.after, job.restart, again.restart) == ("7", "9", "8", 0, 1)
     assert again.logs == job.run_dir / "slurm/job_7/restart_1"
     ports = [word for start in (job, again) for word in start.torchrun(restarts=0) if ":" in word]
@@ -712,7 +712,7 @@ def test_each_start_has_its_own_logs_and_port(started):
     expected |= {"OMP_NUM_THREADS": "4", "SRUN_CPUS_PER_TASK": "8"}
     assert {name: os.environ[name] for name in expected} == expected
     array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1"}
-    task, _ = started(array, "", "--run", f"{job.run_dir}_1", "other.yaml")
+    task, _ = start_job(array, "", "--run", f"{job.run_dir}_1", "other.yaml")
     assert (task.this, task.job, str(task.run_dir)) == ("6_1", "6_1", f"{job.run_dir}_1")
 
 
@@ -724,24 +724,24 @@ time.sleep(20)
 """
 
 
-def test_warning_is_sent_to_the_ranks_repeatedly(started, tmp_path, monkeypatch):
+def test_warning_is_sent_to_the_ranks_repeatedly(start_job, tmp_path, monkeypatch):
     """The first signals are lost, because srun and the agent do not handle signals yet."""
-    python = program(tmp_path / "trains", TRAINS.format(python=sys.executable))
+    python = write_program(tmp_path / "trains", TRAINS.format(python=sys.executable))
     monkeypatch.setattr(job_module, "_SIGNAL_AGAIN_SECONDS", 0.1)
-    job, _ = started({}, "JobState=RUNNING", python=python)
+    job, _ = start_job({}, "JobState=RUNNING", python=python)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     assert job.train() == 5
     assert (job.warned, job.terminated) == (True, False)
-    said = (job.logs / "node_%N.log").read_text().splitlines()
-    assert said[0].startswith("-m launcher.slurm.agent ")
-    assert said[0].endswith("-m launcher.train recipe=recipe.yaml")
-    assert "--nnodes 1 --nproc-per-node 2 --max-restarts 0 " in said[0]
-    assert "--rdzv-endpoint n1:20049 --rdzv-id 7.0 " in said[0]
-    assert said[1:] == ["saved"]
+    lines = (job.logs / "node_%N.log").read_text().splitlines()
+    assert lines[0].startswith("-m launcher.slurm.agent ")
+    assert lines[0].endswith("-m launcher.train recipe=recipe.yaml")
+    assert "--nnodes 1 --nproc-per-node 2 --max-restarts 0 " in lines[0]
+    assert "--rdzv-endpoint n1:20049 --rdzv-id 7.0 " in lines[0]
+    assert lines[1:] == ["saved"]
 
 
-def test_check_ends_at_timeout_or_stop_request(started, tmp_path):
-    job, _ = started({}, "")
+def test_check_ends_at_timeout_or_stop_request(start_job, tmp_path):
+    job, _ = start_job({}, "")
     log = tmp_path / "log"
     assert job._check(60, log, "bash", "-c", "echo printed; exit 7") == 7
     assert log.read_text() == "printed\n"
@@ -857,8 +857,8 @@ def test_preflight_of_all_nodes_together(tmp_path, capsys):
     ]
     assert preflight.report(late, nodes, tmp_path / "x.log") == []
     assert preflight.report(found[2:], nodes, tmp_path / "x.log") == []
-    said = f"no node can be blamed, so training begins; details: {tmp_path}/x.log"
-    assert capsys.readouterr().err.count(said) == 2
+    message = f"no node can be blamed, so training begins; details: {tmp_path}/x.log"
+    assert capsys.readouterr().err.count(message) == 2
     assert preflight.report(found, nodes, tmp_path / "x.log") == ["n2"]
     printed = capsys.readouterr().err
     assert "not fit to train: n2; details: " in printed
