@@ -27,8 +27,8 @@ _PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/sbin:/sbin"
 
 _NODE = """
 echo "$NODE" > /proc/sys/kernel/hostname
-mount --bind "$BED/hosts" /etc/hosts
-mount --bind "$BED/resolv.conf" "$(realpath /etc/resolv.conf)" 2>/dev/null
+mount --bind "$FOLDER/hosts" /etc/hosts
+mount --bind "$FOLDER/resolv.conf" "$(realpath /etc/resolv.conf)" 2>/dev/null
 if [ -n "$CGROUP" ]; then mkdir -p "$CGROUP" && mount --bind "$CGROUP" /sys/fs/cgroup/freezer || exit 1; fi
 slurmd -D -N "$NODE" &
 trap 'exit 0' TERM
@@ -46,14 +46,14 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={bed}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
-StateSaveLocation={bed}/state
-SlurmdSpoolDir={bed}/spool/%n
-SlurmctldPidFile={bed}/slurmctld.pid
-SlurmdPidFile={bed}/slurmd.%n.pid
-SlurmctldLogFile={bed}/slurmctld.log
-SlurmdLogFile={bed}/slurmd.%n.log
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
 MailProg=/bin/true
 MpiDefault=none
 ProctrackType=proctrack/{proctrack}
@@ -92,15 +92,15 @@ def unavailable():
         return f"{', '.join(missing)} not found (Debian: apt-get install --no-install-recommends munge slurmctld slurmd slurm-client)"
     probe = [*UNSHARE, "echo n > /proc/sys/kernel/hostname"]
     done = subprocess.run(probe, capture_output=True, text=True, timeout=10, check=False)
-    why = "namespaces cannot be made here, which takes root and CAP_SYS_ADMIN"
+    why = "cannot create namespaces, which needs root and CAP_SYS_ADMIN"
     return f"{why}: {done.stderr.strip()}" if done.returncode else None
 
 
 class Cluster:
-    def __init__(self, bed, nodes, gpus):
-        self.bed, self._gpus = Path(bed), gpus
+    def __init__(self, folder, nodes, gpus):
+        self.folder, self._gpus = Path(folder), gpus
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
-        self.environment = dict(os.environ, PATH=_PATH, SLURM_CONF=str(self.bed / "slurm.conf"))
+        self.environment = dict(os.environ, PATH=_PATH, SLURM_CONF=str(self.folder / "slurm.conf"))
         self.proctrack = "cgroup" if os.access(FREEZER, os.W_OK) else "linuxproc"
         self._processes = {}
 
@@ -109,9 +109,9 @@ class Cluster:
             self._configure()
             files = {"key-file": "key", "socket": "munge.socket", "pid-file": "munge.pid"}
             files |= {"log-file": "munge.log", "seed-file": "seed"}
-            munge = [f"--{option}={self.bed / name}" for option, name in files.items()]
+            munge = [f"--{option}={self.folder / name}" for option, name in files.items()]
             self._start("munged", ["munged", "-F", *munge])
-            self.wait_for((self.bed / "munge.socket").exists, 10, "munged")
+            self.wait_for((self.folder / "munge.socket").exists, 10, "munged")
             self._start("slurmctld", ["slurmctld", "-D", "-c"])
             ping = functools.partial(self.run, "scontrol", "ping", check=False)
             self.wait_for(lambda: ping().returncode == 0, 15, "slurmctld")
@@ -142,7 +142,7 @@ class Cluster:
         return FREEZER / f"launcher-{os.getpid()}-{node}"
 
     def _start(self, name, command, **variables):
-        with (self.bed / f"{name}.out").open("ab") as output:
+        with (self.folder / f"{name}.out").open("ab") as output:
             self._processes[name] = subprocess.Popen(
                 command,
                 env=self.environment | variables,
@@ -153,18 +153,23 @@ class Cluster:
             )
 
     def _configure(self):
-        self.bed.chmod(0o755)
-        (self.bed / "state").mkdir()
+        self.folder.chmod(0o755)
+        (self.folder / "state").mkdir()
         count, port = len(self.nodes), _free_ports(len(self.nodes) + 1)
-        settings = {"bed": self.bed, "proctrack": self.proctrack, "nodes": count, "port": port}
+        settings = {
+            "folder": self.folder,
+            "proctrack": self.proctrack,
+            "nodes": count,
+            "port": port,
+        }
         lines = _CONFIGURATION.format(host=socket.gethostname().split(".")[0], **settings)
         names = "127.0.0.1 localhost\n"
         for number, node in enumerate(self.nodes, 1):
-            (self.bed / "spool" / node).mkdir(parents=True)
+            (self.folder / "spool" / node).mkdir(parents=True)
             names += f"127.0.1.{number} {node}\n"
             lines += f"NodeName={node} NodeAddr=127.0.1.{number} Port={port + number} CPUs=2 "
             lines += f"RealMemory=4000 Gres=gpu:{self._gpus} State=UNKNOWN\n"
-        devices = [str(self.bed / f"gpu{number}") for number in range(self._gpus)]
+        devices = [str(self.folder / f"gpu{number}") for number in range(self._gpus)]
         for device in devices:  # Slurm accepts a GPU only if it has a device file
             os.mknod(device, 0o020666, os.makedev(1, 3))
         cgroup = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
@@ -176,14 +181,14 @@ class Cluster:
             "hosts": names,
             "resolv.conf": "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n",
         }.items():
-            (self.bed / name).write_text(text)
-        (self.bed / "key").touch(mode=0o600)
-        (self.bed / "key").write_bytes(os.urandom(256))
+            (self.folder / name).write_text(text)
+        (self.folder / "key").touch(mode=0o600)
+        (self.folder / "key").write_bytes(os.urandom(256))
 
     def boot(self, node):
         """Starts or restarts a node."""
         cgroup = str(self._cgroup(node)) if self.proctrack == "cgroup" else ""
-        self._start(node, [*UNSHARE, _NODE], NODE=node, BED=str(self.bed), CGROUP=cgroup)
+        self._start(node, [*UNSHARE, _NODE], NODE=node, FOLDER=str(self.folder), CGROUP=cgroup)
 
     def crash(self, node):
         """Ends all processes of a node at once."""
@@ -211,19 +216,19 @@ class Cluster:
             timeout=120,
             check=False,
         )
-        said = f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
-        assert not check or done.returncode == 0, said
+        output = f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
+        assert not check or done.returncode == 0, output
         return done
 
     def idle(self):
         """Returns the number of idle nodes."""
-        said = self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%T", check=False).stdout
-        return said.split().count("idle")
+        output = self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%T", check=False).stdout
+        return output.split().count("idle")
 
     def job(self, job):
         """Returns the fields of a job from scontrol, or an empty dict for an unknown job."""
-        said = self.run("scontrol", "show", "job", "--oneliner", job, check=False).stdout
-        return dict(word.split("=", 1) for word in said.split() if "=" in word)
+        output = self.run("scontrol", "show", "job", "--oneliner", job, check=False).stdout
+        return dict(word.split("=", 1) for word in output.split() if "=" in word)
 
     def state(self, job):
         return self.job(job).get("JobState")
@@ -240,11 +245,11 @@ class Cluster:
     def diagnosis(self):
         """Returns the queue, the nodes and the ends of the logs, for messages of failed tests."""
         queries = ["squeue"], ["sinfo", "-N", "-l"]
-        told = [self.run(*query, check=False).stdout for query in queries]
-        for log in (*self.bed.glob("*.out"), *self.bed.glob("slurmctld.log")):
+        parts = [self.run(*query, check=False).stdout for query in queries]
+        for log in (*self.folder.glob("*.out"), *self.folder.glob("slurmctld.log")):
             lines = log.read_text(errors="replace").splitlines()
-            told.append("\n".join([f"{log.name}:", *lines[-15:]]))
-        return "\n".join(told)
+            parts.append("\n".join([f"{log.name}:", *lines[-15:]]))
+        return "\n".join(parts)
 
 
 def _free_ports(count):

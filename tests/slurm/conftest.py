@@ -16,14 +16,13 @@ def cluster():
         message = f"the Slurm tests cannot run: {why}"
         assert os.environ.get("CI_REQUIRES_SLURM") != "1", message
         pytest.skip(message)
-    bed = tempfile.mkdtemp(
-        prefix="slurm-"
-    )  # munge needs a folder that every user may enter; pytest's are private
+    # munge needs a folder that every user may enter; pytest's are private
+    folder = tempfile.mkdtemp(prefix="slurm-")
     try:
-        with Cluster(bed, nodes=4, gpus=2) as cluster:
+        with Cluster(folder, nodes=4, gpus=2) as cluster:
             assert (
                 f"proctrack/{cluster.proctrack}" in cluster.run("scontrol", "show", "config").stdout
             )
             yield cluster
     finally:
-        shutil.rmtree(bed, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
